@@ -1,0 +1,179 @@
+"""Every configuration key, its type, and what it means. A key that is not here is refused.
+
+`conf/` holds the values; `typed.py` turns a composed dictionary into these classes; `checks.py` looks across them.
+Where a group's choice decides which keys exist (precision, recipe, data), there is one class a choice, told apart
+by `name` or `kind`, so that no key is accepted which would do nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The architecture, in GPT-2's own words."""
+
+    name: str
+    n_layer: int
+    n_head: int
+    n_embd: int
+    n_positions: int  # tokens of context; also the length of a training sequence
+    vocab_size: int | None  # null: the tokenizer's; the tables are padded up to a multiple of 64 either way
+    dropout: float  # after the embedding, in attention, and after both projections
+    bias: bool  # biases on the linear layers (normalisation keeps its own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainPrecision:
+    """fp32: everything in float32. bf16: float32 weights, bfloat16 autocast."""
+
+    name: Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8Precision:
+    """float32 weights, bfloat16 activations, FP8 matrix products through Transformer Engine."""
+
+    name: Literal["fp8_hybrid", "fp8_e4m3", "fp8_e5m2"]  # hybrid: E4M3 forward, E5M2 gradients
+    keep_bf16: list[str]  # layers whose products stay in bf16: "head", "first", "last", or "blocks.N"
+    fallback: Literal["allow", "error"]  # when this machine cannot do FP8: train in bf16 (fp32 on a CPU), or exit 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedRecipe:
+    """Scales from the largest values of past steps: one read of each tensor, the fastest."""
+
+    name: Literal["delayed"]
+    margin: int  # powers of two of headroom left in every scale
+    amax_history_len: int  # steps remembered
+    amax_compute_algo: Literal["max", "most_recent"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatelessRecipe:
+    """current: scales from the tensor itself. block: one scale per 128 values. mxfp8: one per 32 (Blackwell)."""
+
+    name: Literal["current", "block", "mxfp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What every data set has."""
+
+    name: str
+    tokenizer: Literal["gpt2", "bytes"]
+    num_workers: int  # processes that read and tokenise; 0: in the training process. Never changes the order
+    val_sequences: int  # sequences of the validation split that are scored; 0: no validation
+    cache_dir: str | None  # keep tokenised units here and read them back on a later pass; null: keep nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class StdlibData(DataConfig):
+    """The source of Python's standard library: real text that is on every machine."""
+
+    kind: Literal["stdlib"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesData(DataConfig):
+    """Local files: .txt (a document each), .jsonl and .jsonl.zst (a document a line), .parquet (a document a row)."""
+
+    kind: Literal["files"]
+    train_files: list[str]  # paths or globs
+    val_files: list[str]  # paths or globs; empty: `val_fraction` of the training files is held out
+    val_fraction: float
+    text_column: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubData(DataConfig):
+    """A data set of the Hugging Face hub, streamed through `datasets`."""
+
+    kind: Literal["hub"]
+    repo: str
+    revision: str  # a commit hash, so that the text cannot change under a run
+    train_files: list[str]  # paths or globs inside the repository
+    val_files: list[str]  # held out: never trained on, even where train_files matches them too
+    text_column: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOrHubData(HubData):
+    """A single local text file where it exists, else the hub (tinyshakespeare)."""
+
+    kind: Literal["file_or_hub"]  # type: ignore[assignment]
+    path: str
+    val_fraction: float  # of the local file; the hub has a split of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW with linear warm-up and cosine decay."""
+
+    lr: float  # the peak
+    min_lr_ratio: float  # the floor of the cosine, as a part of the peak
+    warmup_steps: int
+    weight_decay: float  # on matrices alone; biases and normalisation are never decayed
+    beta1: float
+    beta2: float
+    eps: float
+    max_grad_norm: float  # gradients are clipped to this global L2 norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Where and how long. Steps are optimizer steps, everywhere."""
+
+    accelerator: Literal["auto", "cpu", "gpu"]
+    devices: int | Literal["auto"]  # per node; auto: every GPU
+    num_nodes: int
+    strategy: Literal["auto", "ddp"]
+    max_steps: int
+    val_check_interval: int  # steps between validations; there is always one at the end
+    log_every_n_steps: int
+    deterministic: bool  # refuse kernels whose result depends on the order of execution
+    fast_dev_run: bool  # one step, one validation batch, nothing written but the summary
+    overfit_batches: int  # repeat the first N steps' data for ever; 0: off
+    profiler: Literal["simple", "pytorch"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallbacksConfig:
+    """What happens around the steps."""
+
+    checkpoint_every_n_steps: int  # 0: only at the end
+    keep_checkpoints: int  # the newest N stay; the best by validation loss always does
+    sample_tokens: int  # length of the text written after each validation; 0: none
+    sample_prompt: str
+    progress_bar: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggerConfig:
+    """Which logs a run keeps in its folder."""
+
+    tensorboard: bool
+    csv: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run."""
+
+    run_name: str  # the folder under outputs/; a name of your own makes it stable, which ckpt_path=last needs
+    seed: int
+    ckpt_path: str | None  # last, best, or a checkpoint's folder: continue that run
+    init_from: str | None  # a checkpoint's folder: start from its weights alone
+    compile: bool | Literal["auto"]  # torch.compile of the plain-torch layers; auto: on a GPU
+    global_batch_size: int  # sequences per optimizer step, over all GPUs
+    micro_batch_size: int  # sequences per GPU and forward pass; changes memory and speed, never the result
+    model: ModelConfig
+    precision: PlainPrecision | FP8Precision
+    recipe: DelayedRecipe | StatelessRecipe
+    data: StdlibData | FilesData | HubData | FileOrHubData
+    optim: OptimConfig
+    trainer: TrainerConfig
+    callbacks: CallbacksConfig
+    logger: LoggerConfig
