@@ -1,0 +1,17 @@
+"""The progress bar: Lightning's own, refreshed when there is something new."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.callbacks import TQDMProgressBar
+
+
+class ProgressBar(TQDMProgressBar):
+    """One bar for the whole run in optimizer steps. Refreshed with the log, because showing a number reads the GPU."""
+
+    def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Everything but the logger's version number, which says nothing here."""
+        metrics = super().get_metrics(*args, **kwargs)
+        metrics.pop("v_num", None)
+        return metrics

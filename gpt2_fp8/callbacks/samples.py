@@ -1,0 +1,36 @@
+"""A text sample after each validation: what the loss means, to the eye."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from gpt2_fp8.sampling import generate
+
+log = logging.getLogger(__name__)
+
+
+class Samples(pl.Callback):
+    """Writes `tokens` tokens after `prompt` to the run's log and to TensorBoard (`sample`), on rank 0."""
+
+    def __init__(self, prompt: str, tokens: int, seed: int):
+        self.prompt, self.tokens, self.seed = prompt, tokens, seed
+        self.last: str | None = None
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Draw one sample; the same seed each time, so that samples differ by the model alone."""
+        if not trainer.is_global_zero or trainer.sanity_checking:
+            return
+        tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
+        prompt = tokenizer.encode_ordinary(self.prompt) or [tokenizer.eot_token]
+        with pl_module.evaluation():
+            n_positions = pl_module.config.model.n_positions
+            ids = generate(pl_module.model, prompt, self.tokens, pl_module.vocab_size, n_positions, self.seed)
+        self.last = self.prompt + tokenizer.decode([i for i in ids if i < tokenizer.n_vocab])
+        log.info("sample at step %d: %r", trainer.global_step, self.last)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("sample", self.last, trainer.global_step)

@@ -1,0 +1,106 @@
+"""The training log: loss, rate, gradient, speed, waiting, memory. Nothing else makes the host wait for the GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.flops import flops_per_token, peak_bf16_flops
+from gpt2_fp8.model import padded_vocabulary
+
+
+class Throughput(pl.Callback):
+    """Logs every `trainer.log_every_n_steps` steps, to the loggers and the progress bar:
+
+    `train_loss` (this rank's, mean over the steps since the last line), `lr`, `grad_norm`, `clip_ratio`,
+    `skipped_steps` (so far), `tokens`, `tokens_per_second` (all ranks), `step_time` (s), `data_wait` (part of the time
+    spent waiting for the loader), `mfu_bf16` (`flops.py`; only for GPUs whose peak is known) and `memory_gb` (peak
+    allocated, GiB). Validation, sampling and the first step (compilation, calibration) are not in the time.
+    """
+
+    def __init__(self, config: RunConfig, vocab_size: int):
+        self.tokens_per_step = config.global_batch_size * config.model.n_positions
+        self.flops_per_token = flops_per_token(config.model, padded_vocabulary(vocab_size))
+        self.rates: list[float] = []  # tokens per second of every interval
+        self.waits: list[float] = []
+        self.train_loss: float | None = None
+        self.skipped_steps = 0
+        self._clock: float | None = None
+        self._paused: float | None = None
+        self._steps = 0
+
+    @property
+    def median_rate(self) -> float | None:
+        """Tokens per second: the median over the run's intervals, or None before the first."""
+        return statistics.median(self.rates) if self.rates else None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start from nothing."""
+        self._clock, self._steps = None, 0
+        self._losses = torch.zeros((), device=pl_module.device)
+        self._skipped = torch.zeros((), device=pl_module.device)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        """Add the step to the interval; at its end, read the device and log."""
+        result = pl_module.last_step
+        self._losses += result.loss
+        self._skipped += result.skipped
+        self._steps += 1
+        step = trainer.global_step
+        if step % trainer.log_every_n_steps and step < trainer.max_steps and self._clock is not None:
+            return
+        values = torch.stack([self._losses, self._skipped, result.grad_norm, result.clip_ratio]).tolist()
+        metrics = self._metrics(trainer, values)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+        shown = {key: metrics[key] for key in ("train_loss", "tokens_per_second") if key in metrics}
+        pl_module.log_dict(shown, prog_bar=True, logger=False)
+
+    def _metrics(self, trainer: pl.Trainer, values: list[float]) -> dict[str, float]:
+        losses, skipped, grad_norm, clip_ratio = values
+        self.train_loss = losses / self._steps
+        self.skipped_steps += int(skipped)
+        metrics = {
+            "train_loss": self.train_loss,
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "grad_norm": grad_norm,
+            "clip_ratio": clip_ratio,
+            "skipped_steps": self.skipped_steps,
+            "tokens": trainer.global_step * self.tokens_per_step,
+        }
+        now, wait = time.perf_counter(), trainer.datamodule.wait_seconds  # type: ignore[attr-defined]
+        if self._clock is not None:
+            metrics |= self._speed(trainer, now - self._clock, wait - self._waited)
+        self._clock, self._waited, self._steps = now, wait, 0
+        self._losses.zero_()
+        self._skipped.zero_()
+        return metrics
+
+    def _speed(self, trainer: pl.Trainer, seconds: float, waited: float) -> dict[str, float]:
+        rate = self._steps * self.tokens_per_step / seconds
+        self.rates.append(rate)
+        self.waits.append(waited / seconds)
+        metrics = {"tokens_per_second": rate, "step_time": seconds / self._steps, "data_wait": waited / seconds}
+        if trainer.strategy.root_device.type == "cuda":
+            peak = peak_bf16_flops(torch.cuda.get_device_name())
+            if peak is not None:
+                metrics["mfu_bf16"] = rate / trainer.world_size * self.flops_per_token / peak
+            metrics["memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        return metrics
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop the clock."""
+        if self._clock is not None and trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start it again where it stood."""
+        if self._clock is not None and self._paused is not None:
+            self._clock += time.perf_counter() - self._paused
+        self._paused = None

@@ -1,0 +1,94 @@
+"""The layers in plain torch: for a CPU, for bf16 under `torch.compile`, and to test the FP8 layers against."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+EPSILON = 1e-5
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape))
+
+
+class LayerNormLinear(nn.Module):
+    """y = LayerNorm(x) W^T + b. x: [..., in_features]; y: [..., out_features]."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool):
+        super().__init__()
+        self.layer_norm_weight = _parameter(in_features)
+        self.layer_norm_bias = _parameter(in_features)
+        self.weight = _parameter(out_features, in_features)
+        self.bias = _parameter(out_features) if bias else None
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, EPSILON)
+        return F.linear(x, self.weight, self.bias)
+
+
+class Linear(nn.Module):
+    """y = x W^T + b. x: [..., in_features]; y: [..., out_features]."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool):
+        super().__init__()
+        self.weight = _parameter(out_features, in_features)
+        self.bias = _parameter(out_features) if bias else None
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class LayerNormMLP(nn.Module):
+    """LayerNorm, a projection to four times the width, GELU (tanh form, as GPT-2), and back. x, y: [..., n_embd]."""
+
+    def __init__(self, n_embd: int, bias: bool):
+        super().__init__()
+        self.layer_norm_weight = _parameter(n_embd)
+        self.layer_norm_bias = _parameter(n_embd)
+        self.fc1_weight = _parameter(4 * n_embd, n_embd)
+        self.fc1_bias = _parameter(4 * n_embd) if bias else None
+        self.fc2_weight = _parameter(n_embd, 4 * n_embd)
+        self.fc2_bias = _parameter(n_embd) if bias else None
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, EPSILON)
+        x = F.gelu(F.linear(x, self.fc1_weight, self.fc1_bias), approximate="tanh")
+        return F.linear(x, self.fc2_weight, self.fc2_bias)
+
+
+class Attention(nn.Module):
+    """Causal attention. qkv: [batch, tokens, 3 * n_embd], queries first, then keys, then values, heads contiguous
+    within each; returns [batch, tokens, n_embd]."""
+
+    def __init__(self, n_head: int, n_embd: int, dropout: float):
+        super().__init__()
+        self.n_head, self.n_embd, self.dropout = n_head, n_embd, dropout
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        batch, tokens, _ = qkv.shape
+        heads = (part.view(batch, tokens, self.n_head, -1).transpose(1, 2) for part in qkv.split(self.n_embd, dim=2))
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(*heads, dropout_p=dropout, is_causal=True)
+        return y.transpose(1, 2).reshape(batch, tokens, self.n_embd)
+
+
+def layer_norm_linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
+    """See the package. `fp8` means nothing here."""
+    return LayerNormLinear(in_features, out_features, bias)
+
+
+def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
+    """See the package. `fp8` means nothing here."""
+    return Linear(in_features, out_features, bias)
+
+
+def layer_norm_mlp(n_embd: int, bias: bool, fp8: bool) -> nn.Module:
+    """See the package. `fp8` means nothing here."""
+    return LayerNormMLP(n_embd, bias)
+
+
+def attention(n_head: int, n_embd: int, dropout: float) -> nn.Module:
+    """See the package."""
+    return Attention(n_head, n_embd, dropout)

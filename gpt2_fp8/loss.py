@@ -1,0 +1,31 @@
+"""The loss of next-token prediction, fused on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -1  # as a token id: this position is padding and is not scored
+
+
+def split(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids [batch, n_positions + 1] -> inputs and targets [batch, n_positions] (int64). Padding (-1) becomes
+    token 0 as an input and stays -1 as a target."""
+    ids = ids.long()
+    return ids[:, :-1].clamp_min(0), ids[:, 1:]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, fused: bool) -> Tensor:
+    """Mean cross-entropy over targets that are not negative, in float32.
+
+    logits: [batch, tokens, padded vocabulary]; columns from `vocab_size` on take no part. targets: int64 [batch,
+    tokens]. `fused` (CUDA only) writes the gradient over the logits: `kernels.cross_entropy`.
+    """
+    if fused:
+        from gpt2_fp8.kernels.cross_entropy import fused_cross_entropy
+
+        return fused_cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1), vocab_size)
+    logits = logits[..., :vocab_size].float().flatten(0, -2)
+    total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / torch.count_nonzero(targets >= 0).clamp_min(1)

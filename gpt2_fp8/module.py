@@ -1,0 +1,191 @@
+"""The LightningModule: what Lightning calls, around the plain-torch model and step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from gpt2_fp8 import layers, rng
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.loss import cross_entropy, split
+from gpt2_fp8.model import GPT2, initialise
+from gpt2_fp8.optim import build_optimizer, build_schedule
+from gpt2_fp8.precision import state
+from gpt2_fp8.precision.calibrate import calibrate
+from gpt2_fp8.precision.plugin import FP8
+from gpt2_fp8.precision.resolve import Plan
+from gpt2_fp8.step import StepResult, accumulate, update
+
+
+class GPT2Module(pl.LightningModule):
+    """GPT-2 under Lightning, with manual optimization: a batch is a rank's share of one optimizer step.
+
+    Batches are `{"ids": int32 [sequences, n_positions + 1], "cursor": ...}`; ids of -1 are padding. The data module is
+    told of a batch (`advance(cursor)`) only after it was trained on. `last_step` is the newest step's result.
+    """
+
+    def __init__(self, config: RunConfig, plan: Plan, vocab_size: int, weights: Mapping[str, Tensor] | None = None):
+        super().__init__()
+        self.automatic_optimization = False
+        self.config, self.plan, self.vocab_size = config, plan, vocab_size
+        self.last_step: StepResult | None = None
+        self._weights = weights
+        self._loss_of = torch.compile(self._loss) if plan.compile else self._loss
+        self._rng: list[Any] | None = None
+        self._validation = ExitStack()
+        self._first_step = True
+
+    # Building
+
+    def configure_model(self) -> None:
+        """Build the layers on the device that will run them, and fill them."""
+        if hasattr(self, "model"):
+            return
+        keep_bf16 = getattr(self.config.precision, "keep_bf16", ())
+        self.model = GPT2(self.config.model, self.vocab_size, layers.load(self.plan.backend), keep_bf16)
+        if self._weights is None:
+            initialise(self.model, self.config.seed)
+        else:
+            self.load_state_dict(self._weights)
+            self._weights = None
+
+    def configure_optimizers(self) -> Any:
+        """Fused AdamW with warm-up and cosine decay."""
+        optimizer = build_optimizer(self.model, self.config.optim)
+        schedule = build_schedule(optimizer, self.config.optim, self.config.trainer.max_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _loss(self, ids: Tensor, is_first_microbatch: bool | None) -> Tensor:
+        inputs, targets = split(ids)
+        logits = self.model(inputs, is_first_microbatch)
+        return cross_entropy(logits, targets, self.vocab_size, fused=self.plan.backend == "te")
+
+    # Training
+
+    def on_train_start(self) -> None:
+        """Put the random numbers where the checkpoint left them."""
+        if self._rng is not None:
+            rng.restore_rank(self._rng)
+            self._rng = None
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """One optimizer step."""
+        ids, plugin = batch["ids"], self.trainer.precision_plugin
+        if self._first_step:
+            self._prepare_scales(ids[: self.config.micro_batch_size])
+        optimizer = self.optimizers()
+        loss = accumulate(
+            ids,
+            self.config.micro_batch_size,
+            self._cached_loss if self.plan.fp8 else self._plain_loss,
+            plugin.forward_context,
+            self.manual_backward,
+            self._no_sync,
+        )
+        self.last_step = update(
+            optimizer.optimizer, optimizer.step, self.model.parameters(), loss, self.config.optim.max_grad_norm
+        )
+        self.lr_schedulers().step()
+        self.trainer.datamodule.advance(batch["cursor"])
+
+    def _cached_loss(self, ids: Tensor, first: bool | None) -> Tensor:
+        return self._loss_of(ids, first)
+
+    def _plain_loss(self, ids: Tensor, _: bool | None) -> Tensor:
+        return self._loss_of(ids, None)
+
+    def _no_sync(self) -> Any:
+        return getattr(self.trainer.strategy, "block_backward_sync", ExitStack)()
+
+    def _prepare_scales(self, ids: Tensor) -> None:
+        """Delayed scaling needs scales before the first update: the checkpoint's, or a calibration's."""
+        self._first_step = False
+        plugin = self.trainer.precision_plugin
+        if isinstance(plugin, FP8) and plugin.needs_calibration and not plugin.restore_scales():
+            with self._no_sync():
+                calibrate(self.model, lambda part: self._loss_of(part, None), ids, plugin.forward_context)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Make Lightning validate after the last step, whatever the interval."""
+        if self.trainer.global_step >= self.trainer.max_steps:
+            self.trainer.should_stop = True
+
+    # Validation
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """For one forward outside of Lightning's loops: evaluation mode, no gradients, the run's precision, and
+        delayed scaling's history left as it was."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), state.unchanged(self.model), self.trainer.precision_plugin.forward_context():
+                yield
+        finally:
+            self.model.train(training)
+
+    def on_validation_epoch_start(self) -> None:
+        """Start the sums; keep the scaling history."""
+        self._validation.enter_context(state.unchanged(self.model))
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Add one micro-batch of [sequences, n_positions + 1] to the sums."""
+        count = (batch["ids"][:, 1:] >= 0).sum()
+        loss = self._loss_of(batch["ids"], None)
+        self._sums += torch.stack([loss.double() * count, count.double()])
+
+    def on_validation_epoch_end(self) -> None:
+        """Log `val_loss`: the mean over every scored token of every rank."""
+        self._validation.close()
+        total, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
+        self.log("val_loss", (total / count).float(), prog_bar=True)
+
+    # Checkpoints
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model's own, with no prefix: anyone can read the file."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights. Raises UserError listing what differs when they are another model's."""
+        own = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+        given = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+        if own != given:
+            raise UserError([_difference(n, own.get(n), given.get(n)) for n in _first_differences(own, given)])
+        return self.model.load_state_dict(state_dict, strict, assign)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add every rank's random numbers, and what the run computed in."""
+        checkpoint["rng"] = rng.gather()
+        checkpoint["precision"] = {"asked": self.plan.asked, "ran": self.plan.ran, "reason": self.plan.reason}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the random numbers; let the configuration, not the checkpoint, say the optimizer's settings."""
+        self._rng = checkpoint["rng"]
+        optimizer = build_optimizer(self.model, self.config.optim)
+        schedule = build_schedule(optimizer, self.config.optim, self.config.trainer.max_steps)
+        step = checkpoint["lr_schedulers"][0]["last_epoch"]
+        factor = schedule.lr_lambdas[0](step)
+        for saved, fresh in zip(checkpoint["optimizer_states"][0]["param_groups"], optimizer.param_groups, strict=True):
+            settings = {key: value for key, value in fresh.items() if key != "params"}
+            saved.update(settings, lr=fresh["initial_lr"] * factor)
+        checkpoint["lr_schedulers"][0]["base_lrs"] = schedule.base_lrs
+
+
+def _first_differences(own: dict[str, Any], given: dict[str, Any], limit: int = 5) -> list[str]:
+    return [name for name in sorted(own.keys() | given.keys()) if own.get(name) != given.get(name)][:limit]
+
+
+def _difference(name: str, own: Any, given: Any) -> Problem:
+    words = {None: "nothing"}
+    return Problem(
+        f"the checkpoint does not fit the model: {name} is {words.get(given, given)} there, {words.get(own, own)} here",
+        "use the model= and data.tokenizer= that the checkpoint was trained with",
+    )

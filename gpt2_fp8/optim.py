@@ -1,0 +1,40 @@
+"""AdamW, its parameter groups, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from gpt2_fp8.config.schema import OptimConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
+    """Fused AdamW. Only matrices decay: biases, normalisation and nothing else have one dimension.
+
+    Parameters stand in order of name, so that a checkpoint's moments fit whichever layers it is loaded into.
+    """
+    named = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    groups = [
+        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def learning_rate_factor(step: int, warmup_steps: int, max_steps: int, min_lr_ratio: float) -> float:
+    """The learning rate of a step (counted from 0) as a part of the peak: linear warm-up that reaches the peak at
+    `warmup_steps`, then half a cosine to `min_lr_ratio` at `max_steps`, and that from there on."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def build_schedule(optimizer: AdamW, config: OptimConfig, max_steps: int) -> LambdaLR:
+    """`learning_rate_factor` as a torch scheduler, stepped once an optimizer step."""
+    return LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, config.warmup_steps, max_steps, config.min_lr_ratio)
+    )

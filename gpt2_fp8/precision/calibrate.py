@@ -1,0 +1,43 @@
+"""The scales of delayed scaling before the first update.
+
+Delayed scaling takes a tensor's scale from steps before; in the first step every scale is 1. The gradient of a mean
+loss over 65,536 tokens is then far below E5M2's smallest number (2^-16), so every gradient is cast to 0, the layers
+above see an amax of 0, and the first steps train nothing (measured: a gradient norm of exactly 0).
+
+So one micro-batch is run twice without an update, with the loss times a power of two near the number of tokens: each
+token's gradient is then of order 1, which E5M2 holds unscaled. The first pass finds the amaxes, the second refines them
+under real scales. Dividing the gradients' amaxes by the same power of two is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from gpt2_fp8.precision import state
+
+PASSES = 2
+
+
+def calibrate(
+    model: nn.Module, loss_of: Callable[[Tensor], Tensor], ids: Tensor, autocast: Callable[[], AbstractContextManager]
+) -> None:
+    """Set every scale of `model` from one micro-batch.
+
+    ids: [micro-batch, tokens + 1]; `loss_of(ids)` is the mean loss over its targets. Leaves gradients as None and the
+    random number generators as they were. Does nothing lasting under a stateless recipe.
+    """
+    factor = 2.0 ** math.ceil(math.log2(ids[:, 1:].numel()))
+    devices = [ids.device] if ids.is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        for _ in range(PASSES):
+            state.clear_histories(model)
+            with autocast():
+                loss = loss_of(ids)
+            (loss * factor).backward()
+            model.zero_grad(set_to_none=True)
+    state.divide_gradient_amaxes(model, factor)

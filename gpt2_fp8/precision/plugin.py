@@ -1,0 +1,102 @@
+"""Lightning's precision plugins, with the autocast around each micro-batch's forward alone.
+
+Lightning wraps a whole `training_step` in `train_step_context`. With manual optimization that step holds several
+forwards, backwards and the update; Transformer Engine wants each forward in a region of its own, since leaving the
+region is what updates the scales, and backward outside of it. So `train_step_context` does nothing here and the module
+enters `forward_context` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import nn
+from torch.optim import Optimizer
+
+from gpt2_fp8.config.schema import FP8Precision, RunConfig
+from gpt2_fp8.precision import state
+from gpt2_fp8.precision.recipes import build_recipe
+from gpt2_fp8.precision.resolve import Plan
+
+
+class _PerForward:
+    """Mixed in: no context around the training step, and clipping left to the step."""
+
+    def train_step_context(self) -> AbstractContextManager:
+        """Nothing: see the module."""
+        return nullcontext()
+
+    def clip_gradients(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        """Nothing: `step.update` clips. (Lightning's MixedPrecision refuses fused AdamW here, taking it for an
+        optimizer that unscales float16 gradients.)"""
+
+
+class FP32(_PerForward, Precision):
+    """Everything in float32."""
+
+
+class BF16(_PerForward, MixedPrecision):
+    """float32 weights under bfloat16 autocast."""
+
+    def __init__(self, device: str):
+        super().__init__("bf16-mixed", device)
+
+
+class FP8(BF16):
+    """float32 weights, bfloat16 activations, FP8 products. Holds delayed scaling's state for the checkpoint.
+
+    `recipe` is Transformer Engine's; `amax_history_len` is None for the stateless recipes, which need no calibration.
+    """
+
+    def __init__(self, recipe: Any, amax_history_len: int | None):
+        super().__init__("cuda")
+        self.recipe, self.amax_history_len = recipe, amax_history_len
+        self._model: nn.Module | None = None
+        self._pending: dict[str, torch.Tensor] = {}
+        self.needs_calibration = amax_history_len is not None
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """bfloat16 autocast and FP8 autocast, for one forward."""
+        import transformer_engine.pytorch as te
+
+        with self.autocast_context_manager(), te.autocast(enabled=True, recipe=self.recipe):
+            yield
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Nothing to convert: the model was built of FP8 layers. Remembers it for the state."""
+        self._model = module
+        return module
+
+    def restore_scales(self) -> bool:
+        """Give the layers the state of the checkpoint. True if there was one that fits; the model must be on its
+        device. Called once, before the first forward."""
+        if self._model is None or self.amax_history_len is None or not state.fits(self._pending, self.amax_history_len):
+            return False
+        with self.forward_context():
+            state.restore(self._model, self._pending)
+        self._pending = {}
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Delayed scaling's scales and histories as CPU tensors; empty for the other recipes."""
+        if self._model is None:
+            return {}
+        return state.capture(self._model) or dict(self._pending)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the checkpoint's state until the layers are on their device."""
+        self._pending = dict(state_dict)
+
+
+def build_plugin(config: RunConfig, plan: Plan) -> Precision:
+    """The plugin of a run, for `Trainer(plugins=[...])`."""
+    if plan.fp8:
+        assert isinstance(config.precision, FP8Precision)
+        recipe = build_recipe(config.precision, config.recipe)
+        return FP8(recipe, getattr(config.recipe, "amax_history_len", None))
+    return BF16(plan.device) if plan.ran == "bf16" else FP32()

@@ -1,0 +1,24 @@
+"""From our configuration to Transformer Engine's recipes, strictly: TE's own constructors ignore unknown keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpt2_fp8.config.schema import DelayedRecipe, FP8Precision, StatelessRecipe
+
+
+def build_recipe(precision: FP8Precision, recipe: DelayedRecipe | StatelessRecipe) -> Any:
+    """The `transformer_engine.common.recipe.Recipe` of a run: how each tensor gets its FP8 scale, and its format."""
+    from transformer_engine.common import recipe as te
+
+    formats = {"fp8_hybrid": te.Format.HYBRID, "fp8_e4m3": te.Format.E4M3}
+    fp8_format = formats[precision.name]
+    if isinstance(recipe, DelayedRecipe):
+        return te.DelayedScaling(
+            margin=recipe.margin,
+            fp8_format=fp8_format,
+            amax_history_len=recipe.amax_history_len,
+            amax_compute_algo=recipe.amax_compute_algo,
+        )
+    classes = {"current": te.Float8CurrentScaling, "block": te.Float8BlockScaling, "mxfp8": te.MXFP8BlockScaling}
+    return classes[recipe.name](fp8_format=fp8_format)

@@ -1,0 +1,81 @@
+"""The state of delayed scaling, as plain tensors: of every FP8 layer, its scales and the history of its amaxes.
+
+Transformer Engine keeps it in `module.fp8_meta["scaling_fwd" | "scaling_bwd"]`, allocated in the first FP8 forward:
+`scale` [n] and `amax_history` [length, n], float32, n tensors (input, weight and output of each product; its two
+gradients). Row 0 of the history is the slot being filled, the last row the newest finished one. The stateless recipes
+have neither, and everything here finds nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+
+
+def _states(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(layer.direction, TE's state object) of every layer that has run under delayed scaling."""
+    for name, module in model.named_modules():
+        for direction in DIRECTIONS:
+            state = getattr(module, "fp8_meta", {}).get(direction)
+            if hasattr(state, "amax_history"):
+                yield f"{name}.{direction}", state
+
+
+def capture(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of every scale and history on the CPU, by `layer.direction.kind`. Empty before the first FP8 forward."""
+    tensors = {}
+    for name, state in _states(model):
+        tensors[f"{name}.scale"] = state.scale.detach().cpu().clone()
+        tensors[f"{name}.amax_history"] = state.amax_history.detach().cpu().clone()
+    return tensors
+
+
+def fits(saved: dict[str, Tensor], amax_history_len: int) -> bool:
+    """Whether a saved state belongs to a run with this history length (else the run calibrates afresh)."""
+    histories = [tensor for name, tensor in saved.items() if name.endswith("amax_history")]
+    return bool(histories) and all(history.shape[0] == amax_history_len for history in histories)
+
+
+def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Put a captured state back, in place. Call inside `te.autocast` of the run's recipe: layers that have not run yet
+    allocate their state here. Raises KeyError where the model has a layer that the state does not know."""
+    for name, module in model.named_modules():
+        key = f"{name}.scaling_fwd.scale"
+        if key in saved and "scaling_fwd" not in module.fp8_meta:
+            module.init_fp8_metadata(num_gemms=saved[key].numel() // 3)
+    for name, state in _states(model):
+        state.scale.copy_(saved[f"{name}.scale"])
+        state.amax_history.copy_(saved[f"{name}.amax_history"])
+
+
+def clear_histories(model: nn.Module) -> None:
+    """Forget every amax seen so far; the scales stay."""
+    for _, state in _states(model):
+        state.amax_history.zero_()
+
+
+def divide_gradient_amaxes(model: nn.Module, factor: float) -> None:
+    """Rescale the backward state from gradients of `factor` times the loss to gradients of the loss. Exact for a power
+    of two."""
+    for name, state in _states(model):
+        if name.endswith("scaling_bwd"):
+            state.amax_history.div_(factor)
+            state.scale.mul_(factor)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Leave the histories as they were found: TE records amaxes in evaluation too, and they would enter the next
+    training update."""
+    kept = [(state.amax_history, state.amax_history.clone()) for _, state in _states(model)]
+    try:
+        yield
+    finally:
+        if kept:
+            torch._foreach_copy_([live for live, _ in kept], [copy for _, copy in kept])

@@ -1,0 +1,30 @@
+"""Text from a model: one token after another, each drawn from the likeliest few."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def generate(
+    model: nn.Module, prompt: list[int], tokens: int, vocab_size: int, n_positions: int, seed: int, top_k: int = 50
+) -> list[int]:
+    """Draw `tokens` ids after `prompt` (at least one id), at temperature 1 among the `top_k` likeliest.
+
+    The context is a fixed window of `n_positions` with the future left blank (the model is causal), so that every
+    forward has the shape FP8 wants. Call it in evaluation mode. The draw happens on the CPU from `seed`, and touches no
+    global random state.
+    """
+    assert prompt, "a prompt has at least one token"
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    ids = list(prompt)
+    for _ in range(tokens):
+        context = ids[-n_positions:]
+        window = torch.zeros(1, n_positions, dtype=torch.long)
+        window[0, : len(context)] = torch.tensor(context)
+        logits = model(window.to(device))[0, len(context) - 1, :vocab_size].float().cpu()
+        best = torch.topk(logits, min(top_k, vocab_size))
+        choice = torch.multinomial(best.values.softmax(0), 1, generator=generator)
+        ids.append(int(best.indices[choice]))
+    return ids[len(prompt) :]
