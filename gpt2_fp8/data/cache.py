@@ -1,0 +1,93 @@
+"""Tokenised units on disk, so that a later pass reads 2 bytes a token and no network.
+
+A unit is two files: `<key>.u16`, its tokens as little-endian uint16 and behind them the documents' ends as int64; and
+`<key>.json`, their numbers, the counts and a sha256. Both are written under another name and moved into place, the
+JSON last: what is there is whole, whoever was killed while writing. A file that does not fit its checksum is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data.documents import DocumentCounts, TokenisedUnit
+from gpt2_fp8.data.units import Unit
+
+log = logging.getLogger(__name__)
+
+FORMAT = "1"  # raise it when the same text comes to other tokens or another layout
+
+
+@dataclass(frozen=True)
+class UnitCache:
+    """The cache in `folder` for one tokenizer. Any number of processes may use the same folder at once."""
+
+    folder: Path
+    tokenizer: str  # its fingerprint
+
+    def check(self) -> None:
+        """Make the folder. Raises UserError where nothing can be written to it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()
+        except OSError as error:
+            raise UserError.of(
+                f"cannot write to data.cache_dir={self.folder}: {error}", "name another folder, or data.cache_dir=null"
+            ) from error
+
+    def load(self, unit: Unit) -> TokenisedUnit | None:
+        """The unit as it was stored; None where it is not there, or is damaged (which is logged)."""
+        path = self._path(unit)
+        try:
+            about = json.loads(path.with_suffix(".json").read_bytes())
+            content = path.with_suffix(".u16").read_bytes()
+            if hashlib.sha256(content).hexdigest() != about["sha256"]:
+                raise ValueError("the checksum differs")
+            tokens = np.frombuffer(content, dtype="<u2", count=about["tokens"])
+            ends = np.frombuffer(content, dtype="<i8", count=about["documents"], offset=tokens.nbytes)
+            return TokenisedUnit(tokens, ends, DocumentCounts(**about["counts"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("data: the cached %s is damaged (%s) and is made anew", path.name, error)
+            return None
+
+    def store(self, unit: Unit, tokenised: TokenisedUnit) -> None:
+        """Keep the unit. A failure (a full disk) is logged and costs no more than the next pass's time."""
+        content = tokenised.tokens.astype("<u2").tobytes() + tokenised.ends.astype("<i8").tobytes()
+        about = {
+            "unit": unit.name,
+            "tokens": len(tokenised.tokens),
+            "documents": len(tokenised.ends),
+            "counts": tokenised.counts.as_dict(),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+        path = self._path(unit)
+        try:
+            _replace(path.with_suffix(".u16"), content)
+            _replace(path.with_suffix(".json"), json.dumps(about).encode())
+        except OSError as error:
+            log.warning("data: cannot keep a unit in data.cache_dir: %s", error)
+
+    def _path(self, unit: Unit) -> Path:
+        return self.folder / unit.digest(self.tokenizer, FORMAT)[:32]
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write `content` to `path` so that other processes see all of it or none."""
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

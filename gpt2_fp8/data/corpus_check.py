@@ -1,0 +1,63 @@
+"""What is read before training starts: enough of the training text to know that there is some, and the validation
+sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data.documents import DocumentCounts
+from gpt2_fp8.data.tokenizer import Tokens
+from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.workers import UnitPool
+
+
+def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None:
+    """Read `units` until they make one block.
+
+    Raises:
+        UserError: they do not: the corpus is empty, or shorter than one sequence.
+    """
+    tokens, counts = 0, DocumentCounts()
+    for unit in units:
+        tokenised = pool.take(pool.ask(unit))
+        tokens, counts = tokens + len(tokenised.tokens), counts + tokenised.counts
+        if tokens > n_positions:
+            return
+    skipped = ", ".join(f"{n} {name}" for name, n in counts.as_dict().items() if n and name != "read")
+    raise UserError.of(
+        f"the training text is too short: {tokens} tokens in {counts.read} documents"
+        f"{f' (and {skipped})' if skipped else ''}, where one sequence takes model.n_positions + 1 = {n_positions + 1}",
+        "give more text, or make model.n_positions smaller",
+    )
+
+
+def validation_blocks(units: list[Unit], pool: UnitPool, n_positions: int, count: int) -> Tokens:
+    """The first `count` blocks of `units` in natural order, uint16 [<= count, n_positions + 1].
+
+    Raises:
+        UserError: there is not even one.
+    """
+    wanted = count * n_positions + 1
+    ahead = [pool.ask(unit) for unit in units[: pool.num_workers + 1]]
+    parts: list[Tokens] = []
+    length = 0
+    for i in range(len(units)):
+        if length >= wanted:
+            break
+        parts.append(pool.take(ahead.pop(0)).tokens)
+        length += len(parts[-1])
+        if (next_ := i + pool.num_workers + 1) < len(units):
+            ahead.append(pool.ask(units[next_]))
+    for ticket in ahead:
+        pool.drop(ticket)
+    n_blocks = min(count, (length - 1) // n_positions)
+    if n_blocks < 1:
+        raise UserError.of(
+            f"the validation text is too short: {length} tokens in {len(units)} units, where one sequence takes "
+            f"model.n_positions + 1 = {n_positions + 1}",
+            "hold out more (data.val_fraction or data.val_files), or do without: data.val_sequences=0",
+        )
+    tokens = np.concatenate(parts)
+    starts = np.arange(n_blocks)[:, None] * n_positions
+    return tokens[starts + np.arange(n_positions + 1)]

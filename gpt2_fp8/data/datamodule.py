@@ -1,0 +1,210 @@
+"""The Lightning data module: one item of the training loader is one rank's share of one optimizer step.
+
+What was trained on is told by `advance`, and only that is saved: batches that Lightning or pinned memory hold ahead of
+the step are simply made again after a resume. The state does not depend on the number of ranks or workers.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.data.cache import UnitCache
+from gpt2_fp8.data.corpus_check import check_trainable, validation_blocks
+from gpt2_fp8.data.loaders import Cursor, Steps, Validation, rank_and_world
+from gpt2_fp8.data.order import Order, lane_count
+from gpt2_fp8.data.packing import Batches, Lane, lane_start, lanes_of
+from gpt2_fp8.data.progress import Progress
+from gpt2_fp8.data.reader import UnitReader
+from gpt2_fp8.data.sources import DataSettings, build_source
+from gpt2_fp8.data.tokenizer import Tokens, fingerprint, load_tokenizer
+from gpt2_fp8.data.units import Corpus
+from gpt2_fp8.data.workers import UnitPool
+
+if TYPE_CHECKING:
+    import tiktoken
+
+log = logging.getLogger(__name__)
+
+
+class TokenDataModule(LightningDataModule):
+    """Batches of token ids from the text that `config` names.
+
+    Args:
+        config: the `data` group.
+        n_positions: tokens of context; sequences have one more, the last target.
+        global_batch_size: sequences per optimizer step over all ranks; a multiple of their number.
+        micro_batch_size: sequences per rank and item of the validation loader; the training loader does not use it.
+        max_steps: optimizer steps of the whole run, and so the training loader's length.
+        overfit_batches: repeat the first N steps' items for ever; 0: off.
+    """
+
+    def __init__(
+        self,
+        config: DataSettings,
+        *,
+        n_positions: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        max_steps: int,
+        overfit_batches: int = 0,
+    ):
+        super().__init__()
+        self.config = config
+        self.n_positions = n_positions
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self._steps = Steps(self._start, max_steps, overfit_batches)
+        self._loaded: dict[str, Any] | None = None  # a saved state that came before `setup`
+        self._ready = False  # what follows exists from `setup` on
+        self._corpus: Corpus
+        self._order: Order
+        self._pool: UnitPool
+        self._progress: Progress
+        self._val: Tokens | None
+
+    @cached_property
+    def tokenizer(self) -> tiktoken.Encoding:
+        """Loaded on first use. Raises UserError where GPT-2's vocabulary cannot be had."""
+        return load_tokenizer(self.config.tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids the tokenizer has, end of text included."""
+        return self.tokenizer.n_vocab
+
+    @property
+    def eot(self) -> int:
+        """The id that follows every document."""
+        return self.tokenizer.eot_token
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long training has waited for its batches so far, in all."""
+        return self._steps.wait_seconds
+
+    def setup(self, stage: str | None = None) -> None:
+        """Find the units, read as much as shows that there is text to train on, and the validation sequences.
+
+        Raises:
+            UserError: the text is missing, unreadable or too short; or not that of the state that was loaded.
+            DataSourceLost: the source does not answer.
+        """
+        if self._ready:
+            return
+        tokenizer = fingerprint(self.tokenizer)  # a vocabulary that is missing is said before anything is downloaded
+        cache = None
+        if self.config.cache_dir is not None:
+            cache = UnitCache(Path(self.config.cache_dir).expanduser(), tokenizer)
+            cache.check()
+        source = build_source(self.config)
+        self._corpus = source.corpus()
+        self._pool = UnitPool(UnitReader(source, self.config.tokenizer, cache), self.config.num_workers)
+        try:
+            self._plan(tokenizer)
+        except RunError:
+            self._pool.close()
+            raise
+        self._ready = True
+        if self._loaded is not None:
+            self.load_state_dict(self._loaded)
+
+    def _plan(self, tokenizer: str) -> None:
+        """The order of the units that were found, once they are known to have enough text."""
+        units = self._corpus.train
+        if not units:
+            check_trainable(units, self._pool, self.n_positions)  # raises
+        lanes = lane_count(self.global_batch_size, len(units))
+        self._order = Order(self.config.seed, len(units), lanes)
+        check_trainable([units[i] for i in self._order.epoch(0)], self._pool, self.n_positions)
+        wanted = self.config.val_sequences
+        self._val = validation_blocks(self._corpus.val, self._pool, self.n_positions, wanted) if wanted else None
+        self._progress = Progress(
+            {
+                "data": self._corpus.identity(),
+                "tokenizer": tokenizer,
+                "n_positions": self.n_positions,
+                "global_batch_size": self.global_batch_size,
+                "seed": self.config.seed,
+                "lanes": lanes,
+            },
+            lanes,
+            self.global_batch_size,
+        )
+        sequences = 0 if self._val is None else len(self._val)
+        log.info(
+            "data: %s; %d units, %d lanes, %d validation sequences", self._corpus.about, len(units), lanes, sequences
+        )
+
+    def train_dataloader(self) -> DataLoader[dict[str, Any]]:
+        """Items {"ids": int32 [global_batch_size // ranks, n_positions + 1], "cursor": Cursor}, one a step."""
+        return DataLoader(self._steps, batch_size=None, num_workers=0, pin_memory=torch.cuda.is_available())
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
+        """Items {"ids": int32 [rows, n_positions + 1]}, rows <= micro_batch_size: the same on every call.
+
+        Every rank has as many items of the same shape; rows of -1 (`loaders.PADDING`) fill up where sequences lack.
+        Empty where data.val_sequences is 0.
+        """
+        assert self._ready, "setup() comes first"
+        if self._val is None:
+            return []
+        rows = Validation(self._val, self.micro_batch_size)
+        return DataLoader(rows, batch_size=None, num_workers=0, pin_memory=torch.cuda.is_available())
+
+    def advance(self, cursor: Cursor) -> None:
+        """The step whose item had this cursor was trained on: a resume starts after it."""
+        self._progress.advance(cursor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, in ints, strings and dicts. Called on every rank at once: their lanes are gathered."""
+        return self._progress.state_dict() if self._ready else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict` stands; may be called before `setup` or after it.
+
+        Raises:
+            UserError: the text, the tokenizer or what else makes the order is not what it was (every difference).
+        """
+        if self._ready:
+            self._progress.restore(state_dict)
+        self._loaded = None if self._ready else state_dict
+
+    def report(self) -> dict[str, Any]:
+        """For `summary.json`: the source, the documents that training has come to, and this rank's reading."""
+        if not self._ready:
+            return {}
+        return {
+            "source": dict(self._corpus.about),
+            "units": len(self._corpus.train),
+            "documents": self._progress.documents().as_dict(),
+            "reading": asdict(self._pool.counts),
+            "wait_seconds": round(self.wait_seconds, 3),
+        }
+
+    def teardown(self, stage: str | None = None) -> None:
+        """End the worker processes. The state stays: another `fit` starts them again."""
+        if self._ready:
+            self._pool.close()
+
+    def _start(self) -> tuple[int, Batches]:
+        """The steps done, and this rank's batches from there on; with overfit_batches, the very first ones."""
+        assert self._ready, "setup() comes first"
+        rank, world = rank_and_world()
+        mine = lanes_of(rank, world, self._order.lanes, self.global_batch_size)
+        ahead = 1 + self.config.num_workers // len(mine)  # work for every worker, even where lanes are few
+        lanes = {}
+        for index in mine:
+            state = lane_start() if self._steps.overfit_batches else self._progress.lanes[str(index)]
+            lanes[index] = Lane(index, self._order, self._corpus.train, self._pool, self.n_positions, state, ahead)
+        batches = Batches(lanes, self._order.lanes, self.global_batch_size, self.n_positions, rank, world)
+        return self._progress.step, batches

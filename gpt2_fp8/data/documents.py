@@ -1,0 +1,128 @@
+"""From raw documents to tokens: what is skipped, what is repaired, and the count of each.
+
+A unit's tokens are its documents in their natural order, each followed by the end-of-text id, as nanoGPT has it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from gpt2_fp8.data.tokenizer import Tokens, encode
+from gpt2_fp8.data.units import Unit
+
+if TYPE_CHECKING:
+    import tiktoken
+
+PIECE = 1 << 20  # characters encoded in one go: bounds the memory and the time that one document can take
+
+
+@dataclass
+class DocumentCounts:
+    """What became of the documents. `read` are in the tokens; `empty`, `not_text` and `broken` are not."""
+
+    read: int = 0
+    empty: int = 0  # nothing but white space
+    not_text: int = 0  # null, a number, or no such key
+    broken: int = 0  # a line that is not a JSON object
+    invalid_utf8: int = 0  # read, with the bytes in question replaced by U+FFFD
+    long: int = 0  # read, in pieces of `PIECE` characters
+
+    def __add__(self, other: DocumentCounts) -> DocumentCounts:
+        return DocumentCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def as_dict(self) -> dict[str, int]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TokenisedUnit:
+    """A unit's documents in natural order: `tokens` uint16 [n]; `ends` int64 [documents], one past each one's last."""
+
+    tokens: Tokens
+    ends: npt.NDArray[np.int64]
+    counts: DocumentCounts
+
+    def permuted(self, order: npt.NDArray[np.int64]) -> Tokens:
+        """The tokens with the documents in `order` (int64 [documents])."""
+        assert len(order) == len(self.ends)
+        if len(order) < 2:
+            return self.tokens
+        starts = np.concatenate(([0], self.ends[:-1]))
+        return np.concatenate([self.tokens[starts[i] : self.ends[i]] for i in order])
+
+
+def tokenise(
+    documents: Iterable[bytes | str | object], unit: Unit, encoding: tiktoken.Encoding, counts: DocumentCounts
+) -> TokenisedUnit:
+    """Encode those of `documents` that are text and on the unit's side of a held-out split."""
+    end_of_text = np.array([encoding.eot_token], dtype=np.uint16)
+    pieces: list[Tokens] = []
+    ends: list[int] = []
+    length = 0
+    for document in documents:
+        text = clean(document, counts)
+        if text is None or not on_side(text, unit):
+            continue
+        counts.read += 1
+        counts.long += len(text) > PIECE
+        for piece in cut(text):
+            pieces.append(encode(encoding, piece))
+            length += len(pieces[-1])
+        pieces.append(end_of_text)
+        length += 1
+        ends.append(length)
+    tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint16)
+    return TokenisedUnit(tokens, np.array(ends, dtype=np.int64), counts)
+
+
+def clean(document: bytes | str | object, counts: DocumentCounts) -> str | None:
+    """`document` as valid unicode, or None where there is nothing to train on; either way it is counted."""
+    if not isinstance(document, bytes | str):
+        counts.not_text += 1
+        return None
+    if isinstance(document, bytes):
+        try:
+            text = document.decode()
+        except UnicodeDecodeError:
+            text = document.decode(errors="replace")
+            counts.invalid_utf8 += 1
+    else:
+        text = document
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # lone surrogates: bytes that were no UTF-8, or a "\\ud800" that JSON lets through
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            counts.invalid_utf8 += 1
+    if not text or text.isspace():
+        counts.empty += 1
+        return None
+    return text
+
+
+def on_side(text: str, unit: Unit) -> bool:
+    """Whether the document belongs to the unit's split: by its content, so that copies are never on both sides."""
+    if unit.side == "all":
+        return True
+    held_out = zlib.crc32(text.encode()) < unit.val_fraction * 2**32
+    return held_out == (unit.side == "val")
+
+
+def cut(text: str) -> Iterator[str]:
+    """`text` in pieces of at most `PIECE` characters, before a space or a newline where there is one.
+
+    Before a single space is where GPT-2's own splitting would cut, so that such a cut leaves no trace in the tokens.
+    """
+    start = 0
+    while len(text) - start > PIECE:
+        stop = max(text.rfind(" ", start + 1, start + PIECE), text.rfind("\n", start + 1, start + PIECE))
+        stop = stop if stop > start else start + PIECE
+        yield text[start:stop]
+        start = stop
+    yield text[start:]

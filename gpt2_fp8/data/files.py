@@ -1,0 +1,79 @@
+"""Local files: which there are, what is wrong with them, and which part of them is held out."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.data import formats
+from gpt2_fp8.data.documents import DocumentCounts
+from gpt2_fp8.data.retry import LOCAL_WAITS
+from gpt2_fp8.data.units import Corpus, Unit
+
+
+@dataclass
+class FilesSource:
+    """Files by path or glob (`**` goes into folders), told apart by their names' endings (see `formats`).
+
+    Without `val_files`, `val_fraction` is held out: of each .txt its tail; of the others the documents whose hash falls
+    into the fraction, so that exact copies are on the same side whatever the files' order.
+    """
+
+    train_files: list[str]
+    val_files: list[str]
+    val_fraction: float
+    text_column: str = "text"
+    waits: tuple[float, ...] = LOCAL_WAITS
+
+    def corpus(self) -> Corpus:
+        """The units of all files, in the order of the patterns and of the sorted names within each.
+
+        Raises:
+            UserError: every pattern that matches nothing, ending that is unknown, and file without a text column.
+        """
+        problems: list[Problem] = []
+        if not self.train_files:
+            problems.append(
+                Problem("data.train_files is empty", "name your text: data.train_files='[/corpus/*.jsonl]'")
+            )
+        val = self._resolve(self.val_files, problems)
+        held_out = {path.resolve() for path in val}
+        train = [path for path in self._resolve(self.train_files, problems) if path.resolve() not in held_out]
+        for path in [*train, *val]:
+            problems += formats.problems(path, self.text_column)
+        if self.train_files and not train and not problems:
+            problems.append(Problem("data.val_files takes every file of data.train_files", "leave some to train on"))
+        if problems:
+            raise UserError(problems)
+        about: dict[str, str | int] = {"kind": "files", "files": len(train) + len(val)}
+        if val:
+            return Corpus(_whole(train), _whole(val), about)
+        if self.val_fraction == 0:
+            return Corpus(_whole(train), [], about)
+        parts = [formats.held_out(path, self.val_fraction) for path in train]
+        return Corpus([u for t, _ in parts for u in t], [u for _, v in parts for u in v], about)
+
+    def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[object]:
+        """The unit's documents."""
+        return formats.read(unit, self.text_column, counts)
+
+    @staticmethod
+    def _resolve(patterns: list[str], problems: list[Problem]) -> list[Path]:
+        """The files that `patterns` name, each once."""
+        found: dict[Path, None] = {}
+        for pattern in patterns:
+            path = Path(pattern).expanduser()
+            matches = [path] if path.is_file() else [Path(m) for m in sorted(glob.glob(str(path), recursive=True))]
+            matches = [match for match in matches if match.is_file()]
+            if not matches:
+                what = "glob matches no file" if glob.has_magic(pattern) else "file does not exist"
+                problems.append(Problem(f"{what}: {pattern} (from {Path.cwd()})", "correct the path"))
+            found.update(dict.fromkeys(matches))
+        return list(found)
+
+
+def _whole(paths: list[Path]) -> list[Unit]:
+    return [unit for path in paths for unit in formats.units(path)]

@@ -1,0 +1,166 @@
+"""A data set of the Hugging Face hub, streamed through `datasets`. A unit is a parquet row group, or another file."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, TypeVar
+
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.data.documents import DocumentCounts
+from gpt2_fp8.data.formats import as_documents
+from gpt2_fp8.data.retry import HUB_WAITS, with_retries
+from gpt2_fp8.data.units import Corpus, Unit
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class HubSource:
+    """Files of the data set `repo` at `revision`; `val_files` are taken out of `train_files`.
+
+    `corpus()` resolves the revision to a commit, the globs to files, and the files to units, and keeps the resulting
+    `datasets` objects: they are pickled along to the workers, which then ask the hub for nothing but the text.
+    """
+
+    repo: str
+    revision: str
+    train_files: list[str]
+    val_files: list[str]
+    text_column: str
+    waits: tuple[float, ...] = HUB_WAITS
+    _splits: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def corpus(self) -> Corpus:
+        """Ask the hub what there is.
+
+        Raises:
+            UserError: the hub knows no such data set, revision, file or column, or does not let this user read it.
+            DataSourceLost: the hub does not answer.
+        """
+        (commit, files), _ = with_retries(lambda: self._guarded(self._files), f"the list of {self.repo}", self.waits)
+        log.info("data: %s at %s, %d files", self.repo, commit, sum(map(len, files.values())))
+        for split, paths in files.items():
+            if paths:
+                self._splits[split], _ = with_retries(
+                    lambda p=paths: self._guarded(lambda: self._open(commit, p)),  # type: ignore[misc]
+                    f"the {split} files of {self.repo}",
+                    self.waits,
+                )
+        units = {split: self._units(split, commit, paths) for split, paths in files.items()}
+        about: dict[str, str | int] = {"kind": "hub", "repo": self.repo, "commit": commit}
+        return Corpus(units["train"], units["val"], about)
+
+    def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[object]:
+        """The rows of one shard, read anew from its start."""
+        split, shards = unit.path, self._splits[unit.path]
+        tables = shards.shard(shards.num_shards, unit.start).with_format("arrow").iter(batch_size=1024)
+        while (table := self._guarded(lambda: next(tables, None))) is not None:
+            if self.text_column not in table.column_names:
+                raise self._no_column(split, table.column_names)
+            yield from as_documents(table.column(self.text_column))
+
+    def _files(self) -> tuple[str, dict[str, list[str]]]:
+        """The commit that the revision names, and the files of each split at that commit."""
+        from huggingface_hub import HfApi, HfFileSystem
+
+        commit = HfApi().dataset_info(self.repo, revision=self.revision).sha
+        assert commit
+        root, fs = f"datasets/{self.repo}@{commit}/", HfFileSystem()
+        problems = []
+        found: dict[str, list[str]] = {"train": [], "val": []}
+        for split, patterns in (("train", self.train_files), ("val", self.val_files)):
+            for pattern in patterns:
+                matches = sorted(path.removeprefix(root) for path in fs.glob(root + pattern))
+                found[split] += [path for path in matches if path not in found[split]]
+                if not matches:
+                    what = f"{self.repo} has no file {pattern} at revision {self.revision}"
+                    problems.append(Problem(what, f"correct data.{split}_files; the names are on the data set's page"))
+        if problems:
+            raise UserError(problems)
+        found["train"] = [path for path in found["train"] if path not in found["val"]]
+        if not found["train"]:
+            raise UserError.of("data.val_files takes every file of data.train_files", "leave some to train on")
+        return commit, found
+
+    def _open(self, commit: str, paths: list[str]) -> Any:
+        """The files as a streaming data set of one shard a unit."""
+        datasets = _import_datasets()
+        only_text = {"columns": [self.text_column]} if all(path.endswith(".parquet") for path in paths) else {}
+        datasets.disable_progress_bars()
+        opened = datasets.load_dataset(
+            self.repo, data_files=paths, split="train", revision=commit, streaming=True, **only_text
+        )
+        if opened.features is not None and self.text_column not in opened.features:
+            raise self._no_column(paths[0], list(opened.features))
+        return opened.reshard()
+
+    def _units(self, split: str, commit: str, paths: list[str]) -> list[Unit]:
+        if not paths:
+            return []
+        n = self._splits[split].num_shards
+        files = hashlib.sha256("\n".join(paths).encode()).hexdigest()[:16]
+        return [
+            Unit(f"{self.repo}@{commit} {files} {self.text_column} {i}/{n}", split, i, i + 1, version=commit)
+            for i in range(n)
+        ]
+
+    def _no_column(self, where: str, columns: list[str]) -> UserError:
+        have = f"one of {', '.join(columns)}" if columns else "the name of its text column"
+        return UserError.of(
+            f"{self.repo} has no column {self.text_column!r} in {where}", f"set data.text_column to {have}"
+        )
+
+    def _guarded(self, action: Callable[[], Result]) -> Result:
+        """`action()`, with the errors that no waiting mends turned into a UserError."""
+        try:
+            return action()
+        except Exception as error:
+            remedy = _remedy(error)
+            if remedy is None:
+                raise
+            message = " ".join(str(error).split())[:300]
+            raise UserError.of(f"the hub refuses {self.repo} at {self.revision}: {message}", remedy) from error
+
+
+def _import_datasets() -> ModuleType:
+    """`datasets` without its torch part, which keeps a tensor in every data set: unpickling one would import torch in
+    every worker, for seconds and 300 MB each."""
+    before = os.environ.get("USE_TORCH")
+    os.environ["USE_TORCH"] = "0"
+    try:
+        import datasets
+    finally:
+        os.environ.pop("USE_TORCH")
+        if before is not None:
+            os.environ["USE_TORCH"] = before
+    return datasets
+
+
+def _remedy(error: BaseException) -> str | None:
+    """What the user can do about an error of the hub's client; None where it may pass by itself."""
+    _import_datasets()
+    from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RevisionNotFoundError
+
+    if isinstance(error, OfflineModeIsEnabled):
+        return "unset HF_HUB_OFFLINE, or train on local files: data=text_files"
+    if isinstance(error, RevisionNotFoundError):
+        return "set data.revision to a commit, branch or tag that the data set has"
+    if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
+        return (
+            "check data.repo; where access has to be asked for, accept the terms on its page and set HF_TOKEN to a "
+            "token of that account"
+        )
+    if isinstance(error, DatasetNotFoundError | DataFilesNotFoundError):
+        return "check data.repo, data.revision and data.train_files against the data set's page"
+    if isinstance(error, RuntimeError) and "scripts are no longer supported" in str(error):
+        return "use a revision with plain files, which most have under data.revision=refs/convert/parquet"
+    cause = error.__cause__ or error.__context__
+    return _remedy(cause) if cause is not None else None

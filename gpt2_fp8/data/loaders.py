@@ -1,0 +1,98 @@
+"""What Lightning iterates over: the steps of a run, and the validation sequences. Both are sized and iterable.
+
+Sized, because Lightning fetches one item ahead of an unsized loader to know which is the last, and a checkpoint would
+then be one item ahead. Iterable, so that Lightning does not deal the items out to the ranks a second time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, distributed
+from torch.utils.data import IterableDataset
+
+from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.data.packing import Batches, LaneState
+from gpt2_fp8.data.tokenizer import Tokens
+
+PADDING = -1  # the id of every token of a row that only fills up a validation batch; its targets are ignored
+
+
+class Cursor(TypedDict):
+    """Where the order stands after a step: for JSON, and for `TokenDataModule.advance`."""
+
+    step: int
+    lanes: dict[str, LaneState]  # those that this rank reads
+
+
+class Steps(IterableDataset[dict[str, Any]]):
+    """The steps of a run that are left; `len` is the whole run's, as Lightning counts on after a resume.
+
+    Args:
+        start: gives, when iteration starts, the number of steps done, and the batches from there on.
+        max_steps: where the run ends.
+        overfit_batches: repeat the first N batches for ever (then `start` gives the very first ones); 0: off.
+    """
+
+    def __init__(self, start: Callable[[], tuple[int, Batches]], max_steps: int, overfit_batches: int):
+        self.start, self.max_steps, self.overfit_batches = start, max_steps, overfit_batches
+        self.wait_seconds = 0.0  # spent in here, while training waits
+
+    def __len__(self) -> int:
+        return self.max_steps
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        items = self._items()
+        while True:
+            before = time.perf_counter()
+            item = next(items, None)
+            self.wait_seconds += time.perf_counter() - before
+            if item is None:
+                return
+            yield item
+
+    def _items(self) -> Iterator[dict[str, Any]]:
+        step, batches = self.start()
+        try:
+            kept = [torch.from_numpy(batches.next()) for _ in range(self.overfit_batches)]
+            while step < self.max_steps:
+                ids = kept[step % len(kept)] if kept else torch.from_numpy(batches.next())
+                step += 1
+                cursor: Cursor = {"step": step, "lanes": {} if kept else batches.state()}
+                yield {"ids": ids, "cursor": cursor}
+        except RunError:  # or else the exit would wait for workers that are in the middle of their own retries
+            batches.close()
+            raise
+
+
+class Validation(IterableDataset[dict[str, Tensor]]):
+    """One rank's rows of the validation sequences `blocks`, uint16 [n, n_positions + 1].
+
+    Every rank has the same number of items of the same shape: rows of `PADDING` fill up where sequences lack.
+    """
+
+    def __init__(self, blocks: Tokens, micro_batch_size: int):
+        rank, world = rank_and_world()
+        per_rank = -(-len(blocks) // world)
+        self.rows = min(micro_batch_size, per_rank)
+        self.length = -(-per_rank // self.rows)
+        mine = torch.from_numpy(blocks[rank::world].astype("int32"))
+        padding = torch.full((self.length * self.rows - len(mine), mine.shape[1]), PADDING, dtype=torch.int32)
+        self.ids = torch.cat([mine, padding])
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for i in range(self.length):
+            yield {"ids": self.ids[i * self.rows : (i + 1) * self.rows]}
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and how many there are; (0, 1) outside of torch.distributed."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1

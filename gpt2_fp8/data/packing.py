@@ -1,0 +1,191 @@
+"""From units to sequences. A lane is an endless row of tokens; a batch takes its sequences from the lanes in turn.
+
+A lane is consumed in *segments*: the tokens of a unit from some offset on, and of whole further units until they make
+one block at least. A segment is cut into blocks of n_positions + 1 tokens that start n_positions apart, so that every
+token is an input once (and a target once); the blocks are permuted, and what is left begins the next segment. Where a
+lane stands is therefore four integers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data.documents import DocumentCounts
+from gpt2_fp8.data.order import Order, Permutation, Place
+from gpt2_fp8.data.tokenizer import Tokens
+from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.workers import Ticket, UnitPool
+
+
+class LaneState(TypedDict):
+    """Where a lane stands, for JSON."""
+
+    epoch: int
+    position: int  # in the lane's list of units
+    offset: int  # of the segment's first token in that unit
+    block: int  # of the segment: the next one
+    documents: dict[str, int]  # of the units that have their first token in a segment begun
+
+
+def lane_start() -> LaneState:
+    """The state of a lane of which nothing was read."""
+    return {"epoch": 0, "position": 0, "offset": 0, "block": 0, "documents": DocumentCounts().as_dict()}
+
+
+@dataclass
+class Segment:
+    """Some blocks of a lane, and what comes after them."""
+
+    tokens: Tokens
+    blocks: Permutation
+    next: tuple[Place, int]  # place and offset of the next segment
+    counts: DocumentCounts
+
+
+@dataclass
+class Lane:
+    """Lane `index` of `order`, from `state` on. Asks for its next unit while it still deals out this one."""
+
+    index: int
+    order: Order
+    units: list[Unit]
+    pool: UnitPool
+    n_positions: int
+    start: LaneState
+    ahead: int = 1  # units asked for before they are needed
+    _asked: deque[tuple[Place, Ticket]] = field(default_factory=deque)
+    _last: tuple[Place, Tokens, DocumentCounts] | None = None  # the unit in which the next segment starts
+    _segment: Segment | None = None
+
+    def __post_init__(self) -> None:
+        self._place = Place(self.start["epoch"], self.start["position"])
+        self._offset, self._block = self.start["offset"], self.start["block"]
+        self._documents = DocumentCounts(**self.start["documents"])
+
+    def ask(self) -> None:
+        """Have one more unit read ahead."""
+        place = self.order.after(self.index, self._asked[-1][0]) if self._asked else self._first_unread()
+        self._asked.append((place, self.pool.ask(self.units[self.order.unit(self.index, place)])))
+
+    def next(self) -> Tokens:
+        """The next block: uint16 [n_positions + 1], a view."""
+        segment = self._segment = self._segment or self._load()
+        if self._block == 0:
+            self._documents += segment.counts
+        start = int(segment.blocks[self._block]) * self.n_positions
+        self._block += 1
+        if self._block == len(segment.blocks):
+            (self._place, self._offset), self._block = segment.next, 0
+            self._segment = None
+        return segment.tokens[start : start + self.n_positions + 1]
+
+    def state(self) -> LaneState:
+        """What a lane needs to go on from here."""
+        return {
+            "epoch": self._place.epoch,
+            "position": self._place.position,
+            "offset": self._offset,
+            "block": self._block,
+            "documents": self._documents.as_dict(),
+        }
+
+    def _load(self) -> Segment:
+        parts: list[Tokens] = []
+        counts: list[DocumentCounts] = []
+        place, length, before = self._place, 0, 0
+        while length <= self.n_positions:
+            if parts:
+                place = self.order.after(self.index, place)
+            tokens, unit_counts = self._read(place)
+            if not parts:
+                tokens = self._from_offset(tokens)
+            parts.append(tokens)
+            counts.append(unit_counts)
+            before, length = length, length + len(tokens)
+        while len(self._asked) < self.ahead:
+            self.ask()
+        n_blocks = (length - 1) // self.n_positions
+        # All units but the last came to n_positions tokens at most: the next segment's first token is in the last.
+        offset = n_blocks * self.n_positions - before + (self._offset if len(parts) == 1 else 0)
+        # A unit is counted by the segment in which its first token is an input.
+        counted = counts[1 if self._offset else 0 : -1 if offset == 0 else None]
+        return Segment(
+            parts[0] if len(parts) == 1 else np.concatenate(parts),
+            self.order.blocks(self.index, self._place, n_blocks),
+            (place, offset),
+            sum(counted, DocumentCounts()),
+        )
+
+    def _from_offset(self, tokens: Tokens) -> Tokens:
+        if self._offset <= len(tokens):
+            return tokens[self._offset :]
+        raise UserError.of(
+            f"the text changed under this run: a unit of which {self._offset} tokens were read has only {len(tokens)}",
+            "restore the text, or start a new run",
+        )
+
+    def _read(self, place: Place) -> tuple[Tokens, DocumentCounts]:
+        """The unit at `place`, its documents in the epoch's order."""
+        if self._last is None or self._last[0] != place:
+            if not self._asked:
+                self.ask()
+            asked, ticket = self._asked.popleft()
+            assert asked == place
+            unit = self.pool.take(ticket)
+            index = self.order.unit(self.index, place)
+            order = self.order.documents(place.epoch, index, len(unit.ends))
+            self._last = place, unit.permuted(order), unit.counts
+        return self._last[1:]
+
+    def _first_unread(self) -> Place:
+        return self.order.after(self.index, self._last[0]) if self._last else self._place
+
+
+class Batches:
+    """One rank's shares of the global batches: those of their sequences j with j mod `world` = `rank`.
+
+    When `world` divides the number of lanes a rank reads its own lanes alone; otherwise some lanes are read by several
+    ranks, each of which passes over the others' sequences.
+    """
+
+    def __init__(
+        self, lanes: dict[int, Lane], n_lanes: int, global_batch_size: int, n_positions: int, rank: int, world: int
+    ):
+        assert global_batch_size % world == 0
+        assert global_batch_size % n_lanes == 0
+        self.lanes, self.n_lanes, self.global_batch_size = lanes, n_lanes, global_batch_size
+        self.n_positions, self.rank, self.world = n_positions, rank, world
+        for depth in range(1 + max(lane.ahead for lane in lanes.values())):
+            for lane in lanes.values():  # what every lane needs now comes before what any of them needs next
+                if depth <= lane.ahead:
+                    lane.ask()
+
+    def next(self) -> npt.NDArray[np.int32]:
+        """int32 [global_batch_size // world, n_positions + 1]."""
+        ids = np.empty((self.global_batch_size // self.world, self.n_positions + 1), dtype=np.int32)
+        for j in range(self.global_batch_size):
+            if lane := self.lanes.get(j % self.n_lanes):
+                block = lane.next()
+                if j % self.world == self.rank:
+                    ids[j // self.world] = block
+        return ids
+
+    def close(self) -> None:
+        """End the worker processes."""
+        for lane in self.lanes.values():
+            lane.pool.close()
+
+    def state(self) -> dict[str, LaneState]:
+        """Every lane that this rank reads."""
+        return {str(index): lane.state() for index, lane in self.lanes.items()}
+
+
+def lanes_of(rank: int, world: int, n_lanes: int, global_batch_size: int) -> list[int]:
+    """The lanes from which the sequences of `rank` come."""
+    return sorted({j % n_lanes for j in range(rank, global_batch_size, world)})

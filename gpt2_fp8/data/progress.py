@@ -1,0 +1,75 @@
+"""How far a run has trained, as it is saved: the same for every number of ranks, and refused for other data."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import distributed
+
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.data.documents import DocumentCounts
+from gpt2_fp8.data.loaders import Cursor, rank_and_world
+from gpt2_fp8.data.packing import LaneState, lane_start, lanes_of
+
+Fingerprint = dict[str, str | int]
+
+
+class Progress:
+    """The steps trained and where each lane stands. A rank keeps its own lanes current, and gathers the others'."""
+
+    def __init__(self, fingerprint: Fingerprint, n_lanes: int, global_batch_size: int):
+        self.fingerprint = fingerprint
+        self.global_batch_size = global_batch_size
+        self.step = 0
+        self.lanes: dict[str, LaneState] = {str(lane): lane_start() for lane in range(n_lanes)}
+
+    def advance(self, cursor: Cursor) -> None:
+        """The step that this cursor came with was trained on."""
+        self.step = cursor["step"]
+        self.lanes.update(cursor["lanes"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """For JSON, the same on every rank. To be called on all ranks at once."""
+        rank, world = rank_and_world()
+        own = {str(lane) for lane in lanes_of(rank, world, len(self.lanes), self.global_batch_size)}
+        told: list[Any] = [(self.step, {lane: state for lane, state in self.lanes.items() if lane in own})]
+        if world > 1:
+            mine, told = told[0], [None] * world
+            distributed.all_gather_object(told, mine)
+        for step, lanes in told:
+            assert step == self.step, f"ranks stand at the steps {[step for step, _ in told]}"
+            self.lanes.update(lanes)
+        assert all(self.lanes[lane] == state for _, lanes in told for lane, state in lanes.items()), "ranks disagree"
+        return {
+            "fingerprint": dict(self.fingerprint),
+            "step": self.step,
+            "lanes": copy.deepcopy(self.lanes),
+            "documents": self.documents().as_dict(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`. Raises UserError with everything in which its text or order was another."""
+        was, now = state["fingerprint"], self.fingerprint
+        changed = [key for key in now if was.get(key) != now[key]]
+        if changed:
+            raise UserError(
+                Problem(
+                    f"this run cannot be continued exactly: {_WORDS.get(key, key)} was {was.get(key)}, "
+                    f"and is now {now[key]}",
+                    "set it back as it was; or start a new run, with init_from=CHECKPOINT to keep the weights",
+                )
+                for key in changed
+            )
+        self.step, self.lanes = state["step"], copy.deepcopy(state["lanes"])
+
+    def documents(self) -> DocumentCounts:
+        """Of all units that training has come to, over every epoch."""
+        return sum((DocumentCounts(**lane["documents"]) for lane in self.lanes.values()), DocumentCounts())
+
+
+_WORDS = {
+    "data": "the training text (its checksum)",
+    "tokenizer": "the tokenizer (its checksum)",
+    "n_positions": "model.n_positions",
+}

@@ -1,0 +1,43 @@
+"""One unit, from wherever it is to its tokens. This is what runs in a worker process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpt2_fp8.data.cache import UnitCache
+from gpt2_fp8.data.documents import DocumentCounts, TokenisedUnit, tokenise
+from gpt2_fp8.data.retry import with_retries
+from gpt2_fp8.data.tokenizer import TokenizerName, load_tokenizer
+from gpt2_fp8.data.units import Source, Unit
+
+
+@dataclass
+class WorkCounts:
+    """What it took to read the units, in this process's lifetime."""
+
+    units: int = 0
+    cache_hits: int = 0
+    retries: int = 0
+    worker_deaths: int = 0
+
+
+@dataclass(frozen=True)
+class UnitReader:
+    """From a unit to its tokens: from the cache, or from the source (with its retries) and into the cache."""
+
+    source: Source
+    tokenizer: TokenizerName
+    cache: UnitCache | None
+
+    def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
+        """Raises UserError or DataSourceLost where the source ends in one."""
+        if self.cache and (stored := self.cache.load(unit)):
+            return stored, WorkCounts(units=1, cache_hits=1)
+        tokenised, retries = with_retries(lambda: self._tokenise(unit), unit.name, self.source.waits)
+        if self.cache:
+            self.cache.store(unit, tokenised)
+        return tokenised, WorkCounts(units=1, retries=retries)
+
+    def _tokenise(self, unit: Unit) -> TokenisedUnit:
+        counts = DocumentCounts()  # a failed attempt's counts go with it
+        return tokenise(self.source.read(unit, counts), unit, load_tokenizer(self.tokenizer), counts)

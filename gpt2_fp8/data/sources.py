@@ -1,0 +1,24 @@
+"""From the configuration to the source of units."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gpt2_fp8.config.schema import FileOrHubData, FilesData, HubData, StdlibData
+from gpt2_fp8.data import files, hub, retry, stdlib
+from gpt2_fp8.data.units import Source
+
+DataSettings = StdlibData | FilesData | HubData | FileOrHubData
+
+
+def build_source(config: DataSettings) -> Source:
+    """The source that `config` names. Reads nothing yet but whether a `file_or_hub`'s file is there."""
+    if isinstance(config, StdlibData):
+        return stdlib.StdlibSource()
+    if isinstance(config, FilesData):
+        return files.FilesSource(config.train_files, config.val_files, config.val_fraction, config.text_column)
+    if isinstance(config, FileOrHubData) and Path(config.path).expanduser().is_file():
+        return files.FilesSource([config.path], [], config.val_fraction, config.text_column)
+    return hub.HubSource(
+        config.repo, config.revision, config.train_files, config.val_files, config.text_column, waits=retry.HUB_WAITS
+    )

@@ -1,0 +1,54 @@
+"""Run in a process of its own (the hub's client reads HF_ENDPOINT when it is imported): asks the data layer.
+
+Reads lines of JSON, {"data": changes of the configuration, "steps": n}, and answers each with a line {"sha": of the
+steps' ids, "report": ..., "val": sequences} or {"error": class, "message": text}. Between setup and the first step it
+writes "ready" and waits for a line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+
+from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.config.schema import HubData
+from gpt2_fp8.data import retry
+
+
+def has_torch() -> bool:
+    """Whether this process has imported torch."""
+    return "torch" in sys.modules
+
+
+def main(changes: dict[str, object], steps: int) -> dict[str, object]:
+    """Train on `steps` items of the data set that `changes` describe."""
+    from tests.data.corpora import items, module  # imports torch; a worker imports this file, and is to do without
+
+    values: dict[str, object] = {
+        "name": "hub", "kind": "hub", "revision": "main", "val_files": [], "text_column": "text", "tokenizer": "bytes",
+        "num_workers": 0, "seed": 7, "val_sequences": 0, "cache_dir": None,
+    }  # fmt: skip
+    try:
+        made = module(HubData(**{**values, **changes}), max_steps=steps)  # type: ignore[arg-type]
+        print("ready", flush=True)
+        sys.stdin.readline()  # the test sets its faults now
+        ids = items(made, steps)
+        executor = made._pool._executor
+        torch_in_worker = executor.submit(has_torch).result() if executor else False
+        made.teardown()
+        digest = hashlib.sha256(b"".join(batch.tobytes() for batch in ids)).hexdigest()
+        val = sum(len(batch["ids"]) for batch in made.val_dataloader())
+        return {"sha": digest, "report": made.report(), "val": val, "torch_in_worker": torch_in_worker}
+    except RunError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+
+
+if __name__ == "__main__":
+    retry.HUB_WAITS = (0.0, 0.0, 0.0)
+    slept = time.sleep
+    time.sleep = lambda seconds: slept(min(seconds, 0.01))  # the hub client's own waits between its tries
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(main(request["data"], request["steps"])), flush=True)

@@ -1,0 +1,217 @@
+"""Each kind of file, what is held out of it, hostile documents, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gpt2_fp8.config.errors import DataSourceLost, UserError
+from gpt2_fp8.config.schema import FileOrHubData
+from gpt2_fp8.data import formats
+from gpt2_fp8.data.documents import PIECE, DocumentCounts, cut, tokenise
+from gpt2_fp8.data.files import FilesSource
+from gpt2_fp8.data.retry import with_retries
+from gpt2_fp8.data.sources import build_source
+from gpt2_fp8.data.tokenizer import load_tokenizer
+from gpt2_fp8.data.units import Unit
+from tests.data.corpora import files_config, items, module, write_jsonl
+
+TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(200)]
+
+
+def read(source: Any, units: list[Unit]) -> tuple[list[str], DocumentCounts]:
+    """The documents of `units` as they are trained on, and their counts."""
+    encoding, documents, total = load_tokenizer("bytes"), [], DocumentCounts()
+    for unit in units:
+        counts = DocumentCounts()
+        tokens = tokenise(source.read(unit, counts), unit, encoding, counts).tokens
+        documents += [d.decode() for d in bytes(np.where(tokens == 256, 0, tokens).astype(np.uint8)).split(b"\0")[:-1]]
+        total += counts
+    return documents, total
+
+
+def write(path: Path, texts: list[Any]) -> Path:
+    """`texts` in the format that the name's ending asks for."""
+    lines = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts).encode()
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": pa.array(texts), "n": [1] * len(texts)}), path, row_group_size=30)
+    elif path.suffix == ".zst":
+        half = len(lines) // 2
+        compress = pa.Codec("zstd").compress  # two frames, as compressors that work in parallel write
+        path.write_bytes(b"".join(compress(part, asbytes=True) for part in (lines[:half], lines[half:])))
+    else:
+        path.write_bytes(lines)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet"])
+def test_rows_and_their_held_out_part(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "RANGE", 1000)
+    path = write(tmp_path / name, [*TEXTS, *TEXTS[:50]])  # with exact copies
+    whole = FilesSource([str(path)], [], 0.0)
+    units = whole.corpus().train
+    assert len(units) == (1 if name.endswith("zst") else 9 if name.endswith("parquet") else len(units))
+    assert name.endswith("zst") or len(units) > 5
+    assert read(whole, units)[0] == [*TEXTS, *TEXTS[:50]]
+    held = FilesSource([str(path)], [], 0.2)
+    corpus = held.corpus()
+    train, val = read(held, corpus.train)[0], read(held, corpus.val)[0]
+    assert sorted(train + val) == sorted([*TEXTS, *TEXTS[:50]])
+    assert not set(train) & set(val)
+    assert 20 < len(val) < 90
+
+
+def test_txt_is_cut_at_newlines_and_its_tail_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "RANGE", 1000)
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"{text}\n" for text in TEXTS))
+    source = FilesSource([str(path)], [], 0.1)
+    corpus = source.corpus()
+    train, val = read(source, corpus.train)[0], read(source, corpus.val)[0]
+    assert "".join([*train, *val]) == path.read_text()
+    assert len(train) > 3
+    assert all(part.endswith("\n") for part in [*train, *val])
+    assert 0.05 < len("".join(val)) / path.stat().st_size < 0.15
+
+
+def test_txt_without_newlines_is_cut_between_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "RANGE", 1000)
+    path = tmp_path / "a.txt"
+    path.write_text("é" * 2501)
+    source = FilesSource([str(path)], [], 0.1)
+    corpus = source.corpus()
+    documents, counts = read(source, corpus.train + corpus.val)
+    assert "".join(documents) == "é" * 2501
+    assert counts.invalid_utf8 == 0
+
+
+def test_globs_are_sorted_and_val_files_never_trained_on(tmp_path: Path) -> None:
+    for name in ("b/2.jsonl", "b/1.jsonl", "c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / name, [name])
+    corpus = FilesSource([f"{tmp_path}/**/*.jsonl"], [f"{tmp_path}/b/2.jsonl"], 0.5).corpus()
+    assert [Path(u.path).name for u in corpus.train] == ["1.jsonl", "c.jsonl"]
+    assert [Path(u.path).name for u in corpus.val] == ["2.jsonl"]
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a,b\n")
+    write(tmp_path / "ok.jsonl", TEXTS)
+    write(tmp_path / "ok.parquet", TEXTS)
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    names = ["x.csv", "ok.jsonl", "ok.parquet", "bad.parquet", "gone.txt", "*.none"]
+    with pytest.raises(UserError) as told:
+        FilesSource([str(tmp_path / n) for n in names], [], 0.0, "content").corpus()
+    causes = "\n".join(p.cause for p in told.value.problems)
+    assert len(told.value.problems) == 6
+    assert all(part in causes for part in ("x.csv", "'content'", "bad.parquet", "gone.txt", "*.none"))
+    with pytest.raises(UserError, match="train_files is empty"):
+        FilesSource([], [], 0.0).corpus()
+
+
+def test_hostile_rows(tmp_path: Path) -> None:
+    bad = b"caf\xe9 and more"
+    (tmp_path / "a.txt").write_bytes(bad)
+    lines = [b'{"text": "good <|endoftext|> text"}', b'{"text": ', b"[1]", b"", b'{"text": null}', b'{"text": 5}',
+             b'{"text": "  \\n"}', b'{"text": "' + bad + b'"}', b'{"text": "\\ud800"}', b'{"other": 1}',
+             b"[" * 100_000]  # fmt: skip
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "a.jsonl.zst").write_bytes(pa.Codec("zstd").compress(b"\n".join(lines), asbytes=True))
+    values = pa.array([b"good", None, b"", b" \n", bad], pa.binary())
+    text = pa.StringArray.from_buffers(len(values), values.buffers()[1], values.buffers()[2], values.buffers()[0])
+    pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
+    expected = {
+        "a.txt": DocumentCounts(read=1, invalid_utf8=1),
+        "a.jsonl": DocumentCounts(read=3, empty=1, not_text=3, broken=3, invalid_utf8=2),
+        "a.jsonl.zst": DocumentCounts(read=3, empty=1, not_text=3, broken=3, invalid_utf8=2),
+        "a.parquet": DocumentCounts(read=2, empty=2, not_text=1, invalid_utf8=1),
+    }
+    for name, counts in expected.items():
+        source = FilesSource([str(tmp_path / name)], [], 0.0)
+        documents, counted = read(source, source.corpus().train)
+        assert counted == counts, name
+        assert "caf\ufffd and more" in documents, name
+    assert documents[0] == "good"
+
+
+def test_cut_leaves_no_trace_in_the_text() -> None:
+    text = ("word " * (PIECE // 2)) + "x" * (2 * PIECE + 5)
+    pieces = list(cut(text))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= PIECE
+    assert pieces[1].startswith(" ")
+
+
+@pytest.mark.parametrize("size", [3 << 20, pytest.param(100 << 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("text", ["a", "some words "])
+def test_one_long_document(tmp_path: Path, size: int, text: str) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"text": (text * (size // len(text) + 1))[:size]}))
+    try:
+        load_tokenizer("gpt2")
+        tokenizer = "gpt2"
+    except UserError:
+        tokenizer = "bytes"
+    made = module(files_config(path, tokenizer=tokenizer))
+    items(made, 1)
+    assert made.report()["documents"] == DocumentCounts(read=1, long=1).as_dict()
+    assert len(made._pool.take(made._pool.ask(made._corpus.train[0])).tokens) > size / 10
+
+
+@pytest.mark.parametrize("texts", [[], [None, "", "  "], ["short"]])
+def test_too_little_text_is_refused_in_setup(tmp_path: Path, texts: list[Any]) -> None:
+    with pytest.raises(UserError) as told:
+        module(files_config(write_jsonl(tmp_path / "a.jsonl", texts)))
+    assert "17" in str(told.value)
+    assert f"{6 if texts == ['short'] else 0} tokens" in str(told.value)
+
+
+def test_validation_is_the_same_on_every_call(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    made = module(files_config(path, val_fraction=0.2, val_sequences=10))
+    first, second = ([batch["ids"].numpy() for batch in made.val_dataloader()] for _ in range(2))
+    assert [b.shape for b in first] == [(4, 17)] * 3
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    rows = np.concatenate(first)
+    assert (rows[10:] == -1).all()
+    assert (rows[:10] >= 0).all()
+    assert np.array_equal(rows[1:10, 0], rows[:9, -1])  # natural order, each starts with the last one's last target
+    assert module(files_config(path)).val_dataloader() == []
+    with pytest.raises(UserError, match="validation text is too short"):
+        module(files_config(path, val_sequences=10))
+
+
+def test_file_or_hub_prefers_the_file(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "name": "x", "kind": "file_or_hub", "repo": "a/b", "revision": "main", "train_files": ["*"], "val_files": [],
+        "text_column": "text", "tokenizer": "bytes", "num_workers": 0, "seed": 7, "val_sequences": 1, "cache_dir": None,
+        "val_fraction": 0.5,
+    }  # fmt: skip
+    (tmp_path / "a.txt").write_text("line\n" * 10)
+    source = build_source(FileOrHubData(**values, path=str(tmp_path / "a.txt")))
+    assert isinstance(source, FilesSource)
+    assert read(source, source.corpus().val)[0] == ["line\n" * 5]
+    assert type(build_source(FileOrHubData(**values, path=str(tmp_path / "none.txt")))).__name__ == "HubSource"
+
+
+def test_retries_are_counted_and_end() -> None:
+    failures = [OSError("one"), ValueError("two")]
+
+    def action() -> str:
+        if failures:
+            raise failures.pop(0)
+        return "text"
+
+    assert with_retries(action, "it", (0.0, 0.0)) == ("text", 2)
+    failures[:] = [OSError("gone")] * 3
+    with pytest.raises(DataSourceLost, match=r"cannot read it, after 3 attempts: OSError: gone"):
+        with_retries(action, "it", (0.0, 0.0))
+    failures[:] = [KeyError("ours")]
+    with pytest.raises(KeyError):  # a mistake of ours does not pass by waiting
+        with_retries(action, "it", (0.0, 0.0))
