@@ -1,0 +1,27 @@
+"""Lightning's door to the checkpoint folders: `Trainer(plugins=[FolderCheckpointIO()])`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.plugins.io import CheckpointIO
+
+from gpt2_fp8.checkpoint import files
+
+
+class FolderCheckpointIO(CheckpointIO):
+    """Saves and loads checkpoints as folders of safetensors and JSON. Nothing is pickled or unpickled."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write `checkpoint` as the folder `path` (`files.write`). Lightning calls it on global rank zero alone."""
+        if storage_options is not None:
+            raise TypeError("FolderCheckpointIO takes no storage_options")
+        files.write(path, checkpoint)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read the folder `path` (`files.read`). `weights_only` is about unpickling, which never happens here."""
+        return files.read(path, map_location)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete the folder `path`, if it is a checkpoint."""
+        files.remove(path)

@@ -1,0 +1,110 @@
+"""The logs in a run's folder: `metrics.csv` and `tensorboard/`, in which every step stands once, resumed or not."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+
+from gpt2_fp8.config.schema import LoggerConfig
+
+
+def build_loggers(config: LoggerConfig, folder: Path, resume_step: int | None) -> list[Logger]:
+    """The loggers that `config` asks for, writing into `folder`.
+
+    `resume_step` is the optimizer step of the checkpoint that the run continues from; what was logged for later steps
+    is dropped. None starts the logs afresh. Steps count from 1: pass `step=trainer.global_step` after the update.
+    """
+    loggers: list[Logger] = []
+    if config.tensorboard:
+        # Readers drop everything at or after `purge_step` that an earlier event file says.
+        purge_step = 0 if resume_step is None else resume_step + 1
+        loggers.append(
+            TensorBoardLogger(folder, name="tensorboard", version="", default_hp_metric=False, purge_step=purge_step)
+        )
+    if config.csv:
+        loggers.append(MetricsFile(folder, resume_step))
+    return loggers
+
+
+class MetricsFile(CSVLogger):
+    """A CSVLogger that writes `folder/metrics.csv` and, where Lightning's deletes it, continues it.
+
+    Hyper-parameters are not written: the run's folder holds its configuration.
+    """
+
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        super().__init__(folder, name=None, version="", flush_logs_every_n_steps=1)
+        self._resume_step = resume_step
+
+    @property
+    def log_dir(self) -> str:
+        """The run's folder itself."""
+        return self.save_dir
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> _Writer:
+        """The writer; it touches the file when it is made, on rank zero alone."""
+        if not isinstance(self._experiment, _Writer):
+            self._experiment = _Writer(self.log_dir, self._resume_step)
+        return self._experiment
+
+    def log_hyperparams(self, params: Any = None) -> None:
+        """Nothing to do."""
+
+
+class _Writer(ExperimentWriter):
+    def __init__(self, log_dir: str, resume_step: int | None) -> None:
+        super().__init__(log_dir)
+        self.metrics_keys = ["step"]
+        rows = [] if resume_step is None else _rows_up_to(self.metrics_file_path, resume_step)
+        if rows:
+            self.metrics_keys = list(rows[0])
+            self._replace(rows)
+        else:
+            Path(self.metrics_file_path).unlink(missing_ok=True)
+
+    def save(self) -> None:
+        """Append the recorded rows. A new column has the file rewritten, whole or not at all."""
+        if not self.metrics:
+            return
+        columns = set().union(*self.metrics) - set(self.metrics_keys)
+        path = Path(self.metrics_file_path)
+        if columns or not path.exists():
+            self.metrics_keys.extend(sorted(columns))
+            self._replace(_rows(path))
+        with path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
+        self.metrics = []
+
+    def _replace(self, rows: list[dict[str, Any]]) -> None:
+        temporary = f"{self.metrics_file_path}.tmp"
+        with open(temporary, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.metrics_keys)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(temporary, self.metrics_file_path)
+
+    def _check_log_dir_exists(self) -> None:
+        """Lightning 2.6 deletes an existing file here."""
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The complete rows: a line that a killed process left without its end may hold half a number."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = [line for line in file if line.endswith("\n")]
+    rows = list(csv.DictReader(lines))
+    return [row for row in rows if None not in row and None not in row.values()]
+
+
+def _rows_up_to(path: str, step: int) -> list[dict[str, Any]]:
+    rows = _rows(Path(path))
+    return [row for row in rows if row.get("step", "").isdecimal() and int(row["step"]) <= step]

@@ -1,0 +1,119 @@
+"""`summary.json`: what a run was, how it ended, and what it reached. Written at every end, good or bad."""
+
+from __future__ import annotations
+
+import math
+import platform
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from gpt2_fp8 import __version__
+from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.config.errors import RunError
+
+Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_lost", "interrupted"]
+
+
+@dataclass(kw_only=True)
+class Precision:
+    """What was asked for, what ran, and why that differs (None: it does not)."""
+
+    asked: str
+    ran: str | None = None
+    reason: str | None = None
+
+
+@dataclass(kw_only=True)
+class Checkpoints:
+    """Paths of the two checkpoints that matter; None where there is none."""
+
+    last: str | None = None
+    best: str | None = None
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """A run, as `summary.json` tells it. The run fills it while it goes; `finish` and `write` end it.
+
+    Until `finish` is called it says "failed", so that whatever is written on the way out is not taken for success.
+    """
+
+    precision: Precision
+    recipe: str | None  # None: a precision without scaling
+    status: Status = "failed"
+    exit_code: int = 1
+    message: str = ""
+    started: str = field(default_factory=lambda: _now())
+    ended: str | None = None
+    duration_s: float | None = None
+    steps: int = 0  # optimizer steps of the whole run, those before a resume included
+    tokens: int = 0  # likewise
+    last_train_loss: float | None = None
+    last_val_loss: float | None = None
+    best_val_loss: float | None = None
+    best_val_loss_step: int | None = None
+    tokens_per_second: float | None = None  # the median over this process's steps
+    peak_memory_gb: float | None = None  # of GPU memory; None on a CPU
+    fallback_events: list[dict[str, Any]] = field(default_factory=list)
+    skipped_steps: int = 0
+    checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    data: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str | None] = field(default_factory=lambda: _versions())
+    device: str | None = None
+    command: list[str] = field(default_factory=lambda: list(sys.argv))
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()  # the wall clock may be set back meanwhile
+
+    def finish(self, error: BaseException | None = None) -> int:
+        """Say how the run ended: None for well, else what ended it. Returns the process's exit code."""
+        self.ended = _now()
+        self.duration_s = time.monotonic() - self._began
+        if error is None:
+            self.status, self.exit_code, self.message = "completed", 0, ""
+        elif isinstance(error, RunError):
+            self.status, self.exit_code, self.message = error.status, error.exit_code, str(error)  # type: ignore[assignment]
+        elif isinstance(error, KeyboardInterrupt):
+            self.status, self.exit_code, self.message = "interrupted", 130, "interrupted before it could save"
+        else:
+            self.status, self.exit_code, self.message = "failed", 1, f"{type(error).__name__}: {error}"
+        return self.exit_code
+
+    def write(self, folder: Path) -> Path:
+        """Replace `folder/summary.json` atomically and return its path; non-finite floats become null.
+
+        Raises OSError.
+        """
+        path = Path(folder) / "summary.json"
+        durable.write_json(path, _finite(asdict(self)))
+        return path
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _versions() -> dict[str, str | None]:
+    """Versions as installed, without importing anything; None for what is not."""
+    versions: dict[str, str | None] = {"gpt2_fp8": __version__, "python": platform.python_version()}
+    for name in ("torch", "lightning", "transformer_engine"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return value

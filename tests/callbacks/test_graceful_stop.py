@@ -1,0 +1,124 @@
+"""Signals, to a process of its own: how it leaves, how fast, and what it leaves behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tiny_run import At, kill, run
+
+from gpt2_fp8.callbacks.graceful_stop import GracefulStop
+from gpt2_fp8.checkpoint import files, find
+from gpt2_fp8.config.errors import Stopped
+
+SCRIPT = Path(__file__).with_name("tiny_run.py")
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_exit_codes_and_a_last_that_loads(tmp_path, name, code):
+    done = subprocess.run([sys.executable, SCRIPT, tmp_path, name, "5"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert f"{name}: stopping after this step" in done.stderr
+    assert "Traceback" not in done.stderr
+    path = find.resolve("last", tmp_path / "checkpoints")
+    assert files.read(path)["global_step"] == 6  # the step that ran was finished
+
+
+def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), str(tmp_path), "SIGTERM", "5"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=os.environ | common | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [143, 143], outputs
+    checkpoint = files.read(find.resolve("last", tmp_path / "checkpoints"))
+    assert checkpoint["global_step"] == 6
+    assert len(checkpoint["rng"]) == 2
+
+
+def test_a_second_signal_leaves_at_once_and_touches_nothing(tmp_path):
+    code = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import test_graceful_stop as t; "
+        f"t.run({str(tmp_path)!r}, every=2, val=100, callbacks=[t.At('on_train_batch_start', 5, t.hang_twice)])"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 143, done.stderr
+    assert time.monotonic() - began < 25
+    assert find.resolve("last", tmp_path / "checkpoints").name == "step-00000004"
+
+
+def hang_twice():
+    """In the step: a signal, its echo, and a second one a second later; the step itself would take half a minute."""
+    main = threading.main_thread().ident
+    signal.raise_signal(signal.SIGINT)
+    threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
+    threading.Timer(1.0, signal.pthread_kill, [main, signal.SIGTERM]).start()
+    time.sleep(30)
+
+
+def test_a_signal_before_training_stops_before_the_first_step(tmp_path):
+    with pytest.raises(Stopped) as stopped:
+        run(tmp_path, callbacks=[At("on_fit_start", 0, kill(signal.SIGTERM))])
+    assert stopped.value.exit_code == 143
+    assert find.resolve("last", tmp_path / "checkpoints") is None
+
+
+def test_handlers_are_put_back_whatever_happens(tmp_path):
+    def own(*_):
+        pass
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with pytest.raises(Stopped):
+            run(tmp_path, callbacks=[At("on_train_batch_start", 1, kill(signal.SIGTERM))])
+        assert signal.getsignal(signal.SIGTERM) is own
+        run(tmp_path, max_steps=4)
+        assert signal.getsignal(signal.SIGTERM) is own
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_off_the_main_thread_signals_are_left_alone():
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def body():
+        with GracefulStop(save=lambda trainer: None) as stop:
+            seen.append((signal.getsignal(signal.SIGTERM), stop.requested))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [(before, None)]
+
+
+def test_a_save_that_fails_does_not_hide_why_it_stopped(tmp_path, monkeypatch):
+    def full(path, checkpoint):
+        raise OSError("no space")
+
+    monkeypatch.setattr(files, "write", full)
+    with pytest.raises(Stopped) as stopped:
+        run(tmp_path, callbacks=[At("on_train_batch_start", 1, kill(signal.SIGINT))])
+    assert stopped.value.exit_code == 130

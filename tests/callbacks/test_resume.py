@@ -1,0 +1,165 @@
+"""A run cut in pieces equals the run in one piece: weights, moments, generators, losses and logs, bit for bit."""
+
+import signal
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_run import At, kill, rows, run
+
+from gpt2_fp8.checkpoint import files, pointers
+from gpt2_fp8.config.errors import Stopped
+
+STATE = ("state_dict", "optimizer_states", "lr_schedulers", "rng", "global_step")
+
+
+class Crash(BaseException):
+    """What a kill -9 looks like from inside: nothing is saved, no handler runs."""
+
+
+def crash():
+    raise Crash
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def end_of(folder, step=12):
+    checkpoint = files.read(folder / "checkpoints" / pointers.folder_name(step))
+    return {key: checkpoint[key] for key in STATE}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    module, _, _ = run(folder)
+    assert module.validated == [4, 8, 12]
+    return folder, module
+
+
+def assert_same(folder, whole):
+    reference = whole[0]
+    assert equal(end_of(folder), end_of(reference))
+    assert rows(folder) == rows(reference)
+    for kind in ("last", "best"):
+        assert pointers.read(folder / "checkpoints", kind) == pointers.read(reference / "checkpoints", kind)
+
+
+@pytest.mark.parametrize("length", [1000, 12], ids=["long-loader", "loader-as-long-as-the-run"])
+def test_three_legs_stopped_by_signals(tmp_path, whole, length):
+    with pytest.raises(Stopped) as stopped:
+        run(tmp_path, length=length, callbacks=[At("on_train_batch_start", 2, kill(signal.SIGTERM))])
+    assert stopped.value.exit_code == 143
+    assert pointers.read(tmp_path / "checkpoints", "last").step == 3  # not at the interval: the stop saved it
+    with pytest.raises(Stopped):
+        run(tmp_path, length=length, callbacks=[At("on_train_batch_start", 7, kill(signal.SIGINT))])
+    assert pointers.read(tmp_path / "checkpoints", "last").step == 8  # at a validation, which is still to be done
+    module, _, _ = run(tmp_path, length=length)
+    assert module.validated == [8, 12]
+    assert min(module.losses) == 9
+    assert_same(tmp_path, whole)
+
+
+CRASHES = [
+    ("on_train_batch_end", 5, [8, 12]),  # between two checkpoints; the one of step 4 was validated afterwards
+    ("on_validation_batch_end", 4, [4, 8, 12]),  # in the validation of a step that is saved already
+    ("on_validation_end", 8, [8, 12]),
+    ("on_train_batch_start", 8, [12]),  # after a validation: it is not repeated
+    ("on_validation_end", 12, [12]),
+]
+
+
+@pytest.mark.parametrize(("hook", "step", "validated"), CRASHES)
+def test_crash(tmp_path, whole, hook, step, validated):
+    with pytest.raises(Crash):
+        run(tmp_path, callbacks=[At(hook, step, crash)])
+    if step == 12:  # the last step is saved: fit has nothing left to do, and the caller sees the validation missing
+        module, trainer, tiers = run(tmp_path)
+        assert module.losses == {}
+        assert tiers.validated_step == 8
+        trainer.validate(module, verbose=False)
+        assert tiers.validated_step == 12
+    else:
+        module, _, _ = run(tmp_path)
+        assert module.validated == validated
+    assert equal(end_of(tmp_path), end_of(whole[0]))
+    if hook != "on_validation_end":  # there Lightning has logged the validation, and the resumed run logs it again
+        assert_same(tmp_path, whole)
+
+
+def test_best_between_intervals_is_resumable(tmp_path, whole):
+    with pytest.raises(Crash):
+        run(tmp_path, every=0, callbacks=[At("on_train_batch_start", 6, crash)])
+    checkpoint = tmp_path / "checkpoints" / "step-00000004"
+    assert list(pointers.steps(tmp_path / "checkpoints").values()) == [checkpoint]
+    module, _, _ = run(tmp_path)
+    assert module.validated == [8, 12]
+    assert_same(tmp_path, whole)
+
+
+def test_stop_in_a_validation(tmp_path, whole):
+    with pytest.raises(Stopped):
+        run(tmp_path, every=0, callbacks=[At("on_validation_batch_start", 4, kill(signal.SIGTERM))])
+    assert pointers.read(tmp_path / "checkpoints", "last") == pointers.Pointer("step-00000004", 4, None)
+    module, _, _ = run(tmp_path)
+    assert module.validated == [4, 8, 12]
+    assert_same(tmp_path, whole)
+
+
+def test_the_end_is_saved_before_its_validation(tmp_path, whole):
+    with pytest.raises(Crash):
+        run(tmp_path, max_steps=4, every=0, callbacks=[At("on_validation_batch_end", 4, crash)])
+    module, _, _ = run(tmp_path)
+    assert (min(module.losses), module.validated) == (5, [4, 8, 12])
+    assert_same(tmp_path, whole)
+
+
+def test_lightnings_own_log_counter_goes_on_as_well(tmp_path, whole):
+    """Where a metric is logged without a step of its own, Lightning numbers it by this counter."""
+    with pytest.raises(Stopped):
+        run(tmp_path, callbacks=[At("on_train_batch_start", 3, kill(signal.SIGTERM))])  # a validation is due
+    with pytest.raises(Crash):
+        run(tmp_path, every=0, callbacks=[At("on_train_batch_start", 10, crash)])  # saved after one
+    _, trainer, _ = run(tmp_path)
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 12
+
+
+def test_a_finished_run_returns_at_once_and_can_be_extended(tmp_path, whole):
+    run(tmp_path, max_steps=8, length=8)
+    module, trainer, tiers = run(tmp_path, max_steps=8, length=8)
+    assert (module.losses, module.validated, trainer.global_step, tiers.validated_step) == ({}, [], 8, 8)
+    module, _, _ = run(tmp_path, max_steps=12, length=12)
+    assert min(module.losses) == 9
+    assert module.validated == [12]
+    assert_same(tmp_path, whole)
+
+
+def test_extended_from_an_end_between_validations(tmp_path, whole):
+    run(tmp_path, max_steps=7, every=0)
+    module, _, _ = run(tmp_path)
+    assert (min(module.losses), module.validated) == (8, [8, 12])
+    assert_same(tmp_path, whole)
+
+
+def test_a_best_in_an_abandoned_branch_stays(tmp_path, whole):
+    run(tmp_path)
+    run(tmp_path, ckpt_path=str(tmp_path / "checkpoints" / "step-00000010"))
+    assert_same(tmp_path, whole)
+
+
+def test_tensorboard_shows_each_step_once(tmp_path, whole):
+    with pytest.raises(Crash):
+        run(tmp_path, callbacks=[At("on_train_batch_end", 7, crash)])
+    run(tmp_path)
+    for folder in (tmp_path, whole[0]):
+        events = EventAccumulator(str(folder / "tensorboard")).Reload()
+        assert [event.step for event in events.Scalars("train_loss")] == list(range(1, 13))
+        assert [event.step for event in events.Scalars("val_loss")] == [4, 8, 12]
+        assert [e.value for e in events.Scalars("train_loss")] == pytest.approx(list(whole[1].losses.values()))

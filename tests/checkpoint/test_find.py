@@ -1,0 +1,80 @@
+"""`ckpt_path=last|best|PATH`."""
+
+import logging
+import os
+
+import pytest
+import torch
+
+from gpt2_fp8.checkpoint import files, pointers
+from gpt2_fp8.checkpoint.files import CheckpointError
+from gpt2_fp8.checkpoint.find import resolve
+
+
+def save(folder, *steps):
+    for step in steps:
+        path = folder / pointers.folder_name(step)
+        files.write(path, {"state_dict": {"w": torch.zeros(2)}, "global_step": step})
+        pointers.write(folder, "last", pointers.Pointer(path.name, step, None))
+
+
+def corrupt(path):
+    (path / "model.safetensors").write_bytes(b"")
+
+
+def test_nothing_at_all_means_a_fresh_start(tmp_path):
+    assert resolve("last", tmp_path / "missing") is None
+    assert resolve("last", tmp_path) is None
+    (tmp_path / ".step-00000001.tmp").mkdir()  # killed in its very first save
+    assert resolve("last", tmp_path) is None
+
+
+def test_last_is_where_it_points(tmp_path):
+    save(tmp_path, 2, 10, 4)
+    assert resolve("last", tmp_path).name == "step-00000004"
+
+
+def test_without_a_good_pointer_the_newest_by_step(tmp_path, caplog):
+    save(tmp_path, 10, 9, 100_000_000)
+    os.utime(tmp_path / "step-00000009", (2e9, 2e9))
+    corrupt(tmp_path / "step-100000000")
+    with caplog.at_level(logging.WARNING):
+        assert resolve("last", tmp_path).name == "step-00000010"
+    assert "step-00000010 is the newest" in caplog.text
+    (tmp_path / "last.json").write_text("{")
+    assert resolve("last", tmp_path).name == "step-00000010"
+
+
+def test_checkpoints_of_which_none_is_good_are_an_error(tmp_path):
+    save(tmp_path, 2, 4)
+    corrupt(tmp_path / "step-00000002")
+    corrupt(tmp_path / "step-00000004")
+    with pytest.raises(CheckpointError, match="step-00000004, step-00000002") as error:
+        resolve("last", tmp_path)
+    assert error.value.exit_code == 2
+
+
+def test_a_pointer_to_nothing_is_an_error_not_a_fresh_start(tmp_path):
+    pointers.write(tmp_path, "last", pointers.Pointer("step-00000002", 2, None))
+    with pytest.raises(CheckpointError, match="none is left"):
+        resolve("last", tmp_path)
+
+
+def test_best(tmp_path):
+    save(tmp_path, 2, 4)
+    with pytest.raises(CheckpointError, match="no best checkpoint"):
+        resolve("best", tmp_path)
+    pointers.write(tmp_path, "best", pointers.Pointer("step-00000002", 2, 0.5))
+    assert resolve("best", tmp_path).name == "step-00000002"
+    corrupt(tmp_path / "step-00000002")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has 0 bytes"):
+        resolve("best", tmp_path)
+
+
+def test_a_path_is_a_path(tmp_path):
+    save(tmp_path, 2)
+    assert resolve(str(tmp_path / "step-00000002"), tmp_path / "elsewhere") == tmp_path / "step-00000002"
+    (tmp_path / "old.ckpt").touch()
+    for wrong, message in [("typo", "no such folder"), ("old.ckpt", "not a folder"), ("", "it has no manifest.json")]:
+        with pytest.raises(CheckpointError, match=message):
+            resolve(str(tmp_path / wrong), tmp_path)

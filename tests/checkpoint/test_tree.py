@@ -1,0 +1,150 @@
+"""Whatever goes in comes out, of the same type and to the bit; whatever cannot is refused by name."""
+
+import json
+import math
+import random
+from collections import Counter, OrderedDict
+
+import numpy
+import pytest
+import torch
+
+from gpt2_fp8.checkpoint.tree import DTYPES, flatten, unflatten
+
+
+def round_trip(value):
+    skeleton, tensors = flatten(value)
+    return unflatten(json.loads(json.dumps(skeleton, allow_nan=False)), tensors.__getitem__)
+
+
+def assert_same(a, b, path="value"):
+    assert type(a) is type(b), path
+    if isinstance(a, dict):
+        assert list(a) == list(b), path
+        assert [type(key) for key in a] == [type(key) for key in b], path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{path}.{index}")
+    elif isinstance(a, torch.Tensor):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+        assert torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)), path
+    elif isinstance(a, float):
+        assert math.isnan(a) and math.isnan(b) if math.isnan(a) else a.hex() == b.hex(), path
+    else:
+        assert a == b, path
+
+
+SCALARS = [None, True, False, 0, 1, -1, 2**31, -(2**63), 2**63, 10**5000, -(3**999), 0.0, -0.0, 0.1, 5e-324, 1.7e308]
+SCALARS += [math.nan, math.inf, -math.inf, "", "é\n\x00\ud800", "$tensor", "nan"]
+
+
+@pytest.mark.parametrize("value", SCALARS, ids=lambda value: type(value).__name__)
+def test_scalars(value):
+    assert_same(round_trip(value), value)
+
+
+CONTAINERS = [
+    {},
+    [],
+    (),
+    OrderedDict(),
+    {1: "int", "1": "str", -2: None},
+    {"$tensor": "a", "b": 1},
+    {"$tuple": [1]},
+    {"$": {}},
+    [(1, [2, (3,)]), {"a": (OrderedDict(b=1),)}],
+    OrderedDict([("z", 1), ("a", 2), (3, 4)]),
+    {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}},
+    {1: torch.zeros(1), "1": torch.ones(1)},
+]
+
+
+@pytest.mark.parametrize("value", CONTAINERS, ids=str)
+def test_containers(value):
+    assert_same(round_trip(value), value)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5, 7)], ids=str)
+def test_tensors(dtype, shape):
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+    tensor = raw.view(dtype).reshape(shape)
+    assert_same(round_trip({"t": tensor, "again": [tensor]}), {"t": tensor, "again": [tensor]})
+
+
+def random_value(source, depth):
+    if depth == 0 or source.random() < 0.3:
+        tensor = torch.randn(source.randrange(3), source.randrange(4))
+        return source.choice([*SCALARS, source.getrandbits(200), source.gauss(0, 1e6), tensor])
+    size = source.randrange(4)
+    children = [random_value(source, depth - 1) for _ in range(size)]
+    keys = [source.choice([source.randrange(-5, 5), str(source.randrange(5)), "$x", "a.b"]) for _ in range(size)]
+    pairs = list(zip(keys, children, strict=True))
+    return source.choice([children, tuple(children), dict(pairs), OrderedDict(pairs)])
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_trees(seed):
+    value = random_value(random.Random(seed), 5)
+    assert_same(round_trip(value), value)
+
+
+def test_a_tensor_met_twice_is_kept_once_and_comes_back_as_one():
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    skeleton, tensors = flatten({"wte": weight, "head": weight.data, "other": torch.randn(4, 3)})
+    assert sorted(tensors) == ["other", "wte"]
+    value = unflatten(skeleton, tensors.__getitem__)
+    assert value["wte"] is value["head"]
+    assert type(value["wte"]) is torch.Tensor
+
+
+def test_views_are_kept_apart_and_dense():
+    base = torch.arange(24.0).reshape(4, 6)
+    value = {"rows": base[1:3], "columns": base[:, ::2], "turned": base.t(), "all": base, "flat": base.view(-1)}
+    _, tensors = flatten(value)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 5
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+    assert_same(round_trip(value), value)
+
+
+def test_conjugates_are_resolved():
+    value = torch.randn(3, dtype=torch.complex64)
+    assert_same(round_trip([value, value.conj()]), [value, value.conj().resolve_conj()])
+
+
+REFUSED = [
+    ({"a": {"b": [0, {1, 2}]}}, r"a\.b\.1 is a builtins\.set"),
+    ({"a": numpy.float32(1)}, r"a is a numpy\.float32"),
+    ({"a": numpy.zeros(2)}, r"a is a numpy\.ndarray"),
+    ({"a": torch.float32}, r"a is a torch\.dtype"),
+    ({"a": torch.Size([1])}, r"a is a torch\.Size"),
+    ({"a": Counter()}, r"a is a collections\.Counter"),
+    ({"a": b"x"}, r"a is a builtins\.bytes"),
+    ({"a": {(1, 2): 3}}, r"a has a key of type tuple"),
+    ({"a": {True: 3}}, r"a has a key of type bool"),
+    ({"a": {1.5: 3}}, r"a has a key of type float"),
+    ({"a": torch.zeros(1, dtype=torch.complex128)}, r"a is a tensor of torch\.complex128"),
+    ({"a": torch.zeros(1, device="meta")}, r"a is a tensor of .* on meta"),
+    ({"a": torch.zeros(2).to_sparse()}, r"a is a tensor of .*sparse"),
+    ({"a": print}, r"a is a builtins\.builtin_function"),
+    (lambda: 0, r"the value is a builtins\.function"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_cannot_be_kept_is_refused_with_its_path(value, message):
+    with pytest.raises(TypeError, match=message):
+        flatten(value)
+
+
+FORGED = [{"$tuple": {}}, {"$exec": 1}, {"$int": 5}, {"$float": "1.0"}, {"$tensor": []}, {"$dict": 3}, {"$int": "z"}]
+FORGED += [{"$tuple": [], "b": 1}, {"$dict": [[1]]}, {"$dict": [1]}]
+
+
+@pytest.mark.parametrize("skeleton", FORGED, ids=str)
+def test_a_forged_skeleton_is_an_error(skeleton):
+    with pytest.raises((ValueError, TypeError)):
+        unflatten(skeleton, dict)
