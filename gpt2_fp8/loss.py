@@ -16,8 +16,8 @@ def split(ids: Tensor) -> tuple[Tensor, Tensor]:
     return ids[:, :-1].clamp_min(0), ids[:, 1:]
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, fused: bool) -> Tensor:
-    """Mean cross-entropy over targets that are not negative, in float32.
+def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, fused: bool, scale: float = 1.0) -> Tensor:
+    """`scale` times the mean cross-entropy over targets that are not negative, in float32.
 
     logits: [batch, tokens, padded vocabulary]; columns from `vocab_size` on take no part. targets: int64 [batch,
     tokens]. `fused` (CUDA only) writes the gradient over the logits: `kernels.cross_entropy`.
@@ -25,7 +25,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, fused: bool)
     if fused:
         from gpt2_fp8.kernels.cross_entropy import fused_cross_entropy
 
-        return fused_cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1), vocab_size)
+        return fused_cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1), vocab_size, scale)
     logits = logits[..., :vocab_size].float().flatten(0, -2)
     total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total / torch.count_nonzero(targets >= 0).clamp_min(1)
+    return total * scale / torch.count_nonzero(targets >= 0).clamp_min(1)

@@ -106,5 +106,6 @@ def initialise(model: GPT2, seed: int) -> None:
             into_residual = name.endswith(("projection.weight", "fc2_weight"))
             std = INITIAL_STD / math.sqrt(2 * model.config.n_layer) if into_residual else INITIAL_STD
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            values = torch.empty(parameter.shape, device="cpu")  # said, because Lightning sets a default device here
+            parameter.copy_(values.normal_(0.0, std, generator=generator))
     model.tokens.weight[model.vocab_size :].zero_()

@@ -61,10 +61,10 @@ class GPT2Module(pl.LightningModule):
         schedule = build_schedule(optimizer, self.config.optim, self.config.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _loss(self, ids: Tensor, is_first_microbatch: bool | None) -> Tensor:
+    def _loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
         inputs, targets = split(ids)
         logits = self.model(inputs, is_first_microbatch)
-        return cross_entropy(logits, targets, self.vocab_size, fused=self.plan.backend == "te")
+        return cross_entropy(logits, targets, self.vocab_size, self.plan.backend == "te", scale)
 
     # Training
 
@@ -83,7 +83,7 @@ class GPT2Module(pl.LightningModule):
         loss = accumulate(
             ids,
             self.config.micro_batch_size,
-            self._cached_loss if self.plan.fp8 else self._plain_loss,
+            self._loss_of if self.plan.fp8 else self._uncached_loss,
             plugin.forward_context,
             self.manual_backward,
             self._no_sync,
@@ -94,11 +94,8 @@ class GPT2Module(pl.LightningModule):
         self.lr_schedulers().step()
         self.trainer.datamodule.advance(batch["cursor"])
 
-    def _cached_loss(self, ids: Tensor, first: bool | None) -> Tensor:
-        return self._loss_of(ids, first)
-
-    def _plain_loss(self, ids: Tensor, _: bool | None) -> Tensor:
-        return self._loss_of(ids, None)
+    def _uncached_loss(self, ids: Tensor, _: bool | None, scale: float) -> Tensor:
+        return self._loss_of(ids, None, scale)  # one compiled graph, not one for each value of the flag
 
     def _no_sync(self) -> Any:
         return getattr(self.trainer.strategy, "block_backward_sync", ExitStack)()
@@ -109,7 +106,7 @@ class GPT2Module(pl.LightningModule):
         plugin = self.trainer.precision_plugin
         if isinstance(plugin, FP8) and plugin.needs_calibration and not plugin.restore_scales():
             with self._no_sync():
-                calibrate(self.model, lambda part: self._loss_of(part, None), ids, plugin.forward_context)
+                calibrate(self.model, self._loss_of, ids, plugin.forward_context)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Make Lightning validate after the last step, whatever the interval."""
@@ -138,14 +135,17 @@ class GPT2Module(pl.LightningModule):
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add one micro-batch of [sequences, n_positions + 1] to the sums."""
         count = (batch["ids"][:, 1:] >= 0).sum()
-        loss = self._loss_of(batch["ids"], None)
+        loss = self._loss_of(batch["ids"])
         self._sums += torch.stack([loss.double() * count, count.double()])
 
     def on_validation_epoch_end(self) -> None:
         """Log `val_loss`: the mean over every scored token of every rank."""
         self._validation.close()
         total, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
-        self.log("val_loss", (total / count).float(), prog_bar=True)
+        val_loss = (total / count).item()
+        self.log("val_loss", val_loss, prog_bar=True, logger=False)
+        for logger in self.trainer.loggers:  # by ourselves: Lightning would count this step from 0
+            logger.log_metrics({"val_loss": val_loss}, step=self.trainer.global_step)
 
     # Checkpoints
 

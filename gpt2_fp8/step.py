@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-LossOf = Callable[[Tensor, bool | None], Tensor]
+LossOf = Callable[[Tensor, bool | None, float], Tensor]
 
 
 @dataclass
@@ -34,8 +34,9 @@ def accumulate(
     """Gradients of the mean loss over `ids` [sequences, tokens + 1], added to the parameters' `.grad`, a micro-batch at
     a time; returns that mean loss, float32 on the device.
 
-    `loss_of(ids, is_first_microbatch)` is called inside `forward_context`, `backward` outside of it. Ranks exchange
-    gradients in the last micro-batch alone; `no_sync` keeps them apart in the others.
+    `loss_of(ids, is_first_microbatch, scale)` is `scale` times the mean loss of a micro-batch; it is called inside
+    `forward_context`, `backward` outside of it. Ranks exchange gradients in the last micro-batch alone; `no_sync`
+    keeps them apart in the others.
     """
     total = torch.zeros((), dtype=torch.float32, device=ids.device)
     parts = ids.split(micro_batch_size)
@@ -43,8 +44,7 @@ def accumulate(
         last = i == len(parts) - 1
         with nullcontext() if last else no_sync():
             with forward_context():
-                loss = loss_of(part, i == 0)
-            loss = loss * (len(part) / len(ids)) if len(parts) > 1 else loss
+                loss = loss_of(part, i == 0, len(part) / len(ids))
             backward(loss)
         total += loss.detach()
     return total

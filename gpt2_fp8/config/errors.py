@@ -19,6 +19,13 @@ class Problem(NamedTuple):
         return f"error: {self.cause}\n  fix: {self.remedy}"
 
 
+class Finding(NamedTuple):
+    """A problem and the keys it speaks of, so that what follows from another mistake can be left unsaid."""
+
+    keys: tuple[str, ...]
+    problem: Problem
+
+
 class RunError(Exception):
     """An expected end of a run. `exit_code` is what the process returns, `status` what `summary.json` says."""
 

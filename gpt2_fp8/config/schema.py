@@ -65,6 +65,7 @@ class DataConfig:
     name: str
     tokenizer: Literal["gpt2", "bytes"]
     num_workers: int  # processes that read and tokenise; 0: in the training process. Never changes the order
+    seed: int  # of the order of the text; follows `seed` unless set
     val_sequences: int  # sequences of the validation split that are scored; 0: no validation
     cache_dir: str | None  # keep tokenised units here and read them back on a later pass; null: keep nothing
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import torch
 
@@ -38,6 +39,14 @@ def why_not_recipe(name: str) -> str | None:
         return None
     available, reason = probes[name](return_reason=True)
     return None if available else first_line(reason)
+
+
+def reset() -> None:
+    """Forget what Transformer Engine remembers of the models of this process."""
+    if "transformer_engine.pytorch" in sys.modules:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()
 
 
 def first_line(reason: object) -> str:

@@ -24,9 +24,9 @@ def build(backend, keep_bf16=(), config=CONFIG):
 
 
 def loss_of(model, fused):
-    def loss(ids, first=None):
+    def loss(ids, first=None, scale=1.0):
         inputs, targets = split(ids)
-        return cross_entropy(model(inputs, first), targets, VOCAB, fused)
+        return cross_entropy(model(inputs, first), targets, VOCAB, fused, scale)
 
     return loss
 

@@ -48,8 +48,10 @@ def test_fp8_is_close_to_bf16_from_the_first_step(recipe, precision):
 def test_uncalibrated_delayed_scaling_has_no_gradient_in_the_blocks():
     """Why calibration exists; when this fails, Transformer Engine has cured it and calibration can go."""
     model, fp8 = build("te"), plugin()
-    _, ours = gradients(model, tokens(batch=256), True, fp8.forward_context)
-    assert norm({name: g for name, g in ours.items() if name.startswith("blocks.0")}) == 0.0
+    with fp8.forward_context():
+        loss = loss_of(model, True)(tokens(batch=256), scale=0.25)  # as 262,144 tokens a step
+    loss.backward()
+    assert all(torch.count_nonzero(p.grad) == 0 for p in model.blocks.parameters())
 
 
 def test_calibration_leaves_no_trace_but_the_scales():
@@ -103,7 +105,7 @@ def test_kept_layers_run_in_bf16():
     calibrate(model, loss_of(model, True), tokens(), fp8.forward_context)
     names = {name.split(".scaling")[0] for name in state.capture(model)}
     assert "head" not in names
-    assert not any(name.startswith("blocks.0") for name in names)
+    assert not any(name.startswith("blocks.0") and "attention" not in name for name in names)
     assert "blocks.1.qkv" in names
 
 

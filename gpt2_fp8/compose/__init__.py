@@ -1,0 +1,59 @@
+"""Hydra at the rim: from a command line to checked configurations, before anything heavy is imported.
+
+`preflight` composes what Hydra will compose, but collects every mistake where Hydra stops at the first, and says what
+to type instead. Hydra then runs the job and composes again; `to_run_config` turns that into the same dataclasses.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from gpt2_fp8.compose import commandline, jobs, overrides
+from gpt2_fp8.compose.catalog import open_catalog
+from gpt2_fp8.compose.commandline import is_help
+from gpt2_fp8.config import checks, typed
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.schema import RunConfig
+
+__all__ = ["conf_dir", "is_help", "preflight", "to_run_config"]
+
+
+def conf_dir() -> Path:
+    """The folder of our YAML files: inside the package where it was installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "conf"
+    return inside if (inside / "config.yaml").is_file() else package.parent / "conf"
+
+
+def preflight(argv: list[str]) -> list[RunConfig]:
+    """The configurations that a command line (without the program's name) asks for: one, or with `-m` one for each job.
+
+    Raises UserError with every problem of every job, each once.
+    """
+    line, problems = commandline.read(argv)
+    configs: list[RunConfig] = []
+    with open_catalog(conf_dir(), line.config_name) as catalog:
+        try:
+            request = overrides.sort(line, catalog, problems)
+            configs = jobs.configs(request, catalog, problems)
+        except UserError as error:  # there is nothing to check: the choices do not compose
+            problems += error.problems
+    if problems:
+        raise UserError(dict.fromkeys(problems))
+    return configs
+
+
+def to_run_config(cfg: DictConfig) -> RunConfig:
+    """The configuration of a job that Hydra composed.
+
+    Raises UserError with everything that is wrong with it.
+    """
+    data = OmegaConf.to_container(cfg, resolve=True)
+    config, found = typed.build(RunConfig, data)
+    found = found if config is None else checks.check(config)
+    if found:
+        raise UserError(dict.fromkeys(finding.problem for finding in found))
+    assert config is not None
+    return config

@@ -1,0 +1,173 @@
+"""What can be chosen: the groups and options of our `conf` and of the folders that a user adds (`-cd FOLDER`).
+
+Hydra imports and calls what a `_target_` under its own `hydra` node names (a callback, a launcher, a log handler),
+whatever file put it there. So files that are not ours may say nothing about Hydra: refused by what they hold and, since
+YAML has many ways to spell a thing, by comparing the composed node with the one that our files alone compose to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import yaml  # type: ignore[import-untyped]
+from hydra import compose, initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import DictConfig, OmegaConf
+
+from gpt2_fp8.config import hints, hydra_keys
+from gpt2_fp8.config.errors import Problem, UserError
+
+# What differs between any two compositions, and what a user may override, says nothing about a file's content.
+_OWN_TO_A_RUN = ("runtime", "overrides", "searchpath", "job")
+_PATTERNS = ("*.yaml", "*/*.yaml", "*/*/*.yaml", "*/*/*/*.yaml")
+
+
+class Composed(NamedTuple):
+    """A configuration, and the same as plain containers with its `${...}` as they are written."""
+
+    cfg: DictConfig
+    plain: dict[str, Any]
+
+
+class Catalog:
+    """The choices there are, and their composition. Has the one method that Hydra's override parser asks for."""
+
+    def __init__(self, loader: ConfigLoader, config_name: str):
+        self._loader = loader
+        self._composed: dict[tuple[str, ...], Composed] = {}
+        self._options: dict[tuple[str, ...], list[str]] = {}
+        self.config_name = config_name
+        self.folders: list[str] = []
+        self.refused_folder = False  # if so, choices may be missing that the user knows to be there
+
+    @property
+    def groups(self) -> list[str]:
+        """The groups at the top, Hydra's own left out."""
+        return [group for group in self.get_group_options("", ObjectType.GROUP) if group != "hydra"]
+
+    @property
+    def defaults(self) -> set[str]:
+        """The groups that every run chooses from."""
+        return set(self.compose([]).plain["hydra"]["runtime"]["choices"])
+
+    def get_group_options(self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG) -> list[str]:
+        """The options of a group (`experiment`, or `experiment/mine` for a folder in it)."""
+        ours = group_name.startswith("hydra/")  # what launches the jobs does not come from a user's folder
+        search = [] if ours else self._search()
+        key = (group_name, str(results_filter), *search)
+        if key not in self._options:
+            self._options[key] = self._loader.get_group_options(group_name, results_filter, overrides=search)
+        return self._options[key]
+
+    def check_name(self) -> list[Problem]:
+        """Whether the primary configuration (`-cn NAME`) exists."""
+        names = [name for name in self.get_group_options("") if not name.startswith("_")]  # Hydra's own
+        if self.config_name in names:
+            return []
+        problem = Problem(*hints.unknown_choice("--config-name", self.config_name, names))
+        self.config_name = "config"
+        return [problem]
+
+    def add_folders(self, folders: list[str]) -> list[Problem]:
+        """Make the choices of a user's folders available, where nothing in them is refused."""
+        problems = []
+        for folder in folders:
+            path = Path(folder.removeprefix("file://")).expanduser().absolute()
+            if folder.startswith("pkg://"):
+                problems.append(Problem(f"{folder} is a Python package, and its files cannot be checked", "-cd FOLDER"))
+            elif not path.is_dir():
+                problems.append(Problem(f"there is no folder {path} to read settings from", "correct -cd FOLDER"))
+            elif found := _refused(path):
+                problems += found
+            else:
+                self.folders.append(f"file://{path}")
+        self.refused_folder = bool(problems)
+        return problems
+
+    def compose(self, overrides: list[str]) -> Composed:
+        """The whole configuration, Hydra's own node included. The same objects for the same overrides: copy them.
+
+        Raises UserError if it cannot be composed, or if a user's file changes Hydra's own settings.
+        """
+        key = tuple(overrides)
+        if key not in self._composed:
+            composed = _compose(self.config_name, [*overrides, *self._search()])
+            if self.folders:
+                ours = _compose("config", [o for o in overrides if o.lstrip("+").startswith(("hydra.", "hydra/"))])
+                self._refuse_changes(_settings(ours), _settings(composed))
+            self._composed[key] = composed
+        return self._composed[key]
+
+    def _search(self) -> list[str]:
+        quoted = [QuotedString(folder, Quote.single).with_quotes() for folder in self.folders]
+        return [f"hydra.searchpath=[{','.join(quoted)}]"] if quoted else []
+
+    def _refuse_changes(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+        changed = [key for key in theirs if theirs[key] != ours.get(key)]
+        if changed:
+            raise UserError.of(
+                f"a file in {', '.join(f.removeprefix('file://') for f in self.folders)} sets hydra.{changed[0]}",
+                "leave Hydra's settings out of it; give them on the command line",
+            )
+
+
+@contextmanager
+def open_catalog(folder: Path, config_name: str) -> Iterator[Catalog]:
+    """The catalog of a folder of settings. Hydra's global state is as before when it closes."""
+    running = HydraConfig.instance().cfg
+    initialized = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(folder), job_name="run", version_base="1.3"):
+            yield Catalog(GlobalHydra.instance().config_loader(), config_name)
+    finally:
+        HydraConfig.instance().cfg = running
+        GlobalHydra.instance().hydra = initialized
+
+
+def _compose(config_name: str, overrides: list[str]) -> Composed:
+    try:
+        cfg = compose(config_name, overrides, return_hydra_config=True)
+        return Composed(cfg, cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=False)))
+    except Exception as error:  # OmegaConf answers some values with an AttributeError, YAML with its own
+        cause = error.__cause__ if not str(error) and error.__cause__ else error
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        ours = [o for o in overrides if o.lstrip("+").startswith("hydra.") and "searchpath" not in o]
+        remedy = "correct the file that it names, or the choice that leads there"
+        if ours:
+            remedy += f"; or leave out {' '.join(ours)}"
+        raise UserError.of(f"the configuration cannot be composed: {' '.join(lines[:3])}", remedy) from error
+
+
+def _settings(composed: Composed) -> dict[str, Any]:
+    """Hydra's own settings."""
+    return {key: value for key, value in composed.plain["hydra"].items() if key not in _OWN_TO_A_RUN}
+
+
+def _refused(folder: Path) -> list[Problem]:
+    """Files of a user's folder that could tell Hydra what to import, or that cannot be read."""
+    problems = []
+    for file in sorted(path for pattern in _PATTERNS for path in folder.glob(pattern)):
+        if any(part.startswith(".") for part in file.relative_to(folder).parts):
+            continue  # the .hydra folders of runs
+        try:
+            text = file.read_text()
+            content = list(yaml.safe_load_all(text))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            problems.append(Problem(f"{file} cannot be read: {' '.join(str(error).split())[:200]}", "correct the file"))
+            continue
+        what = next(filter(None, map(hydra_keys.refuse_content, content)), None)
+        if file.relative_to(folder).parts[0] == "hydra" or re.search(r"^\s*#\s*@package\s+hydra\b", text, re.MULTILINE):
+            what = "settings of Hydra's own"
+        if what:
+            remedy = "take it out, or leave out -cd; hydra.* settings are given on the command line"
+            problems.append(Problem(f"{file} holds {what}, which could make Hydra run other code", remedy))
+    return problems

@@ -1,0 +1,204 @@
+"""A command line taken apart as Hydra will take it apart: its flags, and its overrides (`key=value`, `group=choice`).
+
+Hydra stops at the first word that it cannot read; here every such word becomes a problem, and the rest is read on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shlex
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from hydra._internal.utils import get_args_parser  # the very flags that Hydra will accept
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
+
+from gpt2_fp8.config import hints
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.typed import key_paths
+
+_PROGRAM = "python -m gpt2_fp8.run"
+
+
+@dataclass
+class CommandLine:
+    """The flags that matter before a run, and the words that should be overrides."""
+
+    words: list[str] = field(default_factory=list)
+    multirun: bool = False
+    config_name: str = "config"
+    config_dir: str | None = None
+
+
+def is_help(argv: list[str]) -> bool:
+    """Whether a command line only asks Hydra to show something: no run, so nothing to check."""
+    if "--version" in argv:  # argparse would print it and exit right here
+        return True
+    try:
+        args, _ = _flags().parse_known_args(argv)
+    except UserError:
+        return False
+    return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
+
+
+def read(argv: list[str]) -> tuple[CommandLine, list[Problem]]:
+    """The flags and the words of a command line, and what is wrong with its flags."""
+    try:
+        args, left = _flags().parse_known_args(argv)
+    except UserError as error:
+        return CommandLine(), error.problems
+    problems, words = [], list(args.overrides)
+    dashed = [word for word in left if word.startswith("-")]
+    for word in dashed:
+        key, _, value = word.lstrip("-").partition("=")
+        following = argv[argv.index(word) + 1 :][:1]
+        if not value and following and "=" not in following[0]:  # --lr 0.1
+            value = following[0]
+            words = [w for w in words if w != value]
+        problems.append(_no_flag(word, key, value))
+    late = [word for word in left if not word.startswith("-") and "=" in word]
+    if late and not dashed:
+        flags = ["-m"] if args.multirun else []
+        flags += ["-cn", args.config_name] if args.config_name else []
+        flags += ["-cd", args.config_dir] if args.config_dir else []
+        cause = f"{late[0]} comes after a flag that stands between the overrides"
+        problems.append(Problem(cause, f"flags first: {_PROGRAM} {shlex.join([*flags, *words, *late])}"))
+    if args.config_path is not None:
+        problems.append(
+            Problem("--config-path would hide this program's own settings", "-cd FOLDER adds yours to them")
+        )
+    if args.experimental_rerun is not None:
+        problems.append(
+            Problem(
+                "--experimental-rerun would unpickle a file", "repeat the words of outputs/RUN/.hydra/overrides.yaml"
+            )
+        )
+    name = (args.config_name or "config").removesuffix(".yaml")
+    return CommandLine(words + late, args.multirun, name, args.config_dir), problems
+
+
+def parse(words: list[str], loader: Any) -> tuple[list[Override], list[Problem]]:
+    """The words that are overrides, and what is wrong with the others. `loader` tells what `glob(...)` matches."""
+    overrides, problems, place = [], [], 0
+    while place < len(words):
+        split = _split_by_blanks(words[place:])
+        if split:
+            problem, length = split
+            problems.append(problem)
+            place += length
+            continue
+        override = _parse_one(words[place])
+        if isinstance(override, Problem):
+            problems.append(override)
+        else:
+            override.config_loader = loader
+            overrides.append(override)
+        place += 1
+    return overrides, problems
+
+
+def _split_by_blanks(words: list[str]) -> tuple[Problem, int] | None:
+    """Whether one override stands here as several words, and as how many: `key = value`, `key: value`, `key={a: 1}`."""
+    first, second = words[0], words[1:2]
+    if "=" not in first and second == ["="]:
+        whole = " ".join(words[:3])
+        return Problem(f"{whole}: blanks around =", f"{first}={' '.join(words[2:3])}"), len(words[:3])
+    if "=" not in first and first.endswith(":") and second:
+        return Problem(f"{first} {second[0]}: not of the form key=value", f"{first[:-1]}={second[0]}"), 2
+    opening = first.partition("=")[2][:1]
+    if opening in ("[", "{") and (closing := {"[": "]", "{": "}"}[opening]) not in first:
+        for length in range(2, len(words) + 1):
+            if closing in words[length - 1]:
+                whole = " ".join(words[:length])
+                return Problem(f"{whole}: the shell split it at the blanks", f"quote the whole: '{whole}'"), length
+    after = []
+    for word, following in itertools.pairwise([*words[1:], ""]):
+        if "=" in word or word.startswith("~") or word.endswith(":") or following == "=":
+            break
+        after.append(word)
+    if "=" in first and after:
+        key, _, value = first.partition("=")
+        text = " ".join([value, *after])
+        cause = f"{' '.join(after)} stands alone, after {first}: the shell splits at blanks"
+        return Problem(cause, f"if they are one value, quote it: '{key}=\"{text}\"'"), 1 + len(after)
+    return None
+
+
+def expand(overrides: list[Override]) -> list[list[Override]]:
+    """The overrides of each job of a sweep: all combinations, as Hydra's basic sweeper forms them."""
+    choices: dict[str, list[str]] = {}
+    for override in overrides:
+        key = override.get_key_element()
+        if override.is_discrete_sweep():
+            values = list(override.sweep_string_iterator())
+        elif isinstance(sweep := override.value(), IntervalSweep):  # another sweeper's: its start stands for it
+            values = [str(sweep.start)]
+        else:
+            values = [override.get_value_element_as_str()]
+        choices[key] = [f"{key}={value}" for value in values]
+    return [[_parsed_once(word) for word in words] for words in itertools.product(*choices.values())]
+
+
+def _flags() -> argparse.ArgumentParser:
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError.of(f"the flags cannot be read: {message}", f"{_PROGRAM} --hydra-help lists them")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser
+
+
+def _no_flag(word: str, key: str, value: str) -> Problem:
+    """--lr=0.1, --max_steps 10 and the like: name the key that was meant, where there is one."""
+    key = key.replace("-", "_")
+    known = key_paths(RunConfig)
+    leaves = {path.rpartition(".")[2]: path for path in reversed(known)}
+    told = hints.foreign(key)
+    groups = {path.partition(".")[0] for path in known if "." in path} | {"experiment", "debug"}
+    path = key if key in known or key in groups else leaves.get(key)
+    if path:
+        remedy = f"keys have no dashes: {path}={value or 'VALUE'}"
+    elif told:
+        remedy = f"keys have no dashes; here it is {told[1]}"
+    else:
+        remedy = f"keys have no dashes: key=value; {_PROGRAM} --help shows how"
+    return Problem(f"{word} is not a flag of this program", remedy)
+
+
+def _parse_one(word: str) -> Override | Problem:
+    key, equals, value = word.partition("=")
+    if not equals:
+        if word.startswith("~"):
+            return parsed(word)
+        path, colon, rest = word.partition(":")
+        remedy = f"{path}={rest}" if colon else f"give it a value: {word}=VALUE; {_PROGRAM} --help shows how"
+        return Problem(f"{word} is not of the form key=value", remedy)
+    if key != key.strip() or value != value.lstrip():
+        return Problem(f"{word!r} has blanks around the key", f"{key.strip()}={value.strip()}")
+    try:
+        override = parsed(word)
+    except HydraException as error:
+        reason = " ".join(str(error).split()).partition(" expecting {")[0]
+        return Problem(f"{word} cannot be read: {reason}", _quoting(key, value))
+    return override if override.key_or_group else Problem(f"{word} has no key in front of =", "key=value")
+
+
+def _quoting(key: str, value: str) -> str:
+    if value[:1] in "[{" and value.count(value[:1]) != value.count({"[": "]", "{": "}"}[value[:1]]):
+        return f"close the bracket, and quote the whole for the shell: '{key}={value}{']' if value[0] == '[' else '}'}'"
+    plain = value.strip("'\"")
+    inner = f'"{plain}"' if '"' not in plain and "'" not in plain else '"..."'
+    return f"quote the value for Hydra and the whole for the shell: '{key}={inner}'"
+
+
+def parsed(word: str) -> Override:
+    return OverridesParser.create().parse_override(word)
+
+
+_parsed_once = lru_cache(maxsize=4096)(parsed)  # a sweep's jobs repeat most of their words

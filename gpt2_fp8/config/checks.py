@@ -1,0 +1,210 @@
+"""What no single key can tell: ranges, and keys that must fit each other. Nothing here looks at the GPU."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from gpt2_fp8.config import paths
+from gpt2_fp8.config.errors import Finding, Problem, UserError
+from gpt2_fp8.config.schema import FP8Precision, HubData, RunConfig
+from gpt2_fp8.config.typed import show
+
+VOCABULARY = {"bytes": 257, "gpt2": 50257}  # the tokenizers' n_vocab
+FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)
+
+
+class _Rule(NamedTuple):
+    holds: Callable[[float], bool]
+    reason: str
+    remedy: str
+
+
+_POSITIVE = _Rule(lambda x: x > 0, "must be above 0", "choose a value above 0")
+_COUNT = _Rule(lambda x: x >= 1, "must be at least 1", "choose 1 or more")
+_OR_ZERO = _Rule(lambda x: x >= 0, "must not be negative", "choose 0 or more")
+_PART = _Rule(lambda x: 0 <= x < 1, "must be at least 0 and below 1", "choose a value such as 0.1")
+_RATIO = _Rule(lambda x: 0 <= x <= 1, "must be from 0 to 1", "choose from 0 to 1")
+_SEED = _Rule(lambda x: 0 <= x < 2**32, "must be from 0 to 4294967295", "choose another seed, such as 1337")
+_DEVICES = _Rule(lambda x: x >= 1, "is no number of devices", "trainer.devices=auto for every GPU, or trainer=cpu")
+
+# Every number of the schema; a test holds that none is left out.
+RANGES: dict[str, _Rule] = {
+    "seed": _SEED,
+    "global_batch_size": _COUNT,
+    "micro_batch_size": _COUNT,
+    "model.n_layer": _COUNT,
+    "model.n_head": _COUNT,
+    "model.n_embd": _COUNT,
+    "model.n_positions": _COUNT,
+    "model.vocab_size": _COUNT,
+    "model.dropout": _PART,
+    "recipe.margin": _OR_ZERO,
+    "recipe.amax_history_len": _COUNT,
+    "data.num_workers": _OR_ZERO,
+    "data.seed": _SEED,
+    "data.val_sequences": _OR_ZERO,
+    "data.val_fraction": _PART,
+    "optim.lr": _POSITIVE,
+    "optim.min_lr_ratio": _RATIO,
+    "optim.warmup_steps": _OR_ZERO,
+    "optim.weight_decay": _OR_ZERO,
+    "optim.beta1": _PART,
+    "optim.beta2": _PART,
+    "optim.eps": _POSITIVE,
+    "optim.max_grad_norm": _POSITIVE,
+    "trainer.devices": _DEVICES,
+    "trainer.num_nodes": _COUNT,
+    "trainer.max_steps": _COUNT,
+    "trainer.val_check_interval": _COUNT,
+    "trainer.log_every_n_steps": _COUNT,
+    "trainer.overfit_batches": _OR_ZERO,
+    "callbacks.checkpoint_every_n_steps": _OR_ZERO,
+    "callbacks.keep_checkpoints": _COUNT,
+    "callbacks.sample_tokens": _OR_ZERO,
+}
+
+
+def check(config: RunConfig) -> list[Finding]:
+    """Everything that is wrong with a configuration whose types are right. Reads the disk, writes nothing."""
+    found = [*_ranges(config), *_names(config), *paths.check(config)]
+    bad = {key for finding in found for key in finding.keys}
+    return found + [finding for across, needs in _ACROSS if not needs & bad for finding in across(config)]
+
+
+def check_batch(config: RunConfig, world_size: int) -> None:
+    """Whether a step's sequences can be shared out, once the number of GPUs (`trainer.devices=auto`) is known.
+
+    Raises UserError if they cannot.
+    """
+    if found := list(_batch(config, world_size)):
+        raise UserError(finding.problem for finding in found)
+
+
+def value_of(config: object, key: str) -> object:
+    """The value of a dotted key; None where this configuration's classes do not have it."""
+    for part in key.split("."):
+        config = getattr(config, part, None)
+    return config
+
+
+def _finding(config: RunConfig, keys: str, reason: str, remedy: str) -> Finding:
+    """A problem whose cause starts with the keys' values."""
+    names = tuple(keys.split())
+    values = ", ".join(f"{name}={show(value_of(config, name))}" for name in names)
+    return Finding(names, Problem(f"{values}: {reason}", remedy))
+
+
+def _ranges(config: RunConfig) -> Iterator[Finding]:
+    for key, rule in RANGES.items():
+        value = value_of(config, key)
+        if isinstance(value, (int, float)) and not rule.holds(value):
+            yield _finding(config, key, rule.reason, rule.remedy)
+
+
+def _names(config: RunConfig) -> Iterator[Finding]:
+    if isinstance(config.precision, FP8Precision):
+        for name in config.precision.keep_bf16:
+            block = re.fullmatch(r"blocks\.(\d+)", name)
+            if name not in ("head", "first", "last") and not (block and int(block[1]) < config.model.n_layer):
+                last = config.model.n_layer - 1
+                reason = f"there is no layer {show(name)} in a model of {config.model.n_layer} blocks"
+                remedy = f"name head, first, last, or blocks.0 to blocks.{last}: precision.keep_bf16='[head,last]'"
+                yield _finding(config, "precision.keep_bf16", reason, remedy)
+    for key in ("data.repo", "data.revision", "data.text_column", "data.path"):
+        if value_of(config, key) == "":
+            yield _finding(config, key, "is empty", f"leave {key} out, or give it a value")
+    if isinstance(config.data, HubData) and not config.data.train_files:
+        yield _finding(config, "data.train_files", "names no file", "leave it out, or list files of the repository")
+
+
+def _heads(config: RunConfig) -> Iterator[Finding]:
+    model = config.model
+    if model.n_embd % model.n_head:
+        width = _nearest(model.n_embd, math.lcm(model.n_head, _width_multiple(config)))
+        heads = max(d for d in range(1, model.n_head + 1) if model.n_embd % d == 0)
+        remedy = f"model.n_embd={width}, or model.n_head={heads}"
+        yield _finding(config, "model.n_embd model.n_head", "the heads share n_embd in equal parts", remedy)
+
+
+def _vocabulary(config: RunConfig) -> Iterator[Finding]:
+    vocab_size, tokens = config.model.vocab_size, VOCABULARY[config.data.tokenizer]
+    if vocab_size is not None and vocab_size < tokens:
+        reason = f"the tokenizer has {tokens} tokens"
+        yield _finding(config, "model.vocab_size data.tokenizer", reason, "model.vocab_size=null takes the tokenizer's")
+
+
+def _warmup(config: RunConfig) -> Iterator[Finding]:
+    warmup, steps = config.optim.warmup_steps, config.trainer.max_steps
+    if warmup > steps:
+        remedy = f"add optim.warmup_steps={steps // 10}, or trainer.max_steps={warmup} or more"
+        yield _finding(config, "trainer.max_steps optim.warmup_steps", "the warm-up is longer than the run", remedy)
+
+
+def _known_batch(config: RunConfig) -> Iterator[Finding]:
+    devices = 1 if config.trainer.devices == "auto" else config.trainer.devices  # auto: at least; see check_batch
+    yield from _batch(config, devices * config.trainer.num_nodes)
+
+
+def _batch(config: RunConfig, world_size: int) -> Iterator[Finding]:
+    whole, micro = config.global_batch_size, config.micro_batch_size
+    if whole % (micro * world_size) == 0:
+        return
+    larger = math.ceil(whole / (micro * world_size)) * micro * world_size
+    remedy = f"global_batch_size={larger}"
+    if whole % world_size == 0:
+        share = whole // world_size
+        fits = max(d for d in range(1, min(share, micro) + 1) if share % d == 0)
+        remedy = f"micro_batch_size={fits}, or {remedy}"
+    over = f"{micro} on each of {world_size} devices" if world_size > 1 else f"{micro}"
+    reason = f"a step of {whole} sequences does not divide into forward passes of {over}"
+    keys = "global_batch_size micro_batch_size" + (" trainer.devices trainer.num_nodes" if world_size > 1 else "")
+    yield _finding(config, keys, reason, remedy)
+
+
+def _format(config: RunConfig) -> Iterator[Finding]:
+    if config.precision.name == "fp8_e5m2":
+        reason = (
+            "a forward product would be E5M2 x E5M2, which the FP8 matrix units' library (cuBLASLt) does not offer and "
+            "Transformer Engine refuses; two bits of mantissa are too few for activations and weights"
+        )
+        remedy = "precision=fp8_hybrid: E4M3 forward, E5M2 for the gradients, where range matters"
+        yield Finding(("precision",), Problem(f"precision=fp8_e5m2: {reason}", remedy))
+
+
+def _width(config: RunConfig) -> Iterator[Finding]:
+    if config.model.n_embd % _width_multiple(config):
+        width = _nearest(config.model.n_embd, math.lcm(FP8_MULTIPLE, config.model.n_head))
+        reason = f"FP8 matrix products need a multiple of {FP8_MULTIPLE}"
+        yield _finding(config, "model.n_embd", reason, f"model.n_embd={width}, or precision=bf16")
+
+
+def _tokens(config: RunConfig) -> Iterator[Finding]:
+    positions = config.model.n_positions
+    if isinstance(config.precision, FP8Precision) and (config.micro_batch_size * positions) % FP8_MULTIPLE:
+        reason = f"FP8 matrix products need a forward pass's tokens to be a multiple of {FP8_MULTIPLE}"
+        remedy = f"model.n_positions={_nearest(positions, FP8_MULTIPLE)}, or precision=bf16"
+        yield _finding(config, "micro_batch_size model.n_positions", reason, remedy)
+
+
+def _width_multiple(config: RunConfig) -> int:
+    return FP8_MULTIPLE if isinstance(config.precision, FP8Precision) else 1
+
+
+def _nearest(value: int, multiple: int) -> int:
+    """The multiple that is nearest to a value, and not 0."""
+    return max(1, round(value / multiple)) * multiple
+
+
+# What compares numbers, and the numbers: where one is out of range, the comparison would only confuse.
+_ACROSS: list[tuple[Callable[[RunConfig], Iterator[Finding]], set[str]]] = [
+    (_heads, {"model.n_embd", "model.n_head"}),
+    (_vocabulary, {"model.vocab_size"}),
+    (_warmup, {"trainer.max_steps", "optim.warmup_steps"}),
+    (_known_batch, {"global_batch_size", "micro_batch_size", "trainer.devices", "trainer.num_nodes"}),
+    (_format, set()),
+    (_width, {"model.n_embd", "model.n_head"}),
+    (_tokens, {"micro_batch_size", "model.n_positions"}),
+]

@@ -1,0 +1,160 @@
+"""What to say to someone who typed a name that does not exist here: near names, and what other programs call things."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+# Names that people bring from elsewhere, or that the libraries once had: why they are no key, and what to do.
+# Looked up by the whole path first, then by its last part.
+_INTERVAL = ("Transformer Engine dropped it, and scales are updated every step now", "remove the key")
+_GROUP = "precision is a group"
+FOREIGN: dict[str, tuple[str, str]] = {
+    "interval": _INTERVAL,
+    "fp8_interval": _INTERVAL,
+    "batch_size": ("it would not say of what", "micro_batch_size (a GPU's forward pass) or global_batch_size (a step)"),
+    "accumulate_grad_batches": ("it follows from the batch sizes", "global_batch_size / micro_batch_size / GPUs"),
+    "gradient_accumulation_steps": ("it follows from the batch sizes", "global_batch_size / micro_batch_size / GPUs"),
+    "trainer.precision": (_GROUP, "precision=bf16, fp32, fp8_hybrid or fp8_e4m3"),
+    "dtype": (_GROUP, "precision=bf16, fp32, fp8_hybrid or fp8_e4m3"),
+    "fp8_format": ("the format is the precision's name", "precision=fp8_hybrid or fp8_e4m3"),
+    "fp8_recipe": ("recipes are a group of their own", "recipe=delayed, current, block or mxfp8"),
+    "learning_rate": ("it has a shorter name", "optim.lr"),
+    "max_lr": ("it has a shorter name", "optim.lr"),
+    "min_lr": ("it is given as a part of the peak", "optim.min_lr_ratio=0.1"),
+    "betas": ("the two have a key each", "optim.beta1 and optim.beta2"),
+    "wd": ("it has a longer name", "optim.weight_decay"),
+    "warmup": ("it is counted in steps", "optim.warmup_steps"),
+    "warmup_iters": ("steps are optimizer steps", "optim.warmup_steps"),
+    "max_epochs": ("a run's length is counted in optimizer steps", "trainer.max_steps"),
+    "epochs": ("a run's length is counted in optimizer steps", "trainer.max_steps"),
+    "num_train_epochs": ("a run's length is counted in optimizer steps", "trainer.max_steps"),
+    "max_iters": ("steps are optimizer steps", "trainer.max_steps"),
+    "steps": ("steps are optimizer steps", "trainer.max_steps"),
+    "max_time": ("a run's length is counted in optimizer steps", "trainer.max_steps"),
+    "gradient_clip_val": ("clipping belongs to the optimizer", "optim.max_grad_norm"),
+    "grad_clip": ("clipping belongs to the optimizer", "optim.max_grad_norm"),
+    "eval_interval": ("it is Lightning's word", "trainer.val_check_interval"),
+    "check_val_every_n_epoch": ("validation is counted in steps", "trainer.val_check_interval"),
+    "limit_val_batches": ("validation is counted in sequences", "data.val_sequences"),
+    "limit_train_batches": ("a run's length is counted in optimizer steps", "trainer.max_steps"),
+    "eval_iters": ("validation is counted in sequences", "data.val_sequences"),
+    "gpus": ("it is Lightning's older word", "trainer.devices"),
+    "nodes": ("it is Lightning's word", "trainer.num_nodes"),
+    "enable_progress_bar": ("it is a callback", "callbacks.progress_bar"),
+    "enable_checkpointing": ("checkpoints are a callback's", "callbacks.checkpoint_every_n_steps=0 (only at the end)"),
+    "save_top_k": ("the best is always kept", "callbacks.keep_checkpoints (how many of the newest)"),
+    "every_n_train_steps": ("checkpoints are a callback's", "callbacks.checkpoint_every_n_steps"),
+    "resume": ("it is Lightning's word", "ckpt_path=last with the run_name to continue, or ckpt_path=FOLDER"),
+    "resume_from": ("it is Lightning's word", "ckpt_path=last with the run_name to continue, or ckpt_path=FOLDER"),
+    "resume_from_checkpoint": ("it is Lightning's word", "ckpt_path=last with the run_name to continue"),
+    "checkpoint": ("two keys do this", "ckpt_path=FOLDER continues a run, init_from=FOLDER takes its weights alone"),
+    "task_name": ("a run has one name", "run_name"),
+    "output_dir": ("a run's folder is outputs/RUN_NAME", "run_name=NAME, or hydra.run.dir=FOLDER for elsewhere"),
+    "out_dir": ("a run's folder is outputs/RUN_NAME", "run_name=NAME, or hydra.run.dir=FOLDER for elsewhere"),
+    "block_size": ("it has GPT-2's name", "model.n_positions"),
+    "seq_len": ("it has GPT-2's name", "model.n_positions"),
+    "seq_length": ("it has GPT-2's name", "model.n_positions"),
+    "context_length": ("it has GPT-2's name", "model.n_positions"),
+    "max_length": ("it has GPT-2's name", "model.n_positions"),
+    "hidden_size": ("it has GPT-2's name", "model.n_embd"),
+    "d_model": ("it has GPT-2's name", "model.n_embd"),
+    "num_layers": ("it has GPT-2's name", "model.n_layer"),
+    "num_heads": ("it has GPT-2's name", "model.n_head"),
+    "amax_compute": ("it has Transformer Engine's name", "recipe.amax_compute_algo=max or most_recent"),
+    "amax_history": ("it has Transformer Engine's name", "recipe.amax_history_len"),
+    "history_len": ("it has Transformer Engine's name", "recipe.amax_history_len"),
+    "data_dir": ("files are listed", "data=text_files data.train_files='[FOLDER/*.txt]'"),
+    "dataset": ("it is a group", "data=NAME"),
+    "val_ratio": ("it has another name", "data.val_fraction"),
+    "use_compile": ("it has torch's name", "compile=true or false"),
+    "wandb": ("runs log to TensorBoard and CSV", "logger=default, tensorboard, csv or none"),
+    "tags": ("a run has one name", "run_name"),
+    "train": ("this program always trains", "remove the key"),
+    "test": ("this program trains and validates", "remove the key"),
+}
+
+# Values that need more than a list of what is allowed.
+VALUES = {
+    "trainer.devices": "a number of GPUs or auto; which ones is CUDA_VISIBLE_DEVICES=0,1 in front of the command",
+    "compile": "compile=true, false or auto",
+    "micro_batch_size": "a number of sequences that fits the GPU's memory: micro_batch_size=8",
+}
+
+# Where a class of data is told by its kind, the choices that have it; tests hold this against conf/data.
+KINDS = {
+    "stdlib": ("stdlib",),
+    "files": ("text_files",),
+    "hub": ("fineweb", "openwebtext", "slimpajama"),
+    "file_or_hub": ("tinyshakespeare",),
+}
+
+
+def near(name: str, names: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Up to `n` of `names` that look like `name`, the likest first; the very name in another case alone."""
+    lower = {other.lower(): other for other in names}
+    if name.lower() in lower:
+        return [lower[name.lower()]]
+    return [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=n, cutoff=cutoff)]
+
+
+def either(words: Sequence[str]) -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else ""
+
+
+def foreign(path: str) -> tuple[str, str] | None:
+    """Cause and remedy for a name that people bring from elsewhere, or None."""
+    entry = FOREIGN.get(path) or FOREIGN.get(path.rpartition(".")[2])
+    return (f"there is no key {path}: {entry[0]}", entry[1]) if entry else None
+
+
+def unknown_key(
+    path: str, own: Sequence[str], everywhere: Iterable[str], owners: Sequence[str], tag: object
+) -> tuple[str, str]:
+    """Cause and remedy for a key that does not exist where it was put.
+
+    own: the names that do exist there. everywhere: all keys there are, as paths. owners: the choices of the same group
+    that do have it. tag: the choice that was made.
+    """
+    if told := foreign(path):
+        return told
+    group, _, leaf = path.rpartition(".")
+    if owners:
+        theirs = [name for owner in owners for name in KINDS.get(owner, (owner,))]
+        ours = either([f"{group}={name}" for name in KINDS.get(str(tag), (str(tag),))])
+        return (
+            f"{path} belongs to {group}={either(theirs)}, and this run has {ours}",
+            f"choose {group}={theirs[0]}, or leave {path} out",
+        )
+    paths = list(everywhere)
+    matches = [p for p in paths if p.rpartition(".")[2] == leaf]
+    matches = matches or [f"{group}.{name}" if group else name for name in near(leaf, own, cutoff=0.75)]
+    if not matches:
+        named = {p.rpartition(".")[2]: p for p in paths} | {p: p for p in paths} | {g: g for g in _groups(paths)}
+        matches = [named[name] for name in [*near(path, named, 1, 0.7), *near(leaf, named, 2, 0.7)]]
+    if matches:
+        return f"there is no key {path}", f"did you mean {either(list(dict.fromkeys(matches))[:3])}?"
+    where = f"{group} has the keys" if group else "the groups and keys are"
+    return f"there is no key {path}", f"{where} {', '.join(own)}"
+
+
+def _groups(paths: Iterable[str]) -> list[str]:
+    return [*dict.fromkeys(path.partition(".")[0] for path in paths if "." in path), "experiment", "debug"]
+
+
+def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, str]:
+    """Cause and remedy for a choice that does not exist."""
+    cause = f"{key}={value}: there is no such choice"
+    matches = near(value.removesuffix(".yaml"), choices, 1)
+    matches = matches or [c for c in choices if value and (c.startswith(value) or value.startswith(c))]
+    have = f"the choices are {', '.join(choices)}"
+    return cause, f"did you mean {key}={either(matches)}? ({have})" if matches else have
+
+
+def unknown_choice_of_group(group: str, groups: Sequence[str]) -> tuple[str, str]:
+    """Cause and remedy for a group that does not exist."""
+    remedy = f"the groups are {', '.join(groups)}"
+    if matches := near(group, groups):
+        remedy = f"did you mean {matches[0]}? ({remedy})"
+    return f"there is no group {group}", remedy

@@ -1,0 +1,111 @@
+"""The paths a run was given: do they lead somewhere, and can its folder be written? Creates nothing that stays."""
+
+from __future__ import annotations
+
+import glob
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.schema import FileOrHubData, FilesData, RunConfig
+from gpt2_fp8.config.typed import show
+
+_EXAMPLE = "data.train_files='[/corpus/*.jsonl.zst]' (txt, jsonl, jsonl.zst and parquet)"
+
+
+def check(config: RunConfig) -> list[Finding]:
+    """Everything that is wrong with the paths of a configuration."""
+    return [*_run_name(config.run_name), *_checkpoints(config), *_data(config)]
+
+
+def check_folder(path: str | Path, setting: str, key: str | None = None) -> list[Finding]:
+    """Whether a folder can be written, or made, parents and all. `setting` holds it; `key` is what the user gave."""
+    key = key or setting
+    path = Path(path).expanduser()
+    existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
+    remedy = f"choose a folder that can be written: {setting}=FOLDER"
+    if not os.path.isdir(existing):
+        return [_finding(key, f"{setting}={show(str(path))}: {existing} is a file, not a folder", remedy)]
+    try:
+        with tempfile.TemporaryDirectory(prefix=".write-test-", dir=existing):  # os.access lies on network mounts
+            return []
+    except OSError as error:
+        return [_finding(key, f"{setting}={show(str(path))}: {existing} cannot be written: {error.strerror}", remedy)]
+
+
+def _run_name(name: str) -> Iterator[Finding]:
+    remedy = "choose a plain name, such as run_name=my_first_run"
+    reason = None
+    if not name.strip() or name != name.strip():
+        reason = "is empty or has blanks around it"
+    elif not name.isprintable():
+        reason = "has control characters"
+    elif name.startswith(("/", "~")) or "\\" in name or {"..", "."} & set(PurePosixPath(name).parts) or name == ".":
+        reason = "leads out of outputs/"
+        remedy = "choose a plain name; hydra.run.dir=FOLDER puts a run elsewhere"
+    elif any(len(part.encode()) > 200 for part in PurePosixPath(name).parts):
+        reason = "is too long for a folder's name"
+    if reason:
+        yield _finding("run_name", f"run_name={show(name)}: {reason}", remedy)
+
+
+def _checkpoints(config: RunConfig) -> Iterator[Finding]:
+    if config.ckpt_path is not None and config.init_from is not None:
+        problem = Problem(
+            f"ckpt_path={show(config.ckpt_path)}, init_from={show(config.init_from)}: one continues a run, the other "
+            "starts one from weights",
+            "give one of them; after a first start from weights, ckpt_path=last alone continues",
+        )
+        yield Finding(("ckpt_path", "init_from"), problem)
+    named = {"ckpt_path": config.ckpt_path, "init_from": config.init_from}
+    for key, value in named.items():
+        if value is None or (key == "ckpt_path" and value in ("last", "best")):
+            continue
+        path = Path(value).expanduser()
+        remedy = f"give a checkpoint's folder: {key}=outputs/RUN/checkpoints/step-NNNNNNNN"
+        if key == "ckpt_path":
+            remedy += ", or ckpt_path=last with the run_name to continue"
+        if value == "":
+            yield _finding(key, f"{key} is empty", f"{key}=null for none; else {remedy}")
+        elif not os.path.exists(path):
+            yield _finding(key, f"{key}={show(value)}: does not exist (looked in {Path.cwd()})", remedy)
+        elif not os.path.isdir(path):
+            yield _finding(key, f"{key}={show(value)}: is a file, and checkpoints here are folders", remedy)
+
+
+def _data(config: RunConfig) -> Iterator[Finding]:
+    data = config.data
+    if isinstance(data, FileOrHubData) and data.path and os.path.isdir(Path(data.path).expanduser()):
+        remedy = f"data=text_files data.train_files='[{data.path}/*.txt]'"
+        yield _finding("data.path", f"data.path={show(data.path)}: is a folder, and one file is needed", remedy)
+    if isinstance(data, FilesData):
+        if not data.train_files:
+            yield _finding("data.train_files", "data.train_files is empty: nothing to train on", _EXAMPLE)
+        yield from _patterns("data.train_files", data.train_files)
+        yield from _patterns("data.val_files", data.val_files)
+        if not data.val_files and data.val_fraction == 0 and data.val_sequences > 0:
+            problem = Problem(
+                "data.val_fraction=0, data.val_files=[]: nothing is held out to validate on",
+                "data.val_fraction=0.01, or data.val_sequences=0 for no validation",
+            )
+            yield Finding(("data.val_fraction", "data.val_files"), problem)
+    if data.cache_dir is not None:
+        yield from check_folder(data.cache_dir, "data.cache_dir")
+
+
+def _patterns(key: str, patterns: list[str]) -> Iterator[Finding]:
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if pattern and os.path.isdir(path):
+            yield _finding(key, f"{key}: {show(pattern)} is a folder", f"name its files: {key}='[{pattern}/*.txt]'")
+        elif not pattern or not (
+            path.exists() or any(Path(m).is_file() for m in glob.iglob(str(path), recursive=True))
+        ):
+            what = "matches no file" if glob.has_magic(pattern) else "does not exist"
+            yield _finding(key, f"{key}: {show(pattern)} {what} (looked in {Path.cwd()})", "correct the path")
+
+
+def _finding(key: str, cause: str, remedy: str) -> Finding:
+    return Finding((key,), Problem(cause, remedy))

@@ -1,0 +1,176 @@
+"""From a plain nested dictionary to dataclasses, strictly: every problem is collected, and none is guessed away.
+
+Knows bool, int, float, str, None, Literal, list, dataclasses, and unions of these. A union of dataclasses is told
+apart by the one field that is a Literal in all of them (its tag: `name` or `kind`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from gpt2_fp8.config import hints
+from gpt2_fp8.config.errors import Finding, Problem
+
+T = TypeVar("T")
+
+MISSING = "???"  # OmegaConf's mark of a value that something else must set
+_BAD: Any = object()
+_hints = cache(get_type_hints)
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
+
+
+def build(cls: type[T], data: object, path: str = "") -> tuple[T | None, list[Finding]]:
+    """`data` as an instance of `cls`, or None and everything that is wrong with it. `path` is where `data` stands."""
+    builder = _Builder(tuple(key_paths(cast("type", cls))))
+    value = builder.value(cls, data, path)
+    assert (value is _BAD) == bool(builder.found), "a bad value is always explained"
+    return (None if value is _BAD else cast("T", value)), builder.found
+
+
+@cache
+def key_paths(cls: type) -> dict[str, tuple[str, ...]]:
+    """Every key of `cls` and below, as a path, with the tags of the union's members that have it (none: no union)."""
+    paths: dict[str, tuple[str, ...]] = {}
+    for name, hint in _hints(cls).items():
+        members = [m for m in _members(hint) if is_dataclass(m)]
+        if not members:
+            paths[name] = ()
+        for member in members:
+            tags = _tags(member, _tag_field(members)) if len(members) > 1 else ()
+            for below, own in key_paths(cast("type", member)).items():
+                key = f"{name}.{below}"
+                paths[key] = (*paths.get(key, ()), *(tags or own))
+    return paths
+
+
+def show(value: object) -> str:
+    """A value as it would be typed on the command line, cut to what fits a line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(show, value))}]"
+    if isinstance(value, str) and (not value or value != value.strip() or not value.isprintable()):
+        return repr(value)
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class _Builder:
+    def __init__(self, all_paths: tuple[str, ...]):
+        self.all_paths = all_paths
+        self.found: list[Finding] = []
+
+    def value(self, hint: Any, value: object, path: str) -> Any:
+        members = _members(hint)
+        classes = [m for m in members if is_dataclass(m)]
+        if value == MISSING:
+            return self._bad(path, f"{path} has no value", f"give one: {path}={_example(members)}")
+        if classes:
+            return self._instance(classes, value, path)
+        for member in members:
+            if (matched := _match(member, value)) is not _BAD:
+                return matched
+        return self._refuse(members, value, path)
+
+    def _instance(self, classes: list[Any], data: object, path: str) -> Any:
+        if not isinstance(data, dict):
+            return self._bad(path, f"{path or 'the configuration'}={show(data)}: not a group of keys", "give its keys")
+        cls, tag = classes[0], None
+        if len(classes) > 1:
+            field = _tag_field(classes)
+            tag = data.get(field)
+            choices = [t for c in classes for t in _tags(c, field)]
+            if tag not in choices:
+                return self._bad(f"{path}.{field}", *hints.unknown_choice(f"{path}.{field}", show(tag), choices))
+            cls = next(c for c in classes if tag in _tags(c, field))
+        known, before = _hints(cls), len(self.found)
+        for key in data:
+            if key not in known:
+                full = _join(path, str(key))
+                owners = [t for c in classes if key in _hints(c) for t in _tags(c, _tag_field(classes))]
+                self._bad(full, *hints.unknown_key(full, list(known), self.all_paths, owners, tag))
+        values = {}
+        for field_ in fields(cls):
+            full = _join(path, field_.name)
+            if field_.name in data:
+                values[field_.name] = self.value(known[field_.name], data[field_.name], full)
+            else:
+                self._bad(
+                    full, f"{full} is missing", f"give it a value: {full}={_example(_members(known[field_.name]))}"
+                )
+        return cls(**values) if len(self.found) == before else _BAD
+
+    def _refuse(self, members: list[Any], value: object, path: str) -> Any:
+        literals = [str(v) for m in members if get_origin(m) is Literal for v in get_args(m)]
+        words = [*(_WORDS[m] for m in members if m in _WORDS), *literals]
+        words.sort(key=lambda word: word == "null")  # last, as people say it
+        if isinstance(value, float) and not math.isfinite(value) and float in members:
+            return self._bad(path, f"{path}={show(value)}: not a finite number", f"{path}={_example(members)}")
+        if any(get_origin(m) is list for m in members):
+            remedy = f"{path}='[{show(value)}]'" if isinstance(value, str) else f"{path}='[one,two]'"
+            return self._bad(path, f"{path}={show(value)}: needs a list", remedy)
+        remedy = hints.VALUES.get(path) or f"{path}={self._nearest(members, value, literals)}"
+        return self._bad(path, f"{path}={show(value)}: must be {hints.either(words)}", remedy)
+
+    @staticmethod
+    def _nearest(members: list[Any], value: object, literals: list[str]) -> str:
+        """What the person most likely meant."""
+        if int in members and isinstance(value, float) and value.is_integer():
+            return str(int(value))
+        if bool in members and str(value).lower() in ("1", "yes", "on", "y", "0", "no", "off", "n"):
+            return "true" if str(value).lower() in ("1", "yes", "on", "y") else "false"
+        return next(iter(hints.near(str(value), literals)), _example(members))
+
+    def _bad(self, path: str, cause: str, remedy: str) -> Any:
+        self.found.append(Finding((path,), Problem(cause, remedy)))
+        return _BAD
+
+
+def _match(member: Any, value: object) -> Any:
+    """`value` as one member of a union, or _BAD. A bool is no number; an int is a float; a bare number is a name."""
+    if get_origin(member) is Literal:
+        return next((v for v in get_args(member) if type(v) is type(value) and v == value), _BAD)
+    if get_origin(member) is list:
+        items = [_match(get_args(member)[0], v) for v in value] if isinstance(value, list) else [_BAD]
+        return _BAD if any(item is _BAD for item in items) else items
+    if member is float and type(value) in (int, float) and math.isfinite(cast("float", value)):
+        return float(cast("float", value))
+    if member is str and type(value) is int:  # run_name=42
+        return str(value)
+    return value if type(value) is member and member is not float else _BAD
+
+
+def _members(hint: Any) -> list[Any]:
+    return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
+
+
+def _tag_field(classes: list[Any]) -> str:
+    """The field whose Literal tells the classes apart."""
+    shared = [name for name in _hints(classes[0]) if all(_tags(c, name) for c in classes)]
+    tagging = [
+        n for n in shared if len({t for c in classes for t in _tags(c, n)}) == sum(len(_tags(c, n)) for c in classes)
+    ]
+    assert len(tagging) == 1, f"one field must tell {classes} apart"
+    return tagging[0]
+
+
+def _tags(cls: Any, field: str) -> tuple[str, ...]:
+    hint = _hints(cls).get(field)
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def _example(members: list[Any]) -> str:
+    first = members[0]
+    if get_origin(first) is Literal:
+        return "|".join(map(str, get_args(first)))
+    if get_origin(first) is list:
+        return "'[one,two]'"
+    return {bool: "true|false", int: "NUMBER", float: "NUMBER", str: "TEXT"}.get(first, "VALUE")
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

@@ -1,0 +1,99 @@
+"""From a checked configuration to what it means here: which device, how many, which checkpoint; and saying so."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from gpt2_fp8.checkpoint import pointers
+from gpt2_fp8.checkpoint.find import resolve as find_checkpoint
+from gpt2_fp8.checkpoint.manifest import read_manifest
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.flops import flops_per_token, parameter_count, peak_bf16_flops
+from gpt2_fp8.model import padded_vocabulary
+from gpt2_fp8.precision.resolve import Plan
+
+log = logging.getLogger(__name__)
+
+
+def device(config: RunConfig) -> Literal["cuda", "cpu"]:
+    """Where the run goes. Raises UserError for `trainer=gpu` where there is none."""
+    if config.trainer.accelerator == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if config.trainer.accelerator == "gpu":
+        raise UserError.of("trainer.accelerator=gpu, and torch sees no GPU here", "trainer=cpu, or trainer=auto")
+    return "cpu"
+
+
+def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
+    """Processes on this machine: what was asked for; `auto` is every GPU, or one on a CPU.
+
+    Raises UserError where there are fewer GPUs than asked for.
+    """
+    asked, present = config.trainer.devices, torch.cuda.device_count()
+    if asked == "auto":
+        return present if on == "cuda" else 1
+    if on == "cuda" and asked > present:
+        raise UserError.of(f"trainer.devices={asked}, and torch sees {present} GPUs", f"trainer.devices={present}")
+    return asked
+
+
+def checkpoint(config: RunConfig, folder: Path) -> Path | None:
+    """The checkpoint to continue from, or None for a fresh start, said so where `last` found nothing.
+
+    Raises UserError where none is readable, and for a fresh start in a folder that holds a run already.
+    """
+    if config.ckpt_path is None:
+        if taken := pointers.steps(folder / "checkpoints"):
+            raise UserError.of(
+                f"{folder} already holds a run, saved at step {max(taken)}",
+                "ckpt_path=last continues it; another run_name starts a new one",
+            )
+        return None
+    found = find_checkpoint(config.ckpt_path, folder / "checkpoints")
+    if found is None:
+        log.info("ckpt_path=%s: no checkpoint in %s yet, so this run starts afresh", config.ckpt_path, folder)
+    return found
+
+
+def step_of(checkpoint: Path | None) -> int | None:
+    """The optimizer step of a checkpoint."""
+    return None if checkpoint is None else int(read_manifest(checkpoint)["global_step"])
+
+
+def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, folder: Path, start: Path | None) -> None:
+    """What was chosen and why, in under a dozen lines of the run's log."""
+    model, rows = config.model, padded_vocabulary(vocab_size)
+    tokens = config.global_batch_size * model.n_positions
+    name = torch.cuda.get_device_name() if plan.device == "cuda" else "the CPU"
+    peak = peak_bf16_flops(name)
+    kernels = {"te": "Transformer Engine", "reference": "plain torch" + (", compiled" if plan.compile else "")}
+    log.info(
+        "model      %s: %s parameters, vocabulary %d padded to %d",
+        model.name, f"{parameter_count(model, rows):,}", vocab_size, rows,
+    )  # fmt: skip
+    log.info("device     %s x %d", name, world_size)
+    if plan.reason:
+        log.info("precision  %s instead of %s: %s", plan.ran, plan.asked, plan.reason)
+    else:
+        log.info("precision  %s", f"{plan.ran}, recipe {config.recipe.name}" if plan.fp8 else plan.ran)
+    log.info("layers     %s", kernels[plan.backend])
+    log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
+    log.info(
+        "steps      %d of %d x %d = %d tokens, in micro-batches of %d sequences",
+        config.trainer.max_steps, config.global_batch_size, model.n_positions, tokens, config.micro_batch_size,
+    )  # fmt: skip
+    if peak:
+        per_token = flops_per_token(model, rows)
+        log.info("mfu_bf16   %.2f GFLOP a token over %.0f TFLOP/s dense bf16", per_token / 1e9, peak / 1e12)
+    if start:
+        log.info("continues  %s (step %d)", start, step_of(start))
+    elif config.init_from:
+        log.info("weights    from %s", config.init_from)
+    log.info("folder     %s", folder)

@@ -1,0 +1,122 @@
+"""A run from its configuration to its summary."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from pathlib import Path
+
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+
+from gpt2_fp8 import startup
+from gpt2_fp8.build import Parts, build
+from gpt2_fp8.callbacks.graceful_stop import GracefulStop
+from gpt2_fp8.callbacks.tiers import Tiers
+from gpt2_fp8.checkpoint import pointers
+from gpt2_fp8.config.checks import check_batch
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.schema import PlainPrecision, RunConfig
+from gpt2_fp8.precision import support
+from gpt2_fp8.precision.resolve import resolve
+from gpt2_fp8.report import Precision, Summary
+
+log = logging.getLogger(__name__)
+
+
+def run(config: RunConfig, folder: Path) -> float | None:
+    """Train as `config` says, in `folder`; returns the last validation loss (what a sweep compares).
+
+    Writes `summary.json` at every end, good or bad. Raises the errors of `config.errors` for ends of a known kind.
+    """
+    _quiet()
+    recipe = None if isinstance(config.precision, PlainPrecision) else config.recipe.name
+    summary = Summary(precision=Precision(asked=config.precision.name), recipe=recipe)
+    tiers = Tiers(folder / "checkpoints", config.callbacks.checkpoint_every_n_steps, config.callbacks.keep_checkpoints)
+    parts, error = None, None
+    try:
+        plan = resolve(config, startup.device(config))
+        world_size = startup.devices(config, plan.device) * config.trainer.num_nodes
+        if problems := check_batch(config, world_size):
+            raise UserError(problems)
+        checkpoint = startup.checkpoint(config, folder)
+        with GracefulStop(tiers.save) as stop:
+            parts = build(config, plan, folder, checkpoint, [tiers, stop])
+            startup.announce(config, plan, parts.module.vocab_size, world_size, folder, checkpoint)
+            parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=False)
+            if _final_validation_missing(parts, tiers):
+                parts.trainer.validate(parts.module, datamodule=parts.data, verbose=False)
+        return _last_val_loss(parts, tiers)
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        if parts is not None:
+            parts.data.teardown()  # Lightning leaves it out where `fit` raises
+            _fill(summary, parts, tiers)
+        summary.finish(error)
+        if rank_zero_only.rank == 0:
+            log.info("%s: %s", summary.status, summary.write(folder))
+        _forget()
+
+
+def _final_validation_missing(parts: Parts, tiers: Tiers) -> bool:
+    """Whether the process before this one ended between the last step and its validation."""
+    if parts.trainer.limit_val_batches == 0 or parts.trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return False
+    return tiers.validated_step != parts.trainer.global_step
+
+
+def _last_val_loss(parts: Parts, tiers: Tiers) -> float | None:
+    """The newest validation loss, or None where there was no validation."""
+    value = parts.trainer.callback_metrics.get("val_loss")
+    if value is None and (last := pointers.read(tiers.folder, "last")):
+        return last.val_loss
+    return None if value is None else float(value)
+
+
+def _fill(summary: Summary, parts: Parts, tiers: Tiers) -> None:
+    """What a run was like, into its summary; at any moment, also after a failure."""
+    trainer, throughput, best = parts.trainer, parts.throughput, tiers.best
+    summary.precision = Precision(asked=parts.plan.asked, ran=parts.plan.ran, reason=parts.plan.reason)
+    summary.steps = trainer.global_step
+    summary.tokens = trainer.global_step * throughput.tokens_per_step
+    summary.last_train_loss, summary.last_val_loss = throughput.train_loss, _last_val_loss(parts, tiers)
+    summary.tokens_per_second, summary.skipped_steps = throughput.median_rate, throughput.skipped_steps
+    if best is not None:
+        summary.best_val_loss, summary.best_val_loss_step = best.val_loss, best.step
+        summary.checkpoint.best = str(tiers.folder / best.checkpoint)
+    if last := pointers.read(tiers.folder, "last"):
+        summary.checkpoint.last = str(tiers.folder / last.checkpoint)
+    summary.data = parts.data.report()
+    summary.device = "cpu"
+    if parts.plan.device == "cuda":
+        summary.device = torch.cuda.get_device_name()
+        summary.peak_memory_gb = torch.cuda.max_memory_allocated() / 2**30
+
+
+def _quiet() -> None:
+    """Leave the log to what this run has to say."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        # Our loader is sized, reads in processes of its own, and its position is in the data module's state;
+        # Lightning takes it for one that forgot all three.
+        ".*does not have many workers.*",
+        "Your `IterableDataset` has `__len__` defined.*",
+        ".*your dataloader is not resumable.*",
+        ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.11 and later
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _forget() -> None:
+    """Leave nothing of this run to the next one in the process (a sweep's)."""
+    gc.collect()
+    torch.use_deterministic_algorithms(False)
+    torch._dynamo.reset()
+    support.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,117 @@
+"""Small runs of the real thing, for tests: composed by Hydra's files, trained by the real Trainer, on a CPU."""
+
+import csv
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from gpt2_fp8 import compose
+from gpt2_fp8.checkpoint.files import read
+
+SMALL = [
+    "trainer=cpu", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.n_positions=32",
+    "global_batch_size=8", "micro_batch_size=4", "trainer.max_steps=12", "trainer.val_check_interval=5",
+    "optim.warmup_steps=2", "data.val_sequences=8", "trainer.log_every_n_steps=1",
+    "callbacks.checkpoint_every_n_steps=4", "callbacks.sample_tokens=0", "callbacks.progress_bar=false",
+]  # fmt: skip
+
+
+def train(folder, *overrides):
+    """Run in this process; returns the validation loss."""
+    from gpt2_fp8.train import run
+
+    (config,) = compose.preflight([*SMALL, f"run_name={Path(folder).name}", *overrides])
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return run(config, Path(folder))
+
+
+class PowerCutError(Exception):
+    """What ends `train_until`."""
+
+
+def train_until(step, folder, *overrides):
+    """Run, and end after `step` by an exception between two steps, as a machine that stops; its checkpoints stay."""
+    from gpt2_fp8.callbacks.throughput import Throughput
+
+    def cut(self, trainer, *_):
+        if trainer.global_step == step:
+            raise PowerCutError
+
+    with patch.object(Throughput, "on_train_batch_start", cut), pytest.raises(PowerCutError):
+        train(folder, *overrides)
+
+
+def command(*arguments, cwd, timeout=180, **environment):
+    """`python -m gpt2_fp8.run` as a user types it."""
+    return subprocess.run(
+        [sys.executable, "-m", "gpt2_fp8.run", *arguments],
+        cwd=cwd, capture_output=True, text=True, timeout=timeout, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def record_steps(monkeypatch):
+    """Every later training step adds (step, hash of its tokens, loss as hex) to the list returned."""
+    from gpt2_fp8.module import GPT2Module
+
+    steps = []
+    original = GPT2Module.training_step
+
+    def training_step(self, batch, batch_idx):
+        original(self, batch, batch_idx)
+        tokens = hashlib.sha256(batch["ids"].cpu().numpy().tobytes()).hexdigest()[:16]
+        steps.append((self.trainer.global_step, tokens, self.last_step.loss.item().hex()))
+
+    monkeypatch.setattr(GPT2Module, "training_step", training_step)
+    return steps
+
+
+def summary(folder):
+    return json.loads((Path(folder) / "summary.json").read_text())
+
+
+def metrics(folder):
+    """metrics.csv as {column: {step: value}}."""
+    columns = {}
+    with (Path(folder) / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            for column, value in row.items():
+                if value:
+                    columns.setdefault(column, {})[int(row["step"])] = float(value)
+    return columns
+
+
+def checkpoint(folder, step):
+    return Path(folder) / "checkpoints" / f"step-{step:08d}"
+
+
+def assert_same_checkpoint(one, other):
+    """Weights, optimizer, schedule, random numbers and data position, bit for bit."""
+    left, right = read(one), read(other)
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "rng", "global_step"):
+        assert_equal(left[key], right[key], key)
+    for data in (left["TokenDataModule"], right["TokenDataModule"]):
+        data.pop("documents", None)  # counted as read: it depends on how far ahead a leg has read
+    assert_equal(left["TokenDataModule"], right["TokenDataModule"], "data")
+
+
+def assert_equal(left, right, path):
+    assert type(left) is type(right), path
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), path
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), path
+        for key in left:
+            assert_equal(left[key], right[key], f"{path}.{key}")
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right), path
+        for i, (one, other) in enumerate(zip(left, right, strict=True)):
+            assert_equal(one, other, f"{path}[{i}]")
+    else:
+        assert left == right, path
