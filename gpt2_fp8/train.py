@@ -16,7 +16,6 @@ from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.callbacks.tiers import Tiers
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.config.checks import check_batch
-from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import PlainPrecision, RunConfig
 from gpt2_fp8.precision import support
 from gpt2_fp8.precision.resolve import resolve
@@ -38,8 +37,7 @@ def run(config: RunConfig, folder: Path) -> float | None:
     try:
         plan = resolve(config, startup.device(config))
         world_size = startup.devices(config, plan.device) * config.trainer.num_nodes
-        if problems := check_batch(config, world_size):
-            raise UserError(problems)
+        check_batch(config, world_size)
         checkpoint = startup.checkpoint(config, folder)
         with GracefulStop(tiers.save) as stop:
             parts = build(config, plan, folder, checkpoint, [tiers, stop])

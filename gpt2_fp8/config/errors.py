@@ -44,6 +44,10 @@ class UserError(RunError):
         assert self.problems, "a UserError names at least one problem"
         super().__init__("\n".join(map(str, self.problems)))
 
+    def __reduce__(self) -> tuple[type[UserError], tuple[list[Problem]]]:
+        """Pickle by the problems: an exception is otherwise made again from its text."""
+        return type(self), (self.problems,)
+
     @classmethod
     def of(cls, cause: str, remedy: str) -> UserError:
         """A UserError of a single problem."""

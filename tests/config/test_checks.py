@@ -1,0 +1,279 @@
+"""Every refusal, as a careless user meets it: what is typed, and words of the cause and of the remedy."""
+
+import os
+import shlex
+import typing
+from dataclasses import fields, is_dataclass, replace
+
+import pytest
+
+from gpt2_fp8.compose import preflight
+from gpt2_fp8.config import hints
+from gpt2_fp8.config.checks import RANGES, check, check_batch, value_of
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.paths import check_folder
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.typed import key_paths
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def refusals(line):
+    with pytest.raises(UserError) as caught:
+        preflight(shlex.split(line))
+    return caught.value.problems
+
+
+TABLE = [
+    # numbers that do not fit together
+    ("model.n_embd=100 model.n_head=3 precision=bf16", "the heads share", "model.n_embd=99, or model.n_head=2"),
+    ("model.n_embd=96 model.n_head=5", "heads share n_embd", "model.n_embd=80, or model.n_head=4"),
+    ("trainer.max_steps=10", "trainer.max_steps=10, optim.warmup_steps=30: the warm-up", "optim.warmup_steps=1"),
+    ("global_batch_size=12", "12 sequences does not divide", "micro_batch_size=12, or global_batch_size=16"),
+    ("trainer.devices=8", "16 on each of 8 devices", "micro_batch_size=2, or global_batch_size=128"),
+    ("trainer=ddp global_batch_size=7", "7 sequences does not divide", "micro_batch_size=7"),
+    ("trainer.num_nodes=3", "trainer.num_nodes=3", "global_batch_size=48"),
+    ("data.tokenizer=gpt2 model.vocab_size=50000", "the tokenizer has 50257 tokens", "model.vocab_size=null"),
+    ("model.vocab_size=256", "the tokenizer has 257 tokens", "model.vocab_size=null"),
+    # FP8
+    ("precision=fp8_e5m2", "E5M2 x E5M2", "precision=fp8_hybrid"),
+    ("model.n_embd=100", "FP8 matrix products need a multiple of 16", "model.n_embd=96, or precision=bf16"),
+    ("model.n_positions=100 micro_batch_size=1", "multiple of 16", "model.n_positions=96, or precision=bf16"),
+    ("precision.keep_bf16=[blocks.4]", "no layer blocks.4 in a model of 4 blocks", "blocks.0 to blocks.3"),
+    ("precision.keep_bf16=[heads]", "no layer heads", "head, first, last"),
+    ("precision.keep_bf16=head", "needs a list", "precision.keep_bf16='[head]'"),
+    # keys and choices that are not there
+    ("recipe=current recipe.margin=1", "belongs to recipe=delayed, and this run has recipe=current", "recipe=delayed"),
+    ("precision=bf16 precision.fallback=error", "belongs to precision=fp8_hybrid", "choose precision=fp8_hybrid"),
+    ("data.path=x.txt", "belongs to data=tinyshakespeare, and this run has data=stdlib", "data=tinyshakespeare"),
+    ("recipe.interval=1", "Transformer Engine dropped it", "remove the key"),
+    ("+recipe.interval=1", "scales are updated every step now", "remove the key"),
+    ("precision.fp8_interval=1", "Transformer Engine dropped it", "remove the key"),
+    ("model=gpt3", "model=gpt3: there is no such choice", "did you mean model=gpt2?"),
+    ("precision=bf16-mixed", "no such choice", "did you mean precision=bf16?"),
+    ("precision=fp8", "no such choice", "fp8_e5m2 or fp8_hybrid"),
+    ("logger=wandb", "logger=wandb", "csv, default, none, tensorboard"),
+    ("experiment=fineweb_edu_fp8.yaml", "no such choice", "experiment=fineweb_edu_fp8?"),
+    ("model=null", "model=null", "gpt2_large"),
+    ("model=", "model=''", "gpt2_large"),
+    ("foo/bar=x", "there is no group foo/bar", "the groups are callbacks"),
+    ("model@encoder=gpt2", "one place here", "model=CHOICE"),
+    ("lr=1e-3", "there is no key lr", "optim.lr"),
+    ("max_steps=10", "there is no key max_steps", "trainer.max_steps"),
+    ("batch_size=8", "there is no key batch_size", "micro_batch_size"),
+    ("trainer.precision=bf16", "there is no key trainer.precision", "precision=bf16"),
+    ("trainer.accumulate_grad_batches=4", "follows from the batch sizes", "global_batch_size / micro_batch_size"),
+    ("optm.lr=1", "there is no key optm", "did you mean optim?"),
+    ("MODEL=gpt2", "there is no key MODEL", "did you mean model?"),
+    ("model.nlayer=2", "there is no key model.nlayer", "model.n_layer"),
+    ("seed.x=1", "seed is a single value", "seed=VALUE"),
+    ("recipe.name=current", "chosen with the whole group", "recipe=current"),
+    ("'model={n_layer: 2}'", "model takes a choice, not keys", "model.KEY=VALUE"),
+    ("model._target_=os.system", "nothing here is built", "--help"),
+    # types
+    ("seed=x", "seed=x: must be a whole number", "seed=NUMBER"),
+    ("trainer.max_steps=1e4", "whole number", "trainer.max_steps=10000"),
+    ("optim.lr=nan", "not a finite number", "optim.lr=NUMBER"),
+    ("model.bias=yes", "true or false", "model.bias=true"),
+    ("precision.fallback=alow", "allow or error", "precision.fallback=allow"),
+    ("trainer.devices=[0,1]", "a whole number or auto", "CUDA_VISIBLE_DEVICES=0,1"),
+    ("data=text_files data.train_files=/x/*.txt", "needs a list", "data.train_files='[/x/*.txt]'"),
+    # words that Hydra cannot read
+    ("--lr 0.1", "--lr is not a flag", "optim.lr=0.1"),
+    ("--max-steps=100", "--max-steps=100 is not a flag", "trainer.max_steps=100"),
+    ("--model gpt2", "--model is not a flag", "model=gpt2"),
+    ("--frobnicate", "is not a flag", "--help"),
+    ("model = gpt2", "blanks around =", "model=gpt2"),
+    ("model: gpt2", "not of the form key=value", "model=gpt2"),
+    ("gpt2", "gpt2 is not of the form key=value", "--help"),
+    ("callbacks.sample_prompt=O Romeo", "Romeo stands alone", "'callbacks.sample_prompt=\"O Romeo\"'"),
+    ("'callbacks.sample_prompt=Hello!'", "cannot be read", "'callbacks.sample_prompt=\"Hello!\"'"),
+    ("data.train_files=[a,b", "cannot be read", "'data.train_files=[a,b]'"),
+    ("model={n_layer: 2}", "the shell split it", "'model={n_layer: 2}'"),
+    ("seed=1,2", "several values, and this is a single run", "-m runs each"),
+    ("recipe=delayed,current", "several values", "-m"),
+    ("model=gpt2 -m seed=1,2", "comes after a flag", "-m model=gpt2 seed=1,2"),
+    ("-m 'optim.lr=interval(1,2)'", "an interval", "1e-4,3e-4"),
+    ("-m 'experiment=glob(zz*)'", "matches nothing", "--help"),
+    ("-m hydra.job.name=a,b", "not swept over", "one value"),
+    ("+seed=3", "seed has a value already", "seed=3, without the +"),
+    ("+experiment=fineweb_edu_fp8", "has its place already", "experiment=fineweb_edu_fp8, without the +"),
+    ("~logger", "one choice of logger", "logger=none"),
+    ("~trainer.profiler", "every key has a value", "trainer.profiler=null"),
+    ("'optim.lr=${nope}'", "optim.lr: Interpolation key 'nope' not found", "correct"),
+    # Hydra's own
+    ("hydra.callbacks.x._target_=os.system", "what Hydra builds", "_target_"),
+    ("hydra.job_logging.root.level=DEBUG", "not a setting of Hydra's that this program leaves open", "hydra.verbose"),
+    ("'hydra.sweeper={_target_: os.system}'", "what Hydra builds", "_target_"),
+    ("'hydra.launcher.x={_target_: os.system}'", "what Hydra builds", "_target_"),
+    ("hydra/callbacks=x", "not a setting", "hydra/launcher"),
+    ("hydra/launcher=submitit_slurm", "no such choice", "hydra-submitit-launcher"),
+    ("hydra.launcher.n_jobs=2", "cannot be composed", "leave out hydra.launcher.n_jobs=2"),
+    ("hydra.job.chdir=true", "paths would be looked up", "leave it out"),
+    ("--config-path x", "hide this program's own settings", "-cd FOLDER"),
+    ("--experimental-rerun x", "unpickle", "overrides.yaml"),
+    ("-cn nope", "--config-name=nope", "config"),
+    ("-cd nope", "there is no folder", "-cd FOLDER"),
+    ("-m trainer=ddp seed=1,2", "each process would start the whole sweep again", "trainer=gpu"),
+    ("-m trainer.devices=2 seed=1,2 global_batch_size=32", "the whole sweep again", "without -m"),
+    # paths
+    ("data=text_files", "data.train_files is empty", "data.train_files='["),
+    ("data=text_files data.train_files=[nope/*.txt]", "nope/*.txt matches no file", "correct the path"),
+    ("data=text_files data.train_files=[nope.txt]", "nope.txt does not exist", "correct the path"),
+    ("data=text_files data.train_files=[/]", "/ is a folder", "*.txt"),
+    ("ckpt_path=nope", "ckpt_path=nope: does not exist", "outputs/RUN/checkpoints"),
+    ("init_from=nope", "init_from=nope: does not exist", "outputs/RUN/checkpoints"),
+    ("init_from=best", "init_from=best: does not exist", "outputs/RUN/checkpoints"),
+    ("ckpt_path=", "ckpt_path is empty", "ckpt_path=null"),
+    ("ckpt_path=last", "of which run?", "run_name=NAME"),
+    ("ckpt_path=last run_name=x init_from=/", "one continues a run", "give one of them"),
+    ("run_name=../x", "leads out of outputs/", "hydra.run.dir=FOLDER"),
+    ("run_name=/etc/x", "leads out of outputs/", "plain name"),
+    ("run_name=", "is empty", "run_name=my_first_run"),
+    ("'run_name=\"a\tb\"'", "control characters", "plain name"),
+    (f"run_name={'x' * 300}", "too long", "plain name"),
+    ("data.cache_dir=/dev/null/x", "/dev/null is a file", "data.cache_dir=FOLDER"),
+    ("hydra.run.dir=/dev/null", "/dev/null is a file", "hydra.run.dir=FOLDER"),
+]  # fmt: skip
+
+
+TWO_MISTAKES = ["ckpt_path=last run_name=x init_from=/", "model.n_embd=100 model.n_head=3"]
+
+
+@pytest.mark.parametrize(("line", "cause", "remedy"), TABLE, ids=[line for line, _, _ in TABLE])
+def test_refused(line, cause, remedy):
+    """One mistake is one problem of two lines, whatever was typed."""
+    problems = refusals(line)
+    (told,) = [problem for problem in problems if cause in problem.cause]
+    assert remedy in told.remedy
+    assert problems == [told] or line in TWO_MISTAKES
+    assert str(told).count("\n") == 1
+    assert told.cause.isprintable()
+    assert told.remedy.isprintable()
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_every_range_refuses(key):
+    tags = key_paths(RunConfig)[key]
+    group = key.partition(".")[0]
+    choice = f"{group}={hints.KINDS.get(tags[0], tags)[0]} " if tags else ""
+    (problem,) = [p for p in refusals(f"{choice}{key}=-1") if key in p.cause]
+    assert f"{key}=-1" in problem.cause
+
+
+def test_every_number_has_a_range():
+    def numbers(cls, path=""):
+        for name, hint in typing.get_type_hints(cls).items():
+            members = typing.get_args(hint) or (hint,)
+            for member in members:
+                if is_dataclass(member):
+                    yield from numbers(member, f"{path}{name}.")
+                elif member in (int, float):
+                    yield path + name
+
+    assert set(numbers(RunConfig)) == set(RANGES)
+
+
+def test_all_problems_at_once():
+    causes = "\n".join(
+        p.cause
+        for p in refusals(
+            "model=gpt3 data=nope lr=1 seed=-1 optim.eps=x --foo hydra.callbacks.a=1 trainer.max_steps=5,6 "
+            "recipe.margin=-2 run_name=../x"
+        )
+    )
+    for word in ("model=gpt3", "data=nope", "no key lr", "seed=-1", "optim.eps=x", "--foo", "hydra.callbacks.a"):
+        assert word in causes
+    for word in ("trainer.max_steps=5,6", "recipe.margin=-2", "run_name=../x"):
+        assert word in causes
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "data=tinyshakespear data.path=x",
+        "model=gpt3 model.n_embd=2048",
+        "experiment=nope data.repo=x trainer.max_steps=3",
+        "recipe=delayd recipe.margin=1",
+        "data=finewb data.tokenizer=gpt2 model.vocab_size=50257",
+    ],
+)
+def test_what_follows_from_a_wrong_choice_is_not_said(line):
+    (problem,) = refusals(line)
+    assert "no such choice" in problem.cause
+
+
+def test_a_key_that_follows_another_is_not_blamed():
+    assert [p.cause for p in refusals("seed=-1")] == ["seed=-1: must be from 0 to 4294967295"]
+    assert [p.cause for p in refusals("seed=-1 data.seed=-2")][1:] == ["data.seed=-2: must be from 0 to 4294967295"]
+
+
+def test_a_bad_value_is_not_compared():
+    assert [p.cause for p in refusals("micro_batch_size=x global_batch_size=12")] == [
+        "micro_batch_size=x: must be a whole number"
+    ]
+
+
+@pytest.mark.parametrize("line", ["precision=fp32", "precision=bf16"])
+def test_fp8_multiples_bind_fp8_alone(line):
+    (config,) = preflight([line, "model.n_embd=100", "model.n_positions=50", "micro_batch_size=1"])
+    assert config.model.n_embd == 100
+
+
+def test_batch_once_the_world_is_known():
+    (config,) = preflight(["trainer=ddp"])
+    check_batch(config, 1)
+    with pytest.raises(UserError, match="16 on each of 4 devices") as caught:
+        check_batch(config, 4)
+    assert "micro_batch_size=4" in caught.value.problems[0].remedy
+    check_batch(replace(config, micro_batch_size=4), 4)
+
+
+def test_the_defaults_have_nothing_wrong():
+    (config,) = preflight([])
+    assert check(config) == []
+    assert value_of(config, "data.val_fraction") is None
+
+
+def test_files_that_are_there_are_accepted(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.txt").write_text("text")
+    for pattern in ("a.txt", "*.txt", "**/b.txt", str(tmp_path / "a.txt")):
+        preflight(["data=text_files", f"data.train_files=['{pattern}']"])
+    (tmp_path / "ckpt").mkdir()
+    preflight(["ckpt_path=ckpt"])
+    assert "is a file" in refusals("init_from=a.txt")[0].cause
+
+
+def test_the_folder_is_tested_by_writing(tmp_path):
+    (tmp_path / "file").write_text("")
+    (problem,) = refusals("hydra.run.dir=file/run")
+    assert "file is a file, not a folder" in problem.cause
+    assert check_folder(tmp_path / "a" / "b", "hydra.run.dir") == []
+    assert os.listdir(tmp_path) == ["file"], "nothing stays"
+
+
+def test_a_folder_that_refuses_writing():
+    if not os.path.isdir("/proc/self"):
+        pytest.skip("needs a file system that even root cannot write to")
+    (finding,) = check_folder("/proc/self/run", "hydra.run.dir")
+    assert "cannot be written" in finding.problem.cause
+
+
+def test_hints_are_about_names_that_are_not_keys():
+    paths = key_paths(RunConfig)
+    leaves = {path.rpartition(".")[2] for path in paths}
+    assert not set(hints.FOREIGN) & (set(paths) | leaves)
+
+
+def test_hints_name_keys_that_exist():
+    known = set(key_paths(RunConfig)) | {"hydra.run.dir"}
+    for name, (_, remedy) in hints.FOREIGN.items():
+        for word in remedy.replace(",", " ").replace("=", " ").split():
+            group, dot, _ = word.partition(".")
+            if dot and group in {f.name for f in fields(RunConfig)}:
+                assert word in known, name

@@ -1,0 +1,273 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from gpt2_fp8.compose import conf_dir, is_help, preflight, to_run_config
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.schema import DelayedRecipe, PlainPrecision
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def causes(*argv):
+    with pytest.raises(UserError) as caught:
+        preflight(list(argv))
+    return [problem.cause for problem in caught.value.problems]
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def run_by_hydra(monkeypatch, *argv):
+    """What Hydra's own main composes for a command line, job by job."""
+    seen = []
+    monkeypatch.setattr(sys, "argv", ["run", *argv])
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(
+        lambda cfg: seen.append(to_run_config(cfg))
+    )()
+    return seen
+
+
+SAME = [
+    ["run_name=x"],
+    ["run_name=x", "optim.lr=1e-3", "data.cache_dir=c", "precision.keep_bf16=[head,blocks.0]", "++seed=3"],
+    ["run_name=x", "model=gpt2", "optim=tiny", "experiment=fineweb_edu_fp8", "debug=profiler", "trainer=cpu"],
+    ["run_name=x", "experiment=tinyshakespeare_fp8", "optim.lr=${optim.min_lr_ratio}"],
+    ["run_name=x", "callbacks.sample_prompt='Hello, world!'", "model=gpt2", "model=tiny"],
+    ["-m", "run_name=x", "seed=1,2", "model=tiny,gpt2", "optim.lr=range(0.1,0.3,0.1)"],
+    ["-m", "run_name=x", "experiment=glob(tiny*)", "precision.keep_bf16=[head],[]"],
+    ["hydra.mode=MULTIRUN", "run_name=x", "precision=bf16,fp8_e4m3", "seed=7"],
+    ["-m", "run_name=x_${hydra:job.num}", "hydra.sweep.dir=s", "seed=1,2"],
+]
+
+
+@pytest.mark.parametrize("argv", SAME, ids=" ".join)
+def test_preflight_sees_what_hydra_will_run(argv, monkeypatch):
+    assert preflight(argv) == run_by_hydra(monkeypatch, *argv)
+
+
+def test_later_words_win():
+    (config,) = preflight(["precision=bf16", "seed=1", "seed=2", "recipe.margin=3"])
+    assert config.seed == 2
+    assert config.precision == PlainPrecision(name="bf16")
+    assert isinstance(config.recipe, DelayedRecipe)
+    assert config.recipe.margin == 3
+
+
+def test_a_sweep_is_all_combinations_in_order():
+    configs = preflight(["-m", "model=tiny,gpt2", "seed=1,2"])
+    assert [(c.model.name, c.seed) for c in configs] == [("tiny", 1), ("tiny", 2), ("gpt2", 1), ("gpt2", 2)]
+
+
+def test_a_problem_of_many_jobs_is_said_once():
+    assert causes("-m", "seed=1,2,3", "optim.lr=-1,-2") == [
+        "optim.lr=-1.0: must be above 0",
+        "optim.lr=-2.0: must be above 0",
+    ]
+
+
+def test_an_experiment_may_set_what_stands_at_the_top(tmp_path):
+    write(tmp_path / "mine/experiment/mine.yaml", "# @package _global_\nseed: 7\nrun_name: from_file\n")
+    (config,) = preflight(["-cd", "mine", "experiment=mine"])
+    assert (config.seed, config.run_name) == (7, "from_file")
+    (config,) = preflight(["hydra.searchpath=[mine]", "experiment=mine", "ckpt_path=last", "seed=8"])
+    assert (config.seed, config.ckpt_path) == (8, "last")
+    assert len(preflight(["-cd", "mine", "-m", "experiment=glob(*)"])) == 3
+
+
+def test_a_users_own_model(tmp_path):
+    text = (conf_dir() / "model/tiny.yaml").read_text()
+    write(tmp_path / "mine/model/small.yaml", text.replace("name: tiny", "name: small"))
+    assert causes("-cd", "mine", "model=small") == ["model=small: no optim/small.yaml, where optim follows model"]
+    (config,) = preflight(["-cd", "mine", "model=small", "optim=tiny"])
+    assert config.model.name == "small"
+    write(tmp_path / "mine/model/small.yaml", text + "n_layers: 3\n")
+    assert causes("-cd", "mine", "model=small", "optim=tiny") == ["there is no key model.n_layers"]
+
+
+EVIL = "x: {_target_: os.system, command: touch evil}"
+HOSTILE = {
+    "a hydra: node": ("experiment/evil.yaml", f"# @package _global_\nhydra:\n  callbacks:\n    {EVIL}\n"),
+    "settings of Hydra's own": ("hydra/callbacks/evil.yaml", EVIL),
+    "a _target_": ("data/evil.yaml", EVIL),
+    "a default of hydra's": ("experiment/evil.yaml", "defaults:\n  - override /hydra/launcher: evil\n"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_folder_that_could_make_hydra_run_code_is_refused(what, tmp_path):
+    name, text = HOSTILE[what]
+    write(tmp_path / "evil" / name, text)
+    for argv in (
+        ["-cd", "evil"],
+        ["hydra.searchpath=[evil]", "experiment=evil"],
+        [f"hydra.searchpath=[file://{tmp_path}/evil]"],
+    ):
+        (cause,) = causes(*argv)
+        assert f"{name} holds {what}" in cause
+
+
+def test_a_package_header_counts_as_a_hydra_node(tmp_path):
+    write(tmp_path / "evil/experiment/evil.yaml", f"# @package hydra.callbacks\n{EVIL}\n")
+    assert "settings of Hydra's own" in causes("-cd", "evil", "experiment=evil")[0]
+
+
+def test_what_escapes_the_reading_of_files_is_seen_in_what_they_compose_to(tmp_path):
+    deep = tmp_path / "evil/experiment/a/b/c/d/evil.yaml"  # deeper than files are read
+    write(deep, f"# @package _global_\nhydra:\n  callbacks:\n    {EVIL}\n")
+    (cause,) = causes("-cd", "evil", "experiment=a/b/c/d/evil")
+    assert "sets hydra.callbacks" in cause
+    write(deep, "# @package _global_\nhydra:\n  job_logging:\n    handlers: {console: {class: os.system}}\n")
+    (cause,) = causes("-cd", "evil", "experiment=a/b/c/d/evil")
+    assert "sets hydra.job_logging" in cause
+
+
+def test_a_package_to_search_is_refused():
+    assert "pkg://os is a Python package" in causes("hydra.searchpath=[pkg://os]")[0]
+
+
+def test_a_file_that_is_no_yaml(tmp_path):
+    write(tmp_path / "mine/experiment/x.yaml", "a: [")
+    assert "x.yaml cannot be read" in causes("-cd", "mine", "experiment=x")[0]
+
+
+def test_lightning_starts_its_other_processes_with_words_of_its_own():
+    (config,) = preflight(
+        ["trainer=ddp", 'hydra.run.dir="outputs/2026-11-21_03-01-57"', "hydra.job.name=train_ddp_process_1",
+         "hydra.output_subdir=null"]
+    )  # fmt: skip
+    assert config.trainer.strategy == "ddp"
+
+
+def test_a_sweep_over_gpus_that_something_else_starts(monkeypatch):
+    assert "start the whole sweep again" in causes("-m", "trainer=ddp", "seed=1,2")[0]
+    assert len(preflight(["-m", "trainer=ddp", "trainer.accelerator=cpu", "seed=1,2"])) == 2
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert len(preflight(["-m", "trainer=ddp", "seed=1,2"])) == 2
+
+
+@pytest.mark.parametrize(
+    "line", ["--help", "-h", "seed=x --hydra-help", "--version", "--cfg job", "-c all seed=1", "--info", "-i plugins",
+             "--shell-completion install=bash", "-sc query=bash"]
+)  # fmt: skip
+def test_help_is_hydras(line):
+    assert is_help(line.split())
+
+
+@pytest.mark.parametrize("line", ["", "seed=1", "-m seed=1,2", "-cd x", "-cn config", "--info=x", "--foo", "help=1"])
+def test_a_run_is_no_help(line):
+    assert not is_help(line.split())
+
+
+def test_nothing_stays_behind():
+    resolvers = OmegaConf.has_resolver("hydra")
+    for argv in (["seed=1"], ["-m", "run_name=${hydra:job.num}x", "seed=1,2"]):
+        preflight(argv)
+        assert not GlobalHydra.instance().is_initialized()
+        assert not HydraConfig.initialized()
+    causes("model=nope")
+    assert not GlobalHydra.instance().is_initialized()
+    assert resolvers is not None
+    assert os.listdir() == []
+
+
+def test_inside_a_running_job_hydra_keeps_its_state(monkeypatch):
+    folders = []
+
+    def job(_):
+        before = HydraConfig.get().runtime.output_dir
+        preflight(["seed=2"])
+        folders.append((before, HydraConfig.get().runtime.output_dir, GlobalHydra.instance().is_initialized()))
+
+    monkeypatch.setattr(sys, "argv", ["run", "run_name=x"])
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(job)()
+    ((before, after, initialized),) = folders
+    assert before == after
+    assert initialized
+
+
+def test_to_run_config_refuses_too():
+    cfg = OmegaConf.create({"seed": "x", "sede": 1})
+    with pytest.raises(UserError) as caught:
+        to_run_config(cfg)
+    told = [problem.cause for problem in caught.value.problems]
+    assert "seed=x: must be a whole number" in told
+    assert "there is no key sede" in told
+    assert "model is missing" in told
+
+
+PROBE = """
+import json, sys, time
+start = time.perf_counter()
+from gpt2_fp8.compose import conf_dir, preflight
+from gpt2_fp8.config.errors import UserError
+try:
+    preflight(json.loads(sys.argv[1]))
+    told = 0
+except UserError as error:
+    told = len(error.problems)
+heavy = [name for name in ("torch", "lightning", "transformer_engine", "datasets", "numpy") if name in sys.modules]
+print(json.dumps([told, heavy, time.perf_counter() - start, str(conf_dir())]))
+"""
+
+
+def probe(*argv, python=sys.executable, **options):
+    done = subprocess.run(
+        [python, "-c", PROBE, json.dumps(argv)], capture_output=True, text=True, check=True, **options
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("argv", "problems"), [(["model=gpt2"], 0), (["model=gpt3", "seed=x", "batch_size=2"], 3)])
+def test_it_answers_in_seconds_and_imports_nothing_heavy(argv, problems):
+    told, heavy, seconds, _ = probe(*argv)
+    assert told == problems
+    assert heavy == []
+    assert seconds < 5
+
+
+def test_help_says_what_there_is():
+    program = (
+        "import hydra; from gpt2_fp8.compose import conf_dir;"
+        "hydra.main(version_base='1.3', config_path=str(conf_dir()), config_name='config')(print)()"
+    )
+    text = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=True).stdout
+    for group in conf_dir().iterdir():
+        if group.is_dir():
+            assert f"{group.name}: {', '.join(sorted(file.stem for file in group.glob('*.yaml')))}" in text
+    assert text.count("python -m gpt2_fp8.run") >= 6
+    assert all(f"{code}: " in text for code in (0, 1, 2, 3, 4, 143))
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.slow
+def test_a_wheel_carries_its_settings(tmp_path):
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    copy = tmp_path / "source"
+    ignore = "--exclude=./.git"
+    subprocess.run(
+        f"mkdir {copy} && tar -C {REPOSITORY} {ignore} -cf - . | tar -C {copy} -xf -", shell=True, check=True
+    )
+    subprocess.run([*build, str(copy)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(site)], check=True)
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    told, _, _, folder = probe("model=gpt2", cwd=tmp_path, env=environment)
+    assert told == 0
+    assert Path(folder) == site / "gpt2_fp8/conf"
