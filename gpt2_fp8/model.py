@@ -58,7 +58,7 @@ class GPT2(nn.Module):
         self.head = layers.layer_norm_linear(
             config.n_embd, self.tokens.num_embeddings, bias=False, fp8="head" not in keep_bf16
         )
-        device = self.head.layer_norm_weight.device
+        device = next(self.head.parameters()).device
         self.tokens.to(device)
         self.positions.to(device)
         self.head.weight = self.tokens.weight

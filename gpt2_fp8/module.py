@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from gpt2_fp8 import layers, rng
 from gpt2_fp8.config.errors import Problem, UserError
@@ -18,7 +20,7 @@ from gpt2_fp8.model import GPT2, initialise
 from gpt2_fp8.optim import build_optimizer, build_schedule
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.calibrate import calibrate
-from gpt2_fp8.precision.plugin import FP8
+from gpt2_fp8.precision.plugin import FP8Precision
 from gpt2_fp8.precision.resolve import Plan
 from gpt2_fp8.step import StepResult, accumulate, update
 
@@ -79,7 +81,7 @@ class GPT2Module(pl.LightningModule):
         ids, plugin = batch["ids"], self.trainer.precision_plugin
         if self._first_step:
             self._prepare_scales(ids[: self.config.micro_batch_size])
-        optimizer = self.optimizers()
+        optimizer = cast(LightningOptimizer, self.optimizers())
         loss = accumulate(
             ids,
             self.config.micro_batch_size,
@@ -91,8 +93,8 @@ class GPT2Module(pl.LightningModule):
         self.last_step = update(
             optimizer.optimizer, optimizer.step, self.model.parameters(), loss, self.config.optim.max_grad_norm
         )
-        self.lr_schedulers().step()
-        self.trainer.datamodule.advance(batch["cursor"])
+        cast(LRScheduler, self.lr_schedulers()).step()
+        self.trainer.datamodule.advance(batch["cursor"])  # type: ignore[attr-defined]  # Lightning sets it in `fit`
 
     def _uncached_loss(self, ids: Tensor, _: bool | None, scale: float) -> Tensor:
         return self._loss_of(ids, None, scale)  # one compiled graph, not one for each value of the flag
@@ -104,7 +106,7 @@ class GPT2Module(pl.LightningModule):
         """Delayed scaling needs scales before the first update: the checkpoint's, or a calibration's."""
         self._first_step = False
         plugin = self.trainer.precision_plugin
-        if isinstance(plugin, FP8) and plugin.needs_calibration and not plugin.restore_scales():
+        if isinstance(plugin, FP8Precision) and plugin.needs_calibration and not plugin.restore_scales():
             with self._no_sync():
                 calibrate(self.model, self._loss_of, ids, plugin.forward_context)
 
@@ -149,7 +151,7 @@ class GPT2Module(pl.LightningModule):
 
     # Checkpoints
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's own, with no prefix: anyone can read the file."""
         return self.model.state_dict(*args, **kwargs)
 

@@ -11,21 +11,38 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.config.errors import RunError, Stopped
+
+PATIENCE = 15.0  # seconds that another rank's process waits for rank 0 to end
+
+
+class _Ended(BaseException):
+    """Carries an error past Hydra, which catches every Exception: a signal is to end a sweep, not one job of it."""
+
+    def __init__(self, error: RunError):
+        self.error = error
 
 
 def job(cfg: DictConfig) -> float | None:
     """One run of a sweep, or the only one; Hydra has made its folder. Returns the last validation loss."""
     from gpt2_fp8.train import run  # imports torch
 
-    return run(compose.to_run_config(cfg), Path(HydraConfig.get().runtime.output_dir))
+    try:
+        return run(compose.to_run_config(cfg), Path(HydraConfig.get().runtime.output_dir))
+    except RunError as error:
+        if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
+            raise _Ended(error) from error
+        raise  # to Hydra, which says what job it was, runs the others, and raises the first
 
 
 def main(argv: list[str]) -> int:
@@ -33,13 +50,34 @@ def main(argv: list[str]) -> int:
     try:
         if not compose.is_help(argv):
             compose.preflight(argv)
+            argv = compose.flags_first(argv)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
         sys.argv[1:] = argv
         hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")(job)()
-    except RunError as error:
-        print(error, file=sys.stderr)
+    except (RunError, _Ended) as caught:
+        error = caught.error if isinstance(caught, _Ended) else caught
+        if not _rank_zero_ends(argv):  # or else it has said the same
+            print(error, file=sys.stderr)
         return error.exit_code
+    except Exception:
+        traceback.print_exc()
+        _rank_zero_ends(argv)
+        return 1
     return 0
+
+
+def _rank_zero_ends(argv: list[str]) -> bool:
+    """In a process that Lightning started for another rank, wait for rank 0 to end; whether it did.
+
+    Lightning looks every 5 seconds whether such a process has failed, and then kills rank 0 with SIGKILL. Where all
+    ranks end alike, rank 0 is to write the summary, to say why, and to return the exit code.
+    """
+    if not any(word.startswith("hydra.job.name=train_ddp_process_") for word in argv):
+        return False
+    rank_zero, until = os.getppid(), time.monotonic() + PATIENCE
+    while os.getppid() == rank_zero and time.monotonic() < until:
+        time.sleep(0.1)
+    return os.getppid() != rank_zero
 
 
 def entry() -> None:

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8 import startup
@@ -16,7 +17,7 @@ from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.callbacks.tiers import Tiers
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.config.checks import check_batch
-from gpt2_fp8.config.schema import PlainPrecision, RunConfig
+from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.precision import support
 from gpt2_fp8.precision.resolve import resolve
 from gpt2_fp8.report import Precision, Summary
@@ -30,7 +31,7 @@ def run(config: RunConfig, folder: Path) -> float | None:
     Writes `summary.json` at every end, good or bad. Raises the errors of `config.errors` for ends of a known kind.
     """
     _quiet()
-    recipe = None if isinstance(config.precision, PlainPrecision) else config.recipe.name
+    recipe = None if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
     summary = Summary(precision=Precision(asked=config.precision.name), recipe=recipe)
     tiers = Tiers(folder / "checkpoints", config.callbacks.checkpoint_every_n_steps, config.callbacks.keep_checkpoints)
     parts, error = None, None
@@ -54,8 +55,10 @@ def run(config: RunConfig, folder: Path) -> float | None:
             parts.data.teardown()  # Lightning leaves it out where `fit` raises
             _fill(summary, parts, tiers)
         summary.finish(error)
-        if rank_zero_only.rank == 0:
+        if _rank() == 0:
             log.info("%s: %s", summary.status, summary.write(folder))
+        if parts is not None and error is not None:
+            _end_other_ranks(parts)
         _forget()
 
 
@@ -94,16 +97,37 @@ def _fill(summary: Summary, parts: Parts, tiers: Tiers) -> None:
         summary.peak_memory_gb = torch.cuda.max_memory_allocated() / 2**30
 
 
+def _end_other_ranks(parts: Parts) -> None:
+    """End the processes that Lightning started: they may wait in a collective for this one, which has failed.
+
+    Lightning 2.6 does so after a KeyboardInterrupt alone.
+    """
+    if isinstance(launcher := parts.trainer.strategy.launcher, _SubprocessScriptLauncher):
+        processes = launcher.procs[:]
+        launcher.procs.clear()  # Lightning watches this list, and kills this process too when one of them has failed
+        for process in processes:
+            process.kill()
+
+
+def _rank() -> int:
+    """This process's rank, also before and after the process group exists."""
+    return int(getattr(rank_zero_only, "rank", 0))
+
+
 def _quiet() -> None:
-    """Leave the log to what this run has to say."""
+    """Leave the log to what this run has to say, once."""
+    if _rank():
+        logging.getLogger("gpt2_fp8").setLevel(logging.WARNING)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # the table of debug=profiler
     for message in (
         # Our loader is sized, reads in processes of its own, and its position is in the data module's state;
         # Lightning takes it for one that forgot all three.
         ".*does not have many workers.*",
         "Your `IterableDataset` has `__len__` defined.*",
         ".*your dataloader is not resumable.*",
+        ".*recommended to use `self.log\\('val_loss'.*",  # it is the same on every rank already
         ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.11 and later
     ):
         warnings.filterwarnings("ignore", message=message)

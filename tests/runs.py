@@ -23,11 +23,11 @@ SMALL = [
 ]  # fmt: skip
 
 
-def train(folder, *overrides):
+def train(folder, *overrides, base=SMALL):
     """Run in this process; returns the validation loss."""
     from gpt2_fp8.train import run
 
-    (config,) = compose.preflight([*SMALL, f"run_name={Path(folder).name}", *overrides])
+    (config,) = compose.preflight([*base, f"run_name={Path(folder).name}", *overrides])
     Path(folder).mkdir(parents=True, exist_ok=True)
     return run(config, Path(folder))
 
@@ -36,7 +36,7 @@ class PowerCutError(Exception):
     """What ends `train_until`."""
 
 
-def train_until(step, folder, *overrides):
+def train_until(step, folder, *overrides, base=SMALL):
     """Run, and end after `step` by an exception between two steps, as a machine that stops; its checkpoints stay."""
     from gpt2_fp8.callbacks.throughput import Throughput
 
@@ -45,7 +45,7 @@ def train_until(step, folder, *overrides):
             raise PowerCutError
 
     with patch.object(Throughput, "on_train_batch_start", cut), pytest.raises(PowerCutError):
-        train(folder, *overrides)
+        train(folder, *overrides, base=base)
 
 
 def command(*arguments, cwd, timeout=180, **environment):

@@ -8,7 +8,7 @@ import yaml
 from gpt2_fp8.compose import conf_dir, preflight
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import FP8Precision, RunConfig
+from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 from gpt2_fp8.config.typed import key_paths
 
 GROUPS = sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
@@ -52,7 +52,7 @@ def test_every_choice_composes(file):
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
 def test_every_model_fits_every_fp8_recipe(model, recipe):
     (config,) = preflight([f"model={model}", f"recipe={recipe}"])
-    assert isinstance(config.precision, FP8Precision)
+    assert isinstance(config.precision, FP8PrecisionConfig)
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if f.parent.name in ("experiment", "debug")], ids=choice)

@@ -24,6 +24,7 @@ class Throughput(pl.Callback):
     """
 
     def __init__(self, config: RunConfig, vocab_size: int):
+        self.every_n_steps = config.trainer.log_every_n_steps
         self.tokens_per_step = config.global_batch_size * config.model.n_positions
         self.flops_per_token = flops_per_token(config.model, padded_vocabulary(vocab_size))
         self.rates: list[float] = []  # tokens per second of every interval
@@ -31,6 +32,7 @@ class Throughput(pl.Callback):
         self.train_loss: float | None = None
         self.skipped_steps = 0
         self._clock: float | None = None
+        self._waited = 0.0  # at the start of the interval
         self._paused: float | None = None
         self._steps = 0
 
@@ -52,7 +54,7 @@ class Throughput(pl.Callback):
         self._skipped += result.skipped
         self._steps += 1
         step = trainer.global_step
-        if step % trainer.log_every_n_steps and step < trainer.max_steps and self._clock is not None:
+        if step % self.every_n_steps and step < trainer.max_steps and self._clock is not None:
             return
         values = torch.stack([self._losses, self._skipped, result.grad_norm, result.clip_ratio]).tolist()
         metrics = self._metrics(trainer, values)

@@ -12,12 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpt2_fp8.compose import commandline, jobs, overrides
 from gpt2_fp8.compose.catalog import open_catalog
-from gpt2_fp8.compose.commandline import is_help
+from gpt2_fp8.compose.commandline import flags_first, is_help
 from gpt2_fp8.config import checks, typed
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 
-__all__ = ["conf_dir", "is_help", "preflight", "to_run_config"]
+__all__ = ["conf_dir", "flags_first", "is_help", "preflight", "to_run_config"]
 
 
 def conf_dir() -> Path:

@@ -63,11 +63,8 @@ def read(argv: list[str]) -> tuple[CommandLine, list[Problem]]:
         problems.append(_no_flag(word, key, value))
     late = [word for word in left if not word.startswith("-") and "=" in word]
     if late and not dashed:
-        flags = ["-m"] if args.multirun else []
-        flags += ["-cn", args.config_name] if args.config_name else []
-        flags += ["-cd", args.config_dir] if args.config_dir else []
         cause = f"{late[0]} comes after a flag that stands between the overrides"
-        problems.append(Problem(cause, f"flags first: {_PROGRAM} {shlex.join([*flags, *words, *late])}"))
+        problems.append(Problem(cause, f"flags first: {_PROGRAM} {shlex.join([*_flag_words(args), *words, *late])}"))
     if args.config_path is not None:
         problems.append(
             Problem("--config-path would hide this program's own settings", "-cd FOLDER adds yours to them")
@@ -80,6 +77,12 @@ def read(argv: list[str]) -> tuple[CommandLine, list[Problem]]:
         )
     name = (args.config_name or "config").removesuffix(".yaml")
     return CommandLine(words + late, args.multirun, name, args.config_dir), problems
+
+
+def flags_first(argv: list[str]) -> list[str]:
+    """A run's command line, checked, with its flags in front: Lightning adds overrides at its end for other ranks."""
+    args, _ = _flags().parse_known_args(argv)
+    return [*_flag_words(args), *args.overrides]
 
 
 def parse(words: list[str], loader: Any) -> tuple[list[Override], list[Problem]]:
@@ -142,6 +145,13 @@ def expand(overrides: list[Override]) -> list[list[Override]]:
             values = [override.get_value_element_as_str()]
         choices[key] = [f"{key}={value}" for value in values]
     return [[_parsed_once(word) for word in words] for words in itertools.product(*choices.values())]
+
+
+def _flag_words(args: argparse.Namespace) -> list[str]:
+    """The flags that a run may have, as they are typed."""
+    words = ["-m"] if args.multirun else []
+    words += ["-cn", args.config_name] if args.config_name else []
+    return words + (["-cd", args.config_dir] if args.config_dir else [])
 
 
 def _flags() -> argparse.ArgumentParser:

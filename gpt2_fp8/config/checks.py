@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from gpt2_fp8.config import paths
 from gpt2_fp8.config.errors import Finding, Problem, UserError
-from gpt2_fp8.config.schema import FP8Precision, HubData, RunConfig
+from gpt2_fp8.config.schema import FP8PrecisionConfig, HubData, RunConfig
 from gpt2_fp8.config.typed import show
 
 VOCABULARY = {"bytes": 257, "gpt2": 50257}  # the tokenizers' n_vocab
@@ -105,7 +105,7 @@ def _ranges(config: RunConfig) -> Iterator[Finding]:
 
 
 def _names(config: RunConfig) -> Iterator[Finding]:
-    if isinstance(config.precision, FP8Precision):
+    if isinstance(config.precision, FP8PrecisionConfig):
         for name in config.precision.keep_bf16:
             block = re.fullmatch(r"blocks\.(\d+)", name)
             if name not in ("head", "first", "last") and not (block and int(block[1]) < config.model.n_layer):
@@ -183,14 +183,14 @@ def _width(config: RunConfig) -> Iterator[Finding]:
 
 def _tokens(config: RunConfig) -> Iterator[Finding]:
     positions = config.model.n_positions
-    if isinstance(config.precision, FP8Precision) and (config.micro_batch_size * positions) % FP8_MULTIPLE:
+    if isinstance(config.precision, FP8PrecisionConfig) and (config.micro_batch_size * positions) % FP8_MULTIPLE:
         reason = f"FP8 matrix products need a forward pass's tokens to be a multiple of {FP8_MULTIPLE}"
         remedy = f"model.n_positions={_nearest(positions, FP8_MULTIPLE)}, or precision=bf16"
         yield _finding(config, "micro_batch_size model.n_positions", reason, remedy)
 
 
 def _width_multiple(config: RunConfig) -> int:
-    return FP8_MULTIPLE if isinstance(config.precision, FP8Precision) else 1
+    return FP8_MULTIPLE if isinstance(config.precision, FP8PrecisionConfig) else 1
 
 
 def _nearest(value: int, multiple: int) -> int:

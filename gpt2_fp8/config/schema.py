@@ -26,14 +26,14 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainPrecision:
+class PlainPrecisionConfig:
     """fp32: everything in float32. bf16: float32 weights, bfloat16 autocast."""
 
     name: Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FP8Precision:
+class FP8PrecisionConfig:
     """float32 weights, bfloat16 activations, FP8 matrix products through Transformer Engine."""
 
     name: Literal["fp8_hybrid", "fp8_e4m3", "fp8_e5m2"]  # hybrid: E4M3 forward, E5M2 gradients
@@ -171,7 +171,7 @@ class RunConfig:
     global_batch_size: int  # sequences per optimizer step, over all GPUs
     micro_batch_size: int  # sequences per GPU and forward pass; changes memory and speed, never the result
     model: ModelConfig
-    precision: PlainPrecision | FP8Precision
+    precision: PlainPrecisionConfig | FP8PrecisionConfig
     recipe: DelayedRecipe | StatelessRecipe
     data: StdlibData | FilesData | HubData | FileOrHubData
     optim: OptimConfig

@@ -68,9 +68,9 @@ class Attention(nn.Module):
 
     def forward(self, qkv: Tensor) -> Tensor:
         batch, tokens, _ = qkv.shape
-        heads = (part.view(batch, tokens, self.n_head, -1).transpose(1, 2) for part in qkv.split(self.n_embd, dim=2))
+        q, k, v = (part.view(batch, tokens, self.n_head, -1).transpose(1, 2) for part in qkv.split(self.n_embd, dim=2))
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(*heads, dropout_p=dropout, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         return y.transpose(1, 2).reshape(batch, tokens, self.n_embd)
 
 

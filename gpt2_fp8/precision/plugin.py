@@ -9,7 +9,7 @@ enters `forward_context` itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,36 +17,33 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
 from torch.optim import Optimizer
 
-from gpt2_fp8.config.schema import FP8Precision, RunConfig
+from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.recipes import build_recipe
 from gpt2_fp8.precision.resolve import Plan
 
 
-class _PerForward:
-    """Mixed in: no context around the training step, and clipping left to the step."""
+class FP32Precision(Precision):
+    """Everything in float32."""
 
-    def train_step_context(self) -> AbstractContextManager:
+
+class BF16Precision(MixedPrecision):
+    """float32 weights under bfloat16 autocast."""
+
+    def __init__(self, device: str):
+        super().__init__("bf16-mixed", device)
+
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
         """Nothing: see the module."""
-        return nullcontext()
+        yield
 
     def clip_gradients(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
         """Nothing: `step.update` clips. (Lightning's MixedPrecision refuses fused AdamW here, taking it for an
         optimizer that unscales float16 gradients.)"""
 
 
-class FP32(_PerForward, Precision):
-    """Everything in float32."""
-
-
-class BF16(_PerForward, MixedPrecision):
-    """float32 weights under bfloat16 autocast."""
-
-    def __init__(self, device: str):
-        super().__init__("bf16-mixed", device)
-
-
-class FP8(BF16):
+class FP8Precision(BF16Precision):
     """float32 weights, bfloat16 activations, FP8 products. Holds delayed scaling's state for the checkpoint.
 
     `recipe` is Transformer Engine's; `amax_history_len` is None for the stateless recipes, which need no calibration.
@@ -96,7 +93,7 @@ class FP8(BF16):
 def build_plugin(config: RunConfig, plan: Plan) -> Precision:
     """The plugin of a run, for `Trainer(plugins=[...])`."""
     if plan.fp8:
-        assert isinstance(config.precision, FP8Precision)
+        assert isinstance(config.precision, FP8PrecisionConfig)
         recipe = build_recipe(config.precision, config.recipe)
-        return FP8(recipe, getattr(config.recipe, "amax_history_len", None))
-    return BF16(plan.device) if plan.ran == "bf16" else FP32()
+        return FP8Precision(recipe, getattr(config.recipe, "amax_history_len", None))
+    return BF16Precision(plan.device) if plan.ran == "bf16" else FP32Precision()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpt2_fp8.config.schema import DelayedRecipe, FP8Precision, StatelessRecipe
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
 
 
-def build_recipe(precision: FP8Precision, recipe: DelayedRecipe | StatelessRecipe) -> Any:
+def build_recipe(precision: FP8PrecisionConfig, recipe: DelayedRecipe | StatelessRecipe) -> Any:
     """The `transformer_engine.common.recipe.Recipe` of a run: how each tensor gets its FP8 scale, and its format."""
     from transformer_engine.common import recipe as te
 

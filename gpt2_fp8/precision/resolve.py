@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import FP8Precision, RunConfig
+from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 from gpt2_fp8.layers import Backend
 from gpt2_fp8.precision.support import why_not_fp8, why_not_recipe
 
@@ -34,9 +34,10 @@ def resolve(config: RunConfig, device: Literal["cuda", "cpu"]) -> Plan:
     Raises UserError when FP8 cannot run and `precision.fallback=error`, or when the GPU can do FP8 but not the recipe.
     """
     asked = config.precision.name
-    ran, reason = asked, None
+    ran: str = asked
+    reason = None
     lesser = "bf16" if device == "cuda" else "fp32"
-    if isinstance(config.precision, FP8Precision):
+    if isinstance(config.precision, FP8PrecisionConfig):
         reason = "the CPU has no FP8 matrix units" if device == "cpu" else why_not_fp8()
         if device == "cpu" and config.trainer.accelerator != "cpu":
             reason = why_not_fp8() or reason

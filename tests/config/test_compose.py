@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from gpt2_fp8.compose import conf_dir, is_help, preflight, to_run_config
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import DelayedRecipe, PlainPrecision
+from gpt2_fp8.config.schema import DelayedRecipe, PlainPrecisionConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -64,7 +64,7 @@ def test_preflight_sees_what_hydra_will_run(argv, monkeypatch):
 def test_later_words_win():
     (config,) = preflight(["precision=bf16", "seed=1", "seed=2", "recipe.margin=3"])
     assert config.seed == 2
-    assert config.precision == PlainPrecision(name="bf16")
+    assert config.precision == PlainPrecisionConfig(name="bf16")
     assert isinstance(config.recipe, DelayedRecipe)
     assert config.recipe.margin == 3
 

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 import torch
 
 from gpt2_fp8 import layers
-from gpt2_fp8.config.schema import DelayedRecipe, FP8Precision, ModelConfig, StatelessRecipe
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, ModelConfig, StatelessRecipe
 from gpt2_fp8.loss import cross_entropy, split
 from gpt2_fp8.model import GPT2, initialise
-from gpt2_fp8.precision.plugin import FP8
+from gpt2_fp8.precision.plugin import FP8Precision
 from gpt2_fp8.precision.recipes import build_recipe
 
 VOCAB = 50257
@@ -40,11 +40,11 @@ def tokens(batch=16, seed=0, n_positions=256):
 
 def plugin(recipe="delayed", precision="fp8_hybrid"):
     """The precision plugin of a run, as `build_plugin` makes it."""
-    chosen = FP8Precision(name=precision, keep_bf16=[], fallback="error")
+    chosen = FP8PrecisionConfig(name=precision, keep_bf16=[], fallback="error")
     if recipe == "delayed":
         config = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
-        return FP8(build_recipe(chosen, config), 16)
-    return FP8(build_recipe(chosen, StatelessRecipe(name=recipe)), None)
+        return FP8Precision(build_recipe(chosen, config), 16)
+    return FP8Precision(build_recipe(chosen, StatelessRecipe(name=recipe)), None)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import FP8Precision, PlainPrecision, StatelessRecipe
+from gpt2_fp8.config.schema import FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
 from gpt2_fp8.precision import resolve as resolving
 from gpt2_fp8.precision import support
 from gpt2_fp8.precision.resolve import resolve
@@ -14,7 +14,11 @@ from gpt2_fp8.precision.resolve import resolve
 
 def config(precision="fp8_hybrid", fallback="allow", recipe="current", accelerator="auto", compile="auto"):
     plain = precision in ("fp32", "bf16")
-    chosen = PlainPrecision(name=precision) if plain else FP8Precision(name=precision, keep_bf16=[], fallback=fallback)
+    chosen = (
+        PlainPrecisionConfig(name=precision)
+        if plain
+        else FP8PrecisionConfig(name=precision, keep_bf16=[], fallback=fallback)
+    )
     return SimpleNamespace(
         precision=chosen,
         recipe=StatelessRecipe(name=recipe),

@@ -1,0 +1,107 @@
+"""Whole runs in FP8 on a GPU: what the CPU's tests of runs cannot show."""
+
+import statistics
+
+import pytest
+import torch
+
+from gpt2_fp8 import module
+from gpt2_fp8.checkpoint.files import read
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.flops import peak_bf16_flops
+from tests.runs import checkpoint, metrics, record_steps, summary, train, train_until
+
+pytestmark = pytest.mark.fp8
+
+ON_GPU = [
+    "trainer=gpu", "model.n_layer=2", "model.n_embd=128", "model.n_head=2", "model.n_positions=128",
+    "global_batch_size=16", "micro_batch_size=8", "trainer.max_steps=12", "trainer.val_check_interval=5",
+    "optim.warmup_steps=2", "data.val_sequences=16", "trainer.log_every_n_steps=1", "precision.fallback=error",
+    "callbacks.checkpoint_every_n_steps=4", "callbacks.sample_tokens=0", "callbacks.progress_bar=false",
+]  # fmt: skip
+IN_BF16 = [o for o in ON_GPU if o != "precision.fallback=error"] + ["precision=bf16", "compile=false"]
+
+
+def test_a_run_in_fp8_says_so_and_logs_its_speed(tmp_path):
+    train(tmp_path / "run", "callbacks.sample_tokens=8", base=ON_GPU)
+    report = summary(tmp_path / "run")
+    assert report["status"] == "completed"
+    assert report["precision"] == {"asked": "fp8_hybrid", "ran": "fp8_hybrid", "reason": None}
+    assert report["peak_memory_gb"] > 0
+    table = metrics(tmp_path / "run")
+    assert table["train_loss"][12] < table["train_loss"][1] - 0.1
+    assert set(table) >= {"memory_gb", "tokens_per_second"}
+    assert ("mfu_bf16" in table) == (peak_bf16_flops(report["device"]) is not None)
+
+
+def test_first_gradient_is_that_of_bf16(tmp_path):
+    train(tmp_path / "fp8", base=ON_GPU)
+    train(tmp_path / "bf16", base=IN_BF16)
+    ours, expected = metrics(tmp_path / "fp8")["grad_norm"], metrics(tmp_path / "bf16")["grad_norm"]
+    assert ours[1] == pytest.approx(expected[1], rel=0.05)
+    losses = [metrics(tmp_path / name)["train_loss"] for name in ("fp8", "bf16")]
+    assert statistics.mean(losses[0].values()) == pytest.approx(statistics.mean(losses[1].values()), rel=0.01)
+
+
+def test_a_resumed_run_takes_its_scales_from_the_checkpoint(tmp_path, monkeypatch):
+    steps = record_steps(monkeypatch)
+    train(tmp_path / "whole", base=ON_GPU)
+    whole = list(steps)
+    steps.clear()
+    train_until(4, tmp_path / "legs", base=ON_GPU)
+    scales = read(checkpoint(tmp_path / "legs", 4))["FP8Precision"]
+    assert any(name.endswith("scaling_bwd.scale") for name in scales)
+    monkeypatch.setattr(module, "calibrate", lambda *_: pytest.fail("calibrated although there were scales"))
+    train_until(8, tmp_path / "legs", "ckpt_path=last", base=ON_GPU)
+    train(tmp_path / "legs", "ckpt_path=last", base=ON_GPU)
+    assert [tokens for _, tokens, _ in steps] == [tokens for _, tokens, _ in whole]
+    losses = [[float.fromhex(loss) for *_, loss in run] for run in (steps, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)  # the GPU adds in no fixed order
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("to_fp8", [True, False])
+def test_a_checkpoint_continues_in_the_other_precision(tmp_path, recipe, to_fp8):
+    fp8 = ([f"recipe={recipe}"], ON_GPU)
+    first, second = (([], IN_BF16), fp8) if to_fp8 else (fp8, ([], IN_BF16))
+    train_until(8, tmp_path / "run", *first[0], base=first[1])
+    train(tmp_path / "run", "ckpt_path=last", *second[0], base=second[1])
+    losses = metrics(tmp_path / "run")["train_loss"]
+    before = max(abs(losses[i + 1] - losses[i]) for i in range(1, 8))
+    assert abs(losses[9] - losses[8]) <= before
+    assert summary(tmp_path / "run")["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["recipe=current"], ["recipe=block"], ["precision=fp8_e4m3"], ["precision.keep_bf16=[first,last,head]"]],
+    ids=" ".join,
+)
+def test_every_recipe_and_format_learns(tmp_path, overrides):
+    train(tmp_path / "run", *overrides, base=ON_GPU)
+    losses = metrics(tmp_path / "run")["train_loss"]
+    assert losses[12] < losses[1] - 0.1
+    assert summary(tmp_path / "run")["skipped_steps"] == 0
+
+
+def test_mxfp8_is_refused_on_hopper_with_the_reason(tmp_path):
+    if torch.cuda.get_device_capability() >= (10, 0):
+        pytest.skip("this GPU has MXFP8")
+    with pytest.raises(UserError, match="recipe=mxfp8 cannot run on this GPU"):
+        train(tmp_path / "run", "recipe=mxfp8", base=ON_GPU)
+    assert summary(tmp_path / "run")["exit_code"] == 2
+
+
+def test_compiled_bf16_trains(tmp_path):
+    train(tmp_path / "run", "compile=true", base=[o for o in IN_BF16 if not o.startswith("compile")])
+    assert summary(tmp_path / "run")["precision"]["ran"] == "bf16"
+    losses = metrics(tmp_path / "run")["train_loss"]
+    assert losses[12] < losses[1] - 0.1
+
+
+def test_validation_leaves_training_as_it_was(tmp_path):
+    """The same losses whether or not validations, which record amaxes, run in between."""
+    train(tmp_path / "often", "trainer.val_check_interval=1", base=ON_GPU)
+    train(tmp_path / "never", "data.val_sequences=0", base=ON_GPU)
+    often, never = (metrics(tmp_path / name)["train_loss"] for name in ("often", "never"))
+    assert list(often.values()) == pytest.approx(list(never.values()), rel=1e-3)

@@ -1,0 +1,211 @@
+"""Two processes on a CPU, through the command line: Lightning runs it again for rank 1, and gloo joins the two."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.runs import SMALL, checkpoint, command, metrics, summary, train, train_until
+
+# A rank's share of a step are two micro-batches, so that there is one without an exchange of gradients.
+BATCH = ["micro_batch_size=2"]
+TWO = [*SMALL[1:], *BATCH, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
+ALONE = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+IN_THE_FOLDER = {".hydra", "checkpoints", "metrics.csv", "run.log", "summary.json", "tensorboard"}
+
+# What a test changes in both processes: Lightning starts the same script again.
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from gpt2_fp8 import run
+from gpt2_fp8.module import GPT2Module
+from gpt2_fp8.report import Summary
+
+original = GPT2Module.training_step
+
+{patch}
+if __name__ == "__main__":  # the workers that read data import this file
+    sys.exit(run.main(sys.argv[1:]))
+"""
+RAISE = """
+def training_step(self, batch, batch_idx):
+    if self.global_rank in {ranks} and self.global_step == {step}:
+        raise RuntimeError("the roof fell in")
+    original(self, batch, batch_idx)
+
+GPT2Module.training_step = training_step
+"""
+COUNT_EXCHANGES = """
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+def exchange(state, bucket):
+    with Path(f"exchanges-{state.global_rank}").open("a") as file:
+        file.write(f"{state.global_step}\\n")
+    return allreduce_hook(None, bucket)
+
+start = GPT2Module.on_train_start
+def on_train_start(self):
+    start(self)
+    self.trainer.strategy.model.register_comm_hook(self, exchange)
+
+GPT2Module.on_train_start = on_train_start
+"""
+STOP_AT_STEP_3 = """
+import os, signal
+
+def training_step(self, batch, batch_idx):
+    if self.global_rank == 0 and self.global_step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    original(self, batch, batch_idx)
+
+GPT2Module.training_step = training_step
+"""
+# Longer than Lightning waits between two looks at the processes that it started.
+SLOW_SUMMARY = """
+write = Summary.write
+def slow_write(self, folder):
+    time.sleep(6)
+    return write(self, folder)
+
+Summary.write = slow_write
+"""
+
+
+def start(tmp_path, *arguments, patch=""):
+    """The command in a process group of its own, with `patch` in all of its processes."""
+    program = ["-m", "gpt2_fp8.run"]
+    if patch:
+        program = [str(tmp_path / "patched.py")]
+        (tmp_path / "patched.py").write_text(SCRIPT.format(patch=patch))
+    return subprocess.Popen(
+        [sys.executable, *program, *arguments],
+        cwd=tmp_path, env=os.environ | ALONE, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def finish(process, timeout=90):
+    """The exit code and the output; fails where the run, or any process of it, is left after `timeout`."""
+    try:
+        output, _ = process.communicate(timeout=timeout)  # ends when the last process has closed its end
+        for _ in range(100):
+            if not _is_alive(process.pid):
+                return process.returncode, output
+            time.sleep(0.1)
+        raise AssertionError(f"a process is left behind:\n{output}")
+    finally:
+        if _is_alive(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _is_alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def run(tmp_path, *arguments, patch="", timeout=90):
+    return finish(start(tmp_path, *arguments, patch=patch), timeout)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The run of a single process."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    train(folder, *BATCH)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The same run of two processes, without a name; returns the folder it was typed in, and what it printed."""
+    cwd = tmp_path_factory.mktemp("two")
+    code, output = run(cwd, *TWO, patch=COUNT_EXCHANGES)
+    assert code == 0, output
+    return cwd, output
+
+
+def the_run(cwd):
+    (folder,) = (cwd / "outputs").iterdir()
+    return folder
+
+
+def assert_equal_but_for_rounding(folder, other):
+    table, others = metrics(folder), metrics(other)
+    for column in ("val_loss", "grad_norm", "lr", "tokens"):
+        assert list(table[column]) == list(others[column]), column
+        assert list(table[column].values()) == pytest.approx(list(others[column].values()), rel=1e-5), column
+
+
+def test_one_folder_and_one_summary_of_two_processes(two):
+    cwd, output = two
+    assert set(os.listdir(cwd)) == {"outputs", "patched.py", "exchanges-0", "exchanges-1"}
+    folder = the_run(cwd)
+    assert set(os.listdir(folder)) - {"train_ddp_process_1.log"} == IN_THE_FOLDER
+    report = summary(folder)
+    assert (report["status"], report["steps"], report["tokens"]) == ("completed", 12, 12 * 8 * 32)
+    assert "the CPU x 2" in output
+    assert output.count("precision  fp32 instead of") == 1, "the ranks do not say the same twice"
+    assert "Warning" not in output
+    assert "recommended" not in output
+
+
+def test_two_processes_compute_what_one_does(one, two):
+    assert_equal_but_for_rounding(the_run(two[0]), one)
+    # Each logs its own part of the first step, before any update: rank 0's is not the whole.
+    assert metrics(the_run(two[0]))["train_loss"][1] != metrics(one)["train_loss"][1]
+
+
+def test_gradients_are_exchanged_once_a_step(two):
+    steps = [str(step) for step in range(12)]
+    for rank in (0, 1):
+        assert (two[0] / f"exchanges-{rank}").read_text().split() == steps
+
+
+def test_a_run_of_two_continues_with_one(tmp_path, one):
+    code, output = run(tmp_path, *TWO, "run_name=run", patch=RAISE.format(ranks=(0, 1), step=8))
+    assert code == 1, output
+    assert checkpoint(tmp_path / "outputs/run", 8).is_dir()
+    train(tmp_path / "outputs/run", *BATCH, "ckpt_path=last")
+    assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
+
+
+def test_a_run_of_one_continues_with_two(tmp_path, one):
+    train_until(4, tmp_path / "outputs/run", *BATCH)
+    # The flag comes last: Lightning adds words of its own behind it.
+    (tmp_path / "mine").mkdir()
+    code, output = run(tmp_path, *TWO, "run_name=run", "ckpt_path=last", "-cd", "mine")
+    assert code == 0, output
+    assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
+    assert os.listdir(tmp_path / "outputs") == ["run"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_ends_the_other(tmp_path, rank):
+    patch = RAISE.format(ranks=(rank,), step=3) + "run.PATIENCE = 3.0"
+    code, output = run(tmp_path, *TWO, "run_name=run", patch=patch, timeout=60)
+    assert code not in (0, None)
+    assert "the roof fell in" in output
+    if rank == 0:
+        assert summary(tmp_path / "outputs/run")["message"] == "RuntimeError: the roof fell in"
+
+
+def test_a_stop_is_told_by_rank_0_whatever_time_it_takes(tmp_path):
+    code, output = run(tmp_path, *TWO, "run_name=run", "data.num_workers=1", patch=STOP_AT_STEP_3 + SLOW_SUMMARY)
+    assert code == 143, output
+    assert summary(tmp_path / "outputs/run")["status"] == "stopped"
+    assert checkpoint(tmp_path / "outputs/run", 3).is_dir()
+    assert output.count("ckpt_path=last continues") == 1
+    assert "Traceback" not in output
+
+
+def test_a_sweep_over_two_processes_is_refused(tmp_path):
+    done = command("-m", *TWO, "seed=1,2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "each process would start the whole sweep again" in done.stderr
+    assert os.listdir(tmp_path) == []

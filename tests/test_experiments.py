@@ -1,0 +1,150 @@
+"""Every experiment, debug run, trainer and data set of conf/ runs: tiny, on a CPU; the hub's come from the loopback."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from gpt2_fp8.compose import conf_dir
+from tests.data.hub import Hub
+from tests.runs import SMALL, checkpoint, metrics, summary
+
+TINY = [word for word in SMALL if word != "trainer=cpu"]
+FEW = ["trainer.max_steps=3", "optim.warmup_steps=1"]
+BYTES = ["data.tokenizer=bytes", "data.num_workers=0"]
+
+
+def choices(group):
+    return [f"{group}={file.stem}" for file in sorted((conf_dir() / group).glob("*.yaml"))]
+
+
+def settings(choice):
+    group, name = choice.split("=")
+    return yaml.safe_load((conf_dir() / group / f"{name}.yaml").read_text())
+
+
+FROM_THE_HUB = [choice for choice in choices("data") if "repo" in settings(choice)]
+# A choice alone is not enough for these.
+EXTRA = {
+    "experiment=tinyshakespeare_fp8": [*BYTES, "data.path=speare.txt", "debug=fdr"],
+    "experiment=fineweb_edu_fp8": [*BYTES, "debug=fdr"],
+    "trainer=ddp": ["trainer.accelerator=cpu", "trainer.devices=1"],
+    "data=text_files": [*BYTES, "data.train_files=[speare.txt]"],
+}
+ON_A_GPU_ONLY = ["trainer=gpu"]
+# The one that starts torch.distributed comes last: the runs share a process.
+LINES = [choice for group in ("experiment", "debug", "data", "trainer") for choice in choices(group)]
+LINES = sorted(set(LINES) - set(ON_A_GPU_ONLY), key=lambda choice: (choice == "trainer=ddp", choice))
+
+MAINS = """
+import json, sys
+from gpt2_fp8 import run
+
+if __name__ == "__main__":
+    for words in json.loads(sys.argv[1]):
+        print("@", run.main(words), file=sys.stderr, flush=True)
+"""
+
+
+class Shipped(Hub):
+    """The repositories that conf/ names, at the revisions that it names: the files of its patterns, a few each."""
+
+    def __init__(self):
+        self.revisions = {settings(choice)["repo"]: settings(choice)["revision"] for choice in FROM_THE_HUB}
+        super().__init__({settings(choice)["repo"]: dict(_files(settings(choice))) for choice in FROM_THE_HUB})
+
+    def commit(self, repo):
+        revision = self.revisions[repo]
+        return revision if len(revision) == 40 else super().commit(repo)
+
+
+def _files(data):
+    """Two files for a pattern with a star, and each that is named."""
+    for pattern in [*data["train_files"], *data["val_files"]]:
+        for name in dict.fromkeys((pattern.replace("*", "000"), pattern.replace("*", "001"))):
+            texts = [f"{name}, text {i}: to be, or not to be.\n" for i in range(100)]
+            table = pa.table({data["text_column"]: texts, "id": [str(i) for i in range(100)]})
+            content = io.BytesIO()
+            pq.write_table(table, content, row_group_size=25)
+            yield name, content.getvalue()
+
+
+def words(choice):
+    group, name = choice.split("=")
+    device = [] if group == "trainer" else ["trainer=cpu"]
+    extra = EXTRA.get(choice, BYTES if choice in FROM_THE_HUB else [])
+    return [choice, *device, *TINY, *([] if group in ("experiment", "debug") else FEW), *extra, f"run_name={name}"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The exit code of each line, and where their folders are. One process, as each alone would import torch."""
+    cwd = tmp_path_factory.mktemp("experiments")
+    (cwd / "speare.txt").write_text("To be, or not to be, that is the question.\n" * 200)
+    (cwd / "mains.py").write_text(MAINS)
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    with Shipped() as hub:
+        environment |= {
+            "HF_ENDPOINT": hub.url, "HF_HOME": str(cwd / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1",
+            "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "mains.py", json.dumps([words(choice) for choice in LINES])],
+            cwd=cwd, env=environment, capture_output=True, text=True, timeout=180,
+        )  # fmt: skip
+    codes = [int(line[2:]) for line in done.stderr.splitlines() if line.startswith("@ ")]
+    assert len(codes) == len(LINES), done.stderr
+    return cwd / "outputs", dict(zip(LINES, codes, strict=True)), done
+
+
+@pytest.mark.parametrize("choice", LINES)
+def test_it_runs(runs, choice):
+    outputs, codes, done = runs
+    assert codes[choice] == 0, done.stderr
+    report = summary(outputs / choice.split("=")[1])
+    assert report["status"] == "completed"
+    assert report["steps"] > 0
+    assert report["last_train_loss"] > 0
+
+
+@pytest.mark.parametrize("choice", choices("experiment"))
+def test_an_experiment_is_fp8_with_its_own_data(runs, choice):
+    outputs, *_ = runs
+    report = summary(outputs / choice.split("=")[1])
+    assert report["precision"]["asked"] == "fp8_hybrid"
+    source = report["data"]["source"]
+    assert source["kind"] == ("files" if "shakespeare" in choice else "hub")
+    assert report["steps"] == 1
+    assert not checkpoint(outputs / choice.split("=")[1], 1).exists(), "debug=fdr leaves none"
+
+
+@pytest.mark.parametrize("choice", FROM_THE_HUB)
+def test_a_data_set_of_the_hub_is_read_by_its_own_patterns(runs, choice):
+    outputs, *_ = runs
+    data, folder = settings(choice), outputs / choice.split("=")[1]
+    report = summary(folder)
+    source = report["data"]["source"]
+    assert (source["kind"], source["repo"]) == ("hub", data["repo"])
+    assert len(data["revision"]) != 40 or source["commit"] == data["revision"]
+    # Four row groups of each file that is not held out.
+    train = {name for name, _ in _files(data | {"val_files": []})} - set(data["val_files"])
+    assert report["data"]["units"] == 4 * len(train)
+    assert len(train) >= 2
+    assert list(metrics(folder)["train_loss"]) == [1, 2, 3]
+    assert list(metrics(folder)["val_loss"]) == [3]
+
+
+def test_overfitting_drives_the_loss_down(runs):
+    losses = metrics(runs[0] / "overfit")["train_loss"]
+    assert losses[max(losses)] < losses[1] - 0.3
+
+
+def test_the_profiler_prints_its_table(runs):
+    _, _, done = runs
+    assert "FIT Profiler Report" in done.stdout + done.stderr

@@ -1,0 +1,301 @@
+"""What the documents say is so: their commands compose and run, and what they name exists."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from gpt2_fp8.compose import conf_dir, preflight
+from gpt2_fp8.config import errors
+from gpt2_fp8.data.tokenizer import GPT2_FILES
+from gpt2_fp8.report import Precision, Summary
+from tests.runs import command, metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+README, ARCHITECTURE, PERFORMANCE = (ROOT / name for name in ("README.md", "ARCHITECTURE.md", "docs/performance.md"))
+DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, ROOT / "CHANGELOG.md"]
+RUN = ["python", "-m", "gpt2_fp8.run"]
+ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
+
+
+class Command(NamedTuple):
+    """A command of a fenced bash block, its words as the shell would split them."""
+
+    document: str
+    words: list[str]
+
+    @property
+    def argv(self):
+        return self.words[len(RUN) :]
+
+    def __str__(self):
+        return f"{self.document}: {shlex.join(self.words)}"
+
+
+def blocks(document, language):
+    """The contents of the document's fenced blocks in `language`, indented ones included."""
+    fenced = re.findall(r"^ *```(\w+)\n(.*?)^ *```$", document.read_text(), re.MULTILINE | re.DOTALL)
+    return [content for name, content in fenced if name == language]
+
+
+def commands(document):
+    for block in blocks(document, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words: list[str] = []
+            for word in [*shlex.split(line, comments=True), "&&"]:
+                if word != "&&":
+                    words.append(word)
+                    continue
+                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                    words.pop(0)
+                if words:
+                    yield Command(document.name, words)
+                words = []
+
+
+def rows(document, header):
+    """The cells of a table's rows, found by the first cell of its header."""
+    lines = iter(document.read_text().splitlines())
+    for line in lines:
+        if line.startswith(f"| {header} |"):
+            next(lines)
+            found = []
+            for row in lines:
+                if not row.startswith("|"):
+                    return found
+                found.append([cell.strip() for cell in row.strip("|").split("|")])
+    raise AssertionError(f"{document.name} has no table that starts with {header!r}")
+
+
+def names(text):
+    """What stands in backticks."""
+    return re.findall(r"`([^`]+)`", text)
+
+
+ALL = [found for document in DOCUMENTS for found in commands(document)]
+RUNS = [found for found in ALL if found.words[: len(RUN)] == RUN]
+FIRST = RUNS[0]
+
+
+def stand_ins(argv):
+    """Make what a command line reads, in the current folder."""
+    for word in argv:
+        if "=" not in word:
+            continue
+        override = OverridesParser.create().parse_override(word)
+        key, value = override.key_or_group, override.value()
+        if key in ("data.train_files", "data.val_files", "data.path"):
+            for name in value if isinstance(value, list) else [value]:
+                path = Path(str(name).replace("*", "00000"))
+                assert not path.is_absolute(), f"{word}: nobody else has this path"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text("text")
+        elif key == "init_from" or (key == "ckpt_path" and value not in ("last", "best")):
+            Path(str(value)).mkdir(parents=True)
+
+
+def test_the_documents_have_commands():
+    assert FIRST.argv == []
+    assert {found.document for found in RUNS} == {"README.md", "performance.md"}
+    assert len(RUNS) > 12
+
+
+@pytest.mark.parametrize("found", RUNS, ids=str)
+def test_every_run_composes(found, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stand_ins(found.argv)
+    configs = preflight(found.argv)
+    assert len(configs) > 1 if "-m" in found.argv else len(configs) == 1
+
+
+def test_every_command_is_of_a_known_kind():
+    """A new kind of command needs a test of its own."""
+    known = {("python", "-m"), ("python", "-c"), ("pip", "install"), ("pytest",), ("export",)}
+    for found in ALL:
+        start = tuple(found.words[:2]) if found.words[0] in ("python", "pip") else (found.words[0],)
+        assert start in known, str(found)
+        assert found.words[:2] != ["python", "-m"] or found.words[: len(RUN)] == RUN, str(found)
+
+
+def test_python_one_liners_are_python():
+    programs = [found.words[2] for found in ALL if found.words[:2] == ["python", "-c"]]
+    assert programs
+    for program in programs:
+        ast.parse(program)
+
+
+def test_what_is_installed_is_what_the_project_offers():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras, editable = project["project"]["optional-dependencies"], []
+    for found in ALL:
+        if found.words[:2] == ["pip", "install"] and "-e" in found.words:
+            target = re.fullmatch(r"\.(?:\[(\w+)\])?", found.words[found.words.index("-e") + 1])
+            assert target, str(found)
+            assert target[1] is None or target[1] in extras, str(found)
+            assert (target[1] == "fp8") == ("--no-build-isolation" in found.words), str(found)
+            editable.append(target[1])
+    assert set(editable) == {None, "test", "fp8"}
+    (torch,) = (line for line in project["project"]["dependencies"] if line.startswith("torch"))
+    assert f'pip install "{torch}"' in README.read_text()
+    (setuptools,) = project["build-system"]["requires"]  # without build isolation, the user's own
+    assert f'"{setuptools}"' in README.read_text()
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    (line,) = (line for block in blocks(README, "bash") for line in block.splitlines() if line.endswith("&& pytest"))
+    assert re.search(rf"^{re.escape(line)}\b", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """The README's first command, of which only the length is changed."""
+    cwd = tmp_path_factory.mktemp("first")
+    few = ["run_name=first", "trainer.max_steps=3", "optim.warmup_steps=1", "data.val_sequences=4"]
+    done = command(*FIRST.argv, *few, "trainer.val_check_interval=2", cwd=cwd, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    return cwd / "outputs/first"
+
+
+def test_the_first_command_logs_what_the_readme_shows(first):
+    """Labels and texts; times, folders and numbers are another run's."""
+    (shown,) = (block for block in blocks(README, "text") if "mfu" not in block and "] model " in block)
+
+    def labels(text):
+        return {match[1] for match in re.finditer(r"^\[[\d:]{8}\] (\w+)\b:?", text, re.MULTILINE)}
+
+    written = (first / "run.log").read_text()
+    assert labels(shown) == labels(written)
+    same = [line.partition("] ")[2] for line in shown.splitlines() if re.search(r"\] (model|layers|data|data:) ", line)]
+    assert len(same) >= 3
+    assert [
+        line for line in same if line not in written.replace("4 validation sequences", "64 validation sequences")
+    ] == []
+
+
+def test_the_first_command_leaves_what_the_readme_shows(first):
+    (shown,) = (block for block in blocks(README, "text") if block.startswith("outputs/"))
+    entries = [re.match(r"( +)(\S+)", line) for line in shown.splitlines()[1:]]
+    top = {entry[2].rstrip("/") for entry in entries if entry and len(entry[1]) == 2}
+    below = {re.sub(r"\d{8}", "N", entry[2].rstrip("/")) for entry in entries if entry and len(entry[1]) == 4}
+    assert top == {path.name for path in first.iterdir()}
+    assert below == {re.sub(r"\d{8}", "N", path.name) for path in (first / "checkpoints").iterdir()}
+
+
+def test_the_metrics_are_those_of_the_readme(first):
+    documented = {name for row in rows(README, "metric") for name in names(row[0])}
+    assert documented - ON_A_GPU == set(metrics(first)) - {"step"}
+    assert documented >= ON_A_GPU
+
+
+def test_the_weights_are_read_as_the_readme_shows(first, monkeypatch):
+    (program,) = blocks(README, "python")
+    monkeypatch.chdir(first.parents[1])
+    program = program.replace("step-00000300", "step-00000003")
+    shape = subprocess.run(
+        [sys.executable, "-c", f"{program}\nprint(list(weights['blocks.0.qkv.weight'].shape))"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert shape.stdout.strip() == "[384, 128]"
+    told = re.search(r"A checkpoint is a folder: (.*?) Nothing is pickled", README.read_text(), re.DOTALL)
+    assert told
+    files = {path.name for path in (first / "checkpoints/step-00000003").iterdir()}
+    assert set(names(told[1])) == files - {"validation.json"}
+
+
+def test_the_groups_are_those_of_the_readme():
+    table = {names(row[0])[0]: set(names(row[1])) for row in rows(README, "group")}
+    groups = {
+        folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in conf_dir().iterdir() if folder.is_dir()
+    }
+    assert table == groups
+
+
+def test_the_defaults_come_first():
+    (config,) = preflight([])
+    for group, choices, _ in rows(README, "group"):
+        if (part := getattr(config, names(group)[0], None)) and hasattr(part, "name"):
+            assert names(choices)[0] == part.name
+
+
+def test_the_exit_codes_are_those_of_the_readme():
+    codes = {int(code) for row in rows(README, "exit code") for code in row[0].split(",")}
+    ends = {error.exit_code for error in (errors.RunError, errors.UserError, errors.Diverged, errors.DataSourceLost)}
+    assert codes == {0} | ends | {errors.Stopped(2).exit_code, errors.Stopped(15).exit_code}
+
+
+def test_the_summary_is_that_of_the_readme():
+    documented = [name for row in rows(README, "keys") for name in names(row[0])]
+    assert sorted(documented) == sorted(
+        vars(Summary(precision=Precision(asked="bf16"), recipe=None)).keys() - {"_began"}
+    )
+
+
+def test_the_vocabulary_files_are_those_of_the_readme():
+    assert {names(name)[0]: names(url)[0] for name, url in rows(README, "name in the folder")} == GPT2_FILES
+
+
+def test_the_mistakes_shown_are_answered_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (shown,) = (block for block in blocks(README, "text") if block.startswith("$ python -m gpt2_fp8.run "))
+    typed, _, answer = shown.partition("\n")
+    with pytest.raises(errors.UserError) as caught:
+        preflight(shlex.split(typed)[1 + len(RUN) :])
+    assert str(caught.value) == answer.strip()
+
+
+def test_the_readme_and_the_code_name_the_same_section():
+    """`precision.support` sends people to the README's section on FP8."""
+    assert 'README, "FP8"' in (ROOT / "gpt2_fp8/precision/support.py").read_text()
+    assert re.search("^## FP8$", README.read_text(), re.MULTILINE)
+
+
+def test_figures_of_the_readme_stand_in_the_measurements():
+    measured = README.read_text().partition("## Measured")[2]
+    figures = re.findall(r"\d{3},\d{3}", measured)
+    assert len(figures) >= 3
+    assert [figure for figure in figures if figure not in PERFORMANCE.read_text()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    text = document.read_text()
+    anchors = {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if link.startswith("#"):
+            assert link[1:] in anchors, link
+        elif not link.startswith("https://"):
+            assert (document.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_named_exist(document):
+    """Every `a/b.py`, `b.yaml` or `b.md` in backticks, but for stand-ins in capitals and what a run makes."""
+    for name in names(document.read_text()):
+        if re.fullmatch(r"[\w./-]+\.(py|yaml|md)", name) and not re.search(r"[A-Z]{4}\.yaml", name):
+            places = [ROOT, ROOT / "gpt2_fp8", *((ROOT / "gpt2_fp8").iterdir() if document == ARCHITECTURE else [])]
+            assert any((place / name).is_file() for place in places), name
+
+
+def test_every_module_has_its_row():
+    table = [names(row[0])[0] for row in rows(ARCHITECTURE, "module") if names(row[0])]
+    assert len(set(table)) == len(table)
+    package = ROOT / "gpt2_fp8"
+    modules = {str(path.relative_to(package)) for path in package.rglob("*.py")}
+    silent = {name for name in modules if name.endswith("__init__.py") and len(_statements(package / name)) == 0}
+    assert set(table) == modules - silent - {"__init__.py"}, "`__init__.py` is in it where it holds code"
+
+
+def _statements(path):
+    """A module's statements but for its docstring."""
+    body = ast.parse(path.read_text()).body
+    return [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]

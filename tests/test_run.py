@@ -1,0 +1,321 @@
+"""The command line as users type it: what it prints, leaves and returns, for runs, mistakes, signals and sweeps."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+
+from tests.runs import SMALL, checkpoint, command, metrics, summary
+
+ALONE = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+gpt2_fp8 = partial(command, **ALONE)
+
+
+def script(text, cwd, *arguments, **environment):
+    """A Python program that calls `run.main` itself; returns its process, ended."""
+    (cwd / "script.py").write_text(text)
+    return subprocess.run(
+        [sys.executable, "script.py", *arguments],
+        cwd=cwd, env=os.environ | ALONE | environment, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory):
+    """The run that nothing was chosen for but its length and name."""
+    cwd = tmp_path_factory.mktemp("default")
+    length = ["trainer.max_steps=3", "optim.warmup_steps=1", "data.val_sequences=4", "callbacks.sample_tokens=20"]
+    return cwd, gpt2_fp8("run_name=mine", *length, cwd=cwd)
+
+
+def test_a_run_as_it_comes(default):
+    cwd, done = default
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout + done.stderr
+    assert "precision  fp32 instead of fp8_hybrid: " in printed
+    assert "3/3" in printed, "the progress bar"
+    assert "train_loss=" in printed
+    assert "sample at step 3: " in printed
+    assert "completed: " in printed
+    assert "Warning" not in printed
+    assert os.listdir(cwd) == ["outputs"]
+    assert os.listdir(cwd / "outputs") == ["mine"]
+    report = summary(cwd / "outputs/mine")
+    assert (report["status"], report["exit_code"], report["steps"]) == ("completed", 0, 3)
+    assert "fp32 instead of fp8_hybrid" in (cwd / "outputs/mine/run.log").read_text()
+
+
+def test_a_name_that_is_taken(default):
+    cwd, _ = default
+    done = gpt2_fp8("run_name=mine", "trainer.max_steps=3", "optim.warmup_steps=1", cwd=cwd)
+    assert_refused(done, "already holds a run, saved at step 3", "ckpt_path=last")
+    assert checkpoint(cwd / "outputs/mine", 3).is_dir()
+
+
+def assert_refused(done, cause, remedy, problems=1):
+    """Exit 2, and two lines a problem; nothing else on stderr."""
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2 * problems, done.stderr
+    assert all(line.startswith("error: ") for line in lines[::2])
+    assert all(line.startswith("  fix: ") for line in lines[1::2])
+    assert cause in done.stderr
+    assert remedy in done.stderr
+
+
+BAD = [
+    ("optim.learing_rate=1e-3", "there is no key optim.learing_rate", "optim."),
+    ("modle=gpt2", "there is no key modle", "did you mean model?"),
+    ("model=gpt2_huge", "there is no such choice", "gpt2_large"),
+    ("trainer.max_steps=many", "must be a whole number", "trainer.max_steps=NUMBER"),
+    ("optim.lr=nan", "not a finite number", "optim.lr=NUMBER"),
+    ("model.n_embd=96 model.n_head=5", "the heads share n_embd", "model.n_embd=80, or model.n_head=4"),
+    ("trainer.max_steps=20 optim.warmup_steps=50", "the warm-up is longer than the run", "optim.warmup_steps=2"),
+    ("global_batch_size=12", "does not divide", "micro_batch_size=12"),
+    ("data=text_files data.train_files=[nope.txt]", "nope.txt does not exist", "correct the path"),
+    ("data.tokenizer=gpt2 model.vocab_size=50000", "the tokenizer has 50257 tokens", "model.vocab_size=null"),
+    ("hydra.run.dir=file/run", "file is a file, not a folder", "hydra.run.dir=FOLDER"),
+    ("precision=fp8_e5m2", "E5M2 x E5M2", "precision=fp8_hybrid"),
+    ("recipe.interval=1", "Transformer Engine dropped it", "remove the key"),
+]
+
+
+@pytest.mark.parametrize(("line", "cause", "remedy"), BAD, ids=[line for line, *_ in BAD])
+def test_a_mistake_costs_no_time(tmp_path, line, cause, remedy):
+    (tmp_path / "file").write_text("")
+    before = _cpu_seconds()
+    done = gpt2_fp8(*line.split(), cwd=tmp_path)
+    assert _cpu_seconds() - before < 5  # of the CPU: the machine may have other things to do
+    assert_refused(done, cause, remedy)
+    assert os.listdir(tmp_path) == ["file"], "no folder for a run that does not start"
+
+
+def _cpu_seconds():
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def test_all_mistakes_are_told_at_once(tmp_path):
+    done = gpt2_fp8("lr=1", "seed=-1", "precision=fp16", "global_batch_size=12", cwd=tmp_path)
+    for cause in ("there is no key lr", "seed=-1", "precision=fp16", "global_batch_size=12"):
+        assert_refused(done, cause, "optim.lr", problems=4)
+
+
+MAINS = """
+import contextlib, io, json, sys
+from gpt2_fp8 import run
+
+for words in json.loads(sys.argv[1]):
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        code = run.main(words)
+    print("\\n@", json.dumps([code, stderr.getvalue()]), flush=True)
+"""
+FILES = "data=text_files data.tokenizer=bytes data.num_workers=0 data.val_fraction=0 data.val_sequences=0"
+LATE = [  # known only once torch is imported, or the text is read
+    (f"{FILES} data.train_files=[empty.txt]", "the training text is too short: 0 tokens", "give more text"),
+    (f"{FILES} data.train_files=[short.txt]", "the training text is too short: 22 tokens", "model.n_positions"),
+    ("trainer=auto precision.fallback=error", "precision=fp8_hybrid cannot run here: ", "precision.fallback=allow"),
+    ("trainer=gpu", "torch sees no GPU", "trainer=cpu"),
+    ("data.tokenizer=gpt2", "the GPT-2 vocabulary is not on this machine", "TIKTOKEN_CACHE_DIR"),
+]
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory):
+    """How each line of LATE ends: all in one process, where each alone would import torch."""
+    cwd = tmp_path_factory.mktemp("late")
+    (cwd / "empty.txt").write_text("")
+    (cwd / "short.txt").write_text("x" * 21)  # and an end of text
+    (cwd / "vocabulary").mkdir()
+    nowhere = dict.fromkeys(("HTTPS_PROXY", "https_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
+    lines = [[*SMALL, *line.split()] for line, *_ in LATE]
+    done = script(MAINS, cwd, json.dumps(lines), TIKTOKEN_CACHE_DIR=str(cwd / "vocabulary"), **nowhere)
+    assert done.returncode == 0, done.stderr
+    ends = [json.loads(line[2:]) for line in done.stdout.splitlines() if line.startswith("@ ")]
+    return [
+        subprocess.CompletedProcess(line, code, None, stderr) for line, (code, stderr) in zip(LATE, ends, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(LATE)), ids=[line for line, *_ in LATE])
+def test_a_mistake_that_shows_late_is_told_as_well(late, number):
+    _, cause, remedy = LATE[number]
+    assert_refused(late[number], cause, remedy)
+
+
+def test_a_fault_of_ours_is_1_with_a_traceback(tmp_path):
+    program = """
+import sys
+from gpt2_fp8 import run
+from gpt2_fp8.module import GPT2Module
+
+def training_step(*_):
+    raise RuntimeError("the roof fell in")
+
+GPT2Module.training_step = training_step
+sys.exit(run.main(sys.argv[1:]))
+"""
+    done = script(program, tmp_path, *SMALL, "run_name=run")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "RuntimeError: the roof fell in" in done.stderr
+    assert summary(tmp_path / "outputs/run")["status"] == "failed"
+
+
+LONG = [*SMALL, "run_name=run", "trainer.max_steps=400", "trainer.val_check_interval=200", "logger=csv",
+        "callbacks.checkpoint_every_n_steps=200"]  # fmt: skip
+
+
+def interrupt(number, started, *arguments, cwd):
+    """Send a signal once the file `started` is there; returns the exit code and what was printed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gpt2_fp8.run", *arguments],
+        cwd=cwd, env=os.environ | ALONE, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 90
+        while not started.exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_the_run_goes_on_later(tmp_path, number, code):
+    folder = tmp_path / "outputs/run"
+    ended, output = interrupt(number, folder / "metrics.csv", *LONG, cwd=tmp_path)
+    assert ended == code, output
+    assert "ckpt_path=last continues" in output
+    assert "Traceback" not in output
+    report = summary(folder)
+    assert (report["status"], report["exit_code"]) == ("stopped", code)
+    assert 0 < report["steps"] < 400
+    assert checkpoint(folder, report["steps"]).is_dir()
+    done = gpt2_fp8(*LONG, "ckpt_path=last", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"(step {report['steps']})" in done.stdout
+    assert list(metrics(folder)["train_loss"]) == list(range(1, 401))
+
+
+def test_a_signal_ends_a_whole_sweep(tmp_path):
+    words = [word for word in LONG if word != "run_name=run"]
+    started = tmp_path / "outputs/sweep/0/metrics.csv"
+    code, output = interrupt(signal.SIGINT, started, "-m", *words, "run_name=sweep", "seed=1,2", cwd=tmp_path)
+    assert code == 130, output
+    assert summary(tmp_path / "outputs/sweep/0")["status"] == "stopped"
+    assert not (tmp_path / "outputs/sweep/1").exists()
+
+
+# After each job: what it left in the process for the next. At the end: what Hydra hands to a sweeper.
+SWEEP = """
+import json, logging, os, signal, sys, warnings
+import hydra.core.utils
+
+states, values = [], []
+run_job = hydra.core.utils.run_job
+
+def watched_job(*arguments, **options):
+    result = run_job(*arguments, **options)
+    values.append(result.return_value)
+    return result
+
+hydra.core.utils.run_job = watched_job  # before Hydra loads its launchers, which take it from there
+
+import torch
+from gpt2_fp8 import run, train
+
+train_run = train.run
+
+def state():
+    return {
+        "dtype": str(torch.get_default_dtype()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "grad": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "handlers": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)],
+        "warnings": len(warnings.filters),
+        "loggers": {name: logging.getLogger(name).level for name in ("gpt2_fp8", "lightning.pytorch")},
+        "environment": sorted(item for item in os.environ.items() if item[0] != "PL_GLOBAL_SEED"),
+    }
+
+def watched(config, folder):
+    states.append(state())
+    try:
+        return train_run(config, folder)
+    finally:
+        states.append(state())
+
+train.run = watched
+code = run.main(sys.argv[1:])
+print("\\n@", json.dumps([code, states, values]))
+"""
+KINDS = [("fp32", 1), ("fp32", 2), ("bf16", 1), ("bf16", 2)]
+# dropout: with it a run draws random numbers, and what one job has drawn must not show in the next.
+SWEPT = [*SMALL, "model.dropout=0.1", "trainer.deterministic=true"]
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    cwd = tmp_path_factory.mktemp("sweep")
+    done = script(SWEEP, cwd, "-m", *SWEPT, "run_name=sweep", "precision=fp32,bf16", "seed=1,2")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("@ ")]
+    return cwd / "outputs/sweep", *json.loads(line[2:])
+
+
+def test_a_sweep_leaves_a_run_for_each_job(sweep):
+    folder, code, _, values = sweep
+    assert code == 0
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "2", "3"]
+    reports = [summary(folder / str(job)) for job in range(4)]
+    assert [(report["status"], report["precision"]["ran"]) for report in reports] == [
+        ("completed", precision) for precision, _ in KINDS
+    ]
+    assert len(set(values)) == 4
+    assert values == [report["last_val_loss"] for report in reports], "what a sweeper optimises"
+
+
+def test_a_job_leaves_nothing_to_the_next(sweep):
+    _, _, states, _ = sweep
+    before, after = states[2::2], states[3::2]  # the first job's imports change things for good
+    for state in [*before, *after]:
+        assert state == states[1]
+    for key in ("dtype", "deterministic", "benchmark", "autocast", "grad", "threads", "handlers"):
+        assert states[0][key] == states[1][key]
+
+
+@pytest.mark.parametrize("job", [1, 3])
+def test_a_job_is_the_run_by_itself_bit_for_bit(sweep, tmp_path, job):
+    precision, seed = KINDS[job]
+    done = gpt2_fp8(*SWEPT, "run_name=single", f"precision={precision}", f"seed={seed}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder, single = sweep[0] / str(job), tmp_path / "outputs/single"
+    for column in ("train_loss", "val_loss", "grad_norm"):
+        assert metrics(folder)[column] == metrics(single)[column]
+    weights = [checkpoint(run, 12) / "model.safetensors" for run in (folder, single)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_a_job_that_fails_takes_no_other_with_it(tmp_path):
+    (tmp_path / "long.txt").write_text("To be, or not to be, that is the question.\n" * 100)
+    (tmp_path / "short.txt").write_text("To be")
+    files = "data.train_files=[long.txt],[short.txt],[long.txt]"
+    done = gpt2_fp8("-m", *SMALL, *FILES.split(), files, "run_name=sweep", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "the training text is too short" in done.stderr
+    assert "Traceback" not in done.stderr
+    reports = [summary(tmp_path / f"outputs/sweep/{job}") for job in range(3)]
+    assert [report["status"] for report in reports] == ["completed", "refused", "completed"]
+    assert metrics(tmp_path / "outputs/sweep/0")["train_loss"] == metrics(tmp_path / "outputs/sweep/2")["train_loss"]
