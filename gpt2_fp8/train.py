@@ -52,6 +52,7 @@ def run(config: RunConfig, folder: Path) -> float | None:
         raise
     finally:
         if parts is not None:
+            parts.data.say_documents()
             parts.data.teardown()  # Lightning leaves it out where `fit` raises
             _fill(summary, parts, tiers)
         summary.finish(error)

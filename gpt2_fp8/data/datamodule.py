@@ -191,6 +191,13 @@ class TokenDataModule(LightningDataModule):
             "wait_seconds": round(self.wait_seconds, 3),
         }
 
+    def say_documents(self) -> None:
+        """Log what was skipped or mended, if anything was."""
+        counts = self._progress.documents().as_dict() if self._ready else {}
+        odd = {name: count for name, count in counts.items() if count and name != "read"}
+        if odd:
+            log.info("data: of %d documents: %s", counts["read"], ", ".join(f"{n} {name}" for name, n in odd.items()))
+
     def teardown(self, stage: str | None = None) -> None:
         """End the worker processes. The state stays: another `fit` starts them again."""
         if self._ready:
