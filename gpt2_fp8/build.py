@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from gpt2_fp8 import startup
+from gpt2_fp8.callbacks.divergence import Divergence
 from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.callbacks.throughput import Throughput
@@ -44,7 +45,7 @@ def build(config: RunConfig, plan: Plan, folder: Path, checkpoint: Path | None, 
     weights = read_weights(Path(config.init_from)) if config.init_from else None
     module = GPT2Module(config, plan, config.model.vocab_size or data.vocab_size, weights)
     throughput = Throughput(config, module.vocab_size)
-    callbacks: list[Callback] = [throughput]
+    callbacks: list[Callback] = [throughput, Divergence(config.trainer.log_every_n_steps)]
     if config.callbacks.sample_tokens:
         callbacks.append(Samples(config.callbacks.sample_prompt, config.callbacks.sample_tokens, config.seed))
     if config.callbacks.progress_bar:

@@ -44,7 +44,7 @@ class Summary:
     """
 
     precision: Precision
-    recipe: str | None  # None: a precision without scaling
+    recipe: str | None  # what scaled; None where nothing ran in FP8
     status: Status = "failed"
     exit_code: int = 1
     message: str = ""
@@ -59,7 +59,6 @@ class Summary:
     best_val_loss_step: int | None = None
     tokens_per_second: float | None = None  # the median over this process's steps
     peak_memory_gb: float | None = None  # of GPU memory; None on a CPU
-    fallback_events: list[dict[str, Any]] = field(default_factory=list)
     skipped_steps: int = 0
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     data: dict[str, Any] = field(default_factory=dict)

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.checkpoint.find import resolve as find_checkpoint
 from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config.errors import UserError
@@ -47,14 +46,9 @@ def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
 def checkpoint(config: RunConfig, folder: Path) -> Path | None:
     """The checkpoint to continue from, or None for a fresh start, said so where `last` found nothing.
 
-    Raises UserError where none is readable, and for a fresh start in a folder that holds a run already.
+    Raises UserError where none is readable.
     """
     if config.ckpt_path is None:
-        if taken := pointers.steps(folder / "checkpoints"):
-            raise UserError.of(
-                f"{folder} already holds a run, saved at step {max(taken)}",
-                "ckpt_path=last continues it; another run_name starts a new one",
-            )
         return None
     found = find_checkpoint(config.ckpt_path, folder / "checkpoints")
     if found is None:

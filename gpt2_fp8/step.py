@@ -20,6 +20,7 @@ class StepResult:
     loss: Tensor  # mean over this rank's tokens, before the update
     grad_norm: Tensor  # global L2 norm before clipping
     clip_ratio: Tensor  # what the gradients were multiplied by, 1 where nothing was clipped
+    lr: float  # of the update
     skipped: Tensor  # 1 where the norm was not finite, and the update did nothing
 
 
@@ -70,4 +71,4 @@ def update(
     optimizer.found_inf = skipped  # type: ignore[attr-defined]  # read by torch.optim's fused kernels
     apply()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, grad_norm, clip_ratio, skipped)
+    return StepResult(loss, grad_norm, clip_ratio, optimizer.param_groups[0]["lr"], skipped)

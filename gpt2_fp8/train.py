@@ -82,6 +82,7 @@ def _fill(summary: Summary, parts: Parts, tiers: Tiers) -> None:
     """What a run was like, into its summary; at any moment, also after a failure."""
     trainer, throughput, best = parts.trainer, parts.throughput, tiers.best
     summary.precision = Precision(asked=parts.plan.asked, ran=parts.plan.ran, reason=parts.plan.reason)
+    summary.recipe = summary.recipe if parts.plan.fp8 else None
     summary.steps = trainer.global_step
     summary.tokens = trainer.global_step * throughput.tokens_per_step
     summary.last_train_loss, summary.last_val_loss = throughput.train_loss, _last_val_loss(parts, tiers)

@@ -49,12 +49,10 @@ def test_every_end(tmp_path, error, status, code, message):
 def test_fields(tmp_path):
     report = summary()
     report.last_val_loss = float("nan")
-    report.fallback_events.append({"step": 3, "loss": float("inf")})
     report.data["lanes"] = ({"loss": float("-inf")}, 1.5)
     report.checkpoint.last = "outputs/a/checkpoints/step-00000003"
     written = strict(report.write(tmp_path).read_text())
     assert written["last_val_loss"] is None
-    assert written["fallback_events"] == [{"step": 3, "loss": None}]
     assert written["data"] == {"lanes": [{"loss": None}, 1.5]}
     assert written["precision"] == {"asked": "fp8_hybrid", "ran": "bf16", "reason": "no FP8 on sm_80"}
     assert written["checkpoint"] == {"last": "outputs/a/checkpoints/step-00000003", "best": None}

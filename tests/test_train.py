@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpt2_fp8.checkpoint.files import read_weights
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.errors import Diverged, UserError
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train, train_until
 
 
@@ -104,7 +104,7 @@ def test_the_command_line_governs_the_optimizer_of_a_resumed_run(tmp_path):
     from gpt2_fp8.optim import learning_rate_factor
 
     rates = metrics(tmp_path / "run")["lr"]
-    assert rates[6] == pytest.approx(0.01 * learning_rate_factor(6, 2, 16, 0.1))
+    assert rates[6] == pytest.approx(0.01 * learning_rate_factor(5, 2, 16, 0.1))  # steps from 1, the schedule from 0
 
 
 def test_resuming_a_finished_run_is_done_at_once(tmp_path, monkeypatch):
@@ -159,6 +159,22 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_survived(tmp_path, mon
     assert summary(tmp_path / "run")["skipped_steps"] == 1
     assert metrics(tmp_path / "run")["skipped_steps"][4] == 1
     assert json.dumps(summary(tmp_path / "run"))
+
+
+def test_a_run_that_stays_not_finite_ends_as_diverged(tmp_path, monkeypatch):
+    from gpt2_fp8.module import GPT2Module
+
+    original = GPT2Module.manual_backward
+
+    def manual_backward(self, loss, *args, **kwargs):
+        original(self, loss * float("nan") if self.trainer.global_step >= 3 else loss, *args, **kwargs)
+
+    monkeypatch.setattr(GPT2Module, "manual_backward", manual_backward)
+    with pytest.raises(Diverged, match="last 10 steps"):
+        train(tmp_path / "run", "trainer.max_steps=30")
+    report = summary(tmp_path / "run")
+    assert (report["status"], report["exit_code"], report["steps"]) == ("diverged", 3, 13)
+    assert all(torch.isfinite(w).all() for w in read_weights(checkpoint(tmp_path / "run", 12)).values())
 
 
 def test_overfit_repeats_the_first_batch(tmp_path, monkeypatch):

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 
 class ProgressBar(TQDMProgressBar):
     """One bar for the whole run in optimizer steps. Refreshed with the log, because showing a number reads the GPU."""
+
+    def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Name the bar for what it counts; Lightning would call the whole run "Epoch 0"."""
+        super().on_train_epoch_start(trainer, *args)
+        self.train_progress_bar.set_description("steps")
 
     def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Everything but the logger's version number, which says nothing here."""

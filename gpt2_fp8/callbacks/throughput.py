@@ -57,19 +57,19 @@ class Throughput(pl.Callback):
         if step % self.every_n_steps and step < trainer.max_steps and self._clock is not None:
             return
         values = torch.stack([self._losses, self._skipped, result.grad_norm, result.clip_ratio]).tolist()
-        metrics = self._metrics(trainer, values)
+        metrics = self._metrics(trainer, values, result.lr)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         shown = {key: metrics[key] for key in ("train_loss", "tokens_per_second") if key in metrics}
         pl_module.log_dict(shown, prog_bar=True, logger=False)
 
-    def _metrics(self, trainer: pl.Trainer, values: list[float]) -> dict[str, float]:
+    def _metrics(self, trainer: pl.Trainer, values: list[float], lr: float) -> dict[str, float]:
         losses, skipped, grad_norm, clip_ratio = values
         self.train_loss = losses / self._steps
         self.skipped_steps += int(skipped)
         metrics = {
             "train_loss": self.train_loss,
-            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "lr": lr,
             "grad_norm": grad_norm,
             "clip_ratio": clip_ratio,
             "skipped_steps": self.skipped_steps,

@@ -6,6 +6,7 @@ import copy
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -151,6 +152,8 @@ class _Job:
                 yield Finding((setting,), Problem(f"{setting}: {str(error).splitlines()[0]}", "correct the ${...}"))
             else:
                 yield from paths.check_folder(folder, setting, "run_name" if by_name else setting)
+                if config.ckpt_path is None:
+                    yield from paths.check_untaken(Path(folder, "" if self.number is None else str(self.number)))
         named = any(o.key_or_group == "run_name" for o in self.values)
         if config.ckpt_path in ("last", "best") and by_name and not named and "${now:" in self.plain_base["run_name"]:
             cause = f"ckpt_path={config.ckpt_path}: of which run? A run without a name starts in a new, empty folder"

@@ -35,6 +35,15 @@ def check_folder(path: str | Path, setting: str, key: str | None = None) -> list
         return [_finding(key, f"{setting}={show(str(path))}: {existing} cannot be written: {error.strerror}", remedy)]
 
 
+def check_untaken(folder: Path) -> list[Finding]:
+    """Whether a fresh run may have a folder: not one that holds another's checkpoints, which it would replace."""
+    saved = sorted(path.parent.name for path in folder.glob("checkpoints/*/manifest.json"))
+    if not saved:
+        return []
+    remedy = "ckpt_path=last continues it; another run_name starts a new one"
+    return [_finding("run_name", f"{folder} already holds a run, saved up to {saved[-1]}", remedy)]
+
+
 def _run_name(name: str) -> Iterator[Finding]:
     remedy = "choose a plain name, such as run_name=my_first_run"
     reason = None

@@ -141,9 +141,8 @@ class TokenDataModule(LightningDataModule):
             self.global_batch_size,
         )
         sequences = 0 if self._val is None else len(self._val)
-        log.info(
-            "data: %s; %d units, %d lanes, %d validation sequences", self._corpus.about, len(units), lanes, sequences
-        )
+        about = ", ".join(f"{name} {value}" for name, value in self._corpus.about.items())
+        log.info("data: %s; %d units, %d lanes, %d validation sequences", about, len(units), lanes, sequences)
 
     def train_dataloader(self) -> DataLoader[dict[str, Any]]:
         """Items {"ids": int32 [global_batch_size // ranks, n_positions + 1], "cursor": Cursor}, one a step."""

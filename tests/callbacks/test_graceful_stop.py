@@ -89,14 +89,14 @@ def test_handlers_are_put_back_whatever_happens(tmp_path):
     def own(*_):
         pass
 
-    before = signal.signal(signal.SIGTERM, own)
+    before, sigint = signal.signal(signal.SIGTERM, own), signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(Stopped):
             run(tmp_path, callbacks=[At("on_train_batch_start", 1, kill(signal.SIGTERM))])
         assert signal.getsignal(signal.SIGTERM) is own
         run(tmp_path, max_steps=4)
         assert signal.getsignal(signal.SIGTERM) is own
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is sigint
     finally:
         signal.signal(signal.SIGTERM, before)
 
