@@ -106,7 +106,7 @@ class GPT2Module(pl.LightningModule):
         """Delayed scaling needs scales before the first update: the checkpoint's, or a calibration's."""
         self._first_step = False
         plugin = self.trainer.precision_plugin
-        if isinstance(plugin, FP8Precision) and plugin.needs_calibration and not plugin.restore_scales():
+        if isinstance(plugin, FP8Precision) and plugin.scaling is not None and not plugin.restore_scales():
             with self._no_sync():
                 calibrate(self.model, self._loss_of, ids, plugin.forward_context)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -82,6 +84,15 @@ class Summary:
         else:
             self.status, self.exit_code, self.message = "failed", 1, f"{type(error).__name__}: {error}"
         return self.exit_code
+
+    def take_over(self, folder: Path) -> None:
+        """From the summary in `folder`, what a process that took no step of its own cannot know. Raises nothing."""
+        if self.tokens_per_second is not None:
+            return
+        with suppress(OSError, ValueError):
+            before = json.loads((Path(folder) / "summary.json").read_text())
+            self.tokens_per_second = before.get("tokens_per_second")
+            self.last_train_loss = self.last_train_loss or before.get("last_train_loss")
 
     def write(self, folder: Path) -> Path:
         """Replace `folder/summary.json` atomically and return its path; non-finite floats become null.

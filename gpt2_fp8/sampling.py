@@ -13,7 +13,7 @@ def generate(
 
     The context is a fixed window of `n_positions` with the future left blank (the model is causal), so that every
     forward has the shape FP8 wants. Call it in evaluation mode. The draw happens on the CPU from `seed`, and touches no
-    global random state.
+    global random state. Ends early where a model that has diverged gives logits that are not finite.
     """
     assert prompt, "a prompt has at least one token"
     device = next(model.parameters()).device
@@ -24,6 +24,8 @@ def generate(
         window = torch.zeros(1, n_positions, dtype=torch.long)
         window[0, : len(context)] = torch.tensor(context)
         logits = model(window.to(device))[0, len(context) - 1, :vocab_size].float().cpu()
+        if not torch.isfinite(logits).all():
+            break
         best = torch.topk(logits, min(top_k, vocab_size))
         choice = torch.multinomial(best.values.softmax(0), 1, generator=generator)
         ids.append(int(best.indices[choice]))

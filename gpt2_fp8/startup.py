@@ -50,7 +50,17 @@ def checkpoint(config: RunConfig, folder: Path) -> Path | None:
     """
     if config.ckpt_path is None:
         return None
-    found = find_checkpoint(config.ckpt_path, folder / "checkpoints")
+    own = folder / "checkpoints"
+    found = find_checkpoint(config.ckpt_path, own)
+    if found and found.resolve().parent != own.resolve() and any(own.glob("*/manifest.json")):
+        raise UserError.of(
+            f"ckpt_path={found} is of another run, and {folder} has checkpoints of its own", "give a new run_name"
+        )
+    if found and (step := int(read_manifest(found)["global_step"])) > config.trainer.max_steps:
+        raise UserError.of(
+            f"trainer.max_steps={config.trainer.max_steps} ends before {found}, of step {step}",
+            f"trainer.max_steps={step} or more",
+        )
     if found is None:
         log.info("ckpt_path=%s: no checkpoint in %s yet, so this run starts afresh", config.ckpt_path, folder)
     return found

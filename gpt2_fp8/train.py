@@ -17,6 +17,7 @@ from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.callbacks.tiers import Tiers
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.config.checks import check_batch
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.precision import support
 from gpt2_fp8.precision.resolve import resolve
@@ -56,7 +57,9 @@ def run(config: RunConfig, folder: Path) -> float | None:
             parts.data.teardown()  # Lightning leaves it out where `fit` raises
             _fill(summary, parts, tiers)
         summary.finish(error)
-        if _rank() == 0:
+        refused = isinstance(error, UserError) and pointers.steps(tiers.folder)
+        if _rank() == 0 and not refused:  # what a run has reached is not replaced by a line that was not accepted
+            summary.take_over(folder)
             log.info("%s: %s", summary.status, summary.write(folder))
         if parts is not None and error is not None:
             _end_other_ranks(parts)

@@ -54,8 +54,9 @@ def test_a_run_as_it_comes(default):
 def test_a_name_that_is_taken(default):
     cwd, _ = default
     done = gpt2_fp8("run_name=mine", "trainer.max_steps=3", "optim.warmup_steps=1", cwd=cwd)
-    assert_refused(done, "already holds a run, saved at step 3", "ckpt_path=last")
+    assert_refused(done, "already holds a run, saved up to step-00000003", "ckpt_path=last")
     assert checkpoint(cwd / "outputs/mine", 3).is_dir()
+    assert summary(cwd / "outputs/mine")["status"] == "completed"  # as the run that has the name left it
 
 
 def assert_refused(done, cause, remedy, problems=1):

@@ -110,9 +110,30 @@ def test_the_command_line_governs_the_optimizer_of_a_resumed_run(tmp_path):
 def test_resuming_a_finished_run_is_done_at_once(tmp_path, monkeypatch):
     train(tmp_path / "run")
     steps = record_steps(monkeypatch)
+    before = summary(tmp_path / "run")
     train(tmp_path / "run", "ckpt_path=last")
     assert steps == []
-    assert summary(tmp_path / "run")["status"] == "completed"
+    for key in ("status", "steps", "tokens_per_second", "last_train_loss", "last_val_loss", "best_val_loss"):
+        assert summary(tmp_path / "run")[key] == before[key], key
+
+
+def test_a_refused_resume_leaves_the_summary_as_it_was(tmp_path):
+    train(tmp_path / "run")
+    before = summary(tmp_path / "run")
+    for override in ("data.seed=9", "trainer.max_steps=8"):
+        with pytest.raises(UserError):
+            train(tmp_path / "run", "ckpt_path=last", override)
+    train(tmp_path / "other")
+    with pytest.raises(UserError, match="is of another run"):
+        train(tmp_path / "run", f"ckpt_path={checkpoint(tmp_path / 'other', 12)}")
+    assert summary(tmp_path / "run") == before
+
+
+def test_a_diverged_model_ends_with_exit_3_whatever_is_logged_and_sampled(tmp_path):
+    options = ["callbacks.sample_tokens=4", "trainer.log_every_n_steps=100", "trainer.max_steps=20"]
+    with pytest.raises(Diverged):
+        train(tmp_path / "run", "optim.lr=1e30", *options)
+    assert summary(tmp_path / "run")["exit_code"] == 3
 
 
 def test_last_without_a_checkpoint_starts_afresh_and_says_so(tmp_path, caplog):

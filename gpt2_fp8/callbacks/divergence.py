@@ -29,7 +29,8 @@ class Divergence(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         """Count the step."""
         self._in_a_row = (self._in_a_row + 1) * pl_module.last_step.skipped
-        if trainer.global_step % self.every_n_steps == 0 and (skipped := int(self._in_a_row)) >= PATIENCE:
+        due = trainer.global_step % self.every_n_steps == 0 or trainer.global_step >= trainer.max_steps
+        if due and (skipped := int(self._in_a_row)) >= PATIENCE:
             raise Diverged(
                 f"diverged: the gradients of the last {skipped} steps were not finite, so nothing was learned in them; "
                 "a lower optim.lr, a longer optim.warmup_steps or precision=bf16 may help, "

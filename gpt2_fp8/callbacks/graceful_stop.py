@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM: finish the step, save, and leave with 130 or 143. A second signal leaves at once.
 
-The handler only sets a flag: saving inside one can fall into the middle of a backward pass
-(https://github.com/Lightning-AI/pytorch-lightning/issues/21406, open in 2.6.6).
+In training the handler only sets a flag: saving inside one can fall into the middle of a backward pass
+(https://github.com/Lightning-AI/pytorch-lightning/issues/21406, open in 2.6.6). Before it, `Stopped` is raised at once.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class GracefulStop(Checkpoint):
         self._save = save
         self._received: int | None = None
         self._received_at = 0.0
+        self._training = False
         self._previous: dict[int, Any] = {}
 
     @property
@@ -68,6 +69,7 @@ class GracefulStop(Checkpoint):
         """Take the signals back from Lightning, which set its own handlers a moment ago; stop if it is time."""
         if self._previous:
             self._install()
+        self._training = True
         if signum := self._agreed(trainer):
             raise Stopped(signum)
 
@@ -93,6 +95,8 @@ class GracefulStop(Checkpoint):
             signal.signal(number, self._receive)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
+        if not self._training:  # nothing to save yet, and nobody who would look at a flag
+            raise Stopped(signum)
         now = time.monotonic()
         if self._received is None:
             self._received, self._received_at = signum, now

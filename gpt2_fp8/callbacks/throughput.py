@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from typing import Any
@@ -17,7 +18,7 @@ from gpt2_fp8.model import padded_vocabulary
 class Throughput(pl.Callback):
     """Logs every `trainer.log_every_n_steps` steps, to the loggers and the progress bar:
 
-    `train_loss` (this rank's, mean over the steps since the last line), `lr`, `grad_norm`, `clip_ratio`,
+    `train_loss` (this rank's, mean over the interval's steps that were not skipped), `lr`, `grad_norm`, `clip_ratio`,
     `skipped_steps` (so far), `tokens`, `tokens_per_second` (all ranks), `step_time` (s), `data_wait` (part of the time
     spent waiting for the loader), `mfu_bf16` (`flops.py`; only for GPUs whose peak is known) and `memory_gb` (peak
     allocated, GiB). Validation, sampling and the first step (compilation, calibration) are not in the time.
@@ -50,7 +51,7 @@ class Throughput(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         """Add the step to the interval; at its end, read the device and log."""
         result = pl_module.last_step
-        self._losses += result.loss
+        self._losses += torch.where(result.skipped > 0, 0.0, result.loss)
         self._skipped += result.skipped
         self._steps += 1
         step = trainer.global_step
@@ -65,7 +66,8 @@ class Throughput(pl.Callback):
 
     def _metrics(self, trainer: pl.Trainer, values: list[float], lr: float) -> dict[str, float]:
         losses, skipped, grad_norm, clip_ratio = values
-        self.train_loss = losses / self._steps
+        kept = self._steps - int(skipped)
+        self.train_loss = losses / kept if kept else math.nan
         self.skipped_steps += int(skipped)
         metrics = {
             "train_loss": self.train_loss,

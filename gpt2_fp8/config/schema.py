@@ -94,7 +94,7 @@ class HubData(DataConfig):
 
     kind: Literal["hub"]
     repo: str
-    revision: str  # a commit hash, so that the text cannot change under a run
+    revision: str  # best a commit hash; a branch is resolved at the start, and a resume is held to that commit
     train_files: list[str]  # paths or globs inside the repository
     val_files: list[str]  # held out: never trained on, even where train_files matches them too
     text_column: str

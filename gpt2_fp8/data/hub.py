@@ -44,14 +44,15 @@ class HubSource:
             UserError: the hub knows no such data set, revision, file or column, or does not let this user read it.
             DataSourceLost: the hub does not answer.
         """
-        (commit, files), _ = with_retries(lambda: self._guarded(self._files), f"the list of {self.repo}", self.waits)
+        first = self.waits[:2]  # nothing is lost yet: the user is told soon, and not after the long waits of a run
+        (commit, files), _ = with_retries(lambda: self._guarded(self._files), f"the list of {self.repo}", first)
         log.info("data: %s at %s, %d files", self.repo, commit, sum(map(len, files.values())))
         for split, paths in files.items():
             if paths:
                 self._splits[split], _ = with_retries(
                     lambda p=paths: self._guarded(lambda: self._open(commit, p)),  # type: ignore[misc]
                     f"the {split} files of {self.repo}",
-                    self.waits,
+                    first,
                 )
         units = {split: self._units(split, commit, paths) for split, paths in files.items()}
         about: dict[str, str | int] = {"kind": "hub", "repo": self.repo, "commit": commit}

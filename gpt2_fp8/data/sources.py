@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from gpt2_fp8.config.schema import FileOrHubData, FilesData, HubData, StdlibData
 from gpt2_fp8.data import files, hub, retry, stdlib
 from gpt2_fp8.data.units import Source
+
+log = logging.getLogger(__name__)
 
 DataSettings = StdlibData | FilesData | HubData | FileOrHubData
 
@@ -19,6 +22,8 @@ def build_source(config: DataSettings) -> Source:
         return files.FilesSource(config.train_files, config.val_files, config.val_fraction, config.text_column)
     if isinstance(config, FileOrHubData) and Path(config.path).expanduser().is_file():
         return files.FilesSource([config.path], [], config.val_fraction, config.text_column)
+    if isinstance(config, FileOrHubData):
+        log.info("data: there is no file %s; reading %s from the hub", config.path, config.repo)
     return hub.HubSource(
         config.repo, config.revision, config.train_files, config.val_files, config.text_column, waits=retry.HUB_WAITS
     )

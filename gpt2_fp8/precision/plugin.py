@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
 from torch.optim import Optimizer
 
-from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.recipes import build_recipe
 from gpt2_fp8.precision.resolve import Plan
@@ -46,15 +45,15 @@ class BF16Precision(MixedPrecision):
 class FP8Precision(BF16Precision):
     """float32 weights, bfloat16 activations, FP8 products. Holds delayed scaling's state for the checkpoint.
 
-    `recipe` is Transformer Engine's; `amax_history_len` is None for the stateless recipes, which need no calibration.
+    `recipe` is Transformer Engine's. `scaling` says under what settings delayed scaling's scales are found; a
+    checkpoint's that were found under others are not taken. None: a stateless recipe, which needs no calibration.
     """
 
-    def __init__(self, recipe: Any, amax_history_len: int | None):
+    def __init__(self, recipe: Any, scaling: str | None):
         super().__init__("cuda")
-        self.recipe, self.amax_history_len = recipe, amax_history_len
+        self.recipe, self.scaling = recipe, scaling
         self._model: nn.Module | None = None
-        self._pending: dict[str, torch.Tensor] = {}
-        self.needs_calibration = amax_history_len is not None
+        self._pending: dict[str, Any] = {}
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -70,20 +69,21 @@ class FP8Precision(BF16Precision):
         return module
 
     def restore_scales(self) -> bool:
-        """Give the layers the state of the checkpoint. True if there was one that fits; the model must be on its
-        device. Called once, before the first forward."""
-        if self._model is None or self.amax_history_len is None or not state.fits(self._pending, self.amax_history_len):
+        """Give the layers the scales of the checkpoint. False if there are none, or none of these settings: calibrate.
+
+        Called once, before the first forward, with the model on its device.
+        """
+        pending, self._pending = self._pending, {}
+        if self._model is None or self.scaling is None or pending.pop("scaling", None) != self.scaling:
             return False
         with self.forward_context():
-            state.restore(self._model, self._pending)
-        self._pending = {}
+            state.restore(self._model, pending)
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Delayed scaling's scales and histories as CPU tensors; empty for the other recipes."""
-        if self._model is None:
-            return {}
-        return state.capture(self._model) or dict(self._pending)
+        """Delayed scaling's scales and histories as CPU tensors, and its settings; empty for the other recipes."""
+        tensors = state.capture(self._model) if self._model is not None and self.scaling is not None else {}
+        return {"scaling": self.scaling, **tensors} if tensors else dict(self._pending)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the checkpoint's state until the layers are on their device."""
@@ -95,5 +95,7 @@ def build_plugin(config: RunConfig, plan: Plan) -> Precision:
     if plan.fp8:
         assert isinstance(config.precision, FP8PrecisionConfig)
         recipe = build_recipe(config.precision, config.recipe)
-        return FP8Precision(recipe, getattr(config.recipe, "amax_history_len", None))
+        delayed = isinstance(config.recipe, DelayedRecipe)
+        scaling = f"{config.precision.name}, {config.recipe}, {sorted(config.precision.keep_bf16)}" if delayed else None
+        return FP8Precision(recipe, scaling)
     return BF16Precision(plan.device) if plan.ran == "bf16" else FP32Precision()

@@ -36,15 +36,9 @@ def capture(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def fits(saved: dict[str, Tensor], amax_history_len: int) -> bool:
-    """Whether a saved state belongs to a run with this history length (else the run calibrates afresh)."""
-    histories = [tensor for name, tensor in saved.items() if name.endswith("amax_history")]
-    return bool(histories) and all(history.shape[0] == amax_history_len for history in histories)
-
-
 def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Put a captured state back, in place. Call inside `te.autocast` of the run's recipe: layers that have not run yet
-    allocate their state here. Raises KeyError where the model has a layer that the state does not know."""
+    """Put a captured state back, in place. Call inside `te.autocast` of the recipe under which it was captured: layers
+    that have not run yet allocate their state here."""
     for name, module in model.named_modules():
         key = f"{name}.scaling_fwd.scale"
         if key in saved and "scaling_fwd" not in module.fp8_meta:

@@ -85,6 +85,18 @@ def test_a_signal_before_training_stops_before_the_first_step(tmp_path):
     assert find.resolve("last", tmp_path / "checkpoints") is None
 
 
+def test_a_signal_while_a_run_is_prepared_ends_it_at_once():
+    """As in a wait for a hub that does not answer: there is nothing to save, and no step at whose end to look."""
+
+    def prepare():
+        with GracefulStop(save=lambda trainer: None):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    with pytest.raises(Stopped, match="signal 15"):
+        prepare()
+
+
 def test_handlers_are_put_back_whatever_happens(tmp_path):
     def own(*_):
         pass

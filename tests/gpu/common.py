@@ -43,7 +43,7 @@ def plugin(recipe="delayed", precision="fp8_hybrid"):
     chosen = FP8PrecisionConfig(name=precision, keep_bf16=[], fallback="error")
     if recipe == "delayed":
         config = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
-        return FP8Precision(build_recipe(chosen, config), 16)
+        return FP8Precision(build_recipe(chosen, config), "delayed")
     return FP8Precision(build_recipe(chosen, StatelessRecipe(name=recipe)), None)
 
 
