@@ -75,4 +75,4 @@ class Stopped(RunError):
 
     def __init__(self, signum: int):
         self.exit_code = 128 + signum
-        super().__init__(f"stopped by signal {signum}; the same run_name and ckpt_path=last continue what was saved")
+        super().__init__(f"stopped by signal {signum}; under the same run_name, ckpt_path=last continues")
