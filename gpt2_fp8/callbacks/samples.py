@@ -18,7 +18,6 @@ class Samples(pl.Callback):
 
     def __init__(self, prompt: str, tokens: int, seed: int):
         self.prompt, self.tokens, self.seed = prompt, tokens, seed
-        self.last: str | None = None
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Draw one sample; the same seed each time, so that samples differ by the model alone."""
@@ -29,8 +28,8 @@ class Samples(pl.Callback):
         with pl_module.evaluation():
             n_positions = pl_module.config.model.n_positions
             ids = generate(pl_module.model, prompt, self.tokens, pl_module.vocab_size, n_positions, self.seed)
-        self.last = self.prompt + tokenizer.decode([i for i in ids if i < tokenizer.n_vocab])
-        log.info("sample at step %d: %r", trainer.global_step, self.last)
+        text = self.prompt + tokenizer.decode([i for i in ids if i < tokenizer.n_vocab])
+        log.info("sample at step %d: %r", trainer.global_step, text)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text("sample", self.last, trainer.global_step)
+                logger.experiment.add_text("sample", text, trainer.global_step)

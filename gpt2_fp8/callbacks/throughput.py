@@ -29,7 +29,6 @@ class Throughput(pl.Callback):
         self.tokens_per_step = config.global_batch_size * config.model.n_positions
         self.flops_per_token = flops_per_token(config.model, padded_vocabulary(vocab_size))
         self.rates: list[float] = []  # tokens per second of every interval
-        self.waits: list[float] = []
         self.train_loss: float | None = None
         self.skipped_steps = 0
         self._clock: float | None = None
@@ -88,7 +87,6 @@ class Throughput(pl.Callback):
     def _speed(self, trainer: pl.Trainer, seconds: float, waited: float) -> dict[str, float]:
         rate = self._steps * self.tokens_per_step / seconds
         self.rates.append(rate)
-        self.waits.append(waited / seconds)
         metrics = {"tokens_per_second": rate, "step_time": seconds / self._steps, "data_wait": waited / seconds}
         if trainer.strategy.root_device.type == "cuda":
             peak = peak_bf16_flops(torch.cuda.get_device_name())

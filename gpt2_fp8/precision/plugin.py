@@ -14,16 +14,11 @@ from typing import Any
 
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
-from torch.optim import Optimizer
 
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.recipes import build_recipe
 from gpt2_fp8.precision.resolve import Plan
-
-
-class FP32Precision(Precision):
-    """Everything in float32."""
 
 
 class BF16Precision(MixedPrecision):
@@ -36,10 +31,6 @@ class BF16Precision(MixedPrecision):
     def train_step_context(self) -> Iterator[None]:
         """Nothing: see the module."""
         yield
-
-    def clip_gradients(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
-        """Nothing: `step.update` clips. (Lightning's MixedPrecision refuses fused AdamW here, taking it for an
-        optimizer that unscales float16 gradients.)"""
 
 
 class FP8Precision(BF16Precision):
@@ -98,4 +89,4 @@ def build_plugin(config: RunConfig, plan: Plan) -> Precision:
         delayed = isinstance(config.recipe, DelayedRecipe)
         scaling = f"{config.precision.name}, {config.recipe}, {sorted(config.precision.keep_bf16)}" if delayed else None
         return FP8Precision(recipe, scaling)
-    return BF16Precision(plan.device) if plan.ran == "bf16" else FP32Precision()
+    return BF16Precision(plan.device) if plan.ran == "bf16" else Precision()  # float32
