@@ -12,17 +12,16 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from gpt2_fp8 import layers, rng
+from gpt2_fp8 import rng
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.loss import cross_entropy, split
-from gpt2_fp8.model import GPT2, initialise
+from gpt2_fp8.engine import Engine
+from gpt2_fp8.model import initialise
 from gpt2_fp8.optim import build_optimizer, build_schedule
 from gpt2_fp8.precision import state
-from gpt2_fp8.precision.calibrate import calibrate
 from gpt2_fp8.precision.plugin import FP8Precision
 from gpt2_fp8.precision.resolve import Plan
-from gpt2_fp8.step import StepResult, accumulate, update
+from gpt2_fp8.step import StepResult, update
 
 
 class GPT2Module(pl.LightningModule):
@@ -38,7 +37,6 @@ class GPT2Module(pl.LightningModule):
         self.config, self.plan, self.vocab_size = config, plan, vocab_size
         self.last_step: StepResult | None = None
         self._weights = weights
-        self._loss_of = torch.compile(self._loss) if plan.compile else self._loss
         self._rng: list[Any] | None = None
         self._validation = ExitStack()
         self._first_step = True
@@ -49,8 +47,8 @@ class GPT2Module(pl.LightningModule):
         """Build the layers on the device that will run them, and fill them."""
         if hasattr(self, "model"):
             return
-        keep_bf16 = getattr(self.config.precision, "keep_bf16", ())
-        self.model = GPT2(self.config.model, self.vocab_size, layers.load(self.plan.backend), keep_bf16)
+        self.engine = Engine(self.config, self.plan, self.vocab_size)
+        self.model = self.engine.model
         if self._weights is None:
             initialise(self.model, self.config.seed)
         else:
@@ -62,11 +60,6 @@ class GPT2Module(pl.LightningModule):
         optimizer = build_optimizer(self.model, self.config.optim)
         schedule = build_schedule(optimizer, self.config.optim, self.config.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def _loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
-        inputs, targets = split(ids)
-        logits = self.model(inputs, is_first_microbatch)
-        return cross_entropy(logits, targets, self.vocab_size, self.plan.backend == "te", scale)
 
     # Training
 
@@ -80,24 +73,14 @@ class GPT2Module(pl.LightningModule):
         """One optimizer step."""
         ids, plugin = batch["ids"], self.trainer.precision_plugin
         if self._first_step:
-            self._prepare_scales(ids[: self.config.micro_batch_size])
+            self._prepare_scales(ids)
         optimizer = cast(LightningOptimizer, self.optimizers())
-        loss = accumulate(
-            ids,
-            self.config.micro_batch_size,
-            self._loss_of if self.plan.fp8 else self._uncached_loss,
-            plugin.forward_context,
-            self.manual_backward,
-            self._no_sync,
-        )
+        loss = self.engine.gradients(ids, plugin.forward_context, self.manual_backward, self._no_sync)
         self.last_step = update(
             optimizer.optimizer, optimizer.step, self.model.parameters(), loss, self.config.optim.max_grad_norm
         )
         cast(LRScheduler, self.lr_schedulers()).step()
         self.trainer.datamodule.advance(batch["cursor"])  # type: ignore[attr-defined]  # Lightning sets it in `fit`
-
-    def _uncached_loss(self, ids: Tensor, _: bool | None, scale: float) -> Tensor:
-        return self._loss_of(ids, None, scale)  # one compiled graph, not one for each value of the flag
 
     def _no_sync(self) -> Any:
         return getattr(self.trainer.strategy, "block_backward_sync", ExitStack)()
@@ -108,7 +91,7 @@ class GPT2Module(pl.LightningModule):
         plugin = self.trainer.precision_plugin
         if isinstance(plugin, FP8Precision) and plugin.scaling is not None and not plugin.restore_scales():
             with self._no_sync():
-                calibrate(self.model, self._loss_of, ids, plugin.forward_context)
+                self.engine.calibrate(ids, plugin.forward_context)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Make Lightning validate after the last step, whatever the interval."""
@@ -137,7 +120,7 @@ class GPT2Module(pl.LightningModule):
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add one micro-batch of [sequences, n_positions + 1] to the sums."""
         count = (batch["ids"][:, 1:] >= 0).sum()
-        loss = self._loss_of(batch["ids"])
+        loss = self.engine.loss(batch["ids"])
         self._sums += torch.stack([loss.double() * count, count.double()])
 
     def on_validation_epoch_end(self) -> None:

@@ -22,7 +22,8 @@ class Row(NamedTuple):
 
 
 PARTS = (
-    "module callbacks loggers report data precision checkpoint step sampling optim loss model flops layers rng config"
+    "module callbacks loggers report data precision checkpoint engine step sampling optim loss model flops layers rng "
+    "config"
 )
 
 HOUSE = {
@@ -42,7 +43,7 @@ HOUSE = {
     "build": Row(f"startup {PARTS}", "torch lightning"),
     "startup": Row("checkpoint precision model flops config", "torch"),
     # what Lightning calls
-    "module": Row("step sampling optim loss model flops layers precision rng config", "torch lightning"),
+    "module": Row("engine step sampling optim model flops precision rng config", "torch lightning"),
     "callbacks": Row("checkpoint sampling model flops precision config", "torch lightning"),  # not each other
     "data.datamodule": Row("data config", "torch lightning tiktoken"),
     "precision.plugin": Row("precision config", "torch lightning transformer_engine"),
@@ -52,6 +53,7 @@ HOUSE = {
     # a run's files
     "checkpoint": Row("checkpoint config", "torch safetensors"),
     # one optimizer step, in plain torch
+    "engine": Row("step loss model layers precision config", "torch"),
     "step": Row("", "torch"),
     "sampling": Row("", "torch"),
     "optim": Row("config", "torch"),

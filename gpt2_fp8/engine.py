@@ -1,0 +1,59 @@
+"""How a run computes: the model of its plan, the loss, and the gradients of one optimizer step. Plain torch.
+
+The LightningModule trains through it and the benchmark times it, so what is measured is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from gpt2_fp8 import layers
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.loss import cross_entropy, split
+from gpt2_fp8.model import GPT2
+from gpt2_fp8.precision.calibrate import calibrate
+from gpt2_fp8.precision.resolve import Plan
+from gpt2_fp8.step import accumulate
+
+Context = Callable[[], AbstractContextManager]
+
+
+class Engine:
+    """The model of a run, its parameters still to be filled (`model.initialise`, or a state dict), and its gradients.
+
+    The layers are built on torch's default device: build inside `with torch.device("cuda")` for a GPU, as Lightning
+    does.
+    """
+
+    def __init__(self, config: RunConfig, plan: Plan, vocab_size: int):
+        self.config, self.plan, self.vocab_size = config, plan, vocab_size
+        keep_bf16 = getattr(config.precision, "keep_bf16", ())
+        self.model = GPT2(config.model, vocab_size, layers.load(plan.backend), keep_bf16)
+        self._loss_of = torch.compile(self._loss) if plan.compile else self._loss
+
+    def _loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
+        inputs, targets = split(ids)
+        logits = self.model(inputs, is_first_microbatch)
+        return cross_entropy(logits, targets, self.vocab_size, self.plan.backend == "te", scale)
+
+    def loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
+        """`scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32. Call it inside
+        the precision's forward context. `is_first_microbatch`: see `GPT2.forward`."""
+        if not self.plan.fp8:
+            is_first_microbatch = None  # one compiled graph, not one for each value of the flag
+        return self._loss_of(ids, is_first_microbatch, scale)
+
+    def gradients(
+        self, ids: Tensor, context: Context, backward: Callable[[Tensor], None], no_sync: Context = nullcontext
+    ) -> Tensor:
+        """Gradients of the mean loss over one optimizer step's `ids`, into `.grad`, in the run's micro-batches; returns
+        that loss. See `step.accumulate`."""
+        return accumulate(ids, self.config.micro_batch_size, self.loss, context, backward, no_sync)
+
+    def calibrate(self, ids: Tensor, context: Context) -> None:
+        """Find delayed scaling's first scales, from one micro-batch of an optimizer step's `ids`."""
+        calibrate(self.model, self.loss, ids[: self.config.micro_batch_size], context)
