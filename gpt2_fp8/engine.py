@@ -13,9 +13,11 @@ from torch import Tensor
 
 from gpt2_fp8 import layers
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.graphs import GraphedGradients
 from gpt2_fp8.loss import cross_entropy, split
 from gpt2_fp8.model import GPT2
 from gpt2_fp8.precision.calibrate import calibrate
+from gpt2_fp8.precision.recipes import delayed_scaling
 from gpt2_fp8.precision.resolve import Plan
 from gpt2_fp8.step import accumulate
 
@@ -32,13 +34,19 @@ class Engine:
     def __init__(self, config: RunConfig, plan: Plan, vocab_size: int):
         self.config, self.plan, self.vocab_size = config, plan, vocab_size
         keep_bf16 = getattr(config.precision, "keep_bf16", ())
-        self.model = GPT2(config.model, vocab_size, layers.load(plan.backend), keep_bf16)
+        scaling = delayed_scaling(config) if plan.backend == "fused" else None
+        family = layers.load(plan.backend, scaling, recompute=config.activation_checkpointing == "mlp")
+        self.model = GPT2(config.model, vocab_size, family, keep_bf16)
         self._loss_of = torch.compile(self._loss) if plan.compile else self._loss
+        self._graphed: GraphedGradients | None = None
 
     def _loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
         inputs, targets = split(ids)
-        logits = self.model(inputs, is_first_microbatch)
-        return cross_entropy(logits, targets, self.vocab_size, self.plan.backend == "te", scale)
+        x = self.model.features(inputs, is_first_microbatch)
+        if chunked := getattr(self.model.head, "loss", None):
+            return chunked(x, targets, self.vocab_size, scale, is_first_microbatch)
+        logits = self.model.head(x, is_first_microbatch)
+        return cross_entropy(logits, targets, self.vocab_size, self.plan.fp8, scale)
 
     def loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
         """`scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32. Call it inside
@@ -51,7 +59,12 @@ class Engine:
         self, ids: Tensor, context: Context, backward: Callable[[Tensor], None], no_sync: Context = nullcontext
     ) -> Tensor:
         """Gradients of the mean loss over one optimizer step's `ids`, into `.grad`, in the run's micro-batches; returns
-        that loss. See `step.accumulate`."""
+        that loss. See `step.accumulate`; where the plan says CUDA graphs, they are replayed instead, and `backward` and
+        `no_sync` are not called."""
+        if self.plan.graphs:
+            if self._graphed is None:
+                self._graphed = GraphedGradients(self.model, self.loss, context)
+            return self._graphed(ids.split(self.config.micro_batch_size))
         return accumulate(ids, self.config.micro_batch_size, self.loss, context, backward, no_sync)
 
     def calibrate(self, ids: Tensor, context: Context) -> None:

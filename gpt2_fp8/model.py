@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gpt2_fp8.config.schema import ModelConfig
-from gpt2_fp8.layers import Layers
+from gpt2_fp8.layers import Family
+from gpt2_fp8.layers.scales import Scales
 
 VOCABULARY_MULTIPLE = 64  # FP8 products want every dimension divisible by 16; 64 also fills the tiles of their kernels
 INITIAL_STD = 0.02
@@ -22,24 +23,6 @@ def padded_vocabulary(vocab_size: int) -> int:
     return math.ceil(vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
-class Block(nn.Module):
-    """Attention and a perceptron, each added to the residual stream. x: [batch, tokens, n_embd]."""
-
-    def __init__(self, config: ModelConfig, layers: Layers, fp8: bool):
-        super().__init__()
-        n_embd, bias = config.n_embd, config.bias
-        self.qkv = layers.layer_norm_linear(n_embd, 3 * n_embd, bias, fp8)
-        self.attention = layers.attention(config.n_head, n_embd, config.dropout)
-        self.projection = layers.linear(n_embd, n_embd, bias, fp8)
-        self.mlp = layers.layer_norm_mlp(n_embd, bias, fp8)
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
-
-    def forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
-        y = self.attention(self.qkv(x, is_first_microbatch))
-        x = x + self.dropout(self.projection(y, is_first_microbatch))
-        return x + self.dropout(self.mlp(x, is_first_microbatch))
-
-
 class GPT2(nn.Module):
     """The model. `vocab_size` is the tokenizer's; logits have `padded_vocabulary(vocab_size)` columns, and the caller
     must leave those beyond `vocab_size` out (`loss.cross_entropy` does).
@@ -47,21 +30,22 @@ class GPT2(nn.Module):
     `keep_bf16` names layers that stay out of FP8: "head", "first", "last" or "blocks.N".
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int, layers: Layers, keep_bf16: Iterable[str] = ()):
+    def __init__(self, config: ModelConfig, vocab_size: int, layers: Family, keep_bf16: Iterable[str] = ()):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         kept = _kept_blocks(keep_bf16, config.n_layer)
         self.tokens = nn.Embedding(padded_vocabulary(vocab_size), config.n_embd)
         self.positions = nn.Embedding(config.n_positions, config.n_embd)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
-        self.blocks = nn.ModuleList(Block(config, layers, fp8=i not in kept) for i in range(config.n_layer))
-        self.head = layers.layer_norm_linear(
-            config.n_embd, self.tokens.num_embeddings, bias=False, fp8="head" not in keep_bf16
-        )
+        self.blocks = nn.ModuleList(layers.block(config, fp8=i not in kept) for i in range(config.n_layer))
+        self.head = layers.head(config.n_embd, self.tokens.num_embeddings, fp8="head" not in keep_bf16)
         device = next(self.head.parameters()).device
         self.tokens.to(device)
         self.positions.to(device)
         self.head.weight = self.tokens.weight
+        self.scales = layers.scales
+        if isinstance(self.scales, Scales):
+            self.scales.allocate(device)
         self.register_state_dict_post_hook(_leave_out_tied)
         self.register_load_state_dict_pre_hook(_put_in_tied)
 
@@ -69,13 +53,19 @@ class GPT2(nn.Module):
         """ids: integers [batch, tokens], tokens <= n_positions. Returns logits [batch, tokens, padded vocabulary] in
         the autocast dtype, or the parameters' without autocast. `is_first_microbatch`: True casts the weights to FP8
         and keeps the casts, False reuses them, None casts without keeping."""
+        return self.head(self.features(ids, is_first_microbatch), is_first_microbatch)
+
+    def features(self, ids: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """What the head gets: [batch, tokens, n_embd]. Arguments as `forward`'s."""
+        if isinstance(self.scales, Scales):
+            self.scales.begin(is_first_microbatch)
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, is_first_microbatch)
-        return self.head(x, is_first_microbatch)
+        return x
 
 
 def _kept_blocks(keep_bf16: Iterable[str], n_layer: int) -> set[int]:

@@ -149,7 +149,9 @@ class GPT2Module(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add every rank's random numbers, and what the run computed in."""
         checkpoint["rng"] = rng.gather()
-        checkpoint["precision"] = {"asked": self.plan.asked, "ran": self.plan.ran, "reason": self.plan.reason}
+        recipe = self.config.recipe.name if self.plan.fp8 else None
+        precision = {"asked": self.plan.asked, "ran": self.plan.ran, "recipe": recipe, "reason": self.plan.reason}
+        checkpoint["precision"] = precision
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the random numbers; let the configuration, not the checkpoint, say the optimizer's settings."""

@@ -28,6 +28,7 @@ class Precision:
     asked: str
     ran: str | None = None
     reason: str | None = None
+    choice: dict[str, Any] | None = None  # of precision=auto: what it chose, and the figures of all that competed
 
 
 @dataclass(kw_only=True)

@@ -77,16 +77,23 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     tokens = config.global_batch_size * model.n_positions
     name = torch.cuda.get_device_name() if plan.device == "cuda" else "the CPU"
     peak = peak_bf16_flops(name)
-    kernels = {"te": "Transformer Engine", "reference": "plain torch" + (", compiled" if plan.compile else "")}
+    kernels = {
+        "fused": "fused FP8 chain",
+        "te": "Transformer Engine",
+        "reference": "plain torch" + (", compiled" if plan.compile else ""),
+    }
     log.info(
         "model      %s: %s parameters, vocabulary %d padded to %d",
         model.name, f"{parameter_count(model, rows):,}", vocab_size, rows,
     )  # fmt: skip
     log.info("device     %s x %d", name, world_size)
-    if plan.reason:
-        log.info("precision  %s instead of %s: %s", plan.ran, plan.asked, plan.reason)
+    ran = f"{plan.ran}, recipe {config.recipe.name}" if plan.fp8 else plan.ran
+    if plan.reason is None:
+        log.info("precision  %s", ran)
+    elif plan.asked == "auto":
+        log.info("precision  %s: %s", ran, plan.reason)
     else:
-        log.info("precision  %s", f"{plan.ran}, recipe {config.recipe.name}" if plan.fp8 else plan.ran)
+        log.info("precision  %s instead of %s: %s", ran, plan.asked, plan.reason)
     log.info("layers     %s", kernels[plan.backend])
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
     log.info(

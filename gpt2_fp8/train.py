@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -19,8 +21,10 @@ from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
+from gpt2_fp8.measure import auto
 from gpt2_fp8.precision import support
-from gpt2_fp8.precision.resolve import resolve
+from gpt2_fp8.precision.choose import Choice
+from gpt2_fp8.precision.resolve import Plan, resolve
 from gpt2_fp8.report import Precision, Summary
 
 log = logging.getLogger(__name__)
@@ -32,16 +36,18 @@ def run(config: RunConfig, folder: Path) -> float | None:
     Writes `summary.json` at every end, good or bad. Raises the errors of `config.errors` for ends of a known kind.
     """
     _quiet()
-    recipe = None if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
-    summary = Summary(precision=Precision(asked=config.precision.name), recipe=recipe)
+    summary = Summary(precision=Precision(asked=config.precision.name), recipe=_recipe(config))
     tiers = Tiers(folder / "checkpoints", config.callbacks.checkpoint_every_n_steps, config.callbacks.keep_checkpoints)
     parts, error = None, None
     try:
-        plan = resolve(config, startup.device(config))
-        world_size = startup.devices(config, plan.device) * config.trainer.num_nodes
+        device = startup.device(config)
+        world_size = startup.devices(config, device) * config.trainer.num_nodes
         check_batch(config, world_size)
         checkpoint = startup.checkpoint(config, folder)
         with GracefulStop(tiers.save) as stop:
+            config, choice = auto.settle(config, device, world_size, checkpoint, _rank())
+            plan = _plan(config, device, choice)
+            summary.recipe, summary.precision.choice = _recipe(config), asdict(choice) if choice else None
             parts = build(config, plan, folder, checkpoint, [tiers, stop])
             startup.announce(config, plan, parts.module.vocab_size, world_size, folder, checkpoint)
             parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=False)
@@ -66,6 +72,19 @@ def run(config: RunConfig, folder: Path) -> float | None:
         _forget()
 
 
+def _plan(config: RunConfig, device: Literal["cuda", "cpu"], choice: Choice | None) -> Plan:
+    """What will run; `precision=auto` was asked for where there was a `choice`, and why comes with it."""
+    plan = resolve(config, device)
+    if choice is None:
+        return plan
+    reason = choice.reason if plan.reason is None else f"{choice.reason}; {plan.reason}"
+    return replace(plan, asked="auto", reason=reason)
+
+
+def _recipe(config: RunConfig) -> str | None:
+    return None if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
+
+
 def _final_validation_missing(parts: Parts, tiers: Tiers) -> bool:
     """Whether the process before this one ended between the last step and its validation."""
     if parts.trainer.limit_val_batches == 0 or parts.trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -84,7 +103,7 @@ def _last_val_loss(parts: Parts, tiers: Tiers) -> float | None:
 def _fill(summary: Summary, parts: Parts, tiers: Tiers) -> None:
     """What a run was like, into its summary; at any moment, also after a failure."""
     trainer, throughput, best = parts.trainer, parts.throughput, tiers.best
-    summary.precision = Precision(asked=parts.plan.asked, ran=parts.plan.ran, reason=parts.plan.reason)
+    summary.precision.ran, summary.precision.reason = parts.plan.ran, parts.plan.reason
     summary.recipe = summary.recipe if parts.plan.fp8 else None
     summary.steps = trainer.global_step
     summary.tokens = trainer.global_step * throughput.tokens_per_step

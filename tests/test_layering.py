@@ -30,7 +30,7 @@ HOUSE = {
     # the entry and the other programs: each a file, none knows another
     "run": Row("compose config train", "hydra omegaconf"),
     **dict.fromkeys(
-        ("doctor", "bench", "compare", "generate", "evaluate", "export", "plot_schedule"),
+        ("doctor", "compare", "generate", "evaluate", "export", "plot_schedule"),
         Row(
             f"compose train build startup {PARTS}",
             "hydra omegaconf torch lightning numpy safetensors matplotlib tiktoken",
@@ -38,8 +38,29 @@ HOUSE = {
     ),
     # from settings to checked settings, before torch is there
     "compose": Row("compose config", "hydra omegaconf yaml"),
+    # measuring: the benchmark, what it runs in child processes, and what `precision=auto` decides by
+    "bench": Row("compose startup measure measure.record config"),
+    "measure.record": Row("measure measure.plot checkpoint config"),
+    "measure.plot": Row("measure", "matplotlib"),
+    "measure.worker": Row(
+        "build startup measure measure.profile measure.versions precision engine step optim model flops data config",
+        "torch",
+    ),
+    "measure.peers": Row("measure measure.timing measure.peer_models optim config", "torch"),
+    "measure.peer_models": Row(
+        "measure.timing layers loss model precision config", "torch lightning transformer_engine"
+    ),
+    "measure.gemm": Row("measure measure.timing model precision config", "torch"),
+    "measure.attention": Row("measure measure.timing layers config", "torch"),
     # what puts a run together
-    "train": Row(f"build startup {PARTS}", "torch lightning"),
+    "train": Row(f"build startup measure.auto {PARTS}", "torch lightning"),
+    "measure.auto": Row("measure measure.candidates measure.cache precision checkpoint config"),
+    "measure.candidates": Row("measure measure.cache measure.versions precision config", "torch"),
+    "measure.cache": Row("measure precision checkpoint config"),
+    "measure.timing": Row("measure", "torch"),
+    "measure.profile": Row("measure", "torch"),
+    "measure.versions": Row("", "torch"),
+    "measure": Row("measure config"),
     "build": Row(f"startup {PARTS}", "torch lightning"),
     "startup": Row("checkpoint precision model flops config", "torch"),
     # what Lightning calls
@@ -53,7 +74,8 @@ HOUSE = {
     # a run's files
     "checkpoint": Row("checkpoint config", "torch safetensors"),
     # one optimizer step, in plain torch
-    "engine": Row("step loss model layers precision config", "torch"),
+    "engine": Row("graphs step loss model layers precision config", "torch"),
+    "graphs": Row("precision", "torch"),
     "step": Row("", "torch"),
     "sampling": Row("", "torch"),
     "optim": Row("config", "torch"),
@@ -65,15 +87,19 @@ HOUSE = {
     "model": Row("layers config", "torch"),
     "flops": Row("config"),
     "layers.te": Row("", "torch transformer_engine"),
-    "layers": Row("layers", "torch"),
-    "kernels": Row("", "torch triton"),
+    "layers.fused": Row("layers layers.te layers.attention kernels config", "torch"),
+    "layers.attention": Row("layers layers.te", "torch flash_attn"),
+    "layers": Row("layers kernels config", "torch"),
+    "kernels": Row("kernels", "torch triton"),
     "rng": Row("", "torch numpy"),
     # what everything stands on
     "config": Row("config"),
 }
 
 # Imported where it is used and nowhere else, so that everything imports, and shows its help, on a laptop.
-INSIDE_FUNCTIONS = {"transformer_engine", "datasets", "huggingface_hub", "tiktoken", "pyarrow", "requests"}
+INSIDE_FUNCTIONS = set(
+    "transformer_engine flash_attn matplotlib datasets huggingface_hub tiktoken pyarrow requests".split()
+)
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = ["config", "compose", "run"]
 
@@ -188,12 +214,22 @@ def test_arrows_point_one_way():
 @pytest.mark.parametrize("package", ["hydra", "lightning", "transformer_engine"])
 def test_the_table_says_where_the_big_packages_live(package):
     """What ARCHITECTURE.md promises, read from the table: a row that gains one of these is a decision, not a detail."""
-    programs = {"run", "doctor", "bench", "compare", "generate", "evaluate", "export", "plot_schedule"}
+    programs = {"run", "doctor", "compare", "generate", "evaluate", "export", "plot_schedule"}
     promised = {
         "hydra": programs | {"compose"},
         "lightning": programs - {"run"}
-        | {"train", "build", "module", "callbacks", "data.datamodule", "precision.plugin", "checkpoint.io", "loggers"},
-        "transformer_engine": {"layers.te", "precision", "precision.plugin"},
+        | {
+            "train",
+            "build",
+            "module",
+            "callbacks",
+            "data.datamodule",
+            "precision.plugin",
+            "checkpoint.io",
+            "loggers",
+            "measure.peer_models",
+        },
+        "transformer_engine": {"layers.te", "precision", "precision.plugin", "measure.peer_models"},
     }
     assert {name for name, row in HOUSE.items() if package in row.packages.split()} == promised[package]
 

@@ -54,7 +54,8 @@ def test_fields(tmp_path):
     written = strict(report.write(tmp_path).read_text())
     assert written["last_val_loss"] is None
     assert written["data"] == {"lanes": [{"loss": None}, 1.5]}
-    assert written["precision"] == {"asked": "fp8_hybrid", "ran": "bf16", "reason": "no FP8 on sm_80"}
+    told = {"asked": "fp8_hybrid", "ran": "bf16", "reason": "no FP8 on sm_80", "choice": None}
+    assert written["precision"] == told
     assert written["checkpoint"] == {"last": "outputs/a/checkpoints/step-00000003", "best": None}
     assert written["versions"].keys() == {"gpt2_fp8", "python", "torch", "lightning", "transformer_engine"}
     assert written["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))

@@ -11,13 +11,13 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from gpt2_fp8.compose import commandline, jobs, overrides
-from gpt2_fp8.compose.catalog import open_catalog
-from gpt2_fp8.compose.commandline import flags_first, is_help
+from gpt2_fp8.compose.catalog import Catalog, open_catalog
+from gpt2_fp8.compose.commandline import CommandLine, flags_first, is_help
 from gpt2_fp8.config import checks, typed
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 
-__all__ = ["conf_dir", "flags_first", "is_help", "preflight", "to_run_config"]
+__all__ = ["conf_dir", "configs_of", "flags_first", "is_help", "preflight", "to_run_config"]
 
 
 def conf_dir() -> Path:
@@ -33,16 +33,21 @@ def preflight(argv: list[str]) -> list[RunConfig]:
     Raises UserError with every problem of every job, each once.
     """
     line, problems = commandline.read(argv)
-    configs: list[RunConfig] = []
     with open_catalog(conf_dir(), line.config_name) as catalog:
-        try:
-            request = overrides.sort(line, catalog, problems)
-            configs = jobs.configs(request, catalog, problems)
-        except UserError as error:  # there is nothing to check: the choices do not compose
-            problems += error.problems
+        configs = configs_of(line, catalog, problems)
     if problems:
         raise UserError(dict.fromkeys(problems))
     return configs
+
+
+def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> list[RunConfig]:
+    """The configurations that a command line asks for. What is wrong is added to `problems`, and left out."""
+    try:
+        request = overrides.sort(line, catalog, problems)
+        return jobs.configs(request, catalog, problems)
+    except UserError as error:  # there is nothing to check: the choices do not compose
+        problems += error.problems
+        return []
 
 
 def to_run_config(cfg: DictConfig) -> RunConfig:

@@ -27,6 +27,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 
 # What differs between any two compositions, and what a user may override, says nothing about a file's content.
 _OWN_TO_A_RUN = ("runtime", "overrides", "searchpath", "job")
+BENCH = "bench"  # bench.yaml: the settings of that program, and no run
 _PATTERNS = ("*.yaml", "*/*.yaml", "*/*/*.yaml", "*/*/*/*.yaml")
 
 
@@ -69,7 +70,7 @@ class Catalog:
 
     def check_name(self) -> list[Problem]:
         """Whether the primary configuration (`-cn NAME`) exists."""
-        names = [name for name in self.get_group_options("") if not name.startswith("_")]  # Hydra's own
+        names = [name for name in self.get_group_options("") if not name.startswith("_") and name != BENCH]
         if self.config_name in names:
             return []
         problem = Problem(*hints.unknown_choice("--config-name", self.config_name, names))

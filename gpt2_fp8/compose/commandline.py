@@ -10,7 +10,7 @@ import itertools
 import shlex
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from hydra._internal.utils import get_args_parser  # the very flags that Hydra will accept
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,7 +22,16 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.typed import key_paths
 
-_PROGRAM = "python -m gpt2_fp8.run"
+
+class Program(NamedTuple):
+    """Whose command line it is."""
+
+    command: str  # as it is typed
+    schema: type  # what keys it has
+    flags: tuple[str, ...] | None = None  # those of Hydra's that it takes, by argparse's name; None: all
+
+
+RUN = Program("python -m gpt2_fp8.run", RunConfig)
 
 
 @dataclass
@@ -46,13 +55,14 @@ def is_help(argv: list[str]) -> bool:
     return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
 
 
-def read(argv: list[str]) -> tuple[CommandLine, list[Problem]]:
+def read(argv: list[str], program: Program = RUN) -> tuple[CommandLine, list[Problem]]:
     """The flags and the words of a command line, and what is wrong with its flags."""
+    parser = _flags(program)
     try:
-        args, left = _flags().parse_known_args(argv)
+        args, left = parser.parse_known_args(argv)
     except UserError as error:
         return CommandLine(), error.problems
-    problems, words = [], list(args.overrides)
+    problems, words = _other_programs_flags(parser, args, program), list(args.overrides)
     dashed = [word for word in left if word.startswith("-")]
     for word in dashed:
         key, _, value = word.lstrip("-").partition("=")
@@ -60,11 +70,12 @@ def read(argv: list[str]) -> tuple[CommandLine, list[Problem]]:
         if not value and following and "=" not in following[0]:  # --lr 0.1
             value = following[0]
             words = [w for w in words if w != value]
-        problems.append(_no_flag(word, key, value))
+        problems.append(_no_flag(word, key, value, program))
     late = [word for word in left if not word.startswith("-") and "=" in word]
     if late and not dashed:
         cause = f"{late[0]} comes after a flag that stands between the overrides"
-        problems.append(Problem(cause, f"flags first: {_PROGRAM} {shlex.join([*_flag_words(args), *words, *late])}"))
+        line = shlex.join([*_flag_words(args), *words, *late])
+        problems.append(Problem(cause, f"flags first: {program.command} {line}"))
     if args.config_path is not None:
         problems.append(
             Problem("--config-path would hide this program's own settings", "-cd FOLDER adds yours to them")
@@ -85,7 +96,7 @@ def flags_first(argv: list[str]) -> list[str]:
     return [*_flag_words(args), *args.overrides]
 
 
-def parse(words: list[str], loader: Any) -> tuple[list[Override], list[Problem]]:
+def parse(words: list[str], loader: Any, program: Program = RUN) -> tuple[list[Override], list[Problem]]:
     """The words that are overrides, and what is wrong with the others. `loader` tells what `glob(...)` matches."""
     overrides, problems, place = [], [], 0
     while place < len(words):
@@ -95,7 +106,7 @@ def parse(words: list[str], loader: Any) -> tuple[list[Override], list[Problem]]
             problems.append(problem)
             place += length
             continue
-        override = _parse_one(words[place])
+        override = _parse_one(words[place], program)
         if isinstance(override, Problem):
             problems.append(override)
         else:
@@ -154,20 +165,29 @@ def _flag_words(args: argparse.Namespace) -> list[str]:
     return words + (["-cd", args.config_dir] if args.config_dir else [])
 
 
-def _flags() -> argparse.ArgumentParser:
+def _flags(program: Program = RUN) -> argparse.ArgumentParser:
     parser = get_args_parser()
+    remedy = f"{program.command} {'--hydra-help lists them' if program.flags is None else '--help shows what there is'}"
 
     def refuse(message: str) -> NoReturn:
-        raise UserError.of(f"the flags cannot be read: {message}", f"{_PROGRAM} --hydra-help lists them")
+        raise UserError.of(f"the flags cannot be read: {message}", remedy)
 
     parser.error = refuse  # type: ignore[method-assign]
     return parser
 
 
-def _no_flag(word: str, key: str, value: str) -> Problem:
+def _other_programs_flags(parser: argparse.ArgumentParser, args: argparse.Namespace, program: Program) -> list[Problem]:
+    """Flags of Hydra's that this program has no use for."""
+    given = [a for a in parser._actions if a.option_strings and getattr(args, a.dest, None) not in (None, False)]
+    refused = [a for a in given if program.flags is not None and a.dest not in program.flags]
+    remedy = f"leave it out; {program.command} --help shows what there is"
+    return [Problem(f"{'/'.join(a.option_strings)} is a flag of {RUN.command} alone", remedy) for a in refused]
+
+
+def _no_flag(word: str, key: str, value: str, program: Program) -> Problem:
     """--lr=0.1, --max_steps 10 and the like: name the key that was meant, where there is one."""
     key = key.replace("-", "_")
-    known = key_paths(RunConfig)
+    known = key_paths(program.schema)
     leaves = {path.rpartition(".")[2]: path for path in reversed(known)}
     told = hints.foreign(key)
     groups = {path.partition(".")[0] for path in known if "." in path} | {"experiment", "debug"}
@@ -177,17 +197,17 @@ def _no_flag(word: str, key: str, value: str) -> Problem:
     elif told:
         remedy = f"keys have no dashes; here it is {told[1]}"
     else:
-        remedy = f"keys have no dashes: key=value; {_PROGRAM} --help shows how"
+        remedy = f"keys have no dashes: key=value; {program.command} --help shows how"
     return Problem(f"{word} is not a flag of this program", remedy)
 
 
-def _parse_one(word: str) -> Override | Problem:
+def _parse_one(word: str, program: Program) -> Override | Problem:
     key, equals, value = word.partition("=")
     if not equals:
         if word.startswith("~"):
             return parsed(word)
         path, colon, rest = word.partition(":")
-        remedy = f"{path}={rest}" if colon else f"give it a value: {word}=VALUE; {_PROGRAM} --help shows how"
+        remedy = f"{path}={rest}" if colon else f"give it a value: {word}=VALUE; {program.command} --help shows how"
         return Problem(f"{word} is not of the form key=value", remedy)
     if key != key.strip() or value != value.lstrip():
         return Problem(f"{word!r} has blanks around the key", f"{key.strip()}={value.strip()}")

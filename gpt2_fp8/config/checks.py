@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from gpt2_fp8.config import paths
 from gpt2_fp8.config.errors import Finding, Problem, UserError
-from gpt2_fp8.config.schema import FP8PrecisionConfig, HubData, RunConfig
+from gpt2_fp8.config.schema import AutoPrecisionConfig, AutoRecipe, FP8PrecisionConfig, HubData, RunConfig
 from gpt2_fp8.config.typed import show
 
 VOCABULARY = {"bytes": 257, "gpt2": 50257}  # the tokenizers' n_vocab
@@ -41,6 +41,7 @@ RANGES: dict[str, _Rule] = {
     "model.n_positions": _COUNT,
     "model.vocab_size": _COUNT,
     "model.dropout": _PART,
+    "precision.tolerance": _PART,
     "recipe.margin": _OR_ZERO,
     "recipe.amax_history_len": _COUNT,
     "data.num_workers": _OR_ZERO,
@@ -105,7 +106,7 @@ def _ranges(config: RunConfig) -> Iterator[Finding]:
 
 
 def _names(config: RunConfig) -> Iterator[Finding]:
-    if isinstance(config.precision, FP8PrecisionConfig):
+    if isinstance(config.precision, (FP8PrecisionConfig, AutoPrecisionConfig)):
         for name in config.precision.keep_bf16:
             block = re.fullmatch(r"blocks\.(\d+)", name)
             if name not in ("head", "first", "last") and not (block and int(block[1]) < config.model.n_layer):
@@ -174,6 +175,14 @@ def _format(config: RunConfig) -> Iterator[Finding]:
         yield Finding(("precision",), Problem(f"precision=fp8_e5m2: {reason}", remedy))
 
 
+def _recipe(config: RunConfig) -> Iterator[Finding]:
+    if isinstance(config.recipe, AutoRecipe) and not isinstance(config.precision, AutoPrecisionConfig):
+        cause = (
+            f"recipe=auto, precision={config.precision.name}: a recipe is chosen by what is measured for precision=auto"
+        )
+        yield Finding(("recipe", "precision"), Problem(cause, "precision=auto, or recipe=delayed"))
+
+
 def _width(config: RunConfig) -> Iterator[Finding]:
     if config.model.n_embd % _width_multiple(config):
         width = _nearest(config.model.n_embd, math.lcm(FP8_MULTIPLE, config.model.n_head))
@@ -205,6 +214,7 @@ _ACROSS: list[tuple[Callable[[RunConfig], Iterator[Finding]], set[str]]] = [
     (_warmup, {"trainer.max_steps", "optim.warmup_steps"}),
     (_known_batch, {"global_batch_size", "micro_batch_size", "trainer.devices", "trainer.num_nodes"}),
     (_format, set()),
+    (_recipe, set()),
     (_width, {"model.n_embd", "model.n_head"}),
     (_tokens, {"micro_batch_size", "model.n_positions"}),
 ]

@@ -38,7 +38,17 @@ class FP8PrecisionConfig:
 
     name: Literal["fp8_hybrid", "fp8_e4m3", "fp8_e5m2"]  # hybrid: E4M3 forward, E5M2 gradients
     keep_bf16: list[str]  # layers whose products stay in bf16: "head", "first", "last", or "blocks.N"
+    layers: Literal["auto", "fused", "te"]  # our fused chain, or Transformer Engine's modules; auto: fused where it can
     fallback: Literal["allow", "error"]  # when this machine cannot do FP8: train in bf16 (fp32 on a CPU), or exit 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoPrecisionConfig:
+    """bf16, or fp8_hybrid where a short measurement on this GPU finds it faster and its numbers safe; fp32 on a CPU."""
+
+    name: Literal["auto"]
+    keep_bf16: list[str]  # of what competes in FP8: layers whose products stay in bf16, as above
+    tolerance: float  # how far FP8's losses may lie from bf16's at the same steps, as a part of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +66,13 @@ class StatelessRecipe:
     """current: scales from the tensor itself. block: one scale per 128 values. mxfp8: one per 32 (Blackwell)."""
 
     name: Literal["current", "block", "mxfp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoRecipe:
+    """With precision=auto: every recipe that this GPU can do competes."""
+
+    name: Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +185,13 @@ class RunConfig:
     ckpt_path: str | None  # last, best, or a checkpoint's folder: continue that run
     init_from: str | None  # a checkpoint's folder: start from its weights alone
     compile: bool | Literal["auto"]  # torch.compile of the plain-torch layers; auto: on a GPU
+    cuda_graphs: bool | Literal["auto"]  # replay a micro-batch as one launch (fused layers, one GPU); auto: where small
+    activation_checkpointing: Literal["none", "mlp"]  # mlp: its hidden layer is computed twice, and not kept
     global_batch_size: int  # sequences per optimizer step, over all GPUs
     micro_batch_size: int  # sequences per GPU and forward pass; changes memory and speed, never the result
     model: ModelConfig
-    precision: PlainPrecisionConfig | FP8PrecisionConfig
-    recipe: DelayedRecipe | StatelessRecipe
+    precision: PlainPrecisionConfig | FP8PrecisionConfig | AutoPrecisionConfig
+    recipe: DelayedRecipe | StatelessRecipe | AutoRecipe
     data: StdlibData | FilesData | HubData | FileOrHubData
     optim: OptimConfig
     trainer: TrainerConfig

@@ -1,1 +1,1 @@
-"""Triton kernels, where no library has what is needed. They are imported only on a CUDA device."""
+"""Kernels in Triton, and cuBLASLt called directly, where no library has what is needed."""

@@ -90,6 +90,12 @@ def _scale(values, factor, count, BLOCK: tl.constexpr):
         tl.store(values + offsets, tl.load(values + offsets, mask=inside).to(tl.float32) * by, mask=inside)
 
 
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """Multiply contiguous bfloat16 or float32 values by a scalar on the device, in place. By 1 it costs a launch."""
+    count = values.numel()
+    _scale[(min(triton.cdiv(count, 4096), 2048),)](values, factor.float(), count, BLOCK=4096)
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, scale: float) -> Tensor:
@@ -108,8 +114,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        count = gradient.numel()
-        _scale[(min(triton.cdiv(count, 4096), 2048),)](gradient, upstream[0].float(), count, BLOCK=4096)
+        scale_(gradient, upstream[0])
         return gradient, None, None, None
 
 

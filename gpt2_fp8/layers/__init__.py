@@ -1,38 +1,55 @@
-"""The same four layers twice, with the same parameter names and shapes: `te` (Transformer Engine) and `reference`
-(plain torch). A state dict moves between them as it is.
+"""The decoder's blocks and head in three families, with the same parameter names, shapes and initial values, so that a
+state dict moves between them as it is:
 
-Each offers, as functions that return a module:
+- `reference`: plain torch, for a CPU and for bf16 under `torch.compile`;
+- `te`: Transformer Engine's modules, for every FP8 recipe;
+- `fused`: FP8 products chained by our own kernels, for delayed scaling on Hopper, and faster there.
+
+`reference` and `te` offer the same four layers, of which `block.Composed` builds blocks and heads:
 
 - `layer_norm_linear(in_features, out_features, bias, fp8)`: `layer_norm_weight, layer_norm_bias, weight[, bias]`
 - `linear(in_features, out_features, bias, fp8)`: `weight[, bias]`
-- `layer_norm_mlp(n_embd, bias, fp8)`: `layer_norm_*, fc1_weight[, fc1_bias], fc2_weight[, fc2_bias]`
+- `layer_norm_mlp(n_embd, bias, fp8, recompute)`: `layer_norm_*, fc1_weight[, fc1_bias], fc2_weight[, fc2_bias]`
 - `attention(n_head, n_embd, dropout)`: causal attention over packed queries, keys and values; no parameters
 
-The first three are called as `layer(x, is_first_microbatch)`. Parameters are left for `model.initialise` to fill.
+Parameters are left for `model.initialise` to fill.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 from torch import nn
 
-Backend = Literal["te", "reference"]
+from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.layers.scales import DelayedScaling, Scales
+
+Backend = Literal["fused", "te", "reference"]
 
 
-class Layers(Protocol):
-    """What a backend offers. `fp8=False` keeps a layer's products in the autocast dtype even inside FP8 autocast."""
+class Family(Protocol):
+    """What a decoder is built of. `fp8=False` keeps a part's products in bf16 where the others' are FP8."""
 
-    def layer_norm_linear(self, in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module: ...
+    scales: Scales | None  # the state of the FP8 tensors where the family keeps it itself
 
-    def linear(self, in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module: ...
+    def block(self, config: ModelConfig, fp8: bool) -> nn.Module:
+        """Called as `block(x, is_first_microbatch)`, x: [batch, tokens, n_embd]; returns the same shape."""
+        ...
 
-    def layer_norm_mlp(self, n_embd: int, bias: bool, fp8: bool) -> nn.Module: ...
+    def head(self, n_embd: int, rows: int, fp8: bool) -> nn.Module:
+        """Called as `head(x, is_first_microbatch)`; returns logits [batch, tokens, rows]. Its parameters are
+        `layer_norm_weight`, `layer_norm_bias` and `weight`. It may offer `loss(...)`: see `fused.Head`."""
+        ...
 
-    def attention(self, n_head: int, n_embd: int, dropout: float) -> nn.Module: ...
 
+def load(backend: Backend, scaling: DelayedScaling | None = None, recompute: bool = False) -> Family:
+    """A family by name. `fused` and `te` need Transformer Engine and a CUDA device when their parts are built; `fused`
+    needs its `scaling`. `recompute`: the perceptron's hidden layer is computed again in the backward, not kept."""
+    module = importlib.import_module(f"{__name__}.{backend}")
+    if backend == "fused":
+        assert scaling is not None
+        return module.Fused(scaling, recompute)
+    from gpt2_fp8.layers.block import Composed
 
-def load(backend: Backend) -> Layers:
-    """The layers of a backend. `te` needs Transformer Engine and a CUDA device when its functions are called."""
-    return cast(Layers, importlib.import_module(f"{__name__}.{backend}"))
+    return Composed(module, recompute)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 EPSILON = 1e-5
 
@@ -43,8 +44,9 @@ class Linear(nn.Module):
 class LayerNormMLP(nn.Module):
     """LayerNorm, a projection to four times the width, GELU (tanh form, as GPT-2), and back. x, y: [..., n_embd]."""
 
-    def __init__(self, n_embd: int, bias: bool):
+    def __init__(self, n_embd: int, bias: bool, recompute: bool = False):
         super().__init__()
+        self.recompute = recompute
         self.layer_norm_weight = _parameter(n_embd)
         self.layer_norm_bias = _parameter(n_embd)
         self.fc1_weight = _parameter(4 * n_embd, n_embd)
@@ -53,6 +55,11 @@ class LayerNormMLP(nn.Module):
         self.fc2_bias = _parameter(n_embd) if bias else None
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, use_reentrant=False)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, EPSILON)
         x = F.gelu(F.linear(x, self.fc1_weight, self.fc1_bias), approximate="tanh")
         return F.linear(x, self.fc2_weight, self.fc2_bias)
@@ -84,9 +91,9 @@ def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Mod
     return Linear(in_features, out_features, bias)
 
 
-def layer_norm_mlp(n_embd: int, bias: bool, fp8: bool) -> nn.Module:
+def layer_norm_mlp(n_embd: int, bias: bool, fp8: bool, recompute: bool) -> nn.Module:
     """See the package. `fp8` means nothing here."""
-    return LayerNormMLP(n_embd, bias)
+    return LayerNormMLP(n_embd, bias, recompute)
 
 
 def attention(n_head: int, n_embd: int, dropout: float) -> nn.Module:

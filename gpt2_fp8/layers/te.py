@@ -53,11 +53,11 @@ def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Mod
     return _variant("Linear", fp8)(in_features, out_features, **_options(bias))
 
 
-def layer_norm_mlp(n_embd: int, bias: bool, fp8: bool) -> nn.Module:
+def layer_norm_mlp(n_embd: int, bias: bool, fp8: bool, recompute: bool) -> nn.Module:
     """See the package."""
     options = _options(bias)
     options["output_layer_init_method"] = options["init_method"]
-    return _variant("LayerNormMLP", fp8)(n_embd, 4 * n_embd, activation="gelu", **options)
+    return _variant("LayerNormMLP", fp8)(n_embd, 4 * n_embd, activation="gelu", checkpoint=recompute, **options)
 
 
 class Attention(nn.Module):

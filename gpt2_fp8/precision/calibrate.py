@@ -40,4 +40,5 @@ def calibrate(
                 loss = loss_of(ids)
             (loss * factor).backward()
             model.zero_grad(set_to_none=True)
+            state.update_scales(model)
     state.divide_gradient_amaxes(model, factor)

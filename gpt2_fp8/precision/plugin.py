@@ -9,13 +9,13 @@ enters `forward_context` itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
 
-from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.recipes import build_recipe
 from gpt2_fp8.precision.resolve import Plan
@@ -36,8 +36,9 @@ class BF16Precision(MixedPrecision):
 class FP8Precision(BF16Precision):
     """float32 weights, bfloat16 activations, FP8 products. Holds delayed scaling's state for the checkpoint.
 
-    `recipe` is Transformer Engine's. `scaling` says under what settings delayed scaling's scales are found; a
-    checkpoint's that were found under others are not taken. None: a stateless recipe, which needs no calibration.
+    `recipe` is Transformer Engine's; None for the fused layers, which need no region. `scaling` says under what
+    settings delayed scaling's scales are found; a checkpoint's that were found under others are not taken. None: a
+    stateless recipe, which needs no calibration.
     """
 
     def __init__(self, recipe: Any, scaling: str | None):
@@ -51,7 +52,8 @@ class FP8Precision(BF16Precision):
         """bfloat16 autocast and FP8 autocast, for one forward."""
         import transformer_engine.pytorch as te
 
-        with self.autocast_context_manager(), te.autocast(enabled=True, recipe=self.recipe):
+        fp8 = te.autocast(enabled=True, recipe=self.recipe) if self.recipe is not None else nullcontext()
+        with self.autocast_context_manager(), fp8:
             yield
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -85,8 +87,9 @@ def build_plugin(config: RunConfig, plan: Plan) -> Precision:
     """The plugin of a run, for `Trainer(plugins=[...])`."""
     if plan.fp8:
         assert isinstance(config.precision, FP8PrecisionConfig)
-        recipe = build_recipe(config.precision, config.recipe)
-        delayed = isinstance(config.recipe, DelayedRecipe)
-        scaling = f"{config.precision.name}, {config.recipe}, {sorted(config.precision.keep_bf16)}" if delayed else None
+        settings = f"{config.precision.name}, {config.recipe}, {sorted(config.precision.keep_bf16)}, {plan.backend}"
+        scaling = settings if isinstance(config.recipe, DelayedRecipe) else None
+        assert not isinstance(config.recipe, AutoRecipe)  # settled before a run is built
+        recipe = None if plan.backend == "fused" else build_recipe(config.precision, config.recipe)
         return FP8Precision(recipe, scaling)
     return BF16Precision(plan.device) if plan.ran == "bf16" else Precision()  # float32

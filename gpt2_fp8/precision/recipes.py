@@ -1,10 +1,14 @@
-"""From our configuration to Transformer Engine's recipes, strictly: TE's own constructors ignore unknown keys."""
+"""From our configuration to Transformer Engine's recipes, strictly (its constructors ignore unknown keys), and to the
+fused layers' own delayed scaling."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
+import torch
+
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.layers.scales import DelayedScaling
 
 
 def build_recipe(precision: FP8PrecisionConfig, recipe: DelayedRecipe | StatelessRecipe) -> Any:
@@ -22,3 +26,17 @@ def build_recipe(precision: FP8PrecisionConfig, recipe: DelayedRecipe | Stateles
         )
     classes = {"current": te.Float8CurrentScaling, "block": te.Float8BlockScaling, "mxfp8": te.MXFP8BlockScaling}
     return classes[recipe.name](fp8_format=fp8_format)
+
+
+def delayed_scaling(config: RunConfig) -> DelayedScaling:
+    """The settings of the fused layers, for a run whose plan chose them."""
+    recipe, precision = config.recipe, config.precision
+    assert isinstance(recipe, DelayedRecipe)
+    hybrid = precision.name == "fp8_hybrid"
+    return DelayedScaling(
+        history=recipe.amax_history_len,
+        margin=recipe.margin,
+        most_recent=recipe.amax_compute_algo == "most_recent",
+        forward=torch.float8_e4m3fn,
+        gradient=torch.float8_e5m2 if hybrid else torch.float8_e4m3fn,
+    )

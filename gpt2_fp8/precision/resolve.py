@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.layers import Backend
-from gpt2_fp8.precision.support import why_not_fp8, why_not_recipe
+from gpt2_fp8.precision.support import why_not_fp8, why_not_fused, why_not_recipe
+
+SMALL = 32768  # tokens of a micro-batch up to which launching its kernels one by one costs more than it brings
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Plan:
     reason: str | None
     backend: Backend
     compile: bool
+    graphs: bool = False  # micro-batches are replayed as CUDA graphs
 
     @property
     def fp8(self) -> bool:
@@ -33,6 +36,7 @@ def resolve(config: RunConfig, device: Literal["cuda", "cpu"]) -> Plan:
 
     Raises UserError when FP8 cannot run and `precision.fallback=error`, or when the GPU can do FP8 but not the recipe.
     """
+    assert not isinstance(config.precision, AutoPrecisionConfig)  # settled before a plan is made
     asked = config.precision.name
     ran: str = asked
     reason = None
@@ -49,9 +53,33 @@ def resolve(config: RunConfig, device: Literal["cuda", "cpu"]) -> Plan:
             )
         else:
             ran = lesser
-    backend: Backend = "te" if ran.startswith("fp8") else "reference"
+    backend = _backend(config) if ran.startswith("fp8") else "reference"
     wanted = device == "cuda" if config.compile == "auto" else config.compile
-    return Plan(device, asked, ran, reason, backend, compile=wanted and backend == "reference")
+    compiled = wanted and backend == "reference"
+    return Plan(device, asked, ran, reason, backend, compiled, graphs=_graphs(config, backend))
+
+
+def _backend(config: RunConfig) -> Backend:
+    """The layers of an FP8 run: the fused ones where they can be, unless others are asked for."""
+    assert isinstance(config.precision, FP8PrecisionConfig)
+    wanted, reason = config.precision.layers, why_not_fused(config.recipe.name, config.model.dropout)
+    if wanted == "fused" and reason:
+        raise UserError.of(f"precision.layers=fused cannot run here: {reason}", "precision.layers=auto")
+    return "fused" if wanted != "te" and reason is None else "te"
+
+
+def _graphs(config: RunConfig, backend: Backend) -> bool:
+    """Whether micro-batches run as CUDA graphs: by default where they are too small to keep the host ahead."""
+    several = config.trainer.devices != 1 or config.trainer.num_nodes > 1
+    if config.cuda_graphs is True:
+        if backend != "fused":
+            cause = f"cuda_graphs=true records the fused FP8 layers alone, and this run has the layers {backend!r}"
+            raise UserError.of(cause, "cuda_graphs=auto, or precision=fp8_hybrid recipe=delayed on a Hopper GPU")
+        if several:
+            raise UserError.of("cuda_graphs=true is for one GPU", "trainer.devices=1, or cuda_graphs=auto")
+        return True
+    small = config.micro_batch_size * config.model.n_positions <= SMALL
+    return config.cuda_graphs == "auto" and backend == "fused" and small and not several
 
 
 def _refuse_recipe(config: RunConfig) -> None:

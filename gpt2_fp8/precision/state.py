@@ -2,7 +2,8 @@
 
 Transformer Engine keeps it in `module.fp8_meta["scaling_fwd" | "scaling_bwd"]`, allocated in the first FP8 forward:
 `scale` [n] and `amax_history` [length, n], float32, n tensors (input, weight and output of each product; its two
-gradients). Row 0 of the history is the slot being filled, the last row the newest finished one. The stateless recipes
+gradients). Row 0 of the history is the slot being filled, the last row the newest finished one. The fused layers keep
+one such state for the whole model, under `scales` (`layers.scales`; the rows in the other order). The stateless recipes
 have neither, and everything here finds nothing to do.
 """
 
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from gpt2_fp8.layers.scales import Scales
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 
@@ -54,6 +57,13 @@ def clear_histories(model: nn.Module) -> None:
         state.amax_history.zero_()
 
 
+def update_scales(model: nn.Module) -> None:
+    """Turn the amaxes seen so far into scales now. Transformer Engine's layers do so by themselves after each pass."""
+    for module in model.modules():
+        if isinstance(module, Scales):
+            module.update()
+
+
 def divide_gradient_amaxes(model: nn.Module, factor: float) -> None:
     """Rescale the backward state from gradients of `factor` times the loss to gradients of the loss. Exact for a power
     of two."""
@@ -68,6 +78,17 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """Leave the histories as they were found: TE records amaxes in evaluation too, and they would enter the next
     training update."""
     kept = [(state.amax_history, state.amax_history.clone()) for _, state in _states(model)]
+    try:
+        yield
+    finally:
+        if kept:
+            torch._foreach_copy_([live for live, _ in kept], [copy for _, copy in kept])
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Leave scales and histories as they were found, also where training passes run in between."""
+    kept = [(live, live.clone()) for _, state in _states(model) for live in (state.scale, state.amax_history)]
     try:
         yield
     finally:

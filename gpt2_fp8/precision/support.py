@@ -7,7 +7,8 @@ import sys
 
 import torch
 
-NEEDED = (8, 9)  # Ada; Hopper is (9, 0)
+NEEDED = (8, 9)  # Ada
+HOPPER = 9
 
 
 def why_not_fp8() -> str | None:
@@ -39,6 +40,17 @@ def why_not_recipe(name: str) -> str | None:
         return None
     available, reason = probes[name](return_reason=True)
     return None if available else first_line(reason)
+
+
+def why_not_fused(recipe: str, dropout: float) -> str | None:
+    """The reason the fused layers cannot compute a run on this GPU, which can do FP8; None if they can."""
+    if recipe != "delayed":
+        return f"they do delayed scaling alone, not recipe={recipe}"
+    if dropout:
+        return "they have no dropout"
+    if torch.cuda.get_device_capability()[0] != HOPPER:
+        return f"their kernels are made for Hopper, and this is {torch.cuda.get_device_name()}"
+    return None
 
 
 def reset() -> None:

@@ -45,6 +45,14 @@ TABLE = [
     ("precision.keep_bf16=[blocks.4]", "no layer blocks.4 in a model of 4 blocks", "blocks.0 to blocks.3"),
     ("precision.keep_bf16=[heads]", "no layer heads", "head, first, last"),
     ("precision.keep_bf16=head", "needs a list", "precision.keep_bf16='[head]'"),
+    # precision=auto
+    ("recipe=auto", "recipe=auto, precision=fp8_hybrid: a recipe is chosen by what is measured", "precision=auto"),
+    ("recipe=auto precision=bf16", "recipe=auto, precision=bf16", "or recipe=delayed"),
+    ("precision=auto recipe.margin=1", "recipe.margin belongs to recipe=delayed", "choose recipe=delayed"),
+    ("precision=auto precision.fallback=error", "belongs to precision=fp8_hybrid", "or leave precision.fallback out"),
+    ("precision=auto precision.keep_bf16=[heads]", "no layer heads", "head, first, last"),
+    ("precision.tolerance=0.1", "belongs to precision=auto, and this run has precision=fp8_hybrid", "precision=auto"),
+    ("-m precision=auto,bf16 recipe=auto", "recipe=auto, precision=bf16", "precision=auto"),
     # keys and choices that are not there
     ("recipe=current recipe.margin=1", "belongs to recipe=delayed, and this run has recipe=current", "recipe=delayed"),
     ("precision=bf16 precision.fallback=error", "belongs to precision=fp8_hybrid", "choose precision=fp8_hybrid"),
@@ -217,7 +225,7 @@ def test_a_bad_value_is_not_compared():
     ]
 
 
-@pytest.mark.parametrize("line", ["precision=fp32", "precision=bf16"])
+@pytest.mark.parametrize("line", ["precision=fp32", "precision=bf16", "precision=auto"])
 def test_fp8_multiples_bind_fp8_alone(line):
     (config,) = preflight([line, "model.n_embd=100", "model.n_positions=50", "micro_batch_size=1"])
     assert config.model.n_embd == 100

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from gpt2_fp8.compose import conf_dir, is_help, preflight, to_run_config
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import DelayedRecipe, PlainPrecisionConfig
+from gpt2_fp8.config.schema import AutoPrecisionConfig, DelayedRecipe, PlainPrecisionConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -53,6 +53,8 @@ SAME = [
     ["-m", "run_name=x", "experiment=glob(tiny*)", "precision.keep_bf16=[head],[]"],
     ["hydra.mode=MULTIRUN", "run_name=x", "precision=bf16,fp8_e4m3", "seed=7"],
     ["-m", "run_name=x_${hydra:job.num}", "hydra.sweep.dir=s", "seed=1,2"],
+    ["run_name=x", "precision=auto", "experiment=fineweb_edu_fp8"],
+    ["-m", "run_name=x", "recipe=block", "precision=bf16,auto"],
 ]
 
 
@@ -67,6 +69,37 @@ def test_later_words_win():
     assert config.precision == PlainPrecisionConfig(name="bf16")
     assert isinstance(config.recipe, DelayedRecipe)
     assert config.recipe.margin == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe"),
+    [
+        ("precision=auto", "auto"),
+        ("precision=auto recipe=current", "current"),
+        ("recipe=delayed precision=auto", "delayed"),
+        ("precision=auto experiment=fineweb_edu_fp8", "auto"),
+        ("precision=bf16 precision=auto", "auto"),
+        ("-cd mine experiment=auto", "auto"),
+        ("-cd mine experiment=auto recipe=block", "block"),
+        ("-cd mine experiment=block", "block"),
+        ("-cd mine experiment=block precision=auto", "block"),
+    ],
+)
+def test_precision_auto_chooses_the_recipe_too_unless_one_is_named(words, recipe, tmp_path):
+    text = "# @package _global_\ndefaults:\n  - override /precision: auto\n"
+    write(tmp_path / "mine/experiment/auto.yaml", text)
+    write(tmp_path / "mine/experiment/block.yaml", text + "  - override /recipe: block\n")
+    (config,) = preflight(words.split())
+    assert isinstance(config.precision, AutoPrecisionConfig)
+    assert config.recipe.name == recipe
+
+
+def test_other_precisions_keep_their_recipe():
+    assert [c.recipe.name for c in preflight(["-m", "precision=auto,fp8_hybrid,bf16"])] == [
+        "auto",
+        "delayed",
+        "delayed",
+    ]
 
 
 def test_a_sweep_is_all_combinations_in_order():

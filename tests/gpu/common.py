@@ -40,7 +40,7 @@ def tokens(batch=16, seed=0, n_positions=256):
 
 def plugin(recipe="delayed", precision="fp8_hybrid"):
     """The precision plugin of a run, as `build_plugin` makes it."""
-    chosen = FP8PrecisionConfig(name=precision, keep_bf16=[], fallback="error")
+    chosen = FP8PrecisionConfig(name=precision, keep_bf16=[], layers="auto", fallback="error")
     if recipe == "delayed":
         config = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
         return FP8Precision(build_recipe(chosen, config), "delayed")

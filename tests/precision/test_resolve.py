@@ -17,7 +17,7 @@ def config(precision="fp8_hybrid", fallback="allow", recipe="current", accelerat
     chosen = (
         PlainPrecisionConfig(name=precision)
         if plain
-        else FP8PrecisionConfig(name=precision, keep_bf16=[], fallback=fallback)
+        else FP8PrecisionConfig(name=precision, keep_bf16=[], layers="auto", fallback=fallback)
     )
     return SimpleNamespace(
         precision=chosen,

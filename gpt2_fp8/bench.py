@@ -1,0 +1,206 @@
+"""The benchmark: full training steps of several models, precisions and micro-batches, each in a process of its own.
+
+    python -m gpt2_fp8.bench
+    python -m gpt2_fp8.bench bench.model=[gpt2,gpt2_medium] bench.recipe=[delayed,current] bench.micro_batch_size=[4,64]
+
+Bad input is refused before torch is imported. Exit codes: 0 done, 1 no case came to its end, 2 the input, 130 and 143
+stopped by SIGINT and SIGTERM, with what was measured so far written.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from gpt2_fp8.compose import benchmark
+from gpt2_fp8.config import paths, typed
+from gpt2_fp8.config.bench_schema import BenchConfig
+from gpt2_fp8.config.errors import RunError, UserError
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.measure import table
+from gpt2_fp8.measure.case import Case, Result, measure
+from gpt2_fp8.measure.children import section
+from gpt2_fp8.measure.record import Record, name
+from gpt2_fp8.measure.table import Measured, Row
+
+FOLDER = Path("outputs/bench")
+HELP = """\
+Measures full training steps: every combination of the four lists, one process a case, one after the other.
+Writes bench.json, bench.md and bench.png to outputs/bench/DATE_TIME.
+
+{keys}
+
+A run's other keys hold for every case that has them: model.n_positions=2048, compile=false, precision.keep_bf16=[head]
+(python -m gpt2_fp8.run --help lists the groups). The text is Python's own source, as bytes, so nothing is downloaded;
+GPT-2's sizes keep their vocabulary of 50,257. The ratio is to bf16 under torch.compile on the same model and
+micro-batch, which is measured too on a GPU.
+
+Examples:
+  python -m gpt2_fp8.bench
+  python -m gpt2_fp8.bench bench.model=[gpt2,gpt2_medium] bench.micro_batch_size=[4,64] bench.recipe=[delayed,current]
+  python -m gpt2_fp8.bench bench.profile=true bench.gemm=true bench.attention=true bench.peers=true
+
+Flags: -cd FOLDER your own settings. Exit codes: 0 done; 1 no case came to its end; 2 your input; 130, 143 stopped."""
+MEANINGS = {
+    "model": "choices of the group model",
+    "precision": "fp32, bf16, fp8_hybrid, fp8_e4m3",
+    "recipe": "of the FP8 precisions: delayed, current, block, mxfp8",
+    "micro_batch_size": "sequences a forward pass",
+    "global_batch_size": "sequences a step; null: about 131,072 tokens, on a CPU one micro-batch",
+    "steps": "timed steps",
+    "warmup": "steps before them",
+    "timeout": "seconds that a case may take",
+    "profile": "also the kernels that a step's time goes to",
+    "gemm": "also this GPU's ceiling for matrix products, by shape",
+    "attention": "also implementations of attention against each other",
+    "peers": "also other programs on the same work, where they are installed",
+}
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which is to end things as Ctrl-C does."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line `argv` (without the program's name); returns the exit code."""
+    if {"-h", "--help", "--version"} & set(argv):
+        print(help_text())
+        return 0
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        bench, configs, device = _request(argv)
+        record = Record(_folder(), bench, benchmark.PROGRAM.command, argv)
+        _say_start(record, configs, device)
+        try:
+            _measure_cases(record, configs)
+            _measure_sections(record, configs)
+            record.complete = True
+        finally:
+            _end(record)
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt as stop:
+        print("stopped", file=sys.stderr)
+        return 143 if isinstance(stop, _Terminated) else 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0 if any(measured.result.status == "ok" for measured in record.cases) else 1
+
+
+def help_text() -> str:
+    """What `--help` says."""
+    gpu, cpu = benchmark.defaults(gpu=True), benchmark.defaults(gpu=False)
+    rows: list[Row] = [
+        {"key": f"bench.{key}", "on a GPU": typed.show(gpu[key]), "on a CPU": typed.show(cpu[key]), "what it is": about}
+        for key, about in MEANINGS.items()
+    ]
+    return HELP.format(keys=table.text(rows))
+
+
+def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
+    """The settings, the cases and the device. Raises UserError."""
+    if found := paths.check_folder(FOLDER, "outputs/bench"):
+        raise UserError.of(found[0].problem.cause, "start the benchmark in a folder that can be written")
+    likely = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
+    bench, configs = benchmark.preflight(argv, likely)
+    from gpt2_fp8 import startup  # imports torch
+
+    device = startup.device(configs[0])
+    if (device == "cuda") != likely:
+        bench, configs = benchmark.preflight(argv, device == "cuda")
+    return bench, configs, device
+
+
+def _folder() -> Path:
+    folder = FOLDER / f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
+    (folder / "logs").mkdir(parents=True)
+    return folder
+
+
+def _say_start(record: Record, configs: list[RunConfig], device: str) -> None:
+    if device == "cpu":
+        print("There is no GPU here, or trainer=cpu: this measures the CPU, and says nothing about a GPU.")
+    bench = record.bench
+    print(f"{len(configs)} cases of {bench.warmup} + {bench.steps} steps -> {record.folder}\n")
+
+
+def _measure_cases(record: Record, configs: list[RunConfig]) -> None:
+    """Each case in turn. The files are written after each, so that whatever ends this leaves what there is."""
+    bench = record.bench
+    for number, config in enumerate(configs, 1):
+        case = Case(config=config, steps=bench.steps, warmup=bench.warmup, profile=bench.profile)
+        recipe = f", {config.recipe.name}" if config.precision.name.startswith("fp8") else ""
+        words = f"{config.model.name}, micro-batch {config.micro_batch_size}, {config.precision.name}{recipe}"
+        print(f"[{number}/{len(configs)}] {words} ... ", end="", flush=True)
+        log = record.folder / "logs" / f"case-{number}.log"
+        result = measure(case, bench.timeout, log)
+        print(_outcome(result) + (f" ({log})" if result.status == "failed" else ""), flush=True)
+        record.cases.append(Measured(case, result))
+        record.write()
+
+
+def _outcome(result: Result) -> str:
+    if result.tokens_per_second is None:
+        return f"{result.status}: {result.message}"
+    layers = f"{result.backend}{', compiled' if result.compiled else ''}"
+    return f"{result.tokens_per_second:,.0f} tokens/s ({result.ran}, {layers})"
+
+
+def _measure_sections(record: Record, configs: list[RunConfig]) -> None:
+    """What was asked for beside the cases."""
+    bench = record.bench
+    models = list({config.model.name: asdict(config.model) for config in configs}.values())
+    size = max(bench.micro_batch_size)
+
+    def child(module: str, request: dict[str, Any]) -> list[Row]:
+        print(f"{module} ... ", end="", flush=True)
+        rows = section(module, request, bench.timeout, record.folder / "logs" / f"{module}.log")
+        print("done" if any(row.get("status", "ok") == "ok" for row in rows) else "nothing to show", flush=True)
+        return rows
+
+    if bench.gemm:
+        rows = child("gemm", {"models": models, "rows": size * models[0]["n_positions"]})
+        record.sections["Matrix products"] = rows
+    if bench.attention:
+        record.sections["Attention"] = child("attention", {"models": models, "micro_batch_size": size})
+    if bench.peers:
+        record.sections["Other programs"] = _peers(record, child)
+    record.write()
+
+
+def _peers(record: Record, child: Callable[[str, dict[str, Any]], list[Row]]) -> list[Row]:
+    """Other programs on each model and micro-batch, beside our bf16."""
+    rows: list[Row] = []
+    for measured in {measured.work: measured for measured in reversed(record.cases)}.values():
+        base = table.baseline(measured, record.cases)
+        request = {"config": asdict((base or measured).config), "steps": record.bench.steps}
+        for row in child("peers", {**request, "warmup": record.bench.warmup}):
+            rate, ours = row.get("tokens_per_second"), base and base.result.tokens_per_second
+            rows.append({"work": name(measured), **row, "x bf16": rate / ours if rate and ours else None})
+    return rows
+
+
+def _end(record: Record) -> None:
+    """Print the tables, and say where the files are."""
+    if not (record.cases or record.sections):
+        return
+    record.write()
+    for title, rows in record.tables().items():
+        print(f"\n{title}{f' on {record.device}' if record.device else ''}\n\n{table.text(rows)}")
+    if reason := record.draw():
+        print(f"\n{reason}")
+    print(f"\n{record.folder}: {', '.join(sorted(path.name for path in record.folder.glob('bench.*')))}")
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,83 @@
+"""A micro-batch's forward and backward as CUDA graphs: recorded once, then launched as a whole.
+
+A small micro-batch is over sooner on the GPU than the host can launch its thousand kernels. Recorded, they are one
+launch. That needs every kernel, address and scalar to stay the same, which holds for the fused layers: their scales are
+tensors, and their gradients are written where the parameters' gradients lie.
+
+Two graphs, since the first micro-batch of a step does more: it updates the scales, casts the weights, and writes the
+gradients that the others add to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from gpt2_fp8.precision import state
+
+WARM_UP = 2  # passes before recording: kernels are compiled and chosen, workspaces allocated
+
+
+class GraphedGradients:
+    """The gradients of one micro-batch, by replay. Recorded at the first call, on that call's shapes and `scale`.
+
+    `loss_of(ids, is_first_microbatch, scale)` is as in `step.accumulate`. Recording leaves scales and histories as they
+    were. The memory of the graphs is their own: it is not shared with what runs beside them (validation).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_of: Callable[[Tensor, bool | None, float], Tensor],
+        context: Callable[[], AbstractContextManager],
+    ):
+        self.model, self.loss_of, self.context = model, loss_of, context
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._losses: dict[bool, Tensor] = {}
+        self._gradients: list[Tensor | None] = []
+
+    def __call__(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """Gradients of the mean loss over a step's micro-batches, of equal shapes [sequences, tokens + 1], into
+        `.grad`; returns that loss, float32 on the device."""
+        if not self._graphs:
+            self._record(parts[0], 1 / len(parts))
+        for parameter, gradient in zip(self.model.parameters(), self._gradients, strict=True):
+            parameter.grad = gradient
+        total = torch.zeros((), device=parts[0].device)
+        for i, part in enumerate(parts):
+            self._ids.copy_(part)
+            self._graphs[i == 0].replay()
+            total += self._losses[i == 0]
+        return total
+
+    def _record(self, ids: Tensor, scale: float) -> None:
+        self._ids = ids.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with state.restored(self.model):
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    for first in (True, False):
+                        self._pass(first, scale)
+                    self._forget()
+            torch.cuda.synchronize()
+            pool = torch.cuda.graph_pool_handle()
+            for first in (True, False):
+                self._graphs[first] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._graphs[first], pool=pool, stream=stream):
+                    self._losses[first] = self._pass(first, scale)
+            self._gradients = [parameter.grad for parameter in self.model.parameters()]
+        self._forget()
+
+    def _pass(self, first: bool, scale: float) -> Tensor:
+        with self.context():
+            loss = self.loss_of(self._ids, first, scale)
+        loss.backward()
+        return loss.detach()
+
+    def _forget(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None

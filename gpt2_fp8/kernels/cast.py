@@ -1,0 +1,158 @@
+"""From bfloat16 or float32 to FP8 in both layouts, with the largest magnitude and the column sums on the way.
+
+Hopper's FP8 products read both operands along the summed dimension, so a tensor that takes part in a forward product
+and in a weight gradient is kept twice: as it is [M, N] and transposed [N, M]. One kernel reads it once and writes both.
+
+Transposing single bytes between threads is slow. So a program handles rows in groups of four, loads the first, second,
+third and fourth rows of all groups as four tiles, and packs the four bytes of a group and column into one word: what
+crosses threads is then words, a quarter as many (`store_both`).
+
+Every kernel takes a `Slot`: the scale to multiply by before the cast, and where to record the largest magnitude
+(delayed scaling turns it into the scale of later steps). Casts saturate; NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpt2_fp8.kernels.slot import Slot
+
+GROUPS, COLUMNS, WARPS = 16, 64, 4  # a tile is 4 * GROUPS rows by COLUMNS
+TILES, STAGES = 4, 1  # tiles below each other that one program handles, where there are enough rows for that
+
+_E4M3 = tl.constexpr(
+    "{.reg .b16 a,b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b};}"
+)
+_E5M2 = tl.constexpr(
+    "{.reg .b16 a,b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1; cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; mov.b32 $0, {a, b};}"
+)
+
+
+@triton.jit
+def _pack(x0, x1, x2, x3, dtype: tl.constexpr):
+    """Four float32 tiles -> one of words: their FP8 bytes, the first in the lowest."""
+    if dtype == tl.float8e4nv:
+        return tl.inline_asm_elementwise(_E4M3, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(_E5M2, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def store_transposed(qt, x0, x1, x2, x3, groups, columns, M, N):
+    """Write rows 4 groups + (0, 1, 2, 3), each x [groups, columns], to qt [N, M]. M is a multiple of 4."""
+    inside = (columns < N)[:, None] & (groups < M // 4)[None, :]
+    words = tl.trans(_pack(x0, x1, x2, x3, qt.dtype.element_ty))
+    at = qt.to(tl.pointer_type(tl.int32)) + columns.to(tl.int64)[:, None] * (M // 4) + groups[None, :]
+    tl.store(at, words, mask=inside)
+
+
+@triton.jit
+def store_both(q, qt, x0, x1, x2, x3, groups, columns, M, N, scale, BOTH: tl.constexpr):
+    """Write rows 4 groups + (0, 1, 2, 3), each x [groups, columns], times `scale`: to q [M, N] and, transposed, to
+    qt [N, M]. M is a multiple of 4."""
+    inside = (groups < M // 4)[:, None] & (columns < N)[None, :]
+    x0, x1, x2, x3 = x0 * scale, x1 * scale, x2 * scale, x3 * scale
+    at = q + (groups.to(tl.int64) * 4)[:, None] * N + columns[None, :]
+    tl.store(at, x0.to(q.dtype.element_ty), mask=inside)
+    tl.store(at + N, x1.to(q.dtype.element_ty), mask=inside)
+    tl.store(at + 2 * N, x2.to(q.dtype.element_ty), mask=inside)
+    tl.store(at + 3 * N, x3.to(q.dtype.element_ty), mask=inside)
+    if BOTH:
+        store_transposed(qt, x0, x1, x2, x3, groups, columns, M, N)
+
+
+@triton.jit
+def load_row(x, groups, columns, number: tl.constexpr, M, N):
+    """Rows 4 groups + `number` of x [M, N] as a float32 tile [groups, columns]; 0 outside."""
+    inside = (groups < M // 4)[:, None] & (columns < N)[None, :]
+    at = x + (groups.to(tl.int64) * 4 + number)[:, None] * N + columns[None, :]
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def largest4(x0, x1, x2, x3):
+    """The largest magnitude of each place of four tiles."""
+    return tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
+
+
+@triton.jit
+def _cast(
+    x, q, qt, sums, scale, amax, M, N, tiles,
+    SUMS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    factor = tl.load(scale)
+    largest = tl.zeros([GROUPS, COLUMNS], tl.float32)
+    total = tl.zeros([GROUPS, COLUMNS], tl.float32)
+    for tile in tl.range(tl.program_id(1) * tiles, (tl.program_id(1) + 1) * tiles, num_stages=STAGES):
+        groups = tile * GROUPS + tl.arange(0, GROUPS)
+        x0 = load_row(x, groups, columns, 0, M, N)
+        x1 = load_row(x, groups, columns, 1, M, N)
+        x2 = load_row(x, groups, columns, 2, M, N)
+        x3 = load_row(x, groups, columns, 3, M, N)
+        store_both(q, qt, x0, x1, x2, x3, groups, columns, M, N, factor, True)
+        largest = tl.maximum(largest, largest4(x0, x1, x2, x3))
+        if SUMS:
+            total += (x0 + x1) + (x2 + x3)
+    tl.atomic_max(amax, tl.max(largest))
+    if SUMS:
+        tl.store(sums + tl.program_id(1).to(tl.int64) * N + columns, tl.sum(total, axis=0), mask=columns < N)
+
+
+@triton.jit
+def _reduce(partial, out, count, N, stride, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, count, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        inside = (rows < count)[:, None] & (columns < N)[None, :]
+        total += tl.load(partial + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+    result = tl.sum(total, axis=0)
+    if ADD:
+        result += tl.load(out + columns, mask=columns < N, other=0.0)
+    tl.store(out + columns, result, mask=columns < N)
+
+
+def reduce_columns(partial: Tensor, out: Tensor, add: bool) -> None:
+    """out [N] = the column sums of `partial` [P, N] (its rows may lie apart), both float32, plus what `out` holds where
+    `add`. The order of summation is fixed, so the result is the same every time."""
+    count, n = partial.shape
+    _reduce[(triton.cdiv(n, 16),)](
+        partial, out, count, n, partial.stride(0), ADD=add, ROWS=64, COLUMNS=16, num_warps=4
+    )  # fmt: skip
+
+
+def empty_pair(m: int, n: int, dtype: torch.dtype, device: torch.device, both: bool = True) -> tuple[Tensor, Tensor]:
+    """Uninitialised FP8 tensors [m, n] and [n, m]; the second is empty unless `both`."""
+    assert m % 4 == 0, "rows go in groups of four"
+    q = torch.empty(m, n, dtype=dtype, device=device)
+    return q, torch.empty((n, m) if both else 0, dtype=dtype, device=device)
+
+
+def tile_grid(m: int, n: int) -> tuple[tuple[int, int], int]:
+    """The grid of a kernel over tiles, and how many tiles a program handles: fewer where that would leave processors
+    without work."""
+    down, across = triton.cdiv(m, 4 * GROUPS), triton.cdiv(n, COLUMNS)
+    tiles = max(1, min(TILES, down * across // 1024))
+    return (across, triton.cdiv(down, tiles)), tiles
+
+
+def cast_transpose(
+    x: Tensor, slot: Slot, sums: bool = False, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, N] bfloat16 or float32 -> FP8 [M, N] and [N, M] of x times the slot's scale (into `out` if given), and
+    partial column sums [P, N] float32 (`reduce_columns` finishes them; empty unless `sums`). M is a multiple of 4."""
+    assert x.dim() == 2, x.shape
+    assert x.is_contiguous()
+    m, n = x.shape
+    assert m % 4 == 0, "rows go in groups of four"
+    q, qt = out or empty_pair(m, n, slot.dtype, x.device)
+    grid, tiles = tile_grid(m, n)
+    partial = torch.empty((grid[1], n) if sums else 0, dtype=torch.float32, device=x.device)
+    _cast[grid](
+        x, q, qt, partial, slot.scale, slot.amax, m, n, tiles,
+        SUMS=sums, GROUPS=GROUPS, COLUMNS=COLUMNS, STAGES=STAGES, num_warps=WARPS,
+    )  # fmt: skip
+    return q, qt, partial

@@ -1,0 +1,129 @@
+"""GELU (tanh form, Hendrycks & Gimpel 2016) and its derivative, fused with the cast of what they give to FP8.
+
+With u = sqrt(2/pi) (x + 0.044715 x^3) and s = sigmoid(2u): gelu(x) = x s, since tanh(u) = 2 sigmoid(2u) - 1.
+
+The transposed gelu(x), which a weight gradient needs, is written by the backward, which has x at hand anyway: it costs
+the same there, and does not wait in memory in between.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpt2_fp8.kernels import cast
+from gpt2_fp8.kernels.cast import empty_pair, largest4, load_row, store_both, store_transposed, tile_grid
+from gpt2_fp8.kernels.slot import Slot
+
+STAGES = 3  # loads of the tiles to come are under way while one is computed
+
+# -2 sqrt(2/pi) log2(e): the exponent of sigmoid(2u) in base 2
+FACTOR = tl.constexpr(-2.302208198144325)
+CUBIC = tl.constexpr(0.044715)
+TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2/pi)
+
+
+@triton.jit
+def _sigmoid(x, square):
+    return 1.0 / (1.0 + tl.exp2(x * (FACTOR + FACTOR * CUBIC * square)))
+
+
+@triton.jit
+def _gelu(h, groups, columns, number: tl.constexpr, M, N):
+    x = load_row(h, groups, columns, number, M, N)
+    return x * _sigmoid(x, x * x)
+
+
+@triton.jit
+def _gelu_backward(dy, h, groups, columns, number: tl.constexpr, M, N):
+    """The gradient, and gelu itself."""
+    x = load_row(h, groups, columns, number, M, N)
+    square = tl.minimum(x * x, 1e6)  # s is 0 or 1 long before, and an infinite square would make 0 inf of it
+    s = _sigmoid(x, square)
+    y = x * s
+    slope = TWICE_ROOT + 3.0 * CUBIC * TWICE_ROOT * square
+    return load_row(dy, groups, columns, number, M, N) * (s + y * (1.0 - s) * slope), y
+
+
+@triton.jit
+def _forward(
+    h, q, scale, amax, M, N, tiles,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    factor = tl.load(scale)
+    largest = tl.zeros([GROUPS, COLUMNS], tl.float32)
+    for tile in tl.range(tl.program_id(1) * tiles, (tl.program_id(1) + 1) * tiles, num_stages=STAGES):
+        groups = tile * GROUPS + tl.arange(0, GROUPS)
+        y0 = _gelu(h, groups, columns, 0, M, N)
+        y1 = _gelu(h, groups, columns, 1, M, N)
+        y2 = _gelu(h, groups, columns, 2, M, N)
+        y3 = _gelu(h, groups, columns, 3, M, N)
+        store_both(q, q, y0, y1, y2, y3, groups, columns, M, N, factor, False)
+        largest = tl.maximum(largest, largest4(y0, y1, y2, y3))
+    tl.atomic_max(amax, tl.max(largest))
+
+
+@triton.jit
+def _backward(
+    dy, h, q, qt, yt, sums, scale, scale_y, amax, M, N, tiles,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    factor, factor_y = tl.load(scale), tl.load(scale_y)
+    largest = tl.zeros([GROUPS, COLUMNS], tl.float32)
+    total = tl.zeros([GROUPS, COLUMNS], tl.float32)
+    for tile in tl.range(tl.program_id(1) * tiles, (tl.program_id(1) + 1) * tiles, num_stages=STAGES):
+        groups = tile * GROUPS + tl.arange(0, GROUPS)
+        d0, y0 = _gelu_backward(dy, h, groups, columns, 0, M, N)
+        d1, y1 = _gelu_backward(dy, h, groups, columns, 1, M, N)
+        d2, y2 = _gelu_backward(dy, h, groups, columns, 2, M, N)
+        d3, y3 = _gelu_backward(dy, h, groups, columns, 3, M, N)
+        store_transposed(yt, y0 * factor_y, y1 * factor_y, y2 * factor_y, y3 * factor_y, groups, columns, M, N)
+        store_both(q, qt, d0, d1, d2, d3, groups, columns, M, N, factor, True)
+        largest = tl.maximum(largest, largest4(d0, d1, d2, d3))
+        total += (d0 + d1) + (d2 + d3)
+    tl.atomic_max(amax, tl.max(largest))
+    tl.store(sums + tl.program_id(1).to(tl.int64) * N + columns, tl.sum(total, axis=0), mask=columns < N)
+
+
+def gelu_cast(h: Tensor, slot: Slot) -> Tensor:
+    """h [M, N] bfloat16 -> FP8 [M, N] of gelu(h) times the slot's scale. M is a multiple of 4."""
+    assert h.is_contiguous()
+    m, n = h.shape
+    q, _ = empty_pair(m, n, slot.dtype, h.device, both=False)
+    grid, tiles = tile_grid(m, n)
+    _forward[grid](
+        h, q, slot.scale, slot.amax, m, n, tiles,
+        GROUPS=cast.GROUPS, COLUMNS=cast.COLUMNS, STAGES=STAGES, num_warps=cast.WARPS,
+    )  # fmt: skip
+    return q
+
+
+class Gradient(NamedTuple):
+    """What `gelu_backward_cast` gives."""
+
+    q: Tensor  # FP8 [M, N] and [N, M] of the gradient times its slot's scale
+    qt: Tensor
+    yt: Tensor  # FP8 [N, M] of gelu(h) times its slot's scale
+    sums: Tensor  # partial column sums of the gradient, float32 [P, N]
+
+
+def gelu_backward_cast(dy: Tensor, h: Tensor, slot: Slot, slot_y: Slot) -> Gradient:
+    """dy, h [M, N] bfloat16 -> the gradient dy gelu'(h), cast as `slot` says, and gelu(h) again, as `slot_y` says (its
+    magnitude was recorded by `gelu_cast`)."""
+    assert dy.is_contiguous() and h.is_contiguous()
+    m, n = h.shape
+    q, qt = empty_pair(m, n, slot.dtype, h.device)
+    yt = torch.empty(n, m, dtype=slot_y.dtype, device=h.device)
+    grid, tiles = tile_grid(m, n)
+    sums = torch.empty(grid[1], n, dtype=torch.float32, device=h.device)
+    _backward[grid](
+        dy, h, q, qt, yt, sums, slot.scale, slot_y.scale, slot.amax, m, n, tiles,
+        GROUPS=cast.GROUPS, COLUMNS=cast.COLUMNS, STAGES=STAGES, num_warps=cast.WARPS,
+    )  # fmt: skip
+    return Gradient(q, qt, yt, sums)

@@ -1,0 +1,216 @@
+"""FP8 matrix products that can add a matrix and accumulate in place, through cuBLASLt.
+
+`torch._scaled_mm` has no beta. All that a product needs but its addresses is made once for each kind (a `Plan`); a call
+sets two or three addresses and launches. cuBLASLt is column-major: our out [M, N] = a [M, K] b^T [K, N] is its
+D [N, M] = A^T B with A = b and B = a, the one arrangement (TN) in which Hopper multiplies FP8. Its bias runs along its
+rows, which are our columns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import statistics
+import threading
+
+import torch
+from torch import Tensor
+
+from gpt2_fp8.kernels import cublaslt as lt
+
+WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA advises for Hopper
+CANDIDATES = 16  # algorithms asked for
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
+FLUSH_BYTES = 256 * 2**20  # several times an H200's L2
+
+_ONE, _ZERO = (ctypes.byref(ctypes.c_float(value)) for value in (1.0, 0.0))
+_plans: dict[tuple, Plan] = {}
+_workspaces: dict[tuple[int, int], Tensor] = {}  # by device and stream
+_lock = threading.Lock()  # a plan's addresses are set and used in one go; autograd has a thread of its own
+
+# Addresses of a, b, out, add (0: none), bias (0: none), a_scale_inv, b_scale_inv.
+Addresses = tuple[int, int, int, int, int, int, int]
+
+
+def _public_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# The same number without a Stream object around it; Triton and Inductor take it from here too.
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+
+
+def matmul(
+    a: Tensor, b: Tensor, out: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor,
+    *, bias: Tensor | None = None, add: Tensor | None = None, fast_accumulate: bool = False,
+) -> Tensor:  # fmt: skip
+    """out = (a @ b^T) * a_scale_inv * b_scale_inv [+ bias] [+ add], on the current stream; autograd sees nothing of it.
+
+    a: [M, K], b: [N, K], each float8_e4m3fn or float8_e5m2, not both the latter. out: [M, N] bf16 or float32, written
+    in place and returned. a_scale_inv, b_scale_inv: float32, one element: the reciprocal of what the operand was
+    multiplied by before its cast. bias: [N] bf16, for either type of out. add: [M, N] of out's type; `out` itself to
+    accumulate in place. `fast_accumulate` sums in the tensor cores alone, faster and less exactly.
+
+    Everything on the current CUDA device, contiguous, at multiples of 16 bytes; M, N and K are multiples of 16. A call
+    neither waits for the device nor, but for the first of its kind and the first on its stream, allocates: capture it
+    in a CUDA graph after one call outside. Raises RuntimeError with cuBLASLt's status.
+    """
+    plan, addresses = prepare(a, b, out, a_scale_inv, b_scale_inv, bias=bias, add=add, fast_accumulate=fast_accumulate)
+    status = plan.launch(addresses)
+    if status:
+        lt.check(status, plan.what)
+    return out
+
+
+def prepare(
+    a: Tensor, b: Tensor, out: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor,
+    *, bias: Tensor | None = None, add: Tensor | None = None, fast_accumulate: bool = False,
+) -> tuple[Plan, Addresses]:  # fmt: skip
+    """The plan for a call of `matmul`, made if there is none yet, and the call's addresses."""
+    device = a.get_device()
+    at_a, at_b, at_out = _at(a, device), _at(b, device), _at(out, device)
+    at_add = 0 if add is None else _at(add, device, out.shape, out.dtype)
+    at_bias = 0 if bias is None else _at(bias, device, out.shape[1:], torch.bfloat16)
+    assert a_scale_inv.numel() == b_scale_inv.numel() == 1, (a_scale_inv.shape, b_scale_inv.shape)
+    at_a_scale = _at(a_scale_inv, device, dtype=torch.float32)
+    at_b_scale = _at(b_scale_inv, device, dtype=torch.float32)
+    bits = at_a | at_b | at_out | at_add | at_bias
+    alignment = min(bits & -bits, 256)
+    assert alignment >= 16, f"every tensor starts at a multiple of 16 bytes, not of {alignment}"
+    kind = (
+        device, a.shape, b.shape, out.shape, a.dtype, b.dtype, out.dtype,
+        at_bias != 0, at_add != 0, at_add == at_out, fast_accumulate, alignment,
+    )  # fmt: skip
+    addresses = (at_a, at_b, at_out, at_add, at_bias, at_a_scale, at_b_scale)
+    plan = _plans.get(kind)
+    if plan is None:
+        plan = _plans[kind] = Plan(a, b, out, addresses, fast_accumulate, alignment)
+    return plan, addresses
+
+
+def _at(tensor: Tensor, device: int, shape: torch.Size | None = None, dtype: torch.dtype | None = None) -> int:
+    """A tensor's address, once it is what it must be."""
+    assert tensor.get_device() == device, (tensor.device, device)
+    assert tensor.is_contiguous(), "tensors are contiguous"
+    assert shape is None or tensor.shape == shape, (tensor.shape, shape)
+    assert dtype is None or tensor.dtype is dtype, (tensor.dtype, dtype)
+    return tensor.data_ptr()
+
+
+class Plan:
+    """One kind of product: how cuBLASLt knows it, the algorithms it has for it, and the one in use (`chosen`)."""
+
+    def __init__(
+        self, a: Tensor, b: Tensor, out: Tensor, addresses: Addresses, fast_accumulate: bool, alignment: int
+    ) -> None:
+        assert a.dim() == b.dim() == 2, (a.shape, b.shape)
+        (m, k), n = a.shape, b.shape[0]
+        assert (k, *out.shape) == (b.shape[1], m, n), (a.shape, b.shape, out.shape)
+        assert all(size > 0 and size % 16 == 0 for size in (m, n, k)), f"{(m, n, k)} are not all multiples of 16"
+        assert (a.dtype, b.dtype) in PAIRS, (a.dtype, b.dtype)
+        assert out.dtype in (torch.bfloat16, torch.float32), out.dtype
+        self.device = a.get_device()
+        self.what = (
+            f"[{m}, {k}] {a.dtype} times [{n}, {k}]^T {b.dtype} to {out.dtype}"
+            f"{' + bias' if addresses[4] else ''}{' + matrix' if addresses[3] else ''}"
+        ).replace("torch.", "")
+        self._handle = lt.handle(self.device)
+        *_, bias, a_scale, b_scale = addresses
+        self._bias, self._scale_of_a, self._scale_of_b = map(ctypes.c_void_p, (bias, b_scale, a_scale))
+        self._where = tuple(ctypes.byref(at) for at in (self._scale_of_a, self._scale_of_b, self._bias))
+        self._product = lt.describe(self._attributes(fast_accumulate))
+        self._a, self._b, self._out = lt.layout(b.dtype, k, n), lt.layout(a.dtype, k, m), lt.layout(out.dtype, n, m)
+        layouts = (self._a, self._b, self._out, self._out)
+        self.results = lt.search(
+            self._handle, self._product, layouts, alignment, WORKSPACE_BYTES, CANDIDATES, self.what
+        )
+        self.chosen, self._algorithm = 0, ctypes.byref(self.results[0].algorithm)
+        self._set, self._multiply = lt.library().cublasLtMatmulDescSetAttribute, lt.library().cublasLtMatmul
+
+    def _attributes(self, fast_accumulate: bool) -> dict[int, ctypes._SimpleCData]:
+        """The scales' and the bias' addresses are among them: cuBLASLt's search looks at how they are aligned."""
+        attributes: dict[int, ctypes._SimpleCData] = {
+            lt.TRANSA: ctypes.c_int32(lt.OP_T),
+            lt.TRANSB: ctypes.c_int32(lt.OP_N),
+            lt.FAST_ACCUM: ctypes.c_int8(fast_accumulate),
+            lt.A_SCALE_POINTER: self._scale_of_a,
+            lt.B_SCALE_POINTER: self._scale_of_b,
+        }
+        if self._bias.value:
+            attributes[lt.EPILOGUE] = ctypes.c_uint32(lt.EPILOGUE_BIAS)
+            attributes[lt.BIAS_DATA_TYPE] = ctypes.c_int32(lt.CUDA_TYPES[torch.bfloat16])
+            attributes[lt.BIAS_POINTER] = self._bias
+        return attributes
+
+    def launch(self, addresses: Addresses) -> int:
+        """Multiply what lies at these addresses, on the device's current stream. Returns cuBLASLt's status."""
+        a, b, out, add, bias, a_scale, b_scale = addresses
+        stream, product, put = _stream(self.device), self._product, self._set
+        workspace = _workspaces.get((self.device, stream))
+        if workspace is None:
+            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=f"cuda:{self.device}")
+            _workspaces[self.device, stream] = workspace
+        of_a, of_b, of_bias = self._where
+        with _lock:
+            self._scale_of_a.value, self._scale_of_b.value, self._bias.value = b_scale, a_scale, bias
+            return (
+                put(product, lt.A_SCALE_POINTER, of_a, 8)
+                or put(product, lt.B_SCALE_POINTER, of_b, 8)
+                or (bias and put(product, lt.BIAS_POINTER, of_bias, 8))
+                or self._multiply(
+                    self._handle, product, _ONE, b, self._a, a, self._b, _ONE if add else _ZERO, add or out, self._out,
+                    out, self._out, self._algorithm, workspace.data_ptr(), WORKSPACE_BYTES, stream,
+                )
+            )  # fmt: skip
+
+
+def candidates(plan: Plan) -> int:
+    """How many algorithms a plan has."""
+    return len(plan.results)
+
+
+def use(plan: Plan, index: int) -> None:
+    """Have a plan use its algorithm number `index`; 0 is cuBLASLt's own choice."""
+    plan.chosen, plan._algorithm = index, ctypes.byref(plan.results[index].algorithm)
+
+
+def fastest(
+    a: Tensor, b: Tensor, out: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor,
+    *, bias: Tensor | None = None, add: Tensor | None = None, fast_accumulate: bool = False,
+) -> int:  # fmt: skip
+    """Time every algorithm for this call of `matmul`, have its plan use the fastest, and return that one's number.
+
+    Writes nothing to `out`. The L2 cache is cold, as in a model whose tensors exceed it. Waits for the device. Raises
+    RuntimeError where none runs.
+    """
+    plan, addresses = prepare(a, b, out, a_scale_inv, b_scale_inv, bias=bias, add=add, fast_accumulate=fast_accumulate)
+    scratch = out.clone()
+    at_a, at_b, at_out, at_add, at_bias, at_a_scale, at_b_scale = addresses
+    at_add = scratch.data_ptr() if at_add == at_out else at_add
+    addresses = (at_a, at_b, scratch.data_ptr(), at_add, at_bias, at_a_scale, at_b_scale)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=out.device)
+    times = {}
+    for index in range(candidates(plan)):
+        use(plan, index)
+        times[index] = _milliseconds(plan, addresses, flush)
+    best = min(times, key=times.__getitem__)
+    use(plan, best)
+    lt.check(plan.launch(addresses), plan.what)
+    return best
+
+
+def _milliseconds(plan: Plan, addresses: Addresses, flush: Tensor) -> float:
+    """The median time of five launches after two; infinite where the algorithm does not run."""
+    times = []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()  # long enough for the host to enqueue what follows
+        begin.record()
+        status = plan.launch(addresses)
+        end.record()
+        if status:
+            return math.inf
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[2:])

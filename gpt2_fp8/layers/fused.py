@@ -1,0 +1,176 @@
+"""GPT-2's block as one chain of FP8 products and our own kernels, for delayed scaling on Hopper.
+
+What a chain of modules cannot do and this does: the residual additions happen inside the products, the gradient of the
+residual stream is cast where the normalisation's backward computes it, and weight gradients are accumulated by the
+products themselves. Parameters have the names, shapes and initial values of the other layers.
+
+A block's backward is written out by hand (`_BlockFunction`), in the order of the chain rule, with one exception:
+attention is differentiated by autograd, whatever kernel it is.
+
+Shapes: M = batch * tokens rows, d = n_embd. `x8` is x in FP8 [M, d], `x8t` its transpose [d, M].
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.kernels.cast import cast_transpose
+from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
+from gpt2_fp8.kernels.layer_norm import Gradient, Statistics, layer_norm_backward, layer_norm_cast
+from gpt2_fp8.layers import reference, te
+from gpt2_fp8.layers.attention import attention
+from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.layers.head import Head
+from gpt2_fp8.layers.product import Product, vector_gradient
+from gpt2_fp8.layers.reference import EPSILON
+from gpt2_fp8.layers.scales import DelayedScaling, Scales
+
+Gradients = dict[nn.Parameter | None, Tensor | None]  # what autograd is to get for a parameter: see `Product`
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each added to the residual stream; the FP8 twin of `layers.block.Block`.
+
+    `recompute`: the perceptron's hidden layer is computed again in the backward, and does not wait in memory.
+    """
+
+    def __init__(self, config: ModelConfig, scales: Scales, recompute: bool):
+        super().__init__()
+        d, bias, self.recompute = config.n_embd, config.bias, recompute
+        self.qkv = reference.LayerNormLinear(d, 3 * d, bias)
+        self.attention = attention(config.n_head, d)
+        self.projection = reference.Linear(d, d, bias)
+        self.mlp = reference.LayerNormMLP(d, bias)
+        self.products = Products(*(Product(scales) for _ in range(4)))
+
+    def refresh(self) -> None:
+        """Cast the weights to FP8."""
+        qkv, projection, fc1, fc2 = self.products
+        qkv.refresh(self.qkv.weight, self.qkv.bias)
+        projection.refresh(self.projection.weight, self.projection.bias)
+        fc1.refresh(self.mlp.fc1_weight, self.mlp.fc1_bias)
+        fc2.refresh(self.mlp.fc2_weight, self.mlp.fc2_bias)
+
+    def hidden(self, middle: Tensor) -> tuple[Tensor, Tensor, Statistics]:
+        """The perceptron up to its GELU: h [M, 4 d], bfloat16; the transposed input of its product; statistics."""
+        fc1, mlp = self.products.fc1, self.mlp
+        y8, y8t, statistics = layer_norm_cast(
+            middle, mlp.layer_norm_weight, mlp.layer_norm_bias, EPSILON, fc1.slot("input")
+        )
+        return fc1.forward(y8), y8t, statistics
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
+        """x: bfloat16 [batch, tokens, d]; returns the same."""
+        if is_first_microbatch is not False:
+            self.refresh()
+        return _BlockFunction.apply(x, self, *self.parameters())
+
+
+class Products(NamedTuple):
+    """A block's four."""
+
+    qkv: Product
+    projection: Product
+    fc1: Product
+    fc2: Product
+
+
+class _BlockFunction(torch.autograd.Function):
+    """A block by hand. The parameters are arguments so that autograd asks for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Block, *parameters: nn.Parameter) -> Tensor:
+        shape, x = x.shape, x.reshape(-1, x.shape[-1])
+        qkv, projection, _, fc2 = block.products
+        training = any(ctx.needs_input_grad)
+        y8, y8t, statistics = layer_norm_cast(
+            x, block.qkv.layer_norm_weight, block.qkv.layer_norm_bias, EPSILON, qkv.slot("input"), training
+        )
+        packed = qkv.forward(y8).view(*shape[:-1], -1).requires_grad_(training)
+        with torch.set_grad_enabled(training):
+            attended = block.attention(packed)
+        o8, o8t, _ = cast_transpose(attended.detach().reshape(x.shape), projection.slot("input"))
+        middle = projection.forward(o8, add=x)
+        h, z8t, statistics2 = block.hidden(middle)
+        if training:
+            ctx.block, ctx.parameters, ctx.attention, ctx.statistics = block, parameters, (packed, attended), statistics
+            ctx.hidden = None if block.recompute else (h, z8t, statistics2)
+            ctx.save_for_backward(x, middle, y8t, o8t)
+        return fc2.forward(gelu_cast(h, fc2.slot("input")), add=middle).view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        x, middle, y8t, o8t = ctx.saved_tensors
+        block: Block = ctx.block
+        gradients: Gradients = {}
+        dout = upstream[0].reshape(x.shape).contiguous()
+        hidden, ctx.hidden = ctx.hidden or block.hidden(middle), None
+        into_middle = _perceptron_backward(block, dout, middle, hidden, gradients)
+        dx = _attention_backward(block, into_middle, x, ctx.statistics, y8t, o8t, ctx.attention, gradients)
+        return dx.view(upstream[0].shape), None, *(gradients[p] for p in ctx.parameters)
+
+
+def _perceptron_backward(
+    block: Block, dout: Tensor, middle: Tensor, hidden: tuple[Tensor, Tensor, Statistics], gradients: Gradients
+) -> Gradient:
+    """From the gradient of a block's output, [M, d], to that of its middle; the parameters' into `gradients`."""
+    (h, z8t, statistics), mlp, fc1, fc2 = hidden, block.mlp, block.products.fc1, block.products.fc2
+    g8, g8t, sums = cast_transpose(dout, fc2.slot("gradient"), sums=True)
+    gradients[mlp.fc2_bias] = vector_gradient(mlp.fc2_bias, sums)
+    inner = gelu_backward_cast(fc2.input_gradient(g8), h, fc1.slot("gradient"), fc2.slot("input"))
+    gradients[mlp.fc2_weight] = fc2.weight_gradient(mlp.fc2_weight, g8t, inner.yt)
+    gradients[mlp.fc1_bias] = vector_gradient(mlp.fc1_bias, inner.sums)
+    gradients[mlp.fc1_weight] = fc1.weight_gradient(mlp.fc1_weight, inner.qt, z8t)
+    dy = fc1.input_gradient(inner.q)
+    slot = block.products.projection.slot("gradient")
+    result = layer_norm_backward(dy, middle, statistics, mlp.layer_norm_weight, dout, slot)
+    gradients[mlp.layer_norm_weight] = vector_gradient(mlp.layer_norm_weight, result.sums[:, 0])
+    gradients[mlp.layer_norm_bias] = vector_gradient(mlp.layer_norm_bias, result.sums[:, 1])
+    return result
+
+
+def _attention_backward(
+    block: Block, into_middle: Gradient, x: Tensor, statistics: Statistics, y8t: Tensor, o8t: Tensor,
+    attention: tuple[Tensor, Tensor], gradients: Gradients,
+) -> Tensor:  # fmt: skip
+    """From the gradient of a block's middle to that of its input, [M, d]; the parameters' into `gradients`."""
+    qkv, projection = block.products.qkv, block.products.projection
+    weight, bias = block.projection.weight, block.projection.bias
+    gradients[bias] = vector_gradient(bias, into_middle.sums[:, 2])
+    gradients[weight] = projection.weight_gradient(weight, into_middle.qt, o8t)
+    packed, attended = attention
+    dattended = projection.input_gradient(into_middle.q).view(attended.shape)
+    (dpacked,) = torch.autograd.grad(attended, packed, dattended)
+    g8, g8t, sums = cast_transpose(dpacked.reshape(x.shape[0], -1), qkv.slot("gradient"), sums=True)
+    norm = block.qkv
+    gradients[norm.bias] = vector_gradient(norm.bias, sums)
+    gradients[norm.weight] = qkv.weight_gradient(norm.weight, g8t, y8t)
+    dy = qkv.input_gradient(g8)
+    result = layer_norm_backward(dy, x, statistics, norm.layer_norm_weight, into_middle.dx, None)
+    gradients[norm.layer_norm_weight] = vector_gradient(norm.layer_norm_weight, result.sums[:, 0])
+    gradients[norm.layer_norm_bias] = vector_gradient(norm.layer_norm_bias, result.sums[:, 1])
+    return result.dx
+
+
+class Fused:
+    """The family of this module. A block or head that is to stay in bf16 is Transformer Engine's."""
+
+    def __init__(self, settings: DelayedScaling, recompute: bool):
+        self.scales: Scales | None = Scales(settings)
+        self.recompute = recompute
+        self._bf16 = Composed(te, recompute)
+
+    def block(self, config: ModelConfig, fp8: bool) -> nn.Module:
+        """See `layers.Family`. `config.dropout` must be 0."""
+        assert config.dropout == 0
+        assert self.scales is not None
+        return Block(config, self.scales, self.recompute) if fp8 else self._bf16.block(config, fp8=False)
+
+    def head(self, n_embd: int, rows: int, fp8: bool) -> nn.Module:
+        """See `layers.Family`."""
+        assert self.scales is not None
+        return Head(n_embd, rows, self.scales) if fp8 else self._bf16.head(n_embd, rows, fp8=False)

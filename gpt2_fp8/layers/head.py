@@ -1,0 +1,108 @@
+"""The head of the fused layers: the last normalisation, the product with the embedding, and the loss, in FP8.
+
+Logits never exist for more than `CHUNK` rows. M = batch * tokens rows, d = n_embd.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt2_fp8.kernels.cast import reduce_columns
+from gpt2_fp8.kernels.cross_entropy import scale_
+from gpt2_fp8.kernels.gemm import matmul
+from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
+from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE, softmax_gradient_cast, softmax_statistics
+from gpt2_fp8.layers.product import Product
+from gpt2_fp8.layers.reference import EPSILON, LayerNormLinear
+from gpt2_fp8.layers.scales import Scales
+
+CHUNK = 16384  # of GPT-2's vocabulary: 1.6 GB in bf16, and as much in FP8
+
+
+class Head(LayerNormLinear):
+    """The last normalisation and the product with the embedding, in FP8. `loss` trains; `forward` gives logits."""
+
+    def __init__(self, n_embd: int, rows: int, scales: Scales):
+        super().__init__(n_embd, rows, bias=False)
+        self.product = Product(scales, own_gradient=False)
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """x: bfloat16 [batch, tokens, d]. Returns logits, bfloat16 [batch, tokens, rows]; no gradient flows through."""
+        if is_first_microbatch is not False:
+            self.product.refresh(self.weight, None)
+        with torch.no_grad():
+            rows = x.reshape(-1, x.shape[-1])
+            y8, _, _ = self._normalise(rows, both=False)
+            return self.product(y8).view(*x.shape[:-1], -1)
+
+    def loss(
+        self, x: Tensor, targets: Tensor, vocab_size: int, scale: float, is_first_microbatch: bool | None
+    ) -> Tensor:
+        """`scale` times the mean cross-entropy over the targets [batch, tokens] that are not negative; float32."""
+        if is_first_microbatch is not False:
+            self.product.refresh(self.weight, None)
+        parameters = self.layer_norm_weight, self.layer_norm_bias, self.weight
+        return _HeadFunction.apply(x, targets.reshape(-1), self, vocab_size, scale, *parameters)
+
+    def _normalise(self, x: Tensor, both: bool) -> Any:
+        slot = self.product.slot("input")
+        return layer_norm_cast(x, self.layer_norm_weight, self.layer_norm_bias, EPSILON, slot, both)
+
+
+class _HeadFunction(torch.autograd.Function):
+    """Loss and gradients, a chunk of rows after the other, in the forward: a chunk's logits are gone when the next one
+    comes. The backward only hands out what is ready."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, targets: Tensor, head: Head, vocab_size: int, scale: float, *parameters: Tensor
+    ) -> Tensor:
+        shape, x = x.shape, x.reshape(-1, x.shape[-1])
+        training, weight = any(ctx.needs_input_grad), scale / (targets >= 0).sum().clamp_min(1).to(torch.float32)
+        losses, gradients = [], _HeadGradients(head, x, weight) if training else None
+        for start in range(0, len(x), CHUNK):
+            part = slice(start, start + CHUNK)
+            y8, y8t, statistics = head._normalise(x[part], both=training)
+            logits = head.product(y8)
+            chunk_losses, exponents = softmax_statistics(logits, targets[part], vocab_size)
+            losses.append(chunk_losses)
+            if gradients is not None:
+                g8, g8t = softmax_gradient_cast(logits, targets[part], exponents, vocab_size, gradients.dtype)
+                del logits
+                gradients.add(part, g8, g8t, y8t, statistics)
+        if gradients is not None:
+            ctx.shape, ctx.gradients = shape, gradients
+        return torch.cat(losses).sum() * weight
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        g = ctx.gradients
+        for gradient in (g.dx, g.norm, g.weight):
+            scale_(gradient, upstream[0])
+        return g.dx.view(ctx.shape), None, None, None, None, g.norm[0], g.norm[1], g.weight
+
+
+class _HeadGradients:
+    """The gradients of the head's input and parameters, as they come in."""
+
+    def __init__(self, head: Head, x: Tensor, weight: Tensor):
+        self.head, self.x, self.dx = head, x, torch.empty_like(x)
+        self.dtype = head.product.scales[0].settings.gradient
+        self.scale_inv = (weight / GRADIENT_SCALE[self.dtype]).reshape(1)
+        self.weight = torch.empty_like(head.weight)
+        self.norm = torch.empty(2, x.shape[1], dtype=torch.float32, device=x.device)
+
+    def add(self, part: slice, g8: Tensor, g8t: Tensor, y8t: Tensor, statistics: Any) -> None:
+        """The chunk's share: g8 [rows, N] FP8 gradient of its logits, y8t [d, rows] the normalised rows."""
+        product, first = self.head.product, part.start == 0
+        dy = torch.empty(g8.shape[0], y8t.shape[0], dtype=torch.bfloat16, device=g8.device)
+        matmul(g8, product.w8t, dy, self.scale_inv, product.slot("weight").scale_inv)
+        input_scale = product.slot("input").scale_inv
+        matmul(g8t, y8t, self.weight, self.scale_inv, input_scale, add=None if first else self.weight)
+        result = layer_norm_backward(dy, self.x[part], statistics, self.head.layer_norm_weight, None, None)
+        self.dx[part] = result.dx
+        for i in range(2):
+            reduce_columns(result.sums[:, i], self.norm[i], add=not first)

@@ -1,0 +1,93 @@
+"""One weight's three FP8 products: forward, the gradient of its input, and its own gradient.
+
+Shapes: x [M, K] goes in, y = x W^T + b [M, N] comes out. `x8` is x in FP8 as it lies, `x8t` its transpose.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gpt2_fp8.kernels.cast import cast_transpose, reduce_columns
+from gpt2_fp8.kernels.gemm import matmul
+from gpt2_fp8.kernels.slot import Slot
+from gpt2_fp8.layers.scales import Scales
+
+
+def distributed() -> bool:
+    """Whether other processes train too: they exchange what autograd delivers, so gradients must go through it."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+class Product(nn.Module):
+    """The FP8 side of one weight [N, K]: its casts, kept until the next `refresh`, and where in the model's scales the
+    three tensors of its products have theirs. Holds no parameter of its own, so that names stay the layers'.
+
+    `own_gradient=False`: the caller knows the scale of y's gradient by itself.
+    """
+
+    w8: Tensor  # [N, K]
+    w8t: Tensor  # [K, N]
+    bias: Tensor | None  # bfloat16 [N]: cuBLASLt adds no other to bfloat16 products
+
+    def __init__(self, scales: Scales, own_gradient: bool = True):
+        super().__init__()
+        self.scales = [scales]  # in a list: the model registers it once, not every layer
+        self.places = {"input": scales.reserve("forward"), "weight": scales.reserve("forward")}
+        if own_gradient:
+            self.places["gradient"] = scales.reserve("gradient")
+        self.bias = None
+
+    def slot(self, name: str) -> Slot:
+        """The slot of "input", "weight" or "gradient"."""
+        return self.scales[0].slot(self.places[name])
+
+    @torch.no_grad()
+    def refresh(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Cast the weight, in place of the cast before: a CUDA graph may have recorded where it lies."""
+        if not hasattr(self, "w8") or self.w8.device != weight.device:
+            dtype = self.slot("weight").dtype
+            self.w8 = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+            self.w8t = torch.empty(weight.shape[::-1], dtype=dtype, device=weight.device)
+            self.bias = None if bias is None else torch.empty_like(bias, dtype=torch.bfloat16)
+        cast_transpose(weight, self.slot("weight"), out=(self.w8, self.w8t))
+        if bias is not None and self.bias is not None:
+            self.bias.copy_(bias)
+
+    def forward(self, x8: Tensor, add: Tensor | None = None) -> Tensor:
+        """x8 [M, K] -> bfloat16 [M, N]: x W^T + b [+ add [M, N]]."""
+        out = torch.empty(x8.shape[0], self.w8.shape[0], dtype=torch.bfloat16, device=x8.device)
+        scales = self.slot("input").scale_inv, self.slot("weight").scale_inv
+        return matmul(x8, self.w8, out, *scales, bias=self.bias, add=add, fast_accumulate=True)
+
+    def input_gradient(self, g8: Tensor) -> Tensor:
+        """g8 [M, N], the gradient of what `forward` gave -> bfloat16 [M, K], that of x."""
+        out = torch.empty(g8.shape[0], self.w8t.shape[0], dtype=torch.bfloat16, device=g8.device)
+        return matmul(g8, self.w8t, out, self.slot("gradient").scale_inv, self.slot("weight").scale_inv)
+
+    def weight_gradient(self, weight: nn.Parameter, g8t: Tensor, x8t: Tensor) -> Tensor | None:
+        """g8t [N, M], x8t [K, M] -> what autograd is to add to `weight.grad`: None, since the product adds to it
+        itself. Under data parallelism the gradient [N, K] float32, since ranks exchange what autograd delivers."""
+        scales = self.slot("gradient").scale_inv, self.slot("input").scale_inv
+        if distributed():
+            return matmul(g8t, x8t, torch.empty_like(weight), *scales)
+        if weight.grad is None:
+            weight.grad = matmul(g8t, x8t, torch.empty_like(weight), *scales)
+        else:
+            matmul(g8t, x8t, weight.grad, *scales, add=weight.grad)
+        return None
+
+
+def vector_gradient(parameter: nn.Parameter | None, partial: Tensor) -> Tensor | None:
+    """Partial column sums [P, N] -> as `Product.weight_gradient`, for a vector [N]."""
+    if parameter is None:
+        return None
+    if distributed():
+        gradient = torch.empty_like(parameter)
+        reduce_columns(partial, gradient, add=False)
+        return gradient
+    add = parameter.grad is not None
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter)
+    reduce_columns(partial, parameter.grad, add)
+    return None

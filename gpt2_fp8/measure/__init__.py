@@ -1,0 +1,1 @@
+"""Measuring training: what the benchmark prints and what `precision=auto` decides by."""

@@ -1,0 +1,95 @@
+"""What was measured on this machine before, for `precision=auto`: one JSON file in the user's cache folder.
+
+An answer belongs to its key: the GPU, the versions, and all of a configuration that speed or numbers depend on. The
+figures are kept and not the decision, so that the decision may follow other settings. Nothing here can end a run: a
+file that cannot be read is replaced, and one that cannot be written costs the next run its time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.precision.choose import Figures
+
+log = logging.getLogger(__name__)
+
+FORMAT = "gpt2_fp8 measurements 1"
+Measured = tuple[str, list[Figures]]  # the day, as YYYY-MM-DD, and what was measured
+
+
+def place() -> Path:
+    """The file: `gpt2_fp8/auto.json` in $XDG_CACHE_HOME, or in ~/.cache."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = given if given.is_absolute() else Path(os.path.expanduser("~")) / ".cache"
+    return folder / "gpt2_fp8" / "auto.json"
+
+
+def load(key: dict[str, Any]) -> Measured | None:
+    """What was measured under `key`, or None."""
+    entry = _entries().get(_hash(key))
+    if entry is None:
+        return None
+    try:
+        assert entry["key"] == key
+        return str(entry["measured_on"]), [_figures(row) for row in entry["figures"]]
+    except (AssertionError, KeyError, TypeError, ValueError):
+        log.warning("%s: the entry for this model is damaged; measuring again", place())
+        return None
+
+
+def store(key: dict[str, Any], measured_on: str, figures: Sequence[Figures]) -> None:
+    """Keep what was measured under `key`, beside what is there."""
+    entry = {"key": key, "measured_on": measured_on, "figures": [_row(f) for f in figures]}
+    try:
+        place().parent.mkdir(parents=True, exist_ok=True)
+        durable.write_json(place(), {"format": FORMAT, "entries": {**_entries(), _hash(key): entry}})
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be written, so the next run measures again: %s", place(), error)
+
+
+def _entries() -> dict[str, Any]:
+    """The file's entries; none where it is not there, damaged, or somebody else's."""
+    try:
+        content = json.loads(place().read_text(encoding="utf-8"))
+        if content["format"] == FORMAT and isinstance(content["entries"], dict):
+            return content["entries"]
+        reason = f"its format is {content['format']!r}"
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    log.warning("%s is ignored and will be replaced: %s", place(), reason)
+    return {}
+
+
+def _hash(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _row(figures: Figures) -> dict[str, Any]:
+    """For JSON, which has no word for numbers that are not finite: null."""
+    row = asdict(figures)
+    for name in ("losses", "grad_norms"):
+        row[name] = [value if math.isfinite(value) else None for value in row[name]]
+    return row
+
+
+def _figures(row: dict[str, Any]) -> Figures:
+    """The figures of a row. Raises TypeError, KeyError or ValueError for what `_row` cannot have made."""
+    numbers = {name: None if row[name] is None else float(row[name]) for name in _NUMBERS}
+    lists = {
+        name: [math.nan if value is None else float(value) for value in row[name]] for name in ("losses", "grad_norms")
+    }
+    return Figures(**{**row, **numbers, **lists})
+
+
+_NUMBERS = ("tokens_per_second", "fastest", "peak_memory_gb")

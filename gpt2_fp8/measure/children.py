@@ -1,0 +1,103 @@
+"""Child processes that leave nothing behind: a request goes in, an answer comes out, or one line that says why not.
+
+A child is `python -m MODULE ANSWER`, with its request as JSON on stdin; it writes its answer, JSON too, to the path
+ANSWER. It leads a session of its own, so that it can be killed with its own children: when it ends, takes too long, or
+is interrupted. Where the parent is killed and cannot do so, the child sees that its parent has changed, and does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a child ended. `answer` is what it wrote; None unless the status is "ok". `message`: why not, in one line."""
+
+    status: Literal["ok", "failed", "timed out"]
+    answer: Any = None
+    message: str | None = None
+
+
+def run(module: str, request: object, timeout_s: float, log: Path | None = None) -> Ended:
+    """Run `module` on a request of plain JSON values. `log`: where its output is kept.
+
+    Raises KeyboardInterrupt, and nothing on account of the child, which is gone with its own children either way.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpt2_fp8-") as name:
+        folder = Path(name)
+        log = log or folder / "log"
+        (folder / "request").write_text(json.dumps(request))
+        command = [sys.executable, "-X", "faulthandler", "-m", __name__]
+        command += [str(os.getpid()), module, str(folder / "answer")]
+        with (folder / "request").open() as stdin, log.open("w") as output:
+            child = subprocess.Popen(
+                command, stdin=stdin, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            code = None
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    code = child.wait(timeout_s)
+            finally:
+                _kill_group(child.pid)
+                child.wait()
+        try:
+            return Ended(status="ok", answer=json.loads((folder / "answer").read_text()))
+        except (OSError, ValueError):
+            if code is None:
+                return Ended(status="timed out", message=f"took longer than {timeout_s:g} seconds")
+            return Ended(status="failed", message=_reason(code, log))
+
+
+def section(name: str, request: object, timeout_s: float, log: Path | None = None) -> list[dict[str, Any]]:
+    """The rows of `python -m gpt2_fp8.measure.NAME`; where it does not come to an end, one row that says so."""
+    ended = run(f"gpt2_fp8.measure.{name}", request, timeout_s, log)
+    if ended.status == "ok":
+        return list(ended.answer)
+    return [{"name": name, "status": ended.status, "message": ended.message}]
+
+
+def one_line(error: object, limit: int = 200) -> str:
+    """A text as one line that is not too long."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _reason(code: int, log: Path) -> str:
+    """Why a child ended without an answer: its signal, else the last line that it wrote."""
+    if code < 0:
+        about = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{about}"
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return one_line(lines[-1]) if lines else f"ended with exit code {code} and without a word"
+
+
+def _kill_group(leader: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # macOS answers the latter for processes that have ended
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _die_with(parent: int) -> None:
+    """End this process and its children once the parent is gone."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    _kill_group(os.getpgrp())
+
+
+if __name__ == "__main__":
+    _parent, _module, _answer = sys.argv[1:]
+    threading.Thread(target=_die_with, args=[int(_parent)], daemon=True).start()
+    sys.argv = [_module, _answer]
+    runpy.run_module(_module, run_name="__main__", alter_sys=True)

@@ -1,0 +1,214 @@
+"""GPT-2 as others train it: what each peer of the benchmark computes. The loop around them is `peers`'.
+
+A builder takes the model's configuration, the tokenizer's vocabulary and the device. Every vocabulary is padded as this
+project's is, since all of them are faster with that; losses run over the padding's columns, as theirs do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt2_fp8 import layers
+from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.layers.reference import EPSILON, Attention
+from gpt2_fp8.loss import cross_entropy
+from gpt2_fp8.measure.timing import Unavailable, installed
+from gpt2_fp8.model import GPT2, INITIAL_STD, initialise, padded_vocabulary
+from gpt2_fp8.precision.support import why_not_fp8
+
+
+@dataclass
+class Peer:
+    """A model and its loss. `loss(inputs, targets, first)`: the mean over a micro-batch of int64 [sequences, tokens],
+    inside whatever autocast the peer uses; `first` says whether it is a step's first micro-batch."""
+
+    model: nn.Module
+    loss: Callable[[Tensor, Tensor, bool], Tensor]
+    note: str  # what a reader of its row must know
+    backward: Callable[[Tensor], object] = Tensor.backward
+
+
+class PlainBlock(nn.Module):
+    """nn.LayerNorm, nn.Linear and GELU (tanh). x: [batch, tokens, n_embd]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        d, bias = config.n_embd, config.bias
+        self.norm_1, self.norm_2 = nn.LayerNorm(d, EPSILON), nn.LayerNorm(d, EPSILON)
+        self.qkv, self.projection = nn.Linear(d, 3 * d, bias), nn.Linear(d, d, bias)
+        self.fc1, self.fc2 = nn.Linear(d, 4 * d, bias), nn.Linear(4 * d, d, bias)
+        self.attention = Attention(config.n_head, d, config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.projection(self.attention(self.qkv(self.norm_1(x)))))
+        return x + self.dropout(self.fc2(F.gelu(self.fc1(self.norm_2(x)), approximate="tanh")))
+
+
+class PlainGPT2(nn.Module):
+    """GPT-2 of torch's own modules, as nanoGPT writes it, for what replaces `nn.Linear` in a finished model.
+
+    `blocks` and `head` may be another's; a head has its normalisation inside. Returns the mean loss, as nanoGPT does.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, blocks: list[nn.Module], head: nn.Module, norm: nn.Module):
+        super().__init__()
+        self.tokens = nn.Embedding(padded_vocabulary(vocab_size), config.n_embd)
+        self.positions = nn.Embedding(config.n_positions, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks, self.norm, self.head = nn.ModuleList(blocks), norm, head
+        self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.dim() >= 2:
+                into_residual = name.endswith(("projection.weight", "fc2.weight", "proj.weight", "fc2_weight"))
+                nn.init.normal_(parameter, 0.0, INITIAL_STD / math.sqrt(2 * config.n_layer) ** into_residual)
+
+    def forward(self, inputs: Tensor, targets: Tensor, **to_layers: Any) -> Tensor:
+        logits = self.logits(inputs, **to_layers)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def logits(self, inputs: Tensor, **to_layers: Any) -> Tensor:
+        """[batch, tokens, padded vocabulary]. `to_layers` go to every block and to the head."""
+        x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x, **to_layers)
+        return self.head(self.norm(x), **to_layers)
+
+
+def plain_gpt2(config: ModelConfig, vocab_size: int) -> PlainGPT2:
+    """The model of torch's own modules, on the default device."""
+    rows, d = padded_vocabulary(vocab_size), config.n_embd
+    blocks: list[nn.Module] = [PlainBlock(config) for _ in range(config.n_layer)]
+    return PlainGPT2(config, vocab_size, blocks, nn.Linear(d, rows, bias=False), nn.LayerNorm(d, EPSILON))
+
+
+def transformers_gpt2(config: ModelConfig, vocab_size: int, device: str) -> Peer:
+    """transformers' GPT2LMHeadModel."""
+
+    library = installed("transformers")
+    model = library.GPT2LMHeadModel(
+        library.GPT2Config(
+            vocab_size=padded_vocabulary(vocab_size),
+            n_positions=config.n_positions,
+            n_embd=config.n_embd,
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            resid_pdrop=config.dropout,
+            embd_pdrop=config.dropout,
+            attn_pdrop=config.dropout,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+    ).to(device)
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        logits = model(input_ids=inputs, use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    note = "sdpa attention" + ("" if config.bias else "; it has biases, whatever model.bias says")
+    return _compiled(model, loss, device, note)
+
+
+def torchao_float8(config: ModelConfig, vocab_size: int, device: str) -> Peer:
+    """torchao's tensorwise float8 for every `nn.Linear` of the plain model. The head stays tied."""
+
+    library = installed("torchao.float8")
+    with torch.device(device):
+        model = plain_gpt2(config, vocab_size)
+    library.convert_to_float8_training(model, config=library.Float8LinearConfig.from_recipe_name("tensorwise"))
+    return _compiled(model, model, device, "tensorwise, every nn.Linear and the tied head")
+
+
+def lightning_transformer_engine(config: ModelConfig, vocab_size: int, device: str) -> Peer:
+    """Lightning's precision="transformer-engine", through Fabric, on the plain model."""
+    _needs_fp8(device)
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cuda", devices=1, precision="transformer-engine")
+    with torch.device(device):
+        plain = plain_gpt2(config, vocab_size)
+    model = fabric.setup_module(plain)
+    note = "eager; bf16 weights without masters; the plugin copies weights, which unties the head from the embedding"
+    return Peer(model, lambda inputs, targets, first: model(inputs, targets), note, fabric.backward)
+
+
+def plain_torch(config: ModelConfig, vocab_size: int, device: str) -> Peer:
+    """This project's model in plain torch, in a bare loop."""
+    with torch.device(device):
+        model = GPT2(config, vocab_size, layers.load("reference"))
+    initialise(model, seed=0)
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(model(inputs), targets, vocab_size, fused=False)
+
+    return _compiled(model, loss, device, "this project's reference layers")
+
+
+def transformer_engine(config: ModelConfig, vocab_size: int, device: str) -> Peer:
+    """A stack of te.TransformerLayer, with Transformer Engine's own head and cross-entropy."""
+    _needs_fp8(device)
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import DelayedScaling, Format
+
+    d, width = config.n_embd, {"bias": config.bias, "params_dtype": torch.float32}
+    blocks = [
+        te.TransformerLayer(
+            d, 4 * d, config.n_head, hidden_dropout=config.dropout, attention_dropout=config.dropout,
+            layernorm_epsilon=EPSILON, fuse_qkv_params=True, attn_input_format="bshd", **width,
+        )
+        for _ in range(config.n_layer)
+    ]  # fmt: skip
+    head = te.LayerNormLinear(d, padded_vocabulary(vocab_size), bias=False, params_dtype=torch.float32)
+    model = PlainGPT2(config, vocab_size, blocks, head, nn.Identity()).to(device)
+    recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
+
+    def loss(inputs: Tensor, targets: Tensor, first: bool) -> Tensor:
+        with _bf16(device), te.autocast(enabled=True, recipe=recipe):
+            logits = model.logits(inputs, is_first_microbatch=first)
+        return te.parallel_cross_entropy(logits, targets, reduce_loss=True, overwrite_input=True)
+
+    note = "te.TransformerLayer, delayed scaling over 16 steps, FP8 head, te.parallel_cross_entropy; scales start at 1"
+    return Peer(model, loss, note)
+
+
+def _compiled(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], device: str, note: str) -> Peer:
+    """A peer in bf16 autocast and compiled; in float32 and not compiled on a CPU."""
+    compiled = torch.compile(loss) if device == "cuda" else loss
+
+    def of(inputs: Tensor, targets: Tensor, first: bool) -> Tensor:
+        with _bf16(device):
+            return compiled(inputs, targets)
+
+    how = "bf16 autocast, torch.compile" if device == "cuda" else "float32, not compiled"
+    return Peer(model, of, f"{note}; {how}")
+
+
+def _bf16(device: str) -> AbstractContextManager:
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
+
+def _needs_fp8(device: str) -> None:
+    """Raises Unavailable where Transformer Engine or what it needs is not there."""
+    if reason := why_not_fp8():
+        raise Unavailable("not installed" if "not installed" in reason else "refused", reason)
+
+
+# What builds each, and the distributions whose version it has.
+PEERS: dict[str, tuple] = {
+    "plain torch": (plain_torch, "torch"),
+    "transformers": (transformers_gpt2, "transformers"),
+    "torchao float8": (torchao_float8, "torchao"),
+    "Lightning transformer-engine": (lightning_transformer_engine, "lightning"),
+    "Transformer Engine": (transformer_engine, "transformer_engine", "transformer-engine"),
+}

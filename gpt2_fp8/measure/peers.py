@@ -1,0 +1,127 @@
+"""The same training steps by others: `python -m gpt2_fp8.measure.peers OUT < REQUEST`.
+
+A bare loop each: no loader, no logging, no checkpoints. A step is a whole optimizer step: `global_batch_size` sequences
+in micro-batches, clipped, with the configuration's AdamW at its peak rate. **Token ids are random**, so a loss is only
+a sign of life: it stays near the logarithm of the vocabulary.
+
+REQUEST: {"config": RunConfig, "steps": N, "warmup": K} and, if wanted, "timeout_s" of one peer and "peers", the names
+of those to run. Each runs in a process of its own, which is this program with "peer" in its request. On a CPU the model
+is cut to a size that says only that it runs, and nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gpt2_fp8.config import typed
+from gpt2_fp8.config.schema import OptimConfig, RunConfig
+from gpt2_fp8.measure import children, timing
+from gpt2_fp8.measure.peer_models import PEERS, Peer
+from gpt2_fp8.measure.timing import Row
+from gpt2_fp8.optim import build_optimizer
+
+COLUMNS = ("tokens_per_second", "slowest", "fastest", "peak_memory_gb", "loss", "parameters", "note")
+TIMEOUT_S = 600.0  # of one peer: compiling the largest model takes minutes
+VOCABULARY = {"gpt2": 50257, "bytes": 257}  # of the tokenizers
+BATCHES = 8  # different steps; more go round
+ON_CPU = {"n_layer": 2, "n_positions": 64}  # at most
+
+
+def rows(request: Row) -> Iterator[Row]:
+    """A row for each peer; with "peer" in the request its own, measured in this process."""
+    if "peer" in request:
+        yield _row(request["peer"], request)
+        return
+    for name in request.get("peers", PEERS):
+        ended = children.run(__spec__.name, request | {"peer": name}, request.get("timeout_s", TIMEOUT_S))
+        if ended.status == "ok":
+            yield ended.answer[0]
+        else:
+            yield _about(name) | {"status": ended.status, "message": ended.message} | dict.fromkeys(COLUMNS)
+
+
+def measure(name: str, config: RunConfig, steps: int, warmup: int) -> Row:
+    """What a peer's row says besides its name, of `steps` steps after `warmup` others."""
+    device = timing.here()
+    if device == "cpu":
+        config = _small(config)
+    torch.manual_seed(config.seed)
+    vocab_size = config.model.vocab_size or VOCABULARY[config.data.tokenizer]
+    peer = PEERS[name][0](config.model, vocab_size, device)
+    shape = (config.global_batch_size, config.model.n_positions + 1)
+    batches = [torch.randint(vocab_size, shape, device=device) for _ in range(min(BATCHES, warmup + steps))]
+    loop = Loop(peer, config.optim, config.micro_batch_size)
+    for i in range(warmup):
+        loop.step(batches[i % len(batches)])
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    calls = [lambda i=i: loop.step(batches[i % len(batches)]) for i in range(warmup, warmup + steps)]
+    tokens = config.global_batch_size * config.model.n_positions
+    rates = [tokens / seconds for seconds in timing.seconds_of_each(calls, device)]
+    loss = loop.loss.item()
+    return {
+        "status": "ok" if math.isfinite(loss) else "failed",
+        "message": None if math.isfinite(loss) else f"the loss is {loss}",
+        "tokens_per_second": statistics.median(rates),
+        "slowest": min(rates),
+        "fastest": max(rates),
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+        "loss": loss if math.isfinite(loss) else None,
+        "parameters": sum(p.numel() for p in peer.model.parameters()),
+        "note": f"{peer.note}; {_size(config)}" if device == "cpu" else peer.note,
+    }
+
+
+class Loop:
+    """A peer's optimizer and step. `loss` is the last step's mean, on the device."""
+
+    def __init__(self, peer: Peer, optim: OptimConfig, micro_batch_size: int):
+        self.peer, self.micro_batch_size, self.max_grad_norm = peer, micro_batch_size, optim.max_grad_norm
+        self.optimizer = build_optimizer(peer.model, optim)
+        self.loss = torch.zeros(())
+
+    def step(self, ids: Tensor) -> None:
+        """One update from int64 [sequences, n_positions + 1]."""
+        parts, losses = ids.split(self.micro_batch_size), []
+        for i, part in enumerate(parts):
+            loss = self.peer.loss(part[:, :-1].contiguous(), part[:, 1:].contiguous(), i == 0)
+            self.peer.backward(loss * (len(part) / len(ids)))
+            losses.append(loss.detach() * (len(part) / len(ids)))
+        torch.nn.utils.clip_grad_norm_(self.peer.model.parameters(), self.max_grad_norm, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss = torch.stack(losses).sum()
+
+
+def _row(name: str, request: Row) -> Row:
+    config, found = typed.build(RunConfig, request["config"])
+    assert config is not None, found
+    return timing.measured(_about(name), COLUMNS, lambda: measure(name, config, request["steps"], request["warmup"]))
+
+
+def _about(name: str) -> Row:
+    return {"name": name, "version": timing.version(*PEERS[name][1:])}
+
+
+def _small(config: RunConfig) -> RunConfig:
+    model = replace(config.model, **{key: min(getattr(config.model, key), most) for key, most in ON_CPU.items()})
+    return replace(config, model=model, global_batch_size=4, micro_batch_size=2)
+
+
+def _size(config: RunConfig) -> str:
+    model = config.model
+    return (
+        f"on the CPU with n_layer={model.n_layer}, n_positions={model.n_positions}, "
+        f"global_batch_size={config.global_batch_size}, micro_batch_size={config.micro_batch_size}"
+    )
+
+
+if __name__ == "__main__":
+    timing.program(rows)

@@ -1,0 +1,101 @@
+"""What a benchmark leaves behind: `bench.json`, `bench.md` and `bench.png` in its folder."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.config.bench_schema import BenchConfig
+from gpt2_fp8.measure import table
+from gpt2_fp8.measure.plot import plot
+from gpt2_fp8.measure.table import Measured, Row
+
+
+@dataclass
+class Record:
+    """A benchmark so far."""
+
+    folder: Path
+    bench: BenchConfig
+    program: str  # as it is typed
+    words: Sequence[str]  # after it
+    cases: list[Measured] = field(default_factory=list)
+    sections: dict[str, list[Row]] = field(default_factory=dict)  # by title
+    complete: bool = False
+    started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    @property
+    def device(self) -> str | None:
+        """What was measured on, once a case has said so."""
+        return next((m.result.device for m in self.cases if m.result.device), None)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of what the cases ran on."""
+        return next((m.result.versions for m in self.cases if m.result.versions), {})
+
+    @property
+    def command(self) -> str:
+        """What to type to measure it again."""
+        return shlex.join([*self.program.split(), *self.words])
+
+    def tables(self) -> dict[str, list[Row]]:
+        """Every table by its title: the cases, their profiles, the sections."""
+        found = {"Training steps": table.case_rows(self.cases)} if self.cases else {}
+        for measured in self.cases:
+            if rows := table.kernel_rows(measured.result):
+                words = [measured.config.precision.name, measured.recipe, measured.layers]
+                found[f"Kernels of a step: {name(measured)} ({', '.join(filter(None, words))})"] = rows
+        return found | self.sections
+
+    def write(self) -> None:
+        """Replace `bench.json` and `bench.md` by what is known now. Raises OSError."""
+        durable.write_json(self.folder / "bench.json", _finite(self._as_dict()))
+        about = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        parts = [f"`{self.command}`", f"{self.device}; {about}" if self.device else ""]
+        parts += [f"## {title}\n\n{table.markdown(rows)}" for title, rows in self.tables().items() if rows]
+        (self.folder / "bench.md").write_text("\n\n".join(filter(None, parts)) + "\n")
+
+    def draw(self) -> str | None:
+        """Write `bench.png`; a line that says how to get it where it could not be drawn."""
+        try:
+            plot(self.cases, self.folder / "bench.png")
+        except ImportError:
+            return 'no plot, since matplotlib is not installed: pip install "matplotlib>=3.9"'
+        return None
+
+    def _as_dict(self) -> dict[str, Any]:
+        return {
+            "command": self.command,
+            "started": self.started,
+            "complete": self.complete,
+            "device": self.device,
+            "versions": self.versions,
+            "bench": asdict(self.bench),
+            "cases": [
+                {**asdict(m.case), "result": asdict(m.result), "ratio_to_bf16": table.ratio(m, self.cases)}
+                for m in self.cases
+            ],
+            "sections": self.sections,
+        }
+
+
+def name(measured: Measured) -> str:
+    """The work of a case in words."""
+    model, size = measured.work
+    return f"{model}, micro-batch {size}"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no nan and no infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value

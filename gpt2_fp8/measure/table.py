@@ -1,0 +1,165 @@
+"""Results as tables: rows of any kind as aligned text or Markdown, and the rows that a benchmark's cases make."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.measure.case import Case, Result
+
+Row = dict[str, Any]
+_TITLES = {"mfu_bf16": "mfu_bf16", "losses": "loss"}
+_NUMBER = re.compile(r"[-+]?[\d.,]+( ?[-x%] ?[\d.,]*)?|nan|[-+]?inf")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A case and what it was like."""
+
+    case: Case
+    result: Result
+
+    @property
+    def config(self) -> RunConfig:
+        """What was trained."""
+        return self.case.config
+
+    @property
+    def work(self) -> tuple[str, int]:
+        """Model and micro-batch: cases with the same can be compared."""
+        return self.config.model.name, self.config.micro_batch_size
+
+    @property
+    def recipe(self) -> str | None:
+        """The scaling recipe asked for; None where the precision has none."""
+        return self.config.recipe.name if self.config.precision.name.startswith("fp8") else None
+
+    @property
+    def layers(self) -> str | None:
+        """Whose layers ran."""
+        if self.result.backend == "reference":
+            return "compiled" if self.result.compiled else "plain"
+        return self.result.backend
+
+
+def baseline(measured: Measured, others: Sequence[Measured]) -> Measured | None:
+    """What a case is compared with: bf16 on the same work, compiled where it was; None where it was not measured."""
+    found = [
+        other
+        for other in others
+        if other.work == measured.work and other.config.precision.name == "bf16" and other.result.ran == "bf16"
+    ]
+    found = [other for other in found if other.result.tokens_per_second]
+    return max(found, key=lambda other: bool(other.result.compiled), default=None)
+
+
+def ratio(measured: Measured, others: Sequence[Measured]) -> float | None:
+    """Tokens per second over those of the baseline."""
+    base, own = baseline(measured, others), measured.result.tokens_per_second
+    if base is None or base.result.tokens_per_second is None or own is None:
+        return None
+    return own / base.result.tokens_per_second
+
+
+def case_rows(every: Sequence[Measured]) -> list[Row]:
+    """A row for each case; a note says what went wrong, or what ran instead."""
+    rows = []
+    for measured in every:
+        config, result = measured.config, measured.result
+        micro_batches = config.global_batch_size // config.micro_batch_size
+        row: Row = {
+            "model": config.model.name,
+            "micro-batch": f"{config.micro_batch_size} x {micro_batches}",
+            "precision": config.precision.name,
+            "recipe": measured.recipe,
+            "layers": measured.layers,
+            "tokens/s": _form(result.tokens_per_second, ",.0f"),
+            "slowest": _form(result.slowest, ",.0f"),
+            "fastest": _form(result.fastest, ",.0f"),
+            "x bf16": _form(ratio(measured, every), ".3f"),
+            "mfu_bf16": _form(result.mfu_bf16, ".3f"),
+            "GiB": _form(result.peak_memory_gb, ".1f"),
+            f"loss, step {measured.case.warmup + measured.case.steps}": _form(
+                result.losses[-1] if result.losses else None, ".4f"
+            ),
+            "note": _note(result, config.precision.name),
+        }
+        rows.append(row)
+    return rows
+
+
+def kernel_rows(result: Result, count: int = 15) -> list[Row]:
+    """The kernels that a step's time goes to, the longest first."""
+    rows: list[Row] = [
+        {"ms": f"{k.milliseconds:.3f}", "share": f"{k.share:.1%}", "calls": k.calls, "kernel": k.name}
+        for k in result.profile[:count]
+    ]
+    if rest := result.profile[count:]:
+        time, share = sum(k.milliseconds for k in rest), sum(k.share for k in rest)
+        calls = sum(k.calls for k in rest)
+        rows.append({"ms": f"{time:.3f}", "share": f"{share:.1%}", "calls": calls, "kernel": f"{len(rest)} others"})
+    return rows
+
+
+def text(rows: Sequence[Row]) -> str:
+    """Rows as columns of text, numbers to the right; columns without a value are left out."""
+    names, cells, right = _columns(rows)
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)] if cells else []
+    lines = [names, ["-" * width for width in widths], *cells]
+    return "\n".join(
+        "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Rows as a Markdown table."""
+    names, cells, right = _columns(rows)
+    lines = [names, ["---:" if r else "---" for r in right], *[[c.replace("|", "\\|") for c in row] for row in cells]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _columns(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[bool]]:
+    """Titles, cells, and which columns stand to the right."""
+    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if any(_cell(r.get(key)) for r in rows)]
+    keys = [key for key in keys if key != "status" or any(row.get(key) != "ok" for row in rows)]
+    keys.sort(key="message".__eq__)  # to the end
+    cells = [[_cell(row.get(key)) for key in keys] for row in rows]
+    columns: list[tuple[str, ...]] = list(zip(*cells, strict=True))
+    right = [all(_NUMBER.fullmatch(cell) for cell in column if cell) for column in columns]
+    return [_TITLES.get(key, key.replace("_", " ")) for key in keys], cells, right
+
+
+def _cell(value: object) -> str:
+    """One value. A list is told by its last."""
+    if isinstance(value, (list, tuple)):
+        value = value[-1] if value else None
+    if value is None or isinstance(value, dict):
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return _number(value)
+    return f"{value:,}" if isinstance(value, int) else " ".join(str(value).split())
+
+
+def _number(value: float) -> str:
+    """Four figures or more, as they are read."""
+    size = abs(value)
+    if not math.isfinite(value) or size == 0:
+        return f"{value:g}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.{max(1, 3 - math.floor(math.log10(size)))}f}"
+
+
+def _form(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _note(result: Result, asked: str) -> str:
+    if result.status != "ok":
+        return f"{result.status}: {result.message}" if result.message else result.status
+    return f"ran {result.ran}: {result.reason}" if result.reason and result.ran != asked else ""

@@ -1,0 +1,134 @@
+"""What the measuring sections share: the clock, a row whose measurement may fail, and the program around the rows."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt2_fp8.measure.children import one_line
+
+Row = dict[str, Any]  # str, int, float or None, in the order of the columns
+
+RUN_SECONDS = 0.03  # of one timed run of calls on a GPU: long enough for its clock to settle
+RUNS = {"cuda": 7, "cpu": 3}
+UNFINISHED = "the program ended here: this row and those after it are missing"
+
+
+class Unavailable(Exception):
+    """Why a row has no figures although nothing is broken. `status`: "not installed", "refused" or "skipped"."""
+
+    def __init__(self, status: str, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+def here() -> str:
+    """The device that is measured: "cuda" where there is one, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def seconds_of_each(calls: Iterable[Callable[[], object]], device: str) -> list[float]:
+    """The seconds of each of several calls, one after the other. On a GPU between events, so that nothing waits."""
+    marks = [_mark(device)]
+    for call in calls:
+        call()
+        marks.append(_mark(device))
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
+    return [after - before for before, after in itertools.pairwise(marks)]
+
+
+def seconds_per_call(call: Callable[[], object], device: str) -> float:
+    """The median over `RUNS` runs of the mean seconds of a call, after a warm-up. A run on a GPU is as many launches as
+    fill `RUN_SECONDS`, queued without waiting; on a CPU it is one call."""
+
+    def run(calls: int) -> float:
+        return seconds_of_each([lambda: [call() for _ in range(calls)]], device)[0] / calls
+
+    run(1)
+    calls = math.ceil(RUN_SECONDS / max(run(3), 1e-6)) if device == "cuda" else 1
+    return statistics.median(run(calls) for _ in range(RUNS[device]))
+
+
+def measured(row: Mapping[str, Any], columns: Sequence[str], measure: Callable[[], Mapping[str, Any]]) -> Row:
+    """`row` with "status", "message" and `columns`, as `measure` fills them; all that it raises ends in the row."""
+    found: Row = {**row, "status": "ok", "message": None, **dict.fromkeys(columns)}
+    try:
+        found.update(measure())
+    except Unavailable as error:
+        found.update(status=error.status, message=one_line(error))
+    except Exception as error:  # a kernel that somebody else wrote may raise anything
+        traceback.print_exc()
+        memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        found["status"] = "out of memory" if memory else "failed"
+        found["message"] = one_line(f"{type(error).__name__}: {error}")
+    _free()
+    return found
+
+
+def installed(module: str) -> Any:
+    """An optional module, imported. Raises Unavailable where it is not there, and whatever else its import raises."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            raise Unavailable("not installed", f"{module} is not installed") from error
+        raise  # it is there, and what it needs is not
+
+
+def version(*distributions: str) -> str | None:
+    """The version of the first of these distributions that is installed."""
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def program(rows: Callable[[Row], Iterable[Row]]) -> None:
+    """`python -m ... OUT.json < request`: write the rows of a request, JSON both.
+
+    After each row OUT.json holds those so far and one that says so, in case the next one takes the process along.
+    """
+    request, out = json.load(sys.stdin), Path(sys.argv[1])
+    found: list[Row] = []
+    for row in rows(request):
+        found.append(row)
+        _write(out, [*found, {**dict.fromkeys(row), "status": "failed", "message": UNFINISHED}])
+    _write(out, found)
+
+
+def _write(out: Path, rows: list[Row]) -> None:
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text(json.dumps(rows))
+    os.replace(partial, out)
+
+
+def _mark(device: str) -> Any:
+    if device != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,44 @@
+"""What a measurement ran on: versions, as far as they can be known."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from contextlib import suppress
+from importlib import metadata
+
+import torch
+
+from gpt2_fp8 import __version__
+
+
+def versions() -> dict[str, str]:
+    """Names and versions of the libraries, of CUDA and of the driver; those that are not there are left out."""
+    found = {"gpt2_fp8": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in ("transformer_engine", "lightning", "triton"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        if cudnn := torch.backends.cudnn.version():
+            found["cudnn"] = _dotted(cudnn)
+    if driver := _driver():
+        found["driver"] = driver
+    return found
+
+
+def _dotted(cudnn: int) -> str:
+    """91900 -> 9.19.0; 8907 -> 8.9.7."""
+    major, rest = divmod(cudnn, 10000 if cudnn >= 90000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return next(iter(subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split()), None)
+    return None

@@ -1,0 +1,165 @@
+"""The child of `measure`: trains a case for its steps, as the LightningModule does but without a Trainer around it.
+
+It is `python -m gpt2_fp8.measure.worker RESULT < CASE`; both are JSON, RESULT is a path.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt2_fp8 import startup
+from gpt2_fp8.build import build_data
+from gpt2_fp8.config import typed
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.schema import DelayedRecipe, RunConfig
+from gpt2_fp8.engine import Engine
+from gpt2_fp8.flops import flops_per_token, peak_bf16_flops
+from gpt2_fp8.measure import profile
+from gpt2_fp8.measure.case import Case, Result
+from gpt2_fp8.measure.children import one_line
+from gpt2_fp8.measure.versions import versions
+from gpt2_fp8.model import initialise, padded_vocabulary
+from gpt2_fp8.optim import build_optimizer, build_schedule
+from gpt2_fp8.precision.plugin import build_plugin
+from gpt2_fp8.precision.resolve import Plan, resolve
+from gpt2_fp8.step import StepResult, update
+
+
+class Training:
+    """What a run has without Lightning: model, optimizer, schedule, precision, and the step over them."""
+
+    def __init__(self, config: RunConfig, plan: Plan, vocab_size: int):
+        torch.manual_seed(config.seed)
+        with torch.device(plan.device):
+            self.engine = Engine(config, plan, vocab_size)
+        initialise(self.engine.model, config.seed)
+        self.max_grad_norm = config.optim.max_grad_norm
+        self.context = build_plugin(config, plan).forward_context
+        self.optimizer = build_optimizer(self.engine.model, config.optim)
+        self.schedule = build_schedule(self.optimizer, config.optim, config.trainer.max_steps)
+        self.needs_scales = plan.fp8 and isinstance(config.recipe, DelayedRecipe)
+
+    def step(self, ids: Tensor) -> StepResult:
+        """One optimizer step on int32 [global_batch_size, n_positions + 1]; calibrates before the first."""
+        if self.needs_scales:
+            self.engine.calibrate(ids, self.context)
+            self.needs_scales = False
+        loss = self.engine.gradients(ids, self.context, Tensor.backward)
+        parameters = self.engine.model.parameters()
+        result = update(self.optimizer, self.optimizer.step, parameters, loss, self.max_grad_norm)
+        self.schedule.step()
+        return replace(result, loss=result.loss.clone(), grad_norm=result.grad_norm.clone())  # a graph reuses its own
+
+
+def run(case: Case) -> Result:
+    """Measure a case in this process."""
+    known: dict[str, Any] = {"versions": versions()}
+    try:
+        _measure(case, known)
+    except UserError as error:
+        return Result(status="refused", message="; ".join(problem.cause for problem in error.problems), **known)
+    except Exception as error:
+        traceback.print_exc()
+        if "out of memory" in str(error).lower() or "can't allocate memory" in str(error) or _is_oom(error):
+            return Result(status="out of memory", message=_wanted(error), **known)
+        return Result(status="failed", message=one_line(f"{type(error).__name__}: {error}"), **known)
+    return Result(status="ok", **known)
+
+
+def _measure(case: Case, known: dict[str, Any]) -> None:
+    """Put into `known` what a Result holds, as soon as it is known."""
+    config = case.config
+    if config.trainer.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+    device = startup.device(config)
+    name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
+    plan = resolve(config, device)
+    known.update(device=name, ran=plan.ran, reason=plan.reason, backend=plan.backend, compiled=plan.compile)
+    batches, vocab_size = _batches(config, case.warmup + case.steps + case.profile, device)
+    training = Training(config, plan, vocab_size)
+    results = [training.step(ids) for ids in batches[: case.warmup]]
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    timed, seconds = _timed(training.step, batches[case.warmup : case.warmup + case.steps], device)
+    tokens = config.global_batch_size * config.model.n_positions
+    rates = [tokens / s for s in seconds]
+    median = statistics.median(rates)
+    known.update(tokens_per_second=median, slowest=min(rates), fastest=max(rates))
+    if device == "cuda":
+        known["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+    if peak := peak_bf16_flops(name):
+        known["mfu_bf16"] = median * flops_per_token(config.model, padded_vocabulary(vocab_size)) / peak
+    known["losses"] = [result.loss.item() for result in results + timed]
+    known["grad_norms"] = [result.grad_norm.item() for result in results + timed]
+    if case.profile:
+        known["profile"] = profile.of_step(lambda: training.step(batches[-1]), device)
+
+
+def _batches(config: RunConfig, count: int, device: str) -> tuple[list[Tensor], int]:
+    """The first `count` steps' ids, int32 [global_batch_size, n_positions + 1] on the device, and the vocabulary's
+    size. A run of fewer steps goes round."""
+    data = build_data(replace(config, data=replace(config.data, val_sequences=0)))
+    data.setup()
+    try:
+        items = itertools.islice(data.train_dataloader(), count)
+        found = [item["ids"].to(device) for item in items]
+        vocab_size = config.model.vocab_size or data.vocab_size
+    finally:
+        data.teardown()
+    return [found[i % len(found)] for i in range(count)], vocab_size
+
+
+def _timed(
+    step: Callable[[Tensor], StepResult], batches: list[Tensor], device: str
+) -> tuple[list[StepResult], list[float]]:
+    """The results of steps, and the seconds that each took. On a GPU the time is the GPU's own, between marks in its
+    queue: the host runs ahead, as in a run, and waits at the end alone."""
+    results = []
+    if device == "cpu":
+        clock = [time.perf_counter()]
+        for ids in batches:
+            results.append(step(ids))
+            clock.append(time.perf_counter())
+        return results, [after - before for before, after in itertools.pairwise(clock)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
+    marks[0].record()
+    for ids, mark in zip(batches, marks[1:], strict=True):
+        results.append(step(ids))
+        mark.record()
+    torch.cuda.synchronize()
+    return results, [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
+
+
+def _is_oom(error: Exception) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "ALLOC_FAILED" in str(error)
+
+
+def _wanted(error: Exception) -> str:
+    """How much memory was asked for, in one line."""
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+    if not (asked and torch.cuda.is_initialized()):
+        return one_line(error)
+    used, whole = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+    return f"wanted {asked[1]} more, with {used / 2**30:.1f} of {whole / 2**30:.1f} GiB in use"
+
+
+if __name__ == "__main__":
+    _case, _found = typed.build(Case, json.load(sys.stdin))
+    assert _case is not None, _found
+    Path(sys.argv[1]).write_text(json.dumps(asdict(run(_case))))

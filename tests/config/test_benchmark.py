@@ -1,0 +1,156 @@
+"""The benchmark's command line: which cases it comes to, and what it refuses before torch is imported."""
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from gpt2_fp8 import compose
+from gpt2_fp8.bench import MEANINGS
+from gpt2_fp8.compose.benchmark import defaults, preflight
+from gpt2_fp8.config.bench_schema import BenchConfig
+from gpt2_fp8.config.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def cases(*argv, gpu=True):
+    _, configs = preflight(list(argv), gpu)
+    return [
+        (c.model.name, c.micro_batch_size, c.precision.name, c.recipe.name if c.precision.name != "bf16" else None)
+        for c in configs
+    ]
+
+
+def problems(*argv, gpu=True):
+    with pytest.raises(UserError) as caught:
+        preflight(list(argv), gpu)
+    return {problem.cause: problem.remedy for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_file_the_schema_and_the_help_name_the_same_keys(gpu):
+    names = {field.name for field in fields(BenchConfig)}
+    assert set(defaults(gpu)) == names == set(MEANINGS)
+
+
+def test_without_a_word():
+    assert cases() == [("gpt2", 64, "bf16", None), ("gpt2", 64, "fp8_hybrid", "delayed")]
+    assert {model for model, *_ in cases(gpu=False)} == {"tiny"}
+    assert cases("trainer=cpu") == cases(gpu=False)
+
+
+def test_all_combinations_and_a_recipe_only_where_there_is_one():
+    argv = "bench.precision=[bf16,fp8_hybrid]", "bench.recipe=[delayed,current]", "bench.micro_batch_size=[4,64]"
+    assert cases(*argv) == [
+        ("gpt2", size, *rest)
+        for size in (4, 64)
+        for rest in (("bf16", None), ("fp8_hybrid", "delayed"), ("fp8_hybrid", "current"))
+    ]
+
+
+def test_compiled_bf16_is_always_among_the_cases_of_a_gpu():
+    assert cases("bench.precision=fp8_hybrid")[0] == ("gpt2", 64, "bf16", None)
+    _, configs = preflight(["bench.precision=bf16", "compile=false"], True)
+    assert [config.compile for config in configs] == [True, False]
+    assert cases("bench.precision=[fp8_hybrid]", gpu=False) == [
+        ("tiny", size, "fp8_hybrid", "delayed") for size in (2, 8)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "whole"),
+    [
+        (["bench.micro_batch_size=64"], True, 128),
+        (["bench.micro_batch_size=4"], True, 128),
+        (["bench.micro_batch_size=256"], True, 256),
+        (["bench.micro_batch_size=8", "model.n_positions=2048"], True, 64),
+        (["bench.micro_batch_size=8"], False, 8),
+        (["bench.micro_batch_size=8", "bench.global_batch_size=24"], True, 24),
+    ],
+)
+def test_the_sequences_of_a_step(words, gpu, whole):
+    _, configs = preflight(words, gpu)
+    assert {config.global_batch_size for config in configs} == {whole}
+
+
+def test_gpt2_keeps_its_vocabulary_on_any_text():
+    sizes = {c.model.name: c.model.vocab_size for c in preflight(["bench.model=[gpt2,tiny]"], True)[1]}
+    assert sizes == {"gpt2": 50257, "tiny": None}
+    assert preflight(["model.vocab_size=60000"], True)[1][0].model.vocab_size == 60000
+
+
+def test_a_runs_keys_hold_for_the_cases_that_have_them():
+    argv = ["bench.recipe=[delayed,current]", "precision.keep_bf16=[head]", "recipe.margin=2", "optim.lr=1e-3"]
+    bf16, delayed, current = preflight(argv, True)[1]
+    assert {config.optim.lr for config in (bf16, delayed, current)} == {1e-3}
+    assert delayed.precision.keep_bf16 == current.precision.keep_bf16 == ["head"]
+    assert (delayed.recipe.margin, bf16.recipe.margin) == (2, 0)
+    assert "precision.keep_bf16=[head]: no case of this benchmark has this key" in problems(
+        "bench.precision=bf16", "precision.keep_bf16=[head]"
+    )
+
+
+def test_a_case_is_what_a_run_would_be():
+    (bf16, fp8), (run,) = preflight(["seed=3"], True)[1], compose.preflight(["model=gpt2", "seed=3", "run_name=x"])
+    assert fp8.optim == run.optim
+    assert fp8.data == run.data == bf16.data
+    assert fp8.precision == run.precision
+
+
+REFUSED = {
+    "model=gpt2": "'bench.model=[gpt2]'",
+    "micro_batch_size=8": "'bench.micro_batch_size=[8]'",
+    "global_batch_size=8": "bench.global_batch_size=VALUE",
+    "trainer.max_steps=8": "bench.steps=VALUE",
+    "steps=3": "did you mean bench.steps=3?",
+    "run_name=x": "leave run_name out",
+    "callbacks=none": "leave callbacks out",
+    "trainer.val_check_interval=3": "leave trainer.val_check_interval out",
+    "hydra.run.dir=x": "leave hydra.run.dir out",
+    "bench.model=gpt2,tiny": "'bench.model=[gpt2,tiny]'",
+    "bench.modl=x": "did you mean bench.model?",
+    "bench.model=gpt3": "did you mean bench.model=gpt2? (the choices are gpt2, gpt2_large, gpt2_medium, gpt2_xl, tiny)",
+    "bench.micro_batch_size=[1,0]": "choose 1 or more",
+    "bench.steps=0": "choose 1 or more",
+    "bench.timeout=-1": "choose seconds, such as bench.timeout=600",
+    "bench.precision=[]": "leave bench.precision out, or name what to measure",
+    "bench.global_batch_size=100": "bench.global_batch_size=128",
+    "trainer=ddp": "trainer=gpu",
+    "-m": "leave it out; python -m gpt2_fp8.bench --help shows what there is",
+    "--steps=3": "keys have no dashes: bench.steps=3",
+    "optim.lrr=1": "did you mean optim.lr?",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_is_refused_and_what_to_type_instead(word):
+    assert list(problems(word).values()) == [REFUSED[word]]
+
+
+def test_precision_auto_measures_by_itself():
+    (remedy,) = problems("bench.precision=auto").values()
+    assert "auto" not in remedy
+
+
+def test_all_problems_at_once():
+    assert len(problems("bench.modl=x", "bench.model=gpt3", "bench.steps=a", "seed=x", "model=tiny", "--foo=1")) == 6
+
+
+def test_it_refuses_before_torch_is_imported():
+    program = (
+        "import sys\nfrom gpt2_fp8 import bench\ncode = bench.main(['bench.steps=0'])\n"
+        "print(code, *({'torch', 'lightning', 'numpy'} & set(sys.modules)))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout == "2\n"
+    assert ended.stderr.startswith("error: bench.steps=0: must be at least 1\n  fix: ")
+
+
+def test_the_benchmarks_settings_are_no_run():
+    with pytest.raises(UserError, match="--config-name=bench: there is no such choice"):
+        compose.preflight(["-cn", "bench"])

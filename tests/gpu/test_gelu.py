@@ -1,0 +1,161 @@
+"""GELU and its gradient, cast to FP8, against float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.gpu.test_cast import (
+    DEVICE,
+    FORMATS,
+    LARGE,
+    LARGEST,
+    SCALES,
+    SHAPES,
+    assert_fp8,
+    assert_repeats,
+    assert_transposed,
+    column_sums,
+    normal,
+    slot_of,
+)
+
+pytestmark = pytest.mark.fp8
+
+# float32's error in gelu(x) and gelu'(x): relative from the exponent (|2u| log2(e) is at most 126 before the result is
+# 0 in float32), absolute from 1 - s and from sums that cancel
+RELATIVE, ABSOLUTE = 4e-5, 1e-6
+
+
+def exact_gelu(h):
+    return F.gelu(h.double(), approximate="tanh")
+
+
+def exact_backward(dy, h):
+    x = h.double().requires_grad_()
+    F.gelu(x, approximate="tanh").backward(dy.double())
+    return x.grad
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward(shape, scale, dtype):
+    from gpt2_fp8.kernels.gelu import gelu_cast
+
+    h = normal(*shape) * 3
+    slot = slot_of(dtype, scale)
+    q = gelu_cast(h, slot)
+    assert q.is_contiguous()
+    exact = exact_gelu(h)
+    # a relative error alone: x s has no sum that cancels
+    assert_fp8(q, exact, scale, RELATIVE * exact.abs() + 1e-30)
+    assert slot.amax.item() == pytest.approx(exact.abs().max().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype_y", FORMATS)
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_backward(shape, scale, dtype, dtype_y):
+    """The gradient's cast and sums; and gelu(h) transposed, byte for byte what the forward's cast was."""
+    from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
+
+    h, dy = normal(*shape) * 3, normal(*shape, seed=1)
+    slot, slot_y = slot_of(dtype, scale), slot_of(dtype_y, 8.0, amax=0.5)
+    q, qt, yt, partial = gelu_backward_cast(dy, h, slot, slot_y)
+    exact = exact_backward(dy, h)
+    assert_fp8(q, exact, scale, RELATIVE * exact.abs() + ABSOLUTE * dy.double().abs())
+    assert_transposed(q, qt)
+    assert slot.amax.item() == pytest.approx(exact.abs().max().item(), rel=1e-5)
+    torch.testing.assert_close(column_sums(partial), exact.sum(0), rtol=1e-5, atol=1e-4)
+    assert_transposed(gelu_cast(h, slot_of(dtype_y, 8.0)), yt)
+    assert slot_y.amax.item() == 0.5  # the forward's to record
+
+
+@pytest.mark.parametrize("shape", LARGE)
+def test_several_tiles_a_program(shape):
+    from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
+
+    h, dy = normal(*shape), normal(*shape, seed=1)
+    exact = exact_gelu(h)
+    y = gelu_cast(h, slot_of(torch.float8_e4m3fn, 16.0))
+    assert_fp8(y, exact, 16.0, RELATIVE * exact.abs() + 1e-30)
+    exact = exact_backward(dy, h)
+    q, qt, yt, partial = gelu_backward_cast(dy, h, slot_of(torch.float8_e5m2, 16.0), slot_of(y.dtype, 16.0))
+    assert_fp8(q, exact, 16.0, RELATIVE * exact.abs() + ABSOLUTE * dy.double().abs())
+    assert_transposed(q, qt)
+    assert_transposed(y, yt)
+    torch.testing.assert_close(column_sums(partial), exact.sum(0), rtol=1e-5, atol=1e-3)
+
+
+def test_every_small_bfloat16():
+    """All bfloat16 numbers of magnitude 2^-8 to 16, both signs: the constants are right everywhere."""
+    from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
+
+    magnitudes = torch.arange(0x3B80, 0x4180, dtype=torch.int16).view(torch.bfloat16)
+    h = torch.cat([magnitudes, -magnitudes]).view(-1, 16).to(DEVICE)
+    for dtype in FORMATS:
+        exact = exact_gelu(h)
+        assert_fp8(gelu_cast(h, slot_of(dtype, 16.0)), exact, 16.0, RELATIVE * exact.abs() + 1e-30)
+        exact = exact_backward(torch.ones_like(h), h)
+        gradient = gelu_backward_cast(torch.ones_like(h), h, slot_of(dtype, 16.0), slot_of(dtype))
+        assert_fp8(gradient.q, exact, 16.0, RELATIVE * exact.abs() + ABSOLUTE)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_extreme_values_forward(dtype):
+    from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
+
+    largest = torch.finfo(torch.bfloat16).max
+    h = torch.zeros(48, 144, device=DEVICE, dtype=torch.bfloat16)
+    given = torch.tensor([0.0, -0.0, largest, -largest, float("inf"), 100.0, -100.0, 1e-30, float("nan")])
+    h[-1, -9:] = given.to(h)
+    q = gelu_cast(h, slot_of(dtype))
+    got = q[-1, -9:].float()
+    most = LARGEST[dtype]
+    assert got[:8].tolist() == [0.0, 0.0, most, 0.0, most, to_nearest(100.0, dtype), 0.0, 0.0]
+    assert got[8].isnan()
+    assert torch.count_nonzero(q[:-1].float()) == 0
+    assert_transposed(q, gelu_backward_cast(torch.zeros_like(h), h, slot_of(dtype), slot_of(dtype)).yt)
+
+
+def to_nearest(value, dtype):
+    return torch.tensor(value).to(dtype).item()
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_extreme_values_backward(dtype):
+    """Far from 0 the derivative is 1 or 0; what flows back saturates, and NaN stays where it is."""
+    from gpt2_fp8.kernels.gelu import gelu_backward_cast
+
+    largest = torch.finfo(torch.bfloat16).max
+    h = torch.zeros(48, 144, device=DEVICE, dtype=torch.bfloat16)
+    dy = torch.zeros_like(h)
+    h[-1, -6:] = torch.tensor([1e4, -1e4, 1e4, -1e4, 0.0, 1.0]).to(h)
+    dy[-1, -6:] = torch.tensor([1.0, 1.0, largest, largest, -largest, float("nan")]).to(h)
+    q, qt, _, _ = gelu_backward_cast(dy, h, slot_of(dtype), slot_of(dtype))
+    got = q[-1, -6:].float()
+    assert got[:5].tolist() == [1.0, 0.0, LARGEST[dtype], 0.0, -LARGEST[dtype]]
+    assert torch.equal(q.float().isnan(), dy.isnan())
+    assert_transposed(q, qt)
+
+
+def test_amax_is_raised_and_not_replaced():
+    from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
+
+    h = normal(80, 144)
+    for call in (gelu_cast, lambda h, slot: gelu_backward_cast(h, h, slot, slot_of(slot.dtype))):
+        slot = slot_of(torch.float8_e4m3fn, amax=1000.0)
+        call(h, slot)
+        assert slot.amax.item() == 1000.0
+        call(h.new_full((16, 16), 2048.0), slot)
+        assert slot.amax.item() == 2048.0
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_repeats(dtype):
+    from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
+
+    h, dy = normal(272, 768), normal(272, 768, seed=1)
+    assert_repeats(lambda slot: [gelu_cast(h, slot)], dtype)
+    assert_repeats(lambda slot: gelu_backward_cast(dy, h, slot, slot_of(dtype)), dtype)

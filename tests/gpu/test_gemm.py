@@ -1,0 +1,158 @@
+"""FP8 products against float64 products of the same FP8 numbers."""
+
+import pytest
+import torch
+
+from gpt2_fp8.kernels import gemm
+
+pytestmark = pytest.mark.fp8
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
+SHAPES = [(64, 48, 32), (1024, 768, 768), (16, 50304, 768), (4096, 2304, 768), (2304, 768, 4096)]  # M, N, K
+
+
+def operands(m, n, k, pair=(E4M3, E4M3), dtype=torch.bfloat16, seed=0):
+    """a, b, out and the two scales; out is NaN, so that what is not written, or is read, shows."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    a, b = (torch.randn(rows, k, device="cuda", generator=generator) for rows in (m, n))
+    scales = [torch.tensor([value], device="cuda") for value in (0.3, 0.07)]
+    out = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
+    return [(a * 4).to(pair[0]), (b * 2).to(pair[1]), out, *scales]
+
+
+def exact(a, b, out, a_scale_inv, b_scale_inv, bias=None, add=None):
+    product = a.to(torch.float64) @ b.to(torch.float64).T * a_scale_inv.double() * b_scale_inv.double()
+    product = product if bias is None else product + bias.double()
+    return product if add is None else product + add.double()
+
+
+def assert_near(got, expected, fast=False):
+    """Within the product's own error, relative to the norm, and half a unit in the last place of bf16.
+
+    Between two promotions to float32 the tensor cores keep some 14 bits of a sum (2^-13 is 1.2e-4); with fast
+    accumulation nothing is promoted, and the error grows with K.
+    """
+    assert torch.isfinite(got).all()
+    tolerance = (1e-2 if fast else 1e-3) + (2.0**-9 if got.dtype == torch.bfloat16 else 0.0)
+    assert ((got.double() - expected).norm() / expected.norm()).item() < tolerance
+    # A wrong row, column or corner would drown in the norm of the whole.
+    worst = (got.double() - expected).abs().max() / expected.abs().max()
+    assert worst.item() < 4 * tolerance
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_float64(shape, pair, dtype, fast):
+    given = operands(*shape, pair, dtype)
+    assert gemm.matmul(*given, fast_accumulate=fast) is given[2]
+    assert_near(given[2], exact(*given), fast)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bias_and_matrix_are_added(shape, pair, dtype):
+    given = operands(*shape, pair, dtype)
+    m, n, _ = shape
+    # as large as the product, so that a missing or doubled one shows
+    size = exact(*given).std().item()
+    bias = (torch.randn(n, device="cuda") * size).bfloat16()
+    add = (torch.randn(m, n, device="cuda") * size).to(dtype)
+    before = add.clone()
+    for extra in ({"bias": bias}, {"add": add}, {"bias": bias, "add": add}):
+        given[2].fill_(float("nan"))
+        assert_near(gemm.matmul(*given, **extra), exact(*given, **extra))
+    assert torch.equal(add, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_accumulates_in_place(shape, dtype):
+    given = operands(*shape, dtype=dtype)
+    out = given[2]
+    out.copy_(torch.randn(shape[:2], device="cuda") * exact(*given).std())
+    for _ in range(3):
+        expected = exact(*given, add=out)
+        gemm.matmul(*given, add=out)
+        assert_near(out, expected)
+
+
+def test_a_plan_serves_other_tensors():
+    first, second = operands(256, 512, 128, seed=1), operands(256, 512, 128, seed=2)
+    second[3].mul_(3)
+    gemm.matmul(*first)
+    plans = len(gemm._plans)
+    gemm.matmul(*second)
+    assert len(gemm._plans) == plans
+    assert_near(first[2], exact(*first))
+    assert_near(second[2], exact(*second))
+
+
+def test_addresses_at_multiples_of_16_bytes_alone():
+    m, n, k = 64, 48, 32
+    given = operands(m, n, k)
+    bias = torch.randn(n + 8, device="cuda").bfloat16()[8:]
+    out = torch.empty(m * n + 8, device="cuda", dtype=torch.bfloat16)[8:].view(m, n)
+    given[2] = out
+    assert_near(gemm.matmul(*given, bias=bias), exact(*given, bias=bias))
+
+
+def test_on_another_stream():
+    given = operands(1024, 768, 768)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        gemm.matmul(*given)
+    stream.synchronize()
+    assert_near(given[2], exact(*given))
+
+
+def test_graph_replay_equals_eager():
+    given = operands(1024, 768, 768, dtype=torch.float32)
+    out = given[2]
+    out.zero_()
+    gemm.matmul(*given, add=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gemm.matmul(*given, add=out)
+    for seed in (3, 4):
+        fresh = operands(1024, 768, 768, seed=seed)
+        for ours, theirs in zip(given[:2], fresh[:2], strict=True):
+            ours.copy_(theirs)
+        out.fill_(seed)
+        gemm.matmul(*given, add=out)
+        eager = out.clone()
+        out.fill_(seed)
+        graph.replay()
+        torch.testing.assert_close(out, eager, rtol=0, atol=0)
+        assert_near(out, exact(*given, add=torch.full_like(out, seed)))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_algorithm_is_right_and_the_fastest_stays(in_place):
+    given = operands(1024, 768, 768, dtype=torch.float32)
+    out, twos = given[2], torch.full_like(given[2], 2.0)
+    out.copy_(twos)
+    extra = {"add": out} if in_place else {}
+    expected = exact(*given, add=twos if in_place else None)
+    plan, _ = gemm.prepare(*given, **extra)
+    best = gemm.fastest(*given, **extra)
+    assert 0 <= best < gemm.candidates(plan)
+    assert plan.chosen == best
+    assert torch.equal(out, twos)
+    for index in range(gemm.candidates(plan)):
+        gemm.use(plan, index)
+        out.copy_(twos)
+        assert_near(gemm.matmul(*given, **extra), expected)
+    gemm.use(plan, 0)
+
+
+def test_a_wrong_shape_is_refused():
+    given = operands(64, 48, 32)
+    with pytest.raises(AssertionError):
+        gemm.matmul(given[0], given[1][:, :16].contiguous(), *given[2:])
+    with pytest.raises(AssertionError, match="16"):
+        gemm.matmul(given[0][:24], given[1], given[2][:24], *given[3:])

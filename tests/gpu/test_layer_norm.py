@@ -1,0 +1,215 @@
+"""Layer normalisation cast to FP8, its statistics and its backward, against float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.gpu.test_cast import (
+    DEVICE,
+    FORMATS,
+    LARGEST,
+    SCALES,
+    assert_fp8,
+    assert_repeats,
+    assert_transposed,
+    column_sums,
+    normal,
+    slot_of,
+)
+
+pytestmark = pytest.mark.fp8
+
+SHAPES = [(64, 64), (128, 768), (16, 16), (16, 48), (80, 144), (272, 768), (48, 1600), (80, 2064)]
+SHAPES += [(8208, 144), (16432, 144)]  # more groups of rows to a program
+EPSILON = 1e-5
+
+
+def parameters(n):
+    weight = normal(n, seed=2, dtype=torch.float32) * 0.2 + 1
+    return weight, normal(n, seed=3, dtype=torch.float32) * 0.1
+
+
+def exact_norm(x, weight, bias):
+    return F.layer_norm(x.double(), x.shape[1:], weight.double(), bias.double(), EPSILON)
+
+
+def assert_statistics(statistics, x, mean_rtol, rstd_rtol):
+    exact = x.double()
+    mean, variance = exact.mean(1), exact.var(1, correction=0)
+    torch.testing.assert_close(statistics.mean.double(), mean, rtol=mean_rtol, atol=1e-6)
+    torch.testing.assert_close(statistics.rstd.double(), (variance + EPSILON).rsqrt(), rtol=rstd_rtol, atol=0)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward(shape, scale, dtype):
+    from gpt2_fp8.kernels.layer_norm import layer_norm_cast
+
+    x = normal(*shape) * 2 + 0.5
+    weight, bias = parameters(shape[1])
+    slot = slot_of(dtype, scale)
+    q, qt, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot)
+    exact = exact_norm(x, weight, bias)
+    assert_fp8(q, exact, scale, 1e-5 * exact.abs() + 4e-6)
+    assert_transposed(q, qt)
+    assert slot.amax.item() == pytest.approx(exact.abs().max().item(), rel=1e-5)
+    assert_statistics(statistics, x, 1e-6, 1e-5)
+
+
+def test_one_layout_is_the_first_of_both():
+    from gpt2_fp8.kernels.layer_norm import layer_norm_cast
+
+    x = normal(80, 144)
+    q, _, _ = layer_norm_cast(x, *parameters(144), EPSILON, slot_of(torch.float8_e4m3fn))
+    alone, empty, _ = layer_norm_cast(x, *parameters(144), EPSILON, slot_of(torch.float8_e4m3fn), both=False)
+    assert torch.equal(alone.view(torch.uint8), q.view(torch.uint8))
+    assert empty.numel() == 0
+
+
+@pytest.mark.parametrize("n", [48, 144, 768, 1600])
+def test_a_large_mean_costs_no_precision(n):
+    """Mean 1,002, deviation 1, which bfloat16 rounds to 1,000 or 1,004: where float32 takes the squared mean from the
+    mean of squares, the variance is percents off."""
+    from gpt2_fp8.kernels.layer_norm import layer_norm_cast
+
+    x = (normal(80, n, dtype=torch.float32) + 1002).bfloat16()
+    assert x.double().std(1).min() > 1
+    _, _, statistics = layer_norm_cast(x, *parameters(n), EPSILON, slot_of(torch.float8_e4m3fn))
+    assert_statistics(statistics, x, 1e-6, 2e-5)
+
+
+@pytest.mark.parametrize("place", [0, 63, 64, -1])
+def test_one_outlier_in_each_row(place):
+    """A channel far off the others, wherever it lies. N 2^-22 bounds what cancels if it serves as the rows' shift."""
+    from gpt2_fp8.kernels.layer_norm import layer_norm_cast
+
+    n = 1600
+    x = normal(48, n)
+    x[:, place] = 2000.0
+    _, _, statistics = layer_norm_cast(x, *parameters(n), EPSILON, slot_of(torch.float8_e4m3fn))
+    exact = x.double()
+    deviation = exact.std(1, correction=0)
+    assert torch.all((statistics.mean.double() - exact.mean(1)).abs() <= 1e-4 * deviation)
+    torch.testing.assert_close(statistics.rstd.double() * deviation, torch.ones_like(deviation), rtol=n / 2**22, atol=0)
+
+
+def test_constant_rows_give_the_bias():
+    from gpt2_fp8.kernels.layer_norm import layer_norm_cast
+
+    x = torch.zeros(48, 144, device=DEVICE, dtype=torch.bfloat16)
+    x[1], x[47] = 1000.0, -3.0
+    weight, bias = parameters(144)
+    q, qt, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(torch.float8_e4m3fn))
+    assert torch.equal(statistics.mean, x[:, 0].float())
+    torch.testing.assert_close(statistics.rstd, torch.full_like(statistics.rstd, EPSILON**-0.5))
+    assert torch.equal(q.float(), bias.to(q.dtype).float().expand(48, 144))
+    assert_transposed(q, qt)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_spoils_no_other(bad):
+    from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
+
+    x = normal(80, 144)
+    x[5, 100] = bad
+    weight, bias = parameters(144)
+    q, qt, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(torch.float8_e4m3fn))
+    gradient = layer_norm_backward(normal(80, 144), x, statistics, weight, None, slot_of(torch.float8_e5m2))
+    spoilt = torch.zeros_like(x, dtype=torch.bool)
+    spoilt[5] = True
+    for got in (q, qt.t(), gradient.q, gradient.qt.t(), gradient.dx):
+        assert not got.float().isnan()[~spoilt].any()
+        assert got.float()[5].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_saturates(dtype):
+    from gpt2_fp8.kernels.layer_norm import layer_norm_cast
+
+    x = normal(48, 144)
+    slot = slot_of(dtype)
+    weight, bias = torch.ones(144, device=DEVICE), torch.zeros(144, device=DEVICE)
+    bias[143], bias[0] = 1e6, -1e6
+    q, qt, _ = layer_norm_cast(x, weight, bias, EPSILON, slot)
+    assert torch.all(q[:, 143].float() == LARGEST[dtype])
+    assert torch.all(q[:, 0].float() == -LARGEST[dtype])
+    assert_transposed(q, qt)
+    assert slot.amax.item() == pytest.approx(1e6, rel=1e-4)
+
+
+def exact_backward(dy, x, weight, residual):
+    """Gradients of x, weight and bias in float64, by autograd."""
+    given = [tensor.double().requires_grad_() for tensor in (x, weight, torch.zeros_like(weight))]
+    exact_norm(*given).backward(dy.double())
+    dx, *others = (tensor.grad for tensor in given)
+    return dx + (0 if residual is None else residual.double()), *others
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("dtype", [None, *FORMATS])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_backward(shape, dtype, with_residual):
+    from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
+
+    x, dy = normal(*shape) * 2 + 0.5, normal(*shape, seed=4)
+    residual = normal(*shape, seed=5) if with_residual else None
+    weight, bias = parameters(shape[1])
+    slot = None if dtype is None else slot_of(dtype, 16.0)
+    _, _, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(torch.float8_e4m3fn))
+    dx, q, qt, sums = layer_norm_backward(dy, x, statistics, weight, residual, slot)
+    exact, of_weight, of_bias = exact_backward(dy, x, weight, residual)
+    assert dx.dtype == torch.bfloat16
+    torch.testing.assert_close(dx.double(), exact, rtol=2.0**-8, atol=2e-5)
+    torch.testing.assert_close(column_sums(sums[:, 0]), of_weight, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(column_sums(sums[:, 1]), of_bias, rtol=1e-5, atol=1e-3)
+    if dtype is None:
+        assert q.numel() == qt.numel() == 0
+        return
+    torch.testing.assert_close(column_sums(sums[:, 2]), exact.sum(0), rtol=1e-5, atol=1e-3)
+    assert_fp8(q, exact, 16.0, 1e-5 * exact.abs() + 1e-5)
+    assert_transposed(q, qt)
+    assert slot.amax.item() == pytest.approx(exact.abs().max().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_backward_saturates(dtype):
+    from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
+
+    x, residual = normal(80, 144), torch.zeros(80, 144, device=DEVICE, dtype=torch.bfloat16)
+    residual[-1, -3:] = torch.tensor([1e30, -1e30, float("inf")]).to(residual)
+    weight, bias = parameters(144)
+    slot = slot_of(dtype)
+    _, _, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(dtype))
+    _, q, qt, _ = layer_norm_backward(torch.zeros_like(x), x, statistics, weight, residual, slot)
+    assert q[-1, -3:].tolist() == [LARGEST[dtype], -LARGEST[dtype], LARGEST[dtype]]
+    assert torch.count_nonzero(q.float()) == 3
+    assert_transposed(q, qt)
+    assert slot.amax.item() == float("inf")
+
+
+def test_amax_is_raised_and_not_replaced():
+    from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
+
+    x = normal(80, 144)
+    weight, bias = parameters(144)
+    slot = slot_of(torch.float8_e4m3fn, amax=1000.0)
+    _, _, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot)
+    layer_norm_backward(x, x, statistics, weight, None, slot)
+    assert slot.amax.item() == 1000.0
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_repeats(dtype):
+    from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
+
+    x, dy, residual = (normal(272, 768, seed=seed) for seed in range(3))
+    weight, bias = parameters(768)
+
+    def forward(slot):
+        q, qt, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot)
+        return [q, qt, *statistics]
+
+    _, _, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(dtype))
+    assert_repeats(forward, dtype)
+    assert_repeats(lambda slot: layer_norm_backward(dy, x, statistics, weight, residual, slot), dtype)

@@ -1,0 +1,79 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpt2_fp8 import compose
+from gpt2_fp8.measure import table
+from gpt2_fp8.measure.case import Case, Kernel, Result
+from gpt2_fp8.measure.plot import plot
+from gpt2_fp8.measure.table import Measured
+
+
+def measured(precision="bf16", size=4, rate=100.0, compiled=True, **result):
+    (config,) = compose.preflight([f"precision={precision}", f"micro_batch_size={size}", f"global_batch_size={size}"])
+    values = {
+        "status": "ok", "ran": precision, "tokens_per_second": rate, "slowest": rate, "fastest": rate,
+        "backend": "reference" if precision == "bf16" else "te", "compiled": compiled and precision == "bf16",
+    } | result  # fmt: skip
+    return Measured(Case(config=config, steps=2, warmup=1), Result(**values))
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_columns_and_numbers():
+    rows = [{"a_b": "x", "n": 1234567.8, "empty": None}, {"a_b": "long|er", "n": 0.5, "more": [1, 2.25]}]
+    assert table.text(rows) == (
+        "a b              n   more\n-------  ---------  -----\nx        1,234,568\nlong|er     0.5000  2.250"
+    )
+    assert table.markdown(rows).splitlines() == [
+        "| a b | n | more |",
+        "| --- | ---: | ---: |",
+        "| x | 1,234,568 |  |",
+        "| long\\|er | 0.5000 | 2.250 |",
+    ]
+    assert table.text([]) == "\n"
+
+
+def test_a_status_is_shown_where_one_is_not_ok():
+    good, bad = {"name": "a", "message": None, "status": "ok"}, {"name": "b", "message": "why", "status": "failed"}
+    assert "status" not in table.text([good])
+    assert table.text([good, bad]).splitlines()[0] == "name  status  message"
+
+
+def test_the_ratio_is_to_compiled_bf16_on_the_same_work():
+    plain, compiled, other = measured(rate=50, compiled=False), measured(rate=100), measured(size=8, rate=1)
+    fp8, alone = measured("fp8_hybrid", rate=150), measured("fp8_hybrid", size=2)
+    every = [plain, compiled, other, fp8, alone]
+    assert [table.ratio(m, every) for m in every] == [0.5, 1.0, 1.0, 1.5, None]
+
+
+def test_bf16_in_place_of_fp8_is_no_baseline():
+    fell_back = measured("fp8_hybrid", ran="bf16", reason="no FP8 here")
+    assert table.ratio(fell_back, [fell_back]) is None
+    assert table.case_rows([fell_back])[0]["note"] == "ran bf16: no FP8 here"
+
+
+def test_a_case_that_went_wrong_is_a_row():
+    failed = Measured(measured().case, Result(status="out of memory", message="wanted 9 GiB more"))
+    row = table.case_rows([failed, measured()])[0]
+    assert (row["tokens/s"], row["note"]) == ("", "out of memory: wanted 9 GiB more")
+    failed_first = Measured(replace(failed.case), Result(status="failed"))
+    assert table.ratio(failed_first, [failed_first]) is None
+
+
+def test_kernels_beyond_the_first_are_one_row():
+    kernels = [Kernel(name=f"k{i}", milliseconds=4 - i, share=(4 - i) / 10, calls=1) for i in range(4)]
+    rows = table.kernel_rows(Result(status="ok", profile=kernels), count=2)
+    assert [row["kernel"] for row in rows] == ["k0", "k1", "2 others"]
+    assert (rows[-1]["ms"], rows[-1]["share"], rows[-1]["calls"]) == ("3.000", "30.0%", 2)
+
+
+def test_a_plot():
+    pytest.importorskip("matplotlib")
+    assert plot([measured(), measured("fp8_hybrid"), measured(size=8)], Path("x.png"))
+    assert Path("x.png").read_bytes().startswith(b"\x89PNG")
+    assert not plot([Measured(measured().case, Result(status="failed"))], Path("y.png"))
