@@ -56,8 +56,8 @@ class GraphedGradients:
     def _record(self, ids: Tensor, scale: float) -> None:
         self._ids = ids.clone()
         stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
         with state.restored(self.model):
+            stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP):
                     for first in (True, False):

@@ -13,6 +13,7 @@ from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.flops import flops_per_token, parameter_count, peak_bf16_flops
+from gpt2_fp8.layers.attention import kernels
 from gpt2_fp8.model import padded_vocabulary
 from gpt2_fp8.precision.resolve import Plan
 
@@ -77,11 +78,6 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     tokens = config.global_batch_size * model.n_positions
     name = torch.cuda.get_device_name() if plan.device == "cuda" else "the CPU"
     peak = peak_bf16_flops(name)
-    kernels = {
-        "fused": "fused FP8 chain",
-        "te": "Transformer Engine",
-        "reference": "plain torch" + (", compiled" if plan.compile else ""),
-    }
     log.info(
         "model      %s: %s parameters, vocabulary %d padded to %d",
         model.name, f"{parameter_count(model, rows):,}", vocab_size, rows,
@@ -94,7 +90,7 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
         log.info("precision  %s: %s", ran, plan.reason)
     else:
         log.info("precision  %s instead of %s: %s", ran, plan.asked, plan.reason)
-    log.info("layers     %s", kernels[plan.backend])
+    log.info("layers     %s", _layers(config, plan))
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
     log.info(
         "steps      %d of %d x %d = %d tokens, in micro-batches of %d sequences",
@@ -108,3 +104,13 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     elif config.init_from:
         log.info("weights    from %s", config.init_from)
     log.info("folder     %s", folder)
+
+
+def _layers(config: RunConfig, plan: Plan) -> str:
+    """Which layers compute a run, for people."""
+    if plan.backend == "fused":
+        attention = kernels(config.model.n_head, config.model.n_embd)
+        return f"fused FP8 chain{', in CUDA graphs' if plan.graphs else ''}; attention {attention}"
+    if plan.backend == "te":
+        return "Transformer Engine"
+    return "plain torch, compiled" if plan.compile else "plain torch"

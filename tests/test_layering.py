@@ -62,7 +62,7 @@ HOUSE = {
     "measure.versions": Row("", "torch"),
     "measure": Row("measure config"),
     "build": Row(f"startup {PARTS}", "torch lightning"),
-    "startup": Row("checkpoint precision model flops config", "torch"),
+    "startup": Row("checkpoint precision model layers.attention flops config", "torch"),
     # what Lightning calls
     "module": Row("engine step sampling optim model flops precision rng config", "torch lightning"),
     "callbacks": Row("checkpoint sampling model flops precision config", "torch lightning"),  # not each other
@@ -97,9 +97,10 @@ HOUSE = {
 }
 
 # Imported where it is used and nowhere else, so that everything imports, and shows its help, on a laptop.
-INSIDE_FUNCTIONS = set(
-    "transformer_engine flash_attn matplotlib datasets huggingface_hub tiktoken pyarrow requests".split()
-)
+INSIDE_FUNCTIONS = {
+    *("transformer_engine", "flash_attn", "matplotlib"),
+    *("datasets", "huggingface_hub", "tiktoken", "pyarrow", "requests"),
+}
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = ["config", "compose", "run"]
 

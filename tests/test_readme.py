@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gpt2_fp8.compose import conf_dir, preflight
+from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
 from gpt2_fp8.data.tokenizer import GPT2_FILES
 from gpt2_fp8.report import Precision, Summary
@@ -21,7 +21,7 @@ from tests.runs import command, metrics
 ROOT = Path(__file__).resolve().parents[1]
 README, ARCHITECTURE, PERFORMANCE = (ROOT / name for name in ("README.md", "ARCHITECTURE.md", "docs/performance.md"))
 DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, ROOT / "CHANGELOG.md"]
-RUN = ["python", "-m", "gpt2_fp8.run"]
+RUN, BENCH = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench"))
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
 
 
@@ -81,6 +81,7 @@ def names(text):
 
 ALL = [found for document in DOCUMENTS for found in commands(document)]
 RUNS = [found for found in ALL if found.words[: len(RUN)] == RUN]
+BENCHES = [found for found in ALL if found.words[: len(BENCH)] == BENCH]
 FIRST = RUNS[0]
 
 
@@ -115,13 +116,21 @@ def test_every_run_composes(found, tmp_path, monkeypatch):
     assert len(configs) > 1 if "-m" in found.argv else len(configs) == 1
 
 
+@pytest.mark.parametrize("found", BENCHES, ids=str)
+@pytest.mark.parametrize("gpu", [True, False])
+def test_every_benchmark_composes(found, gpu, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, cases = benchmark.preflight(found.argv, gpu)
+    assert cases
+
+
 def test_every_command_is_of_a_known_kind():
     """A new kind of command needs a test of its own."""
     known = {("python", "-m"), ("python", "-c"), ("pip", "install"), ("pytest",), ("export",)}
     for found in ALL:
         start = tuple(found.words[:2]) if found.words[0] in ("python", "pip") else (found.words[0],)
         assert start in known, str(found)
-        assert found.words[:2] != ["python", "-m"] or found.words[: len(RUN)] == RUN, str(found)
+        assert found.words[:2] != ["python", "-m"] or found.words[: len(RUN)] in (RUN, BENCH), str(found)
 
 
 def test_python_one_liners_are_python():

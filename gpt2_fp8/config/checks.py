@@ -183,6 +183,12 @@ def _recipe(config: RunConfig) -> Iterator[Finding]:
         yield Finding(("recipe", "precision"), Problem(cause, "precision=auto, or recipe=delayed"))
 
 
+def _graphs(config: RunConfig) -> Iterator[Finding]:
+    if config.cuda_graphs is True and isinstance(config.precision, AutoPrecisionConfig):
+        cause = "cuda_graphs=true, precision=auto: only the fused FP8 layers have graphs, and auto may choose others"
+        yield Finding(("cuda_graphs", "precision"), Problem(cause, "cuda_graphs=auto, or precision=fp8_hybrid"))
+
+
 def _width(config: RunConfig) -> Iterator[Finding]:
     if config.model.n_embd % _width_multiple(config):
         width = _nearest(config.model.n_embd, math.lcm(FP8_MULTIPLE, config.model.n_head))
@@ -215,6 +221,7 @@ _ACROSS: list[tuple[Callable[[RunConfig], Iterator[Finding]], set[str]]] = [
     (_known_batch, {"global_batch_size", "micro_batch_size", "trainer.devices", "trainer.num_nodes"}),
     (_format, set()),
     (_recipe, set()),
+    (_graphs, set()),
     (_width, {"model.n_embd", "model.n_head"}),
     (_tokens, {"micro_batch_size", "model.n_positions"}),
 ]

@@ -67,6 +67,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "data_dir": ("files are listed", "data=text_files data.train_files='[FOLDER/*.txt]'"),
     "dataset": ("it is a group", "data=NAME"),
     "val_ratio": ("it has another name", "data.val_fraction"),
+    "gradient_checkpointing": ("it has another name", "activation_checkpointing=mlp"),
     "use_compile": ("it has torch's name", "compile=true or false"),
     "wandb": ("runs log to TensorBoard and CSV", "logger=default, tensorboard, csv or none"),
     "tags": ("a run has one name", "run_name"),
@@ -78,6 +79,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
 VALUES = {
     "trainer.devices": "a number of GPUs or auto; which ones is CUDA_VISIBLE_DEVICES=0,1 in front of the command",
     "compile": "compile=true, false or auto",
+    "cuda_graphs": "cuda_graphs=true, false or auto",
     "micro_batch_size": "a number of sequences that fits the GPU's memory: micro_batch_size=8",
 }
 

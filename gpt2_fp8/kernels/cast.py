@@ -21,7 +21,7 @@ from torch import Tensor
 from gpt2_fp8.kernels.slot import Slot
 
 GROUPS, COLUMNS, WARPS = 16, 64, 4  # a tile is 4 * GROUPS rows by COLUMNS
-TILES, STAGES = 4, 1  # tiles below each other that one program handles, where there are enough rows for that
+TILES, STAGES = 8, 3  # tiles below each other that one program handles, where there are enough rows for that
 
 _E4M3 = tl.constexpr(
     "{.reg .b16 a,b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b};}"
@@ -131,10 +131,10 @@ def empty_pair(m: int, n: int, dtype: torch.dtype, device: torch.device, both: b
     return q, torch.empty((n, m) if both else 0, dtype=dtype, device=device)
 
 
-def tile_grid(m: int, n: int) -> tuple[tuple[int, int], int]:
-    """The grid of a kernel over tiles, and how many tiles a program handles: fewer where that would leave processors
-    without work."""
-    down, across = triton.cdiv(m, 4 * GROUPS), triton.cdiv(n, COLUMNS)
+def tile_grid(m: int, n: int, groups: int = GROUPS, columns: int = COLUMNS) -> tuple[tuple[int, int], int]:
+    """The grid of a kernel over tiles of 4 groups by columns, and how many tiles a program handles: fewer where that
+    would leave processors without work."""
+    down, across = triton.cdiv(m, 4 * groups), triton.cdiv(n, columns)
     tiles = max(1, min(TILES, down * across // 1024))
     return (across, triton.cdiv(down, tiles)), tiles
 

@@ -116,7 +116,8 @@ class Gradient(NamedTuple):
 def gelu_backward_cast(dy: Tensor, h: Tensor, slot: Slot, slot_y: Slot) -> Gradient:
     """dy, h [M, N] bfloat16 -> the gradient dy gelu'(h), cast as `slot` says, and gelu(h) again, as `slot_y` says (its
     magnitude was recorded by `gelu_cast`)."""
-    assert dy.is_contiguous() and h.is_contiguous()
+    assert dy.is_contiguous()
+    assert h.is_contiguous()
     m, n = h.shape
     q, qt = empty_pair(m, n, slot.dtype, h.device)
     yt = torch.empty(n, m, dtype=slot_y.dtype, device=h.device)

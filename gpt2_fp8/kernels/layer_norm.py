@@ -1,9 +1,10 @@
 """Layer normalisation (Ba et al. 2016) fused with the cast of its output to FP8, and its backward fused with the
 residual stream's gradient and that one's cast.
 
-A program owns a block of rows, walks over their columns twice, and finds them in the cache the second time. Sums are of
-each row less its own first value: that one lies within sqrt(N) standard deviations of the mean (Samuelson 1968), so a
-large mean costs no precision.
+In the forward a program owns a block of rows, walks over their columns twice, and finds them in the cache the second
+time. Sums are of each row less its own first value: that one lies within sqrt(N) standard deviations of the mean
+(Samuelson 1968), so a large mean costs no precision. The backward is two kernels: one for each row's two sums, and one
+over tiles, whose sums of columns stay in registers from one tile to the next.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpt2_fp8.kernels.cast import empty_pair, largest4, load_row, store_both
+from gpt2_fp8.kernels.cast import empty_pair, largest4, load_row, store_both, tile_grid
 from gpt2_fp8.kernels.slot import Slot
 
-COLUMNS, WARPS, STAGES = 64, 4, 3  # a program walks over blocks of COLUMNS, the next two on their way
+COLUMNS, WARPS, STAGES = 64, 4, 3  # forward: a program walks over blocks of COLUMNS, the next two on their way
+BACKWARD_GROUPS, BACKWARD_COLUMNS, BACKWARD_STAGES = 16, 64, 3  # backward: tiles as in `cast`
 
 
 def _groups(m: int) -> int:
@@ -104,10 +106,23 @@ def _of_rows(statistics, groups, number: tl.constexpr, M):
 
 
 @triton.jit
-def _add_gradient(dy, x, along, total, w, mean, groups, columns, number: tl.constexpr, M, N):
-    """Add a tile to the running sums of dy w and of dy w (x - mean)."""
-    gradient = load_row(dy, groups, columns, number, M, N) * w
-    return along + gradient * (load_row(x, groups, columns, number, M, N) - mean), total + gradient
+def _row_sums(dy, x, mean, rstd, weight, along, total, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """What dx takes off each row: along = mean(dy w normalised), total = mean(dy w)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    centre = tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
+    sum_along = tl.zeros([ROWS, COLUMNS], tl.float32)
+    sum_total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, N, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        inside = (rows < M)[:, None] & (columns < N)[None, :]
+        at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+        w = tl.load(weight + columns, mask=columns < N, other=0.0)[None, :]
+        gradient = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * w
+        sum_along += gradient * (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - centre)
+        sum_total += gradient
+    scale = tl.load(rstd + rows, mask=rows < M, other=0.0) / N
+    tl.store(along + rows, tl.sum(sum_along, axis=1) * scale, mask=rows < M)
+    tl.store(total + rows, tl.sum(sum_total, axis=1) / N, mask=rows < M)
 
 
 @triton.jit
@@ -116,9 +131,11 @@ def _dx(
     RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """A tile of dx, written; with dy times the normalised x, and dy."""
-    normalised = (load_row(x, groups, columns, number, M, N) - mean) * rstd
+    scale = _of_rows(rstd, groups, number, M)
+    normalised = (load_row(x, groups, columns, number, M, N) - _of_rows(mean, groups, number, M)) * scale
     gradient = load_row(dy, groups, columns, number, M, N)
-    dx = (gradient * w - normalised * along - total) * rstd
+    dx = gradient * w - normalised * _of_rows(along, groups, number, M) - _of_rows(total, groups, number, M)
+    dx *= scale
     if RESIDUAL:
         dx += load_row(residual, groups, columns, number, M, N)
     inside = (groups < M // 4)[:, None] & (columns < N)[None, :]
@@ -129,46 +146,32 @@ def _dx(
 
 @triton.jit
 def _backward(
-    dy, x, mean, rstd, weight, residual, dx_out, q, qt, sums, scale, amax, M, N,
+    dy, x, mean, rstd, along, total, weight, residual, dx_out, q, qt, sums, scale, amax, M, N, tiles,
     CAST: tl.constexpr, RESIDUAL: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    mean0, mean1 = _of_rows(mean, groups, 0, M), _of_rows(mean, groups, 1, M)
-    mean2, mean3 = _of_rows(mean, groups, 2, M), _of_rows(mean, groups, 3, M)
-    rstd0, rstd1 = _of_rows(rstd, groups, 0, M), _of_rows(rstd, groups, 1, M)
-    rstd2, rstd3 = _of_rows(rstd, groups, 2, M), _of_rows(rstd, groups, 3, M)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < N
+    w = tl.load(weight + columns, mask=inside, other=0.0)[None, :]
     zeros = tl.zeros([GROUPS, COLUMNS], tl.float32)
-    a0, a1, a2, a3, t0, t1, t2, t3 = zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros
-    for start in tl.range(0, N, COLUMNS, num_stages=STAGES):
-        columns = start + tl.arange(0, COLUMNS)
-        w = tl.load(weight + columns, mask=columns < N, other=0.0)[None, :]
-        a0, t0 = _add_gradient(dy, x, a0, t0, w, mean0, groups, columns, 0, M, N)
-        a1, t1 = _add_gradient(dy, x, a1, t1, w, mean1, groups, columns, 1, M, N)
-        a2, t2 = _add_gradient(dy, x, a2, t2, w, mean2, groups, columns, 2, M, N)
-        a3, t3 = _add_gradient(dy, x, a3, t3, w, mean3, groups, columns, 3, M, N)
-    along0, total0 = tl.sum(a0, axis=1)[:, None] * rstd0 / N, tl.sum(t0, axis=1)[:, None] / N
-    along1, total1 = tl.sum(a1, axis=1)[:, None] * rstd1 / N, tl.sum(t1, axis=1)[:, None] / N
-    along2, total2 = tl.sum(a2, axis=1)[:, None] * rstd2 / N, tl.sum(t2, axis=1)[:, None] / N
-    along3, total3 = tl.sum(a3, axis=1)[:, None] * rstd3 / N, tl.sum(t3, axis=1)[:, None] / N
-    sums += tl.program_id(0).to(tl.int64) * 3 * N
-    if CAST:
-        factor = tl.load(scale)
-        largest = tl.zeros([GROUPS, COLUMNS], tl.float32)
-    for start in tl.range(0, N, COLUMNS, num_stages=STAGES):
-        columns = start + tl.arange(0, COLUMNS)
-        inside = columns < N
-        w = tl.load(weight + columns, mask=inside, other=0.0)[None, :]
-        d0, g0, b0 = _dx(dy, x, residual, dx_out, w, mean0, rstd0, along0, total0, groups, columns, 0, M, N, RESIDUAL)
-        d1, g1, b1 = _dx(dy, x, residual, dx_out, w, mean1, rstd1, along1, total1, groups, columns, 1, M, N, RESIDUAL)
-        d2, g2, b2 = _dx(dy, x, residual, dx_out, w, mean2, rstd2, along2, total2, groups, columns, 2, M, N, RESIDUAL)
-        d3, g3, b3 = _dx(dy, x, residual, dx_out, w, mean3, rstd3, along3, total3, groups, columns, 3, M, N, RESIDUAL)
-        tl.store(sums + columns, tl.sum((g0 + g1) + (g2 + g3), axis=0), mask=inside)
-        tl.store(sums + N + columns, tl.sum((b0 + b1) + (b2 + b3), axis=0), mask=inside)
+    sum_w, sum_b, sum_dx, largest = zeros, zeros, zeros, zeros
+    factor = tl.load(scale)
+    for tile in tl.range(tl.program_id(1) * tiles, (tl.program_id(1) + 1) * tiles, num_stages=STAGES):
+        groups = tile * GROUPS + tl.arange(0, GROUPS)
+        d0, w0, b0 = _dx(dy, x, residual, dx_out, w, mean, rstd, along, total, groups, columns, 0, M, N, RESIDUAL)
+        d1, w1, b1 = _dx(dy, x, residual, dx_out, w, mean, rstd, along, total, groups, columns, 1, M, N, RESIDUAL)
+        d2, w2, b2 = _dx(dy, x, residual, dx_out, w, mean, rstd, along, total, groups, columns, 2, M, N, RESIDUAL)
+        d3, w3, b3 = _dx(dy, x, residual, dx_out, w, mean, rstd, along, total, groups, columns, 3, M, N, RESIDUAL)
+        sum_w += (w0 + w1) + (w2 + w3)
+        sum_b += (b0 + b1) + (b2 + b3)
         if CAST:
-            tl.store(sums + 2 * N + columns, tl.sum((d0 + d1) + (d2 + d3), axis=0), mask=inside)
+            sum_dx += (d0 + d1) + (d2 + d3)
             largest = tl.maximum(largest, largest4(d0, d1, d2, d3))
             store_both(q, qt, d0, d1, d2, d3, groups, columns, M, N, factor, True)
+    sums += tl.program_id(1).to(tl.int64) * 3 * N + columns
+    tl.store(sums, tl.sum(sum_w, axis=0), mask=inside)
+    tl.store(sums + N, tl.sum(sum_b, axis=0), mask=inside)
     if CAST:
+        tl.store(sums + 2 * N, tl.sum(sum_dx, axis=0), mask=inside)
         tl.atomic_max(amax, tl.max(largest))
 
 
@@ -204,22 +207,24 @@ def layer_norm_backward(
 ) -> Gradient:
     """The gradient of x from that of its normalised rows, `dy`, and of x's other use, `residual` (None: there is none);
     all [M, N] bfloat16."""
-    assert dy.is_contiguous() and x.is_contiguous() and (residual is None or residual.is_contiguous())
+    assert all(t.is_contiguous() for t in (dy, x, residual) if t is not None)
     m, n = x.shape
-    groups = _groups(m)
-    programs = triton.cdiv(m, 4 * groups)
+    mean, rstd = statistics
+    along, total = torch.empty_like(mean), torch.empty_like(mean)
+    rows, columns = (32, 128) if m >= 16384 else (4, 256)
+    _row_sums[(triton.cdiv(m, rows),)](dy, x, mean, rstd, weight, along, total, m, n, ROWS=rows, COLUMNS=columns)
+    grid, tiles = tile_grid(m, n, BACKWARD_GROUPS, BACKWARD_COLUMNS)
     dx = torch.empty_like(x)
-    sums = torch.empty(programs, 3, n, dtype=torch.float32, device=x.device)
+    sums = torch.empty(grid[1], 3, n, dtype=torch.float32, device=x.device)
     if slot is None:
         q = qt = torch.empty(0, dtype=torch.float8_e5m2, device=x.device)
-        scale = amax = statistics.mean
+        scale = amax = mean
     else:
         q, qt = empty_pair(m, n, slot.dtype, x.device)
         scale, amax = slot.scale, slot.amax
-    mean, rstd = statistics
-    _backward[(programs,)](
-        dy, x, mean, rstd, weight, dx if residual is None else residual, dx, q, qt, sums, scale, amax, m, n,
-        CAST=slot is not None, RESIDUAL=residual is not None, GROUPS=groups, COLUMNS=COLUMNS,
-        STAGES=STAGES, num_warps=WARPS,
+    _backward[grid](
+        dy, x, mean, rstd, along, total, weight, dx if residual is None else residual, dx, q, qt, sums, scale, amax,
+        m, n, tiles, CAST=slot is not None, RESIDUAL=residual is not None,
+        GROUPS=BACKWARD_GROUPS, COLUMNS=BACKWARD_COLUMNS, STAGES=BACKWARD_STAGES, num_warps=WARPS,
     )  # fmt: skip
     return Gradient(dx, q, qt, sums)

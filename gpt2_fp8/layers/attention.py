@@ -7,32 +7,44 @@ copied). They fit together: both say of each row the natural logarithm of its su
 
 from __future__ import annotations
 
-import importlib.util
+import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpt2_fp8.layers import te
+from gpt2_fp8.layers import reference, te
 
-HEAD_SIZES = (64, 128)  # what was measured to be faster, and is tested
+HEAD_SIZES = (64, 128)  # where it was measured to be faster, and is tested
+SHORT = 128  # tokens of one block of its backward; up to here it has other kernels, which were not measured
+ARGUMENTS = {"q", "k", "v", "out", "dout", "lse", "causal", "deterministic", "dq", "dk", "dv"}
 
 
 @cache
-def has_flash_attention_4() -> bool:
-    """Whether FlashAttention 4 (the package `flash-attn-4`) is installed."""
+def flash_backward() -> Callable[..., Any] | None:
+    """FlashAttention 4's backward (the package `flash-attn-4`), or None where it is not installed, does not load, or
+    has another interface than the beta that this was written for."""
     try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:  # no package flash_attn at all
-        return False
+        from flash_attn.cute.interface import _flash_attn_bwd
+    except Exception:  # not there, only FlashAttention 2, or a compiler of another version: cuDNN's own will do
+        return None
+    return _flash_attn_bwd if set(inspect.signature(_flash_attn_bwd).parameters) >= ARGUMENTS else None
+
+
+def kernels(n_head: int, n_embd: int) -> str:
+    """What `attention` will run, for people."""
+    return "cuDNN forward, FlashAttention 4 backward" if _flash(n_head, n_embd) else "cuDNN"
 
 
 def attention(n_head: int, n_embd: int) -> nn.Module:
     """Causal attention over packed queries, keys and values, bfloat16; as `te.attention` without dropout."""
-    if has_flash_attention_4() and n_embd // n_head in HEAD_SIZES:
-        return FlashAttention(n_head)
-    return te.attention(n_head, n_embd, dropout=0.0)
+    return FlashAttention(n_head) if _flash(n_head, n_embd) else te.attention(n_head, n_embd, dropout=0.0)
+
+
+def _flash(n_head: int, n_embd: int) -> bool:
+    return n_embd // n_head in HEAD_SIZES and flash_backward() is not None
 
 
 class FlashAttention(nn.Module):
@@ -43,6 +55,8 @@ class FlashAttention(nn.Module):
         self.n_head = n_head
 
     def forward(self, qkv: Tensor) -> Tensor:
+        if qkv.shape[1] <= SHORT:
+            return reference.Attention(self.n_head, qkv.shape[2] // 3, 0.0)(qkv)
         return _FlashAttention.apply(qkv, self.n_head)
 
 
@@ -66,13 +80,13 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        from flash_attn.cute.interface import _flash_attn_bwd
-
         packed, out, lse = ctx.saved_tensors
         gradient = torch.empty_like(packed)
         q, k, v = _split(packed, ctx.n_head)
         dq, dk, dv = _split(gradient, ctx.n_head)
         dout, lse = upstream[0].reshape(out.shape), lse.view(lse.shape[:3])
         deterministic = torch.are_deterministic_algorithms_enabled()
-        _flash_attn_bwd(q, k, v, out, dout, lse, causal=True, deterministic=deterministic, dq=dq, dk=dk, dv=dv)
+        backward = flash_backward()
+        assert backward is not None
+        backward(q, k, v, out, dout, lse, causal=True, deterministic=deterministic, dq=dq, dk=dk, dv=dv)
         return gradient, None

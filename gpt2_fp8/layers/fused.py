@@ -67,7 +67,8 @@ class Block(nn.Module):
         """x: bfloat16 [batch, tokens, d]; returns the same."""
         if is_first_microbatch is not False:
             self.refresh()
-        return _BlockFunction.apply(x, self, *self.parameters())
+        # inside of a Function gradients are always off, and parameters always want theirs
+        return _BlockFunction.apply(x, self, torch.is_grad_enabled(), *self.parameters())
 
 
 class Products(NamedTuple):
@@ -83,10 +84,9 @@ class _BlockFunction(torch.autograd.Function):
     """A block by hand. The parameters are arguments so that autograd asks for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, block: Block, *parameters: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, x: Tensor, block: Block, training: bool, *parameters: nn.Parameter) -> Tensor:
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         qkv, projection, _, fc2 = block.products
-        training = any(ctx.needs_input_grad)
         y8, y8t, statistics = layer_norm_cast(
             x, block.qkv.layer_norm_weight, block.qkv.layer_norm_bias, EPSILON, qkv.slot("input"), training
         )
@@ -108,10 +108,11 @@ class _BlockFunction(torch.autograd.Function):
         block: Block = ctx.block
         gradients: Gradients = {}
         dout = upstream[0].reshape(x.shape).contiguous()
-        hidden, ctx.hidden = ctx.hidden or block.hidden(middle), None
+        hidden = ctx.hidden or block.hidden(middle)
+        attention, ctx.hidden, ctx.attention = ctx.attention, None, None  # the graph outlives its backward
         into_middle = _perceptron_backward(block, dout, middle, hidden, gradients)
-        dx = _attention_backward(block, into_middle, x, ctx.statistics, y8t, o8t, ctx.attention, gradients)
-        return dx.view(upstream[0].shape), None, *(gradients[p] for p in ctx.parameters)
+        dx = _attention_backward(block, into_middle, x, ctx.statistics, y8t, o8t, attention, gradients)
+        return dx.view(upstream[0].shape), None, None, *(gradients[p] for p in ctx.parameters)
 
 
 def _perceptron_backward(

@@ -45,7 +45,9 @@ class Head(LayerNormLinear):
         if is_first_microbatch is not False:
             self.product.refresh(self.weight, None)
         parameters = self.layer_norm_weight, self.layer_norm_bias, self.weight
-        return _HeadFunction.apply(x, targets.reshape(-1), self, vocab_size, scale, *parameters)
+        # inside of a Function gradients are always off, and parameters always want theirs
+        training = torch.is_grad_enabled()
+        return _HeadFunction.apply(x, targets.reshape(-1), self, vocab_size, scale, training, *parameters)
 
     def _normalise(self, x: Tensor, both: bool) -> Any:
         slot = self.product.slot("input")
@@ -58,31 +60,36 @@ class _HeadFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, targets: Tensor, head: Head, vocab_size: int, scale: float, *parameters: Tensor
+        ctx: Any, x: Tensor, targets: Tensor, head: Head, vocab_size: int, scale: float, training: bool, *_: Tensor
     ) -> Tensor:
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
-        training, weight = any(ctx.needs_input_grad), scale / (targets >= 0).sum().clamp_min(1).to(torch.float32)
-        losses, gradients = [], _HeadGradients(head, x, weight) if training else None
-        for start in range(0, len(x), CHUNK):
-            part = slice(start, start + CHUNK)
-            y8, y8t, statistics = head._normalise(x[part], both=training)
-            logits = head.product(y8)
-            chunk_losses, exponents = softmax_statistics(logits, targets[part], vocab_size)
-            losses.append(chunk_losses)
-            if gradients is not None:
-                g8, g8t = softmax_gradient_cast(logits, targets[part], exponents, vocab_size, gradients.dtype)
-                del logits
-                gradients.add(part, g8, g8t, y8t, statistics)
-        if gradients is not None:
-            ctx.shape, ctx.gradients = shape, gradients
+        weight = scale / (targets >= 0).sum().clamp_min(1).to(torch.float32)
+        gradients = _HeadGradients(head, x, weight) if training else None
+        parts = [slice(start, start + CHUNK) for start in range(0, len(x), CHUNK)]
+        losses = [_chunk(head, x, part, targets[part], vocab_size, gradients) for part in parts]
+        ctx.shape, ctx.gradients = shape, gradients
         return torch.cat(losses).sum() * weight
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        g = ctx.gradients
+        g, ctx.gradients = ctx.gradients, None  # the graph outlives its backward
         for gradient in (g.dx, g.norm, g.weight):
             scale_(gradient, upstream[0])
-        return g.dx.view(ctx.shape), None, None, None, None, g.norm[0], g.norm[1], g.weight
+        return g.dx.view(ctx.shape), None, None, None, None, None, g.norm[0], g.norm[1], g.weight
+
+
+def _chunk(
+    head: Head, x: Tensor, part: slice, targets: Tensor, vocab_size: int, gradients: _HeadGradients | None
+) -> Tensor:
+    """The losses [rows] of one chunk; its share of the gradients goes to `gradients`. Its logits end here."""
+    y8, y8t, statistics = head._normalise(x[part], both=gradients is not None)
+    logits = head.product(y8)
+    losses, exponents = softmax_statistics(logits, targets, vocab_size)
+    if gradients is not None:
+        g8, g8t = softmax_gradient_cast(logits, targets, exponents, vocab_size, gradients.dtype)
+        del logits
+        gradients.add(part, g8, g8t, y8t, statistics)
+    return losses
 
 
 class _HeadGradients:

@@ -80,6 +80,7 @@ def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
         seed=0,
         global_batch_size=micro * min(config.global_batch_size // (micro * world_size), 2),
         model=replace(model, name="auto", vocab_size=model.vocab_size or VOCABULARY[config.data.tokenizer]),
+        cuda_graphs=config.cuda_graphs if world_size == 1 else False,  # several GPUs have none
         data=_DATA,
         optim=_OPTIM,
         trainer=replace(

@@ -95,7 +95,8 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
     results = [training.step(ids) for ids in batches[: case.warmup]]
     if device == "cuda":
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        if not plan.graphs:  # what a graph uses was allocated when it was recorded
+            torch.cuda.reset_peak_memory_stats()
     timed, seconds = _timed(training.step, batches[case.warmup : case.warmup + case.steps], device)
     tokens = config.global_batch_size * config.model.n_positions
     rates = [tokens / s for s in seconds]

@@ -70,13 +70,14 @@ def _backend(config: RunConfig) -> Backend:
 
 def _graphs(config: RunConfig, backend: Backend) -> bool:
     """Whether micro-batches run as CUDA graphs: by default where they are too small to keep the host ahead."""
-    several = config.trainer.devices != 1 or config.trainer.num_nodes > 1
+    trainer = config.trainer
+    several = trainer.devices != 1 or trainer.num_nodes > 1 or trainer.strategy == "ddp"
     if config.cuda_graphs is True:
         if backend != "fused":
             cause = f"cuda_graphs=true records the fused FP8 layers alone, and this run has the layers {backend!r}"
             raise UserError.of(cause, "cuda_graphs=auto, or precision=fp8_hybrid recipe=delayed on a Hopper GPU")
         if several:
-            raise UserError.of("cuda_graphs=true is for one GPU", "trainer.devices=1, or cuda_graphs=auto")
+            raise UserError.of("cuda_graphs=true is for one GPU", "trainer=gpu, or cuda_graphs=auto")
         return True
     small = config.micro_batch_size * config.model.n_positions <= SMALL
     return config.cuda_graphs == "auto" and backend == "fused" and small and not several

@@ -102,6 +102,7 @@ def test_a_case_is_what_a_run_would_be():
     assert fp8.precision == run.precision
 
 
+MODELS = ", ".join(sorted(path.stem for path in (compose.conf_dir() / "model").glob("*.yaml")))
 REFUSED = {
     "model=gpt2": "'bench.model=[gpt2]'",
     "micro_batch_size=8": "'bench.micro_batch_size=[8]'",
@@ -114,7 +115,7 @@ REFUSED = {
     "hydra.run.dir=x": "leave hydra.run.dir out",
     "bench.model=gpt2,tiny": "'bench.model=[gpt2,tiny]'",
     "bench.modl=x": "did you mean bench.model?",
-    "bench.model=gpt3": "did you mean bench.model=gpt2? (the choices are gpt2, gpt2_large, gpt2_medium, gpt2_xl, tiny)",
+    "bench.model=gpt3": f"did you mean bench.model=gpt2? (the choices are {MODELS})",
     "bench.micro_batch_size=[1,0]": "choose 1 or more",
     "bench.steps=0": "choose 1 or more",
     "bench.timeout=-1": "choose seconds, such as bench.timeout=600",

@@ -53,6 +53,17 @@ TABLE = [
     ("precision=auto precision.keep_bf16=[heads]", "no layer heads", "head, first, last"),
     ("precision.tolerance=0.1", "belongs to precision=auto, and this run has precision=fp8_hybrid", "precision=auto"),
     ("-m precision=auto,bf16 recipe=auto", "recipe=auto, precision=bf16", "precision=auto"),
+    ("precision=auto cuda_graphs=true", "only the fused FP8 layers have graphs", "cuda_graphs=auto"),
+    ("precision=auto precision.layers=te", "precision.layers belongs to precision=fp8_hybrid", "precision=fp8_hybrid"),
+    ("precision=bf16 precision.layers=te", "and this run has precision=bf16", "or leave precision.layers out"),
+    # how it computes
+    ("precision.layers=fuse", "must be auto, fused or te", "precision.layers=fused"),
+    ("precision.layers=reference", "must be auto, fused or te", "precision.layers="),
+    ("cuda_graphs=yes", "true or false or auto", "cuda_graphs=true, false or auto"),
+    ("activation_checkpointing=true", "must be none or mlp", "activation_checkpointing=none|mlp"),
+    ("layers=te", "there is no key layers", "did you mean precision.layers?"),
+    ("cudagraphs=true", "there is no key cudagraphs", "did you mean cuda_graphs?"),
+    ("gradient_checkpointing=true", "it has another name", "activation_checkpointing=mlp"),
     # keys and choices that are not there
     ("recipe=current recipe.margin=1", "belongs to recipe=delayed, and this run has recipe=current", "recipe=delayed"),
     ("precision=bf16 precision.fallback=error", "belongs to precision=fp8_hybrid", "choose precision=fp8_hybrid"),

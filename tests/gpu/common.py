@@ -1,13 +1,19 @@
 """A small model and its pieces, for tests on a GPU."""
 
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 
+import pytest
 import torch
 
-from gpt2_fp8 import layers
+from gpt2_fp8 import compose, layers
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, ModelConfig, StatelessRecipe
-from gpt2_fp8.loss import cross_entropy, split
+from gpt2_fp8.engine import Engine
+from gpt2_fp8.layers.scales import DelayedScaling
 from gpt2_fp8.model import GPT2, initialise
+from gpt2_fp8.precision import state
+from gpt2_fp8.precision.calibrate import calibrate
 from gpt2_fp8.precision.plugin import FP8Precision
 from gpt2_fp8.precision.recipes import build_recipe
 
@@ -15,20 +21,41 @@ VOCAB = 50257
 CONFIG = ModelConfig(
     name="test", n_layer=3, n_head=4, n_embd=256, n_positions=256, vocab_size=None, dropout=0.0, bias=True
 )
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+hopper = pytest.mark.skipif(not HOPPER, reason="the fused layers are made for Hopper")
+FAMILIES = ["te", pytest.param("fused", marks=hopper)]
+# A run whose models are built by its own parts; a step is 12 sequences of 128 tokens.
+RUN = [
+    "trainer=gpu", "model.n_layer=2", "model.n_embd=128", "model.n_head=2", "model.n_positions=128",
+    "global_batch_size=12", "micro_batch_size=4", "trainer.max_steps=12", "trainer.val_check_interval=5",
+    "optim.warmup_steps=2", "precision.fallback=error",
+]  # fmt: skip
 
 
-def build(backend, keep_bf16=(), config=CONFIG):
-    model = GPT2(config, VOCAB, layers.load(backend), keep_bf16).cuda()
+def composed(*overrides):
+    """The configuration of `RUN` with `overrides`."""
+    plain = {"precision=bf16", "precision=auto"} & set(overrides)
+    base = [word for word in RUN if not (plain and word.startswith("precision."))]
+    (config,) = compose.preflight([*base, *overrides])
+    return config
+
+
+def scaling(precision="fp8_hybrid"):
+    """The fused layers' settings, as conf/recipe/delayed.yaml has them."""
+    gradient = torch.float8_e5m2 if precision == "fp8_hybrid" else torch.float8_e4m3fn
+    return DelayedScaling(16, margin=0, most_recent=False, forward=torch.float8_e4m3fn, gradient=gradient)
+
+
+def build(backend, keep_bf16=(), config=CONFIG, precision="fp8_hybrid", recompute=False):
+    family = layers.load(backend, scaling(precision) if backend == "fused" else None, recompute)
+    model = GPT2(config, VOCAB, family, keep_bf16).cuda()
     initialise(model, seed=1)
     return model
 
 
 def loss_of(model, fused):
-    def loss(ids, first=None, scale=1.0):
-        inputs, targets = split(ids)
-        return cross_entropy(model(inputs, first), targets, VOCAB, fused, scale)
-
-    return loss
+    """The engine's own loss of a model. `fused`: its logits become their gradient where it has any."""
+    return partial(Engine._loss, SimpleNamespace(model=model, vocab_size=VOCAB, plan=SimpleNamespace(fp8=fused)))
 
 
 def tokens(batch=16, seed=0, n_positions=256):
@@ -38,13 +65,22 @@ def tokens(batch=16, seed=0, n_positions=256):
     return (VOCAB**uniform - 1).int().cuda()
 
 
-def plugin(recipe="delayed", precision="fp8_hybrid"):
+def plugin(recipe="delayed", precision="fp8_hybrid", backend="te"):
     """The precision plugin of a run, as `build_plugin` makes it."""
+    if backend == "fused":
+        return FP8Precision(None, "delayed, fused")
     chosen = FP8PrecisionConfig(name=precision, keep_bf16=[], layers="auto", fallback="error")
     if recipe == "delayed":
         config = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
         return FP8Precision(build_recipe(chosen, config), "delayed")
     return FP8Precision(build_recipe(chosen, StatelessRecipe(name=recipe)), None)
+
+
+def calibrated(backend, recipe="delayed", precision="fp8_hybrid", ids=None, **settings):
+    """A model with its scales found on `ids`, and its plugin."""
+    model, fp8 = build(backend, precision=precision, **settings), plugin(recipe, precision, backend)
+    calibrate(model, loss_of(model, True), tokens() if ids is None else ids, fp8.forward_context)
+    return model, fp8
 
 
 @contextmanager
@@ -53,14 +89,57 @@ def bf16():
         yield
 
 
-def gradients(model, ids, fused, context):
+@contextmanager
+def evaluating(model, fp8):
+    """As the LightningModule evaluates."""
+    model.eval()
+    with torch.no_grad(), state.unchanged(model), fp8.forward_context():
+        yield
+    model.train()
+
+
+@contextmanager
+def determinism():
+    """Every kernel that can be is deterministic, and what torch leaves uninitialised is NaN, so that reading it shows.
+
+    It warns where torch has no such kernel: what is compared then is left to the test.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def grads(model):
+    """Copies of the gradients by name, float32."""
+    return {name: p.grad.float().clone() for name, p in model.named_parameters()}
+
+
+def gradients(model, ids, fused, context, first=None, scale=1.0, upstream=1.0):
     """Loss and float32 gradients by name of one forward and backward."""
     model.zero_grad(set_to_none=True)
     with context():
-        loss = loss_of(model, fused)(ids)
-    loss.backward()
-    return loss.item(), {name: p.grad.float().clone() for name, p in model.named_parameters()}
+        loss = loss_of(model, fused)(ids, first, scale)
+    (loss if upstream == 1.0 else loss * upstream).backward()
+    return loss.item(), grads(model)
 
 
 def norm(gradients):
     return torch.stack([g.norm() for g in gradients.values()]).norm().item()
+
+
+def error(ours, expected):
+    """How far gradients lie from others, as a part of those: norms over all parameters."""
+    assert ours.keys() == expected.keys()
+    assert all(torch.isfinite(gradient).all() for gradient in ours.values())
+    return norm({name: ours[name] - expected[name] for name in expected}) / norm(expected)
+
+
+def assert_same_gradients(ours, expected):
+    """Bit for bit, but for the embedding's: torch promises no order in which it adds the rows of equal tokens, and
+    names that backward neither among its deterministic operations nor among the others."""
+    assert ours.keys() == expected.keys()
+    assert [name for name in ours if name != "tokens.weight" and not torch.equal(ours[name], expected[name])] == []
+    difference = (ours["tokens.weight"] - expected["tokens.weight"]).norm()
+    assert difference <= 1e-5 * expected["tokens.weight"].norm()

@@ -5,23 +5,30 @@ import torch
 
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.calibrate import calibrate
-from tests.gpu.common import bf16, build, gradients, loss_of, norm, plugin, tokens
+from tests.gpu.common import (
+    FAMILIES,
+    bf16,
+    build,
+    calibrated,
+    error,
+    evaluating,
+    gradients,
+    hopper,
+    loss_of,
+    plugin,
+    tokens,
+)
 
 pytestmark = pytest.mark.fp8
-RECIPES = ["delayed", "current", "block"]
+KINDS = [("te", "delayed"), ("te", "current"), ("te", "block"), pytest.param("fused", "delayed", marks=hopper)]
 
 
-def calibrated(recipe="delayed", precision="fp8_hybrid"):
-    model, fp8 = build("te"), plugin(recipe, precision)
-    calibrate(model, loss_of(model, True), tokens(), fp8.forward_context)
-    return model, fp8
-
-
-def test_same_parameters_and_values_as_the_reference():
-    te, reference = build("te").state_dict(), build("reference").state_dict()
-    assert list(te) == list(reference)
-    assert not [name for name in te if "extra_state" in name or name == "head.weight"]
-    assert all(torch.equal(te[name], reference[name]) for name in te)
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_same_parameters_and_values_as_the_reference(backend):
+    ours, reference = build(backend).state_dict(), build("reference").state_dict()
+    assert list(ours) == list(reference)
+    assert not [name for name in ours if "extra_state" in name or name == "head.weight"]
+    assert all(torch.equal(ours[name], reference[name]) for name in ours)
 
 
 def test_bf16_equals_the_reference():
@@ -34,15 +41,14 @@ def test_bf16_equals_the_reference():
 
 
 @pytest.mark.parametrize("precision", ["fp8_hybrid", "fp8_e4m3"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_fp8_is_close_to_bf16_from_the_first_step(recipe, precision):
+@pytest.mark.parametrize(("backend", "recipe"), KINDS)
+def test_fp8_is_close_to_bf16_from_the_first_step(backend, recipe, precision):
     ids = tokens()
     expected_loss, expected = gradients(build("reference"), ids, False, bf16)
-    model, fp8 = calibrated(recipe, precision)
+    model, fp8 = calibrated(backend, recipe, precision)
     loss, ours = gradients(model, ids, True, fp8.forward_context)
     assert loss == pytest.approx(expected_loss, rel=2e-3)
-    error = norm({name: ours[name] - expected[name] for name in expected}) / norm(expected)
-    assert 0 < error < 0.12, error  # three mantissa bits in every product
+    assert 0 < error(ours, expected) < 0.12  # three mantissa bits in every product
 
 
 def test_uncalibrated_delayed_scaling_has_no_gradient_in_the_blocks():
@@ -54,10 +60,11 @@ def test_uncalibrated_delayed_scaling_has_no_gradient_in_the_blocks():
     assert all(torch.count_nonzero(p.grad) == 0 for p in model.blocks.parameters())
 
 
-def test_calibration_leaves_no_trace_but_the_scales():
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_calibration_leaves_no_trace_but_the_scales(backend):
     torch.cuda.manual_seed(5)
     before = torch.cuda.get_rng_state()
-    model, _ = calibrated()
+    model, _ = calibrated(backend)
     assert torch.equal(before, torch.cuda.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
     scales = state.capture(model)
@@ -68,22 +75,24 @@ def test_calibration_leaves_no_trace_but_the_scales():
             assert tensor[0] > 1e3, name  # gradients of a mean over thousands of tokens are tiny
 
 
-def test_evaluation_leaves_the_history_unchanged():
-    model, fp8 = calibrated()
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_evaluation_leaves_the_history_unchanged(backend):
+    model, fp8 = calibrated(backend)
     before = state.capture(model)
-    with state.unchanged(model), torch.no_grad(), fp8.forward_context():
-        loss_of(model, True)(tokens(seed=9))
+    with evaluating(model, fp8):
+        assert not loss_of(model, True)(tokens(seed=9)).requires_grad
     after = state.capture(model)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_restored_scales_give_the_same_loss_and_gradients():
-    model, fp8 = calibrated()
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_restored_scales_give_the_same_loss_and_gradients(backend):
+    model, fp8 = calibrated(backend)
     gradients(model, tokens(seed=3), True, fp8.forward_context)
     fp8.convert_module(model)
     saved = fp8.state_dict()
     expected = gradients(model, tokens(seed=4), True, fp8.forward_context)
-    other, again = build("te"), plugin()
+    other, again = build(backend), plugin(backend=backend)
     again.convert_module(other)
     again.load_state_dict(saved)
     assert again.restore_scales()
@@ -92,8 +101,9 @@ def test_restored_scales_give_the_same_loss_and_gradients():
     assert all(torch.equal(ours[name], expected[1][name]) for name in ours if "tokens" not in name)
 
 
-def test_scales_of_other_settings_are_not_taken():
-    model, fp8 = calibrated()
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_scales_of_other_settings_are_not_taken(backend):
+    model, fp8 = calibrated(backend)
     fp8.convert_module(model)
     saved = fp8.state_dict()
     fp8.scaling = "delayed, in another format"
@@ -110,9 +120,10 @@ def test_kept_layers_run_in_bf16():
     assert "blocks.1.qkv" in names
 
 
-def test_weight_cache_gives_the_same_loss():
+@pytest.mark.parametrize(("backend", "recipe"), [("te", "current"), pytest.param("fused", "delayed", marks=hopper)])
+def test_weight_cache_gives_the_same_loss(backend, recipe):
     """`is_first_microbatch` reuses the FP8 weights of the step's first micro-batch."""
-    model, fp8 = calibrated("current")
+    model, fp8 = calibrated(backend, recipe)
     ids = tokens(seed=6)
     with torch.no_grad():
         with fp8.forward_context():

@@ -1,14 +1,17 @@
 """Whole runs in FP8 on a GPU: what the CPU's tests of runs cannot show."""
 
+import logging
 import statistics
 
 import pytest
 import torch
 
-from gpt2_fp8 import module
+from gpt2_fp8 import engine
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.flops import peak_bf16_flops
+from gpt2_fp8.graphs import GraphedGradients
+from tests.gpu.common import hopper
 from tests.runs import checkpoint, metrics, record_steps, summary, train, train_until
 
 pytestmark = pytest.mark.fp8
@@ -19,6 +22,9 @@ ON_GPU = [
     "optim.warmup_steps=2", "data.val_sequences=16", "trainer.log_every_n_steps=1", "precision.fallback=error",
     "callbacks.checkpoint_every_n_steps=4", "callbacks.sample_tokens=0", "callbacks.progress_bar=false",
 ]  # fmt: skip
+FUSED = ["cuda_graphs=false", "precision.layers=fused"]
+GRAPHS = ["cuda_graphs=true"]
+THROUGH = [["precision.layers=te"], pytest.param(GRAPHS, marks=hopper)]
 IN_BF16 = [o for o in ON_GPU if o != "precision.fallback=error"] + ["precision=bf16", "compile=false"]
 
 
@@ -26,7 +32,7 @@ def test_a_run_in_fp8_says_so_and_logs_its_speed(tmp_path):
     train(tmp_path / "run", "callbacks.sample_tokens=8", base=ON_GPU)
     report = summary(tmp_path / "run")
     assert report["status"] == "completed"
-    assert report["precision"] == {"asked": "fp8_hybrid", "ran": "fp8_hybrid", "reason": None}
+    assert report["precision"] == {"asked": "fp8_hybrid", "ran": "fp8_hybrid", "reason": None, "choice": None}
     assert report["peak_memory_gb"] > 0
     table = metrics(tmp_path / "run")
     assert table["train_loss"][12] < table["train_loss"][1] - 0.1
@@ -34,8 +40,28 @@ def test_a_run_in_fp8_says_so_and_logs_its_speed(tmp_path):
     assert ("mfu_bf16" in table) == (peak_bf16_flops(report["device"]) is not None)
 
 
-def test_first_gradient_is_that_of_bf16(tmp_path):
-    train(tmp_path / "fp8", base=ON_GPU)
+@hopper
+def test_by_default_the_fused_layers_run_and_small_micro_batches_as_graphs(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    replayed = []
+    original = GraphedGradients.__call__
+    monkeypatch.setattr(
+        GraphedGradients, "__call__", lambda self, parts: replayed.append(len(parts)) or original(self, parts)
+    )
+    train(tmp_path / "run", base=ON_GPU)
+    assert "layers     fused FP8 chain" in caplog.text
+    assert replayed == [2] * 12
+    train(tmp_path / "eager", "cuda_graphs=false", base=ON_GPU)
+    assert len(replayed) == 12
+    ours, expected = (metrics(tmp_path / name) for name in ("run", "eager"))
+    for column in ("train_loss", "val_loss"):
+        assert list(ours[column]) == list(expected[column])
+        assert list(ours[column].values()) == pytest.approx(list(expected[column].values()), rel=2e-3)
+
+
+@pytest.mark.parametrize("overrides", THROUGH, ids=" ".join)
+def test_first_gradient_is_that_of_bf16(tmp_path, overrides):
+    train(tmp_path / "fp8", *overrides, base=ON_GPU)
     train(tmp_path / "bf16", base=IN_BF16)
     ours, expected = metrics(tmp_path / "fp8")["grad_norm"], metrics(tmp_path / "bf16")["grad_norm"]
     assert ours[1] == pytest.approx(expected[1], rel=0.05)
@@ -43,29 +69,42 @@ def test_first_gradient_is_that_of_bf16(tmp_path):
     assert statistics.mean(losses[0].values()) == pytest.approx(statistics.mean(losses[1].values()), rel=0.01)
 
 
-def test_a_resumed_run_takes_its_scales_from_the_checkpoint(tmp_path, monkeypatch):
+@pytest.mark.parametrize("overrides", THROUGH, ids=" ".join)
+def test_a_resumed_run_takes_its_scales_from_the_checkpoint(tmp_path, monkeypatch, overrides):
     steps = record_steps(monkeypatch)
-    train(tmp_path / "whole", base=ON_GPU)
+    train(tmp_path / "whole", *overrides, base=ON_GPU)
     whole = list(steps)
     steps.clear()
-    train_until(4, tmp_path / "legs", base=ON_GPU)
+    train_until(4, tmp_path / "legs", *overrides, base=ON_GPU)
     scales = read(checkpoint(tmp_path / "legs", 4))["FP8Precision"]
     assert any(name.endswith("scaling_bwd.scale") for name in scales)
-    monkeypatch.setattr(module, "calibrate", lambda *_: pytest.fail("calibrated although there were scales"))
-    train_until(8, tmp_path / "legs", "ckpt_path=last", base=ON_GPU)
-    train(tmp_path / "legs", "ckpt_path=last", base=ON_GPU)
+    monkeypatch.setattr(engine, "calibrate", lambda *_: pytest.fail("calibrated although there were scales"))
+    train_until(8, tmp_path / "legs", "ckpt_path=last", *overrides, base=ON_GPU)
+    train(tmp_path / "legs", "ckpt_path=last", *overrides, base=ON_GPU)
     assert [tokens for _, tokens, _ in steps] == [tokens for _, tokens, _ in whole]
     losses = [[float.fromhex(loss) for *_, loss in run] for run in (steps, whole)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)  # the GPU adds in no fixed order
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-@pytest.mark.parametrize("to_fp8", [True, False])
-def test_a_checkpoint_continues_in_the_other_precision(tmp_path, recipe, to_fp8):
-    fp8 = ([f"recipe={recipe}"], ON_GPU)
-    first, second = (([], IN_BF16), fp8) if to_fp8 else (fp8, ([], IN_BF16))
-    train_until(8, tmp_path / "run", *first[0], base=first[1])
-    train(tmp_path / "run", "ckpt_path=last", *second[0], base=second[1])
+BF16 = ([], IN_BF16)
+CURRENT, BLOCK, TE, OURS, RECORDED = (
+    (words, ON_GPU) for words in (["recipe=current"], ["recipe=block"], ["precision.layers=te"], FUSED, GRAPHS)
+)
+SWITCHES = {
+    "current to bf16": (CURRENT, BF16), "bf16 to current": (BF16, CURRENT),
+    "block to bf16": (BLOCK, BF16), "bf16 to block": (BF16, BLOCK),
+    "fused to bf16": (OURS, BF16), "bf16 to graphs": (BF16, RECORDED),
+    "te to graphs": (TE, RECORDED), "graphs to te": (RECORDED, TE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "switch", [pytest.param(s, marks=hopper if "fused" in s or "graphs" in s else ()) for s in SWITCHES]
+)
+def test_a_checkpoint_continues_in_another_precision_or_other_layers(tmp_path, switch):
+    (words, base), (then, other) = SWITCHES[switch]
+    train_until(8, tmp_path / "run", *words, base=base)
+    train(tmp_path / "run", "ckpt_path=last", *then, base=other)
     losses = metrics(tmp_path / "run")["train_loss"]
     before = max(abs(losses[i + 1] - losses[i]) for i in range(1, 8))
     assert abs(losses[9] - losses[8]) <= before
@@ -74,9 +113,14 @@ def test_a_checkpoint_continues_in_the_other_precision(tmp_path, recipe, to_fp8)
 
 @pytest.mark.parametrize(
     "overrides",
-    [["recipe=current"], ["recipe=block"], ["precision=fp8_e4m3"], ["precision.keep_bf16=[first,last,head]"]],
+    [
+        ["recipe=current"], ["recipe=block"], ["precision=fp8_e4m3"], ["precision.keep_bf16=[first,last,head]"],
+        ["precision=fp8_e4m3", "precision.layers=te"], ["precision.keep_bf16=[last,head]", "precision.layers=te"],
+        ["activation_checkpointing=mlp", "model.n_head=4"], ["model.dropout=0.1"],
+        ["recipe.amax_compute_algo=most_recent", "recipe.margin=1"],
+    ],
     ids=" ".join,
-)
+)  # fmt: skip
 def test_every_recipe_and_format_learns(tmp_path, overrides):
     train(tmp_path / "run", *overrides, base=ON_GPU)
     losses = metrics(tmp_path / "run")["train_loss"]
@@ -99,9 +143,10 @@ def test_compiled_bf16_trains(tmp_path):
     assert losses[12] < losses[1] - 0.1
 
 
-def test_validation_leaves_training_as_it_was(tmp_path):
+@pytest.mark.parametrize("overrides", THROUGH, ids=" ".join)
+def test_validation_leaves_training_as_it_was(tmp_path, overrides):
     """The same losses whether or not validations, which record amaxes, run in between."""
-    train(tmp_path / "often", "trainer.val_check_interval=1", base=ON_GPU)
-    train(tmp_path / "never", "data.val_sequences=0", base=ON_GPU)
+    train(tmp_path / "often", "trainer.val_check_interval=1", *overrides, base=ON_GPU)
+    train(tmp_path / "never", "data.val_sequences=0", *overrides, base=ON_GPU)
     often, never = (metrics(tmp_path / name)["train_loss"] for name in ("often", "never"))
     assert list(often.values()) == pytest.approx(list(never.values()), rel=1e-3)

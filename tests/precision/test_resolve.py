@@ -1,76 +1,239 @@
 """What runs where, with torch's and Transformer Engine's answers replaced."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
+from gpt2_fp8 import compose
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
 from gpt2_fp8.precision import resolve as resolving
 from gpt2_fp8.precision import support
-from gpt2_fp8.precision.resolve import resolve
+from gpt2_fp8.precision.recipes import delayed_scaling
+from gpt2_fp8.precision.resolve import SMALL, resolve
+
+POSITIONS = 1024
+DELAYED = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
 
 
-def config(precision="fp8_hybrid", fallback="allow", recipe="current", accelerator="auto", compile="auto"):
-    plain = precision in ("fp32", "bf16")
-    chosen = (
-        PlainPrecisionConfig(name=precision)
-        if plain
-        else FP8PrecisionConfig(name=precision, keep_bf16=[], layers="auto", fallback=fallback)
-    )
-    return SimpleNamespace(
-        precision=chosen,
-        recipe=StatelessRecipe(name=recipe),
-        trainer=SimpleNamespace(accelerator=accelerator),
-        compile=compile,
-    )
+@pytest.fixture(scope="module")
+def base():
+    (composed,) = compose.preflight(["model=gpt2"])
+    assert composed.model.n_positions == POSITIONS
+    assert composed.cuda_graphs == "auto"
+    return composed
 
 
 @pytest.fixture
-def hopper(monkeypatch):
+def config(base):
+    """A run's configuration, from what is to differ from GPT-2 124M in 64 sequences a micro-batch."""
+
+    def build(
+        precision="fp8_hybrid", fallback="allow", recipe="delayed", layers="auto", dropout=0.0, micro_batch_size=64,
+        trainer=None, **keys,
+    ):  # fmt: skip
+        chosen = PlainPrecisionConfig(name=precision)
+        if precision.startswith("fp8"):
+            chosen = FP8PrecisionConfig(name=precision, keep_bf16=[], layers=layers, fallback=fallback)
+        return replace(
+            base,
+            precision=chosen,
+            recipe=DELAYED if recipe == "delayed" else StatelessRecipe(name=recipe),
+            model=replace(base.model, dropout=dropout),
+            trainer=replace(base.trainer, **(trainer or {})),
+            micro_batch_size=micro_batch_size,
+            **keys,
+        )
+
+    return build
+
+
+def gpu(monkeypatch, capability, name):
     monkeypatch.setattr(resolving, "why_not_fp8", lambda: None)
     monkeypatch.setattr(
         resolving, "why_not_recipe", lambda name: "it needs compute capability 10.0" if name == "mxfp8" else None
     )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
 
 
-def test_fp8_where_it_can_run(hopper):
-    plan = resolve(config(), "cuda")
+@pytest.fixture
+def hopper(monkeypatch):
+    gpu(monkeypatch, (9, 0), "NVIDIA H200")
+
+
+def refusal(config, device="cuda"):
+    with pytest.raises(UserError) as caught:
+        resolve(config, device)
+    (problem,) = caught.value.problems
+    return problem
+
+
+@pytest.mark.usefixtures("hopper")
+def test_fp8_where_it_can_run(config):
+    plan = resolve(config(recipe="current"), "cuda")
     assert (plan.ran, plan.reason, plan.backend, plan.compile, plan.fp8) == ("fp8_hybrid", None, "te", False, True)
 
 
-def test_recipe_the_gpu_cannot_do_is_refused(hopper):
-    with pytest.raises(UserError, match=r"recipe=mxfp8.*10\.0"):
-        resolve(config(recipe="mxfp8"), "cuda")
+@pytest.mark.usefixtures("hopper")
+def test_recipe_the_gpu_cannot_do_is_refused(config):
+    problem = refusal(config(recipe="mxfp8"))
+    assert problem.cause.startswith("recipe=mxfp8 cannot run on this GPU: it needs compute capability 10.0")
+    assert problem.remedy == "recipe=delayed, current or block"
 
 
-def test_gpu_without_fp8_falls_back_to_compiled_bf16(monkeypatch):
+def test_gpu_without_fp8_falls_back_to_compiled_bf16(config, monkeypatch):
     monkeypatch.setattr(resolving, "why_not_fp8", lambda: "the card is too old")
     plan = resolve(config(), "cuda")
     assert (plan.ran, plan.reason, plan.backend, plan.compile) == ("bf16", "the card is too old", "reference", True)
 
 
-def test_cpu_falls_back_to_fp32_and_says_why():
-    plan = resolve(config(accelerator="cpu"), "cpu")
-    assert (plan.ran, plan.backend, plan.compile) == ("fp32", "reference", False)
+def test_cpu_falls_back_to_fp32_and_says_why(config):
+    plan = resolve(config(trainer={"accelerator": "cpu"}), "cpu")
+    assert (plan.ran, plan.backend, plan.compile, plan.graphs) == ("fp32", "reference", False, False)
     assert "CPU" in plan.reason
 
 
-def test_fallback_error_is_refused_with_the_reason():
-    with pytest.raises(UserError, match=r"cannot run here(.|\n)*precision.fallback=allow"):
-        resolve(config(fallback="error", accelerator="cpu"), "cpu")
+def test_fallback_error_is_refused_with_the_reason(config):
+    problem = refusal(config(fallback="error", trainer={"accelerator": "cpu"}), "cpu")
+    assert "cannot run here: the CPU" in problem.cause
+    assert "precision.fallback=allow trains in fp32" in problem.remedy
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_plain_precisions_run_as_asked(precision):
+def test_plain_precisions_run_as_asked(config, precision):
     plan = resolve(config(precision), "cpu")
     assert (plan.ran, plan.reason) == (precision, None)
-    assert resolve(replace_compile(precision, True), "cpu").compile
+    assert resolve(config(precision, compile=True), "cpu").compile
 
 
-def replace_compile(precision, compile):
-    return config(precision, compile=compile)
+# Layers
+
+LAYERS = [
+    # asked, recipe, dropout -> layers on a Hopper GPU
+    ("auto", "delayed", 0.0, "fused"),
+    ("auto", "delayed", 0.1, "te"),
+    ("auto", "current", 0.0, "te"),
+    ("auto", "block", 0.0, "te"),
+    ("fused", "delayed", 0.0, "fused"),
+    ("te", "delayed", 0.0, "te"),
+    ("te", "current", 0.1, "te"),
+]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("asked", "recipe", "dropout", "expected"), LAYERS)
+@pytest.mark.parametrize("precision", ["fp8_hybrid", "fp8_e4m3"])
+def test_layers_on_hopper(config, precision, asked, recipe, dropout, expected):
+    plan = resolve(config(precision, layers=asked, recipe=recipe, dropout=dropout), "cuda")
+    assert (plan.ran, plan.backend, plan.reason, plan.compile) == (precision, expected, None, False)
+
+
+@pytest.mark.parametrize(("capability", "name"), [((8, 9), "NVIDIA L40S"), ((10, 0), "NVIDIA B200")])
+def test_other_generations_have_transformer_engines_layers(config, monkeypatch, capability, name):
+    gpu(monkeypatch, capability, name)
+    assert resolve(config(), "cuda").backend == "te"
+    problem = refusal(config(layers="fused"))
+    assert problem.cause.startswith("precision.layers=fused cannot run here: ")
+    assert "made for Hopper" in problem.cause
+    assert name in problem.cause
+    assert problem.remedy == "precision.layers=auto"
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("keys", "cause"),
+    [({"recipe": "current"}, "delayed scaling alone, not recipe=current"), ({"dropout": 0.1}, "they have no dropout")],
+)
+def test_fused_layers_that_cannot_compute_the_run_are_refused(config, keys, cause):
+    problem = refusal(config(layers="fused", **keys))
+    assert problem.cause.startswith("precision.layers=fused cannot run here: ")
+    assert cause in problem.cause
+    assert problem.remedy == "precision.layers=auto"
+    assert resolve(config(layers="auto", **keys), "cuda").backend == "te", "the remedy works"
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_plain_precisions_never_have_fp8_layers(config, precision):
+    plan = resolve(config(precision), "cuda")
+    assert (plan.backend, plan.compile, plan.graphs) == ("reference", True, False)
+
+
+def test_where_fp8_cannot_run_the_layers_asked_for_are_not_refused(config):
+    """`precision.fallback` decides there, as for the precision itself."""
+    assert resolve(config(layers="fused", trainer={"accelerator": "cpu"}), "cpu").backend == "reference"
+
+
+def test_settings_of_the_fused_layers_are_the_recipes(config):
+    recipe = DelayedRecipe(name="delayed", margin=2, amax_history_len=8, amax_compute_algo="most_recent")
+    hybrid = delayed_scaling(replace(config("fp8_hybrid"), recipe=recipe))
+    assert (hybrid.history, hybrid.margin, hybrid.most_recent) == (8, 2, True)
+    assert (hybrid.forward, hybrid.gradient) == (torch.float8_e4m3fn, torch.float8_e5m2)
+    e4m3 = delayed_scaling(config("fp8_e4m3"))
+    assert (e4m3.history, e4m3.margin, e4m3.most_recent) == (16, 0, False)
+    assert (e4m3.forward, e4m3.gradient) == (torch.float8_e4m3fn, torch.float8_e4m3fn)
+
+
+# CUDA graphs
+
+FITS = SMALL // POSITIONS  # sequences of the largest micro-batch that is small
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("micro_batch_size", "cuda_graphs", "expected"),
+    [
+        (FITS, "auto", True),
+        (FITS + 1, "auto", False),
+        (FITS + 1, True, True),
+        (1, True, True),
+        (1, False, False),
+    ],
+)
+def test_graphs_are_for_small_micro_batches_unless_told(config, micro_batch_size, cuda_graphs, expected):
+    plan = resolve(config(micro_batch_size=micro_batch_size, cuda_graphs=cuda_graphs), "cuda")
+    assert plan.backend == "fused"
+    assert plan.graphs is expected
+
+
+SEVERAL = [{"devices": 2}, {"devices": "auto"}, {"num_nodes": 2}, {"strategy": "ddp"}]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("trainer", SEVERAL)
+def test_graphs_are_for_one_gpu(config, trainer):
+    plan = resolve(config(micro_batch_size=1, trainer=trainer), "cuda")
+    assert (plan.backend, plan.graphs) == ("fused", False)
+    problem = refusal(config(micro_batch_size=1, trainer=trainer, cuda_graphs=True))
+    assert (problem.cause, problem.remedy) == ("cuda_graphs=true is for one GPU", "trainer=gpu, or cuda_graphs=auto")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ({"precision": "bf16"}, "reference"),
+        ({"layers": "te"}, "te"),
+        ({"recipe": "block"}, "te"),
+        ({"dropout": 0.1}, "te"),
+    ],
+)
+def test_graphs_of_other_layers_are_refused(config, keys, layers):
+    assert not resolve(config(micro_batch_size=1, **keys), "cuda").graphs
+    problem = refusal(config(micro_batch_size=1, cuda_graphs=True, **keys))
+    assert problem.cause.startswith("cuda_graphs=true records the fused FP8 layers alone")
+    assert repr(layers) in problem.cause
+    assert "cuda_graphs=auto" in problem.remedy
+
+
+@pytest.mark.parametrize("precision", ["fp8_hybrid", "fp32"])
+def test_graphs_on_a_cpu_are_refused(config, precision):
+    assert "'reference'" in refusal(config(precision, cuda_graphs=True, trainer={"accelerator": "cpu"}), "cpu").cause
+
+
+# The machine
 
 
 def test_reasons_of_a_machine(monkeypatch):

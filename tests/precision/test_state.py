@@ -1,14 +1,17 @@
 """Delayed scaling's state, on stand-ins for Transformer Engine's layers (tests/gpu has the real ones)."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from gpt2_fp8 import compose
 from gpt2_fp8.precision import state
-from gpt2_fp8.precision.plugin import FP8Precision
+from gpt2_fp8.precision.plugin import FP8Precision, build_plugin
+from gpt2_fp8.precision.resolve import Plan
 
 
 class Layer(nn.Module):
@@ -92,3 +95,32 @@ def test_gradient_amaxes_are_divided_exactly_and_alone():
     for name, tensor in state.capture(of).items():
         factor = 1.0 if "fwd" in name else 2.0**16 if name.endswith("scale") else 2.0**-16
         assert torch.equal(tensor, before[name] * factor), name
+
+
+FUSED = Plan("cuda", "fp8_hybrid", "fp8_hybrid", None, "fused", compile=False)
+OTHER = ["precision=fp8_e4m3", "recipe.margin=1", "recipe.amax_history_len=8", "precision.keep_bf16=[head]"]
+
+
+def test_the_fused_layers_scales_are_taken_under_their_own_settings_alone():
+    (config,), (same,) = compose.preflight([]), compose.preflight(["precision.layers=fused", "optim.lr=1e-3"])
+    own = build_plugin(config, FUSED)
+    assert isinstance(own, FP8Precision)
+    assert own.recipe is None, "they need no region of Transformer Engine's"
+    assert build_plugin(same, FUSED).scaling == own.scaling
+    others = [build_plugin(*compose.preflight([word]), FUSED).scaling for word in OTHER]
+    assert len({own.scaling, *others}) == 1 + len(OTHER)
+
+
+def test_scales_of_transformer_engines_layers_are_not_the_fused_layers(monkeypatch):
+    (config,) = compose.preflight([])
+    monkeypatch.setattr("gpt2_fp8.precision.plugin.build_recipe", lambda precision, recipe: "a recipe")
+    te = build_plugin(config, replace(FUSED, backend="te"))
+    assert te.recipe == "a recipe"
+    assert te.scaling != build_plugin(config, FUSED).scaling
+
+
+@pytest.mark.parametrize("ran", ["bf16", "fp32"])
+def test_a_run_that_fell_back_has_no_scales(ran):
+    (config,) = compose.preflight([])
+    made = build_plugin(config, Plan("cpu", "fp8_hybrid", ran, "no GPU", "reference", compile=False))
+    assert not isinstance(made, FP8Precision)

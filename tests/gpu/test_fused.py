@@ -1,0 +1,337 @@
+"""The fused layers: every shape and setting that they take against bf16, accumulation, evaluation, and their state."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.layers import te
+from gpt2_fp8.layers.attention import FlashAttention, attention, flash_backward
+from gpt2_fp8.layers.reference import Attention
+from gpt2_fp8.loss import split
+from gpt2_fp8.precision import state
+from gpt2_fp8.precision.plugin import build_plugin
+from gpt2_fp8.precision.resolve import resolve
+from tests.gpu import common
+from tests.gpu.common import CONFIG, VOCAB, build, calibrated, composed, error, evaluating, gradients, hopper, tokens
+
+pytestmark = [pytest.mark.fp8, hopper]
+
+CLOSE = 0.12  # as Transformer Engine's layers are held to
+HEAD = "gpt2_fp8.layers.head"  # imported by the tests alone: it needs Triton
+
+
+@pytest.fixture
+def _deterministic():
+    with common.determinism():
+        yield
+
+
+def against_bf16(ids, keep_bf16=(), config=CONFIG, precision="fp8_hybrid", recompute=False):
+    """The fused model after it was held to bf16's loss and gradients on `ids`, and its plugin."""
+    expected_loss, expected = gradients(build("reference", config=config), ids, False, common.bf16)
+    model, fp8 = calibrated(
+        "fused", precision=precision, ids=ids, keep_bf16=keep_bf16, config=config, recompute=recompute
+    )
+    loss, ours = gradients(model, ids, True, fp8.forward_context)
+    assert loss == pytest.approx(expected_loss, rel=2e-3)
+    assert 0 < error(ours, expected) < CLOSE
+    for name, gradient in expected.items():  # a part that is wrong would drown in the norm of all
+        if name.endswith("weight"):
+            assert error({name: ours[name]}, {name: gradient}) < 0.4, name
+    return model, fp8
+
+
+def of_ours(layer):
+    """Whether a block or head is a fused one."""
+    return type(layer).__module__ in ("gpt2_fp8.layers.fused", HEAD)
+
+
+# Against bf16
+
+
+@pytest.mark.parametrize(
+    ("config", "batch"),
+    [
+        (replace(CONFIG, bias=False), 16),
+        (replace(CONFIG, n_embd=320, n_head=5), 8),  # no multiple of 128
+        (replace(CONFIG, n_embd=272, n_head=17), 4),  # no multiple of 64; heads of 16
+        (replace(CONFIG, n_head=8), 4),  # heads of 32
+        (replace(CONFIG, n_head=2, n_layer=2), 4),  # heads of 128
+        (replace(CONFIG, n_positions=48), 3),  # 144 rows: no multiple of a tile
+        (replace(CONFIG, n_positions=16, n_layer=1), 1),  # the smallest products that there are
+    ],
+    ids=["no bias", "width 320", "width 272", "heads of 32", "heads of 128", "3 x 48 tokens", "16 tokens"],
+)
+def test_every_shape_is_close_to_bf16(config, batch):
+    against_bf16(tokens(batch, n_positions=config.n_positions), config=config)
+
+
+@pytest.mark.parametrize(
+    "keep_bf16", [["first"], ["last"], ["head"], ["blocks.1"], ["first", "last", "head"]], ids=",".join
+)
+def test_kept_parts_are_transformer_engines_in_bf16(keep_bf16):
+    model, _ = against_bf16(tokens(4), keep_bf16)
+    fused = [of_ours(block) for block in model.blocks]
+    kept = {"first": 0, "blocks.1": 1, "last": 2}
+    assert fused == [i not in {kept[name] for name in keep_bf16 if name != "head"} for i in range(3)]
+    assert of_ours(model.head) == ("head" not in keep_bf16)
+    saved = state.capture(model)
+    assert {name.partition(".")[0] for name in saved} == {"scales"}
+    assert len(saved["scales.scaling_fwd.scale"]) == 8 * sum(fused) + 2 * ("head" not in keep_bf16)
+    assert len(saved["scales.scaling_bwd.scale"]) == 4 * sum(fused)
+
+
+def test_e4m3_alone():
+    model, _ = against_bf16(tokens(8), precision="fp8_e4m3")
+    assert model.blocks[0].products.fc1.slot("gradient").dtype == torch.float8_e4m3fn
+
+
+def test_ignored_targets_take_no_part():
+    ids = tokens(4)
+    ids[0, 100:] = -1
+    ids[1] = -1
+    ids[2, 1:17] = -1
+    against_bf16(ids)
+
+
+def test_nothing_but_ignored_targets_is_zero():
+    model, fp8 = calibrated("fused", ids=tokens(4))
+    loss, ours = gradients(model, torch.full_like(tokens(4), -1), True, fp8.forward_context)
+    assert loss == 0
+    assert all(torch.count_nonzero(gradient) == 0 for gradient in ours.values())
+
+
+# The same numbers by other ways
+
+
+@pytest.mark.parametrize("chunk", [512, 1536])
+def test_chunks_of_the_head_change_nothing(monkeypatch, chunk):
+    """1,024 rows fit one chunk; 512 makes two; with 2,560 rows 1,536 makes two, the last one smaller."""
+    ids = tokens(4 if chunk == 512 else 10)
+    ids[1, 30:] = -1  # the mean is over all of a micro-batch's targets and not over a chunk's
+    model, fp8 = calibrated("fused", ids=ids)
+    with state.restored(model):
+        loss, expected = gradients(model, ids, True, fp8.forward_context)
+    monkeypatch.setattr(f"{HEAD}.CHUNK", chunk)
+    again, ours = gradients(model, ids, True, fp8.forward_context)
+    assert again == pytest.approx(loss, rel=1e-4)
+    assert error(ours, expected) < 0.02  # another shape may have another kernel, which rounds elsewhere
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_recomputing_changes_no_bit():
+    ids = tokens(4)
+    (model, fp8), (other, _) = (calibrated("fused", ids=ids, recompute=recompute) for recompute in (False, True))
+    loss, expected = gradients(model, ids, True, fp8.forward_context)
+    again, ours = gradients(other, ids, True, fp8.forward_context)
+    assert again == loss
+    common.assert_same_gradients(ours, expected)
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_repeats_bit_for_bit():
+    """From nothing: calibration, two forwards and backwards, and the scales that they leave."""
+    ids, runs = tokens(4), []
+    for _ in range(2):
+        model, fp8 = calibrated("fused", ids=ids)
+        runs.append([*(gradients(model, ids, True, fp8.forward_context) for _ in range(2)), state.capture(model)])
+    for (loss, ours), (other, theirs) in zip(runs[0][:2], runs[1][:2], strict=True):
+        assert loss == other
+        common.assert_same_gradients(ours, theirs)
+    assert all(torch.equal(runs[0][2][name], runs[1][2][name]) for name in runs[0][2])
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_gradients_of_micro_batches_add_up():
+    one, two = tokens(4), tokens(4, seed=1)
+    model, fp8 = calibrated("fused", ids=one)
+
+    def micro_batch(ids, first):
+        with fp8.forward_context():
+            loss = common.loss_of(model, True)(ids, first, 0.5)
+        loss.backward()
+
+    with state.restored(model):
+        _, first = gradients(model, one, True, fp8.forward_context, True, 0.5)
+        _, second = gradients(model, two, True, fp8.forward_context, False, 0.5)
+    model.zero_grad(set_to_none=True)
+    micro_batch(one, True)
+    common.assert_same_gradients(common.grads(model), first)
+    micro_batch(two, False)
+    assert error(common.grads(model), {name: first[name] + second[name] for name in first}) < 1e-5
+
+
+@pytest.mark.parametrize("how", [{"upstream": 2.0**6}, {"upstream": 2.0**-6}, {"scale": 2.0**-6}], ids=str)
+def test_a_power_of_two_scales_the_heads_gradient_exactly(how):
+    """What flows on into the blocks is rounded anew; the embedding's rows of tokens that are not read are the head's
+    alone."""
+    ids, factor = tokens(4), next(iter(how.values()))
+    model, fp8 = calibrated("fused", ids=ids)
+    with state.restored(model):
+        loss, expected = gradients(model, ids, True, fp8.forward_context)
+    again, ours = gradients(model, ids, True, fp8.forward_context, **how)
+    assert again == (loss * factor if "scale" in how else loss)
+    unread = torch.ones(len(expected["tokens.weight"]), dtype=torch.bool, device="cuda")
+    unread[ids[:, :-1].flatten().long()] = False
+    assert torch.count_nonzero(expected["tokens.weight"][unread])
+    assert torch.equal(ours["tokens.weight"][unread], expected["tokens.weight"][unread] * factor)
+    for name in ("head.layer_norm_weight", "head.layer_norm_bias"):
+        assert torch.equal(ours[name], expected[name] * factor), name
+
+
+# Evaluation
+
+
+def test_an_evaluations_logits_are_those_of_its_loss():
+    ids = tokens(4, seed=9)
+    ids[1, 40:] = -1
+    model, fp8 = calibrated("fused", ids=tokens(4))
+    inputs, targets = split(ids)
+    with evaluating(model, fp8):
+        loss, logits = common.loss_of(model, True)(ids), model(inputs)
+    assert logits.dtype == torch.bfloat16
+    expected = F.cross_entropy(logits[..., :VOCAB].double().flatten(0, 1), targets.flatten(), ignore_index=-1)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_an_evaluation_computes_no_gradient(monkeypatch):
+    """Parameters ask for one also where gradients are off."""
+    model, fp8 = calibrated("fused", ids=tokens(4))
+    modes = []
+    for block in model.blocks:
+        block.attention.register_forward_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+    monkeypatch.setattr(f"{HEAD}.softmax_gradient_cast", lambda *_: pytest.fail("the head computed its gradient"))
+    with evaluating(model, fp8):
+        assert not common.loss_of(model, True)(tokens(4)).requires_grad
+    assert modes == [False] * 3
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_training_goes_on_as_if_there_had_been_no_evaluation():
+    losses, states = [], []
+    for evaluations in (0, 2):
+        model, fp8 = calibrated("fused", ids=tokens(4))
+        gradients(model, tokens(4, seed=1), True, fp8.forward_context, True)
+        for seed in range(evaluations):
+            with evaluating(model, fp8):
+                common.loss_of(model, True)(8 * tokens(2, seed=seed) % VOCAB)
+        losses.append([gradients(model, tokens(4, seed=s), True, fp8.forward_context, True)[0] for s in (2, 3)])
+        states.append(state.capture(model))
+    assert losses[0] == losses[1]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+# Scales
+
+
+def test_a_step_takes_its_scales_from_the_steps_before():
+    model, fp8 = calibrated("fused", ids=tokens(4))
+    scales = model.scales
+    gradients(model, tokens(4), True, fp8.forward_context, True)
+    seen, used = scales.history[0].clone(), scales.scale.clone()
+    assert torch.all(seen > 0)
+    gradients(model, tokens(4, seed=1), True, fp8.forward_context, False)
+    assert torch.equal(scales.scale, used), "the same in all micro-batches"
+    assert torch.all(scales.history[0] >= seen)
+    seen = scales.history[0].clone()
+    gradients(model, tokens(4), True, fp8.forward_context, True)
+    assert torch.equal(scales.history[1], seen)
+    assert torch.equal(scales.scale, scales.largest / scales.history[1:].amax(0))
+    assert torch.equal(scales.scale_inv[:, 0], 1 / scales.scale)
+
+
+def test_transformer_engines_scales_are_not_taken():
+    """The settings under which scales were found name the layers, whose tensors are others."""
+    fused, other = (composed(f"precision.layers={name}") for name in ("fused", "te"))
+    ours, theirs = (build_plugin(config, resolve(config, "cuda")) for config in (fused, other))
+    assert (ours.recipe is None, theirs.recipe is None) == (True, False)
+    assert ours.scaling != theirs.scaling
+    ours.convert_module(build("fused"))
+    ours.load_state_dict({"scaling": theirs.scaling})
+    assert not ours.restore_scales()
+
+
+# What runs
+
+
+@pytest.mark.parametrize(
+    ("overrides", "backend", "graphs"),
+    [
+        ([], "fused", True),
+        (["precision=fp8_e4m3"], "fused", True),
+        (["cuda_graphs=false"], "fused", False),
+        (["micro_batch_size=512", "global_batch_size=512"], "fused", False),
+        (["recipe=current"], "te", False),
+        (["recipe=block"], "te", False),
+        (["model.dropout=0.1"], "te", False),
+        (["precision.layers=te"], "te", False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_the_layers_of_a_run(overrides, backend, graphs):
+    plan = resolve(composed(*overrides), "cuda")
+    assert (plan.backend, plan.graphs, plan.reason, plan.compile) == (backend, graphs, None, False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["precision.layers=fused", "recipe=current"], "precision.layers=fused cannot run here.*recipe=current"),
+        (["precision.layers=fused", "model.dropout=0.1"], "precision.layers=fused cannot run here.*dropout"),
+        (["cuda_graphs=true", "recipe=current"], "cuda_graphs=true"),
+        (["cuda_graphs=true", "precision=bf16"], "cuda_graphs=true"),
+    ],
+)
+def test_what_the_layers_cannot_do_is_refused(overrides, words):
+    config = composed(*overrides)
+    with pytest.raises(UserError, match=words):
+        resolve(config, "cuda")
+
+
+# Attention
+
+
+def exact_attention(n_head, packed, upstream):
+    """Attention and the gradient of its input in float64, from the reference layer."""
+    packed = packed.double().requires_grad_()
+    out = Attention(n_head, packed.shape[-1] // 3, 0.0)(packed)
+    (gradient,) = torch.autograd.grad(out, packed, upstream.double())
+    return out.detach(), gradient
+
+
+@pytest.mark.parametrize(
+    ("n_head", "size", "batch", "positions"), [(4, 64, 2, 256), (2, 128, 2, 256), (4, 64, 3, 48), (4, 32, 2, 256)]
+)
+@pytest.mark.parametrize("kernel", ["flash", "te"])
+def test_attention_matches_float64(kernel, n_head, size, batch, positions):
+    n_embd = n_head * size
+    if kernel == "flash":
+        if not flash_backward():
+            pytest.skip("flash-attn-4 is not installed")
+        if size not in (64, 128):
+            pytest.skip("heads of this size go to Transformer Engine")
+    module = FlashAttention(n_head) if kernel == "flash" else te.attention(n_head, n_embd, dropout=0.0)
+    generator = torch.Generator().manual_seed(positions)
+    packed, upstream = (
+        torch.randn(batch, positions, width, generator=generator).cuda().bfloat16() for width in (3 * n_embd, n_embd)
+    )
+    expected = exact_attention(n_head, packed, upstream)
+    packed.requires_grad_()
+    out = module(packed)
+    (gradient,) = torch.autograd.grad(out, packed, upstream)
+    assert out.shape == upstream.shape
+    assert gradient.is_contiguous()
+    for ours, exact in zip((out, *gradient.chunk(3, -1)), (expected[0], *expected[1].chunk(3, -1)), strict=True):
+        assert (ours.double() - exact).norm() < 0.01 * exact.norm()  # bf16 rounds by 2^-9, a few times over
+        assert (ours.double() - exact).abs().max() < 0.03 * exact.abs().max()
+
+
+def test_which_attention_a_model_has():
+    flash = flash_backward() is not None
+    assert isinstance(attention(4, 256), FlashAttention) == flash
+    assert isinstance(attention(2, 256), FlashAttention) == flash
+    assert isinstance(attention(8, 256), te.Attention)

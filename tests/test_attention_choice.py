@@ -1,0 +1,74 @@
+"""Which attention the fused layers take, with stand-ins for FlashAttention 4 (tests/gpu runs the real one)."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from gpt2_fp8.layers import attention, te
+from gpt2_fp8.layers.attention import FlashAttention, flash_backward, kernels
+
+
+def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, deterministic=False, dq=None, dk=None, dv=None):
+    """The interface that is called."""
+
+
+def older(dout, q, k, v, out, softmax_lse, dq, dk, dv, causal):
+    """Another one."""
+
+
+@pytest.fixture(autouse=True)
+def _ask_again():
+    flash_backward.cache_clear()
+    yield
+    flash_backward.cache_clear()
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Install a package flash_attn with this backward; None: without the part that is FlashAttention 4."""
+
+    def put(function):
+        names = ["flash_attn", "flash_attn.cute", "flash_attn.cute.interface"]
+        for name in names:
+            monkeypatch.setitem(sys.modules, name, ModuleType(name) if function or name == names[0] else None)
+        if function:
+            sys.modules[names[-1]]._flash_attn_bwd = function
+
+    return put
+
+
+def test_it_is_taken_where_it_is_installed(install):
+    install(backward)
+    assert flash_backward() is backward
+    assert "FlashAttention 4 backward" in kernels(n_head=12, n_embd=768)
+    assert isinstance(attention.attention(12, 768), FlashAttention)
+    assert isinstance(attention.attention(6, 768), FlashAttention), "heads of 128"
+
+
+@pytest.mark.parametrize("function", [older, None], ids=["another interface", "FlashAttention 2"])
+def test_what_is_not_the_one_that_is_known_is_left_alone(install, function, monkeypatch):
+    install(function)
+    assert flash_backward() is None
+    assert kernels(n_head=12, n_embd=768) == "cuDNN"
+    monkeypatch.setattr(te, "attention", lambda n_head, n_embd, dropout: ("te", n_head, n_embd, dropout))
+    assert attention.attention(12, 768) == ("te", 12, 768, 0.0)
+
+
+@pytest.mark.parametrize("error", [OSError("libcute.so: cannot open"), RuntimeError("no compiler")])
+def test_one_that_does_not_load_is_left_alone(error, tmp_path, monkeypatch):
+    folder = tmp_path / "flash_attn" / "cute"
+    folder.mkdir(parents=True)
+    (tmp_path / "flash_attn" / "__init__.py").write_text("")
+    (folder / "__init__.py").write_text(f"raise {error!r}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert flash_backward() is None
+    sys.modules.pop("flash_attn", None)
+
+
+@pytest.mark.parametrize(("n_head", "n_embd"), [(4, 128), (4, 384), (2, 512)])
+def test_other_heads_have_cudnns(install, n_head, n_embd):
+    install(backward)
+    assert kernels(n_head, n_embd) == "cuDNN"

@@ -1,0 +1,235 @@
+"""How a run computes: the engine's gradients are the plain step's, and what is recomputed changes no bit."""
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpt2_fp8 import compose, engine, layers
+from gpt2_fp8.engine import Engine
+from gpt2_fp8.graphs import GraphedGradients
+from gpt2_fp8.model import GPT2, initialise
+from gpt2_fp8.precision.calibrate import PASSES
+from gpt2_fp8.precision.resolve import Plan, resolve
+from gpt2_fp8.step import accumulate
+from tests.common import VOCAB, ids, loss_of
+from tests.runs import SMALL
+
+POSITIONS = 32
+PLAN = Plan("cpu", "fp32", "fp32", None, "reference", compile=False)
+
+
+def composed(*overrides):
+    (config,) = compose.preflight([*SMALL, "precision=fp32", *overrides])
+    assert (config.model.n_positions, config.micro_batch_size) == (POSITIONS, 4)
+    return config
+
+
+def build(config, plan=PLAN):
+    made = Engine(config, plan, VOCAB)
+    initialise(made.model, config.seed)
+    return made
+
+
+def batch(sequences=8):
+    return ids(sequences, length=POSITIONS + 1)
+
+
+def step(of, autocast=False, seed=7):
+    """Loss and gradients by name of one optimizer step on `batch()`."""
+
+    def context():
+        return torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+
+    torch.manual_seed(seed)
+    of.model.zero_grad(set_to_none=True)
+    loss = of.gradients(batch(), context, torch.Tensor.backward)
+    return loss, {name: p.grad for name, p in of.model.named_parameters()}
+
+
+def assert_bit_equal(one, other):
+    (loss, gradients), (other_loss, others) = one, other
+    assert torch.equal(loss, other_loss)
+    assert gradients.keys() == others.keys()
+    assert [name for name in gradients if not torch.equal(gradients[name], others[name])] == []
+
+
+def test_gradients_are_the_plain_steps():
+    config = composed()
+    of = build(config)
+    model = GPT2(config.model, VOCAB, layers.load("reference"))
+    initialise(model, config.seed)
+    loss = accumulate(batch(), config.micro_batch_size, loss_of(model), nullcontext, torch.Tensor.backward)
+    assert_bit_equal(step(of), (loss, {name: p.grad for name, p in model.named_parameters()}))
+    assert all(torch.count_nonzero(p.grad) for p in model.parameters())
+
+
+def test_gradients_go_through_the_trainers_hands():
+    of, events = build(composed()), []
+
+    @contextmanager
+    def entered(name):
+        events.append(name)
+        yield
+
+    def backward(loss):
+        events.append("backward")
+        loss.backward()
+
+    of.gradients(batch(), lambda: entered("forward"), backward, lambda: entered("no_sync"))
+    assert events == ["no_sync", "forward", "backward", "forward", "backward"]
+
+
+def test_loss_is_the_models_mean_times_the_scale():
+    of = build(composed())
+    loss = of.loss(batch())
+    torch.testing.assert_close(loss, loss_of(of.model)(batch()), rtol=0, atol=0)
+    torch.testing.assert_close(of.loss(batch(), None, 0.25), loss * 0.25)
+
+
+# torch.compile
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What torch.compile was asked to compile and how that was called, with the compiler left out."""
+    calls = []
+
+    def compile(function):
+        def run(*arguments):
+            calls.append(arguments)
+            return function(*arguments)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    return calls
+
+
+def test_the_loss_is_compiled_where_the_plan_says_so(compiled):
+    plain = step(build(composed()))
+    assert compiled == []
+    assert_bit_equal(step(build(composed(), replace(PLAN, compile=True))), plain)
+    assert [len(ids) for ids, _, _ in compiled] == [4, 4]
+    assert [first for _, first, _ in compiled] == [None, None], "one graph, not one for each value of the flag"
+
+
+def test_the_configurations_flag_reaches_the_engine(compiled):
+    config = composed("compile=true")
+    step(build(config, resolve(config, "cpu")))
+    assert compiled
+
+
+def test_fp8_layers_are_told_of_the_first_micro_batch(monkeypatch):
+    of, seen = build(composed()), []
+    of.plan = replace(PLAN, ran="fp8_hybrid")
+
+    def loss(ids, first, scale):
+        seen.append((first, scale))
+        return of.model.tokens.weight.sum() * scale
+
+    monkeypatch.setattr(of, "_loss_of", loss)
+    step(of)
+    assert seen == [(True, 0.5), (False, 0.5)]
+
+
+# Another head, other gradients
+
+
+def test_a_head_that_computes_the_loss_itself_is_asked_for_it():
+    of = build(composed())
+
+    def chunked(x, targets, vocab_size, scale, first):
+        assert x.shape == (4, POSITIONS, of.model.config.n_embd)
+        assert torch.equal(targets, batch(4)[:, 1:].long())
+        assert (vocab_size, first) == (VOCAB, None)
+        return x.sum() * 0 + scale
+
+    of.model.head.loss = chunked
+    assert of.loss(batch(4), True, 0.5) == 0.5
+
+
+def test_graphs_take_the_steps_micro_batches_where_the_plan_says_so(monkeypatch):
+    made = []
+
+    class Graphed(GraphedGradients):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+        def __call__(self, parts):
+            assert [len(part) for part in parts] == [4, 4]
+            return torch.tensor(3.0)
+
+    monkeypatch.setattr(engine, "GraphedGradients", Graphed)
+    of = build(composed())
+    of.plan = replace(PLAN, graphs=True)
+    for _ in range(2):
+        assert of.gradients(batch(), nullcontext, torch.Tensor.backward) == 3
+    assert len(made) == 1, "recorded once"
+    assert made[0].model is of.model
+    assert made[0].loss_of == of.loss
+
+
+def test_calibration_takes_one_micro_batch_and_leaves_no_gradient(monkeypatch):
+    of, seen = build(composed()), []
+    loss = of.loss
+    monkeypatch.setattr(of, "loss", lambda ids: seen.append(len(ids)) or loss(ids))
+    of.calibrate(batch(), nullcontext)
+    assert seen == [4] * PASSES
+    assert all(p.grad is None for p in of.model.parameters())
+
+
+# activation_checkpointing
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The hidden layers computed so far."""
+    from gpt2_fp8.layers.reference import LayerNormMLP
+
+    count, forward = [], LayerNormMLP._forward
+
+    def counting(self, x):
+        count.append(torch.is_grad_enabled())
+        return forward(self, x)
+
+    monkeypatch.setattr(LayerNormMLP, "_forward", counting)
+    return count
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recomputed_activations_change_no_bit(dropout, autocast, passes):
+    keys = ["model.n_layer=2", f"model.dropout={dropout}"]
+    kept = step(build(composed(*keys)), autocast)
+    assert len(passes) == 4, "two blocks, two micro-batches"
+    passes.clear()
+    recomputed = step(build(composed(*keys, "activation_checkpointing=mlp")), autocast)
+    assert len(passes) == 8, "each computed twice"
+    assert_bit_equal(kept, recomputed)
+    if dropout:
+        other = step(build(composed(*keys)), autocast, seed=8)
+        assert not torch.equal(kept[0], other[0]), "dropout acts here"
+
+
+def test_recomputing_leaves_the_random_numbers_where_they_are():
+    states = []
+    for choice in ("none", "mlp"):
+        step(build(composed("model.dropout=0.3", f"activation_checkpointing={choice}")))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_nothing_is_recomputed_without_gradients(passes):
+    of = build(composed("activation_checkpointing=mlp"))
+    with torch.no_grad():
+        of.loss(batch(4))
+    assert passes == [False]
+
+
+def test_parameters_are_the_same_with_recomputation():
+    one, other = build(composed()), build(composed("activation_checkpointing=mlp"))
+    assert one.model.state_dict().keys() == other.model.state_dict().keys()
+    other.model.load_state_dict(one.model.state_dict())
