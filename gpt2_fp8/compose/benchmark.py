@@ -42,6 +42,8 @@ class _Case(NamedTuple):
         tags, group = typed.key_paths(RunConfig).get(key, ()), key.partition(".")[0]
         if group == "recipe" and self.recipe is None:
             return False
+        if key == "cuda_graphs" and self.recipe != "delayed":  # the fused layers' alone
+            return False
         return not tags or group not in ("precision", "recipe") or getattr(self, group) in tags
 
     def words(self, given: Sequence[Override]) -> list[str]:

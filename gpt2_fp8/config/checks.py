@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from gpt2_fp8.config import paths
+from gpt2_fp8.config import fused, paths
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import AutoPrecisionConfig, AutoRecipe, FP8PrecisionConfig, HubData, RunConfig
 from gpt2_fp8.config.typed import show
@@ -183,12 +183,6 @@ def _recipe(config: RunConfig) -> Iterator[Finding]:
         yield Finding(("recipe", "precision"), Problem(cause, "precision=auto, or recipe=delayed"))
 
 
-def _graphs(config: RunConfig) -> Iterator[Finding]:
-    if config.cuda_graphs is True and isinstance(config.precision, AutoPrecisionConfig):
-        cause = "cuda_graphs=true, precision=auto: only the fused FP8 layers have graphs, and auto may choose others"
-        yield Finding(("cuda_graphs", "precision"), Problem(cause, "cuda_graphs=auto, or precision=fp8_hybrid"))
-
-
 def _width(config: RunConfig) -> Iterator[Finding]:
     if config.model.n_embd % _width_multiple(config):
         width = _nearest(config.model.n_embd, math.lcm(FP8_MULTIPLE, config.model.n_head))
@@ -221,7 +215,7 @@ _ACROSS: list[tuple[Callable[[RunConfig], Iterator[Finding]], set[str]]] = [
     (_known_batch, {"global_batch_size", "micro_batch_size", "trainer.devices", "trainer.num_nodes"}),
     (_format, set()),
     (_recipe, set()),
-    (_graphs, set()),
+    (fused.check, {"model.dropout"}),
     (_width, {"model.n_embd", "model.n_head"}),
     (_tokens, {"micro_batch_size", "model.n_positions"}),
 ]

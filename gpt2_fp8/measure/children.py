@@ -44,7 +44,12 @@ def run(module: str, request: object, timeout_s: float, log: Path | None = None)
         command += [str(os.getpid()), module, str(folder / "answer")]
         with (folder / "request").open() as stdin, log.open("w") as output:
             child = subprocess.Popen(
-                command, stdin=stdin, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdin=stdin,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=_environment(),
             )
             code = None
             try:
@@ -59,6 +64,12 @@ def run(module: str, request: object, timeout_s: float, log: Path | None = None)
             if code is None:
                 return Ended(status="timed out", message=f"took longer than {timeout_s:g} seconds")
             return Ended(status="failed", message=_reason(code, log))
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with this package found wherever the child runs: a checkout need not be installed."""
+    places = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
 
 def section(name: str, request: object, timeout_s: float, log: Path | None = None) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.fused import several
 from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.layers import Backend
 from gpt2_fp8.precision.support import why_not_fp8, why_not_fused, why_not_recipe
@@ -62,7 +63,7 @@ def resolve(config: RunConfig, device: Literal["cuda", "cpu"]) -> Plan:
 def _backend(config: RunConfig) -> Backend:
     """The layers of an FP8 run: the fused ones where they can be, unless others are asked for."""
     assert isinstance(config.precision, FP8PrecisionConfig)
-    wanted, reason = config.precision.layers, why_not_fused(config.recipe.name, config.model.dropout)
+    wanted, reason = config.precision.layers, why_not_fused(config)
     if wanted == "fused" and reason:
         raise UserError.of(f"precision.layers=fused cannot run here: {reason}", "precision.layers=auto")
     return "fused" if wanted != "te" and reason is None else "te"
@@ -70,17 +71,12 @@ def _backend(config: RunConfig) -> Backend:
 
 def _graphs(config: RunConfig, backend: Backend) -> bool:
     """Whether micro-batches run as CUDA graphs: by default where they are too small to keep the host ahead."""
-    trainer = config.trainer
-    several = trainer.devices != 1 or trainer.num_nodes > 1 or trainer.strategy == "ddp"
-    if config.cuda_graphs is True:
-        if backend != "fused":
-            cause = f"cuda_graphs=true records the fused FP8 layers alone, and this run has the layers {backend!r}"
-            raise UserError.of(cause, "cuda_graphs=auto, or precision=fp8_hybrid recipe=delayed on a Hopper GPU")
-        if several:
-            raise UserError.of("cuda_graphs=true is for one GPU", "trainer=gpu, or cuda_graphs=auto")
-        return True
+    if config.cuda_graphs is True and backend != "fused":
+        cause = f"cuda_graphs=true records the fused FP8 layers alone, and this run has the layers {backend!r}"
+        raise UserError.of(cause, "cuda_graphs=auto, or precision=fp8_hybrid recipe=delayed on a Hopper GPU")
     small = config.micro_batch_size * config.model.n_positions <= SMALL
-    return config.cuda_graphs == "auto" and backend == "fused" and small and not several
+    wanted = small if config.cuda_graphs == "auto" else config.cuda_graphs
+    return wanted and backend == "fused" and not several(config)
 
 
 def _refuse_recipe(config: RunConfig) -> None:

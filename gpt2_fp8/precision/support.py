@@ -7,6 +7,9 @@ import sys
 
 import torch
 
+from gpt2_fp8.config import fused
+from gpt2_fp8.config.schema import RunConfig
+
 NEEDED = (8, 9)  # Ada
 HOPPER = 9
 
@@ -42,12 +45,10 @@ def why_not_recipe(name: str) -> str | None:
     return None if available else first_line(reason)
 
 
-def why_not_fused(recipe: str, dropout: float) -> str | None:
+def why_not_fused(config: RunConfig) -> str | None:
     """The reason the fused layers cannot compute a run on this GPU, which can do FP8; None if they can."""
-    if recipe != "delayed":
-        return f"they do delayed scaling alone, not recipe={recipe}"
-    if dropout:
-        return "they have no dropout"
+    if reason := fused.why_not(config):
+        return reason
     if torch.cuda.get_device_capability()[0] != HOPPER:
         return f"their kernels are made for Hopper, and this is {torch.cuda.get_device_name()}"
     return None

@@ -59,6 +59,13 @@ TABLE = [
     # how it computes
     ("precision.layers=fuse", "must be auto, fused or te", "precision.layers=fused"),
     ("precision.layers=reference", "must be auto, fused or te", "precision.layers="),
+    ("precision.layers=fused recipe=current", "they do delayed scaling alone, not recipe=current", "layers=auto"),
+    ("precision.layers=fused model.dropout=0.1", "no dropout, and model.dropout=0.1", "precision.layers=auto"),
+    ("cuda_graphs=true precision=bf16", "and this is precision=bf16", "cuda_graphs=auto"),
+    ("cuda_graphs=true precision.layers=te", "and this is precision.layers=te", "cuda_graphs=auto"),
+    ("cuda_graphs=true recipe=block", "not recipe=block", "cuda_graphs=auto"),
+    ("cuda_graphs=true trainer=ddp", "this is a run on several", "cuda_graphs=auto"),
+    ("cuda_graphs=true trainer.strategy=ddp", "this is a run on several", "cuda_graphs=auto"),
     ("cuda_graphs=yes", "true or false or auto", "cuda_graphs=true, false or auto"),
     ("activation_checkpointing=true", "must be none or mlp", "activation_checkpointing=none|mlp"),
     ("layers=te", "there is no key layers", "did you mean precision.layers?"),
