@@ -1,4 +1,4 @@
-"""What the fused FP8 layers, and CUDA graphs of them, can be asked for. What only the GPU can tell is in `precision`."""
+"""What the fused FP8 layers and their CUDA graphs can be asked for. What only the GPU can tell is in `precision`."""
 
 from __future__ import annotations
 
