@@ -69,4 +69,5 @@ class Engine:
 
     def calibrate(self, ids: Tensor, context: Context) -> None:
         """Find delayed scaling's first scales, from one micro-batch of an optimizer step's `ids`."""
-        calibrate(self.model, self.loss, ids[: self.config.micro_batch_size], context)
+        part = ids[: self.config.micro_batch_size]
+        calibrate(self.model, self.loss, part, context, share=len(part) / len(ids))

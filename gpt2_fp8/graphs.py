@@ -44,6 +44,9 @@ class GraphedGradients:
         `.grad`; returns that loss, float32 on the device."""
         if not self._graphs:
             self._record(parts[0], 1 / len(parts))
+            self._count = len(parts)
+        assert len(parts) == self._count, "the share of a micro-batch in its step is part of the graphs"
+        assert all(part.shape == self._ids.shape for part in parts), "so is its shape"
         for parameter, gradient in zip(self.model.parameters(), self._gradients, strict=True):
             parameter.grad = gradient
         total = torch.zeros((), device=parts[0].device)
@@ -65,10 +68,12 @@ class GraphedGradients:
                     self._forget()
             torch.cuda.synchronize()
             pool = torch.cuda.graph_pool_handle()
+            graphs = {}
             for first in (True, False):
-                self._graphs[first] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graphs[first], pool=pool, stream=stream):
+                graphs[first] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graphs[first], pool=pool, stream=stream):
                     self._losses[first] = self._pass(first, scale)
+            self._graphs = graphs
             self._gradients = [parameter.grad for parameter in self.model.parameters()]
         self._forget()
 

@@ -86,12 +86,14 @@ class GPT2Module(pl.LightningModule):
         return getattr(self.trainer.strategy, "block_backward_sync", ExitStack)()
 
     def _prepare_scales(self, ids: Tensor) -> None:
-        """Delayed scaling needs scales before the first update: the checkpoint's, or a calibration's."""
+        """Delayed scaling needs scales before the first forward that counts, in training or in a validation that was
+        still due: the checkpoint's, or a calibration's on `ids`."""
         self._first_step = False
         plugin = self.trainer.precision_plugin
         if isinstance(plugin, FP8Precision) and plugin.scaling is not None and not plugin.restore_scales():
-            with self._no_sync():
+            with self._no_sync(), torch.enable_grad():
                 self.engine.calibrate(ids, plugin.forward_context)
+            plugin.scales_found = True
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Make Lightning validate after the last step, whatever the interval."""
@@ -113,12 +115,15 @@ class GPT2Module(pl.LightningModule):
             self.model.train(training)
 
     def on_validation_epoch_start(self) -> None:
-        """Start the sums; keep the scaling history."""
-        self._validation.enter_context(state.unchanged(self.model))
+        """Start the sums; keep the scaling history, if there is one yet."""
+        if not self._first_step:
+            self._validation.enter_context(state.unchanged(self.model))
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add one micro-batch of [sequences, n_positions + 1] to the sums."""
+        if self._first_step:
+            self._prepare_scales(batch["ids"])
         count = (batch["ids"][:, 1:] >= 0).sum()
         loss = self.engine.loss(batch["ids"])
         self._sums += torch.stack([loss.double() * count, count.double()])

@@ -102,14 +102,31 @@ def test_slots_follow_the_buffers_to_another_place():
     model = nn.Sequential(scales(forward=1, gradient=1))
     of = model[0]
     before = of.slot(Place("gradient", 0))
-    model.to(torch.float64)  # buffers anew, as on another device
-    before.amax.fill_(9.0)
+    model.to("meta")
+    assert {part.device.type for part in (of.scale, of.scale_inv, of.history, of.largest)} == {"meta"}
     slot = of.slot(Place("gradient", 0))
-    assert slot.amax.item() == 0
-    slot.amax.fill_(7.0)
+    assert slot is not before
+    assert {part.device.type for part in slot[:3]} == {"meta"}
+
+
+def test_another_type_for_the_parameters_is_none_for_the_scales():
+    model = nn.Sequential(scales(forward=1, gradient=1))
+    of = model[0]
+    model.to(torch.float64)
+    of.slot(Place("gradient", 0)).amax.fill_(7.0)
+    assert of.history.dtype == of.scale.dtype == torch.float32
     assert of.history[0].tolist() == [0, 7]
-    assert slot.scale.data_ptr() == of.scale[1:].data_ptr()
-    assert slot.scale_inv.data_ptr() == of.scale_inv[1].data_ptr()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_magnitude_that_is_not_finite_is_forgotten_at_once(bad):
+    of = scales(history=3)
+    step(of, 8, 1, 16)
+    step(of, bad, 1, 16)
+    step(of, 4, 1, 16)
+    of.begin(True)
+    assert of.scale.tolist()[0] == E4M3 / 8
+    assert torch.isfinite(of.history).all()
 
 
 # From magnitudes to scales
@@ -274,9 +291,7 @@ def trained():
 
 def test_nothing_of_it_is_in_the_state_dict():
     assert list(trained().state_dict()) == ["weight"]
-    assert {name for name, _ in trained().named_buffers()} == {
-        f"scales.{name}" for name in ("scale", "scale_inv", "history", "largest")
-    }
+    assert list(trained().named_buffers()) == []  # data parallelism copies rank 0's buffers over the other ranks'
 
 
 def test_state_is_captured_by_direction():
@@ -322,6 +337,8 @@ def test_scales_go_through_the_precision_plugin():
     for plugin, model in ((saved, trained()), (again, Model()), (other, Model())):
         plugin.forward_context = nullcontext
         plugin.convert_module(model)
+    assert saved.state_dict() == {}  # of before a calibration, nothing is worth keeping
+    saved.scales_found = True
     for plugin in (again, other):
         plugin.load_state_dict(saved.state_dict())
     assert again.restore_scales()

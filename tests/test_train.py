@@ -143,13 +143,6 @@ def test_recomputed_activations_train_the_same_model(tmp_path):
     assert_same_checkpoint(checkpoint(tmp_path / "kept", 5), checkpoint(tmp_path / "recomputed", 5))
 
 
-def test_graphs_without_the_layers_for_them_are_refused(tmp_path):
-    with pytest.raises(UserError, match="cuda_graphs=true records the fused FP8 layers alone"):
-        train(tmp_path / "run", "cuda_graphs=true")
-    assert summary(tmp_path / "run")["exit_code"] == 2
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
 def test_last_without_a_checkpoint_starts_afresh_and_says_so(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     train(tmp_path / "run", "ckpt_path=last")

@@ -191,11 +191,12 @@ def _width(config: RunConfig) -> Iterator[Finding]:
 
 
 def _tokens(config: RunConfig) -> Iterator[Finding]:
+    """A sequence by itself is a forward pass too: of a sample, or of the last sequences of a validation."""
     positions = config.model.n_positions
-    if isinstance(config.precision, FP8PrecisionConfig) and (config.micro_batch_size * positions) % FP8_MULTIPLE:
-        reason = f"FP8 matrix products need a forward pass's tokens to be a multiple of {FP8_MULTIPLE}"
+    if _width_multiple(config) > 1 and positions % FP8_MULTIPLE:
+        reason = f"FP8 matrix products need sequences of a multiple of {FP8_MULTIPLE} tokens"
         remedy = f"model.n_positions={_nearest(positions, FP8_MULTIPLE)}, or precision=bf16"
-        yield _finding(config, "micro_batch_size model.n_positions", reason, remedy)
+        yield _finding(config, "model.n_positions", reason, remedy)
 
 
 def _width_multiple(config: RunConfig) -> int:
@@ -217,5 +218,5 @@ _ACROSS: list[tuple[Callable[[RunConfig], Iterator[Finding]], set[str]]] = [
     (_recipe, set()),
     (fused.check, {"model.dropout"}),
     (_width, {"model.n_embd", "model.n_head"}),
-    (_tokens, {"micro_batch_size", "model.n_positions"}),
+    (_tokens, {"model.n_positions"}),
 ]

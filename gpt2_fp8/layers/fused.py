@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.kernels.cast import cast_transpose
@@ -103,9 +104,11 @@ class _BlockFunction(torch.autograd.Function):
         return fc2.forward(gelu_cast(h, fc2.slot("input")), add=middle).view(shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         x, middle, y8t, o8t = ctx.saved_tensors
         block: Block = ctx.block
+        assert ctx.attention is not None, "one backward only"
         gradients: Gradients = {}
         dout = upstream[0].reshape(x.shape).contiguous()
         hidden = ctx.hidden or block.hidden(middle)

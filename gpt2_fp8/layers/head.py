@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.kernels.cast import reduce_columns
 from gpt2_fp8.kernels.cross_entropy import scale_
@@ -71,7 +72,9 @@ class _HeadFunction(torch.autograd.Function):
         return torch.cat(losses).sum() * weight
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        assert ctx.gradients is not None, "one backward only"
         g, ctx.gradients = ctx.gradients, None  # the graph outlives its backward
         for gradient in (g.dx, g.norm, g.weight):
             scale_(gradient, upstream[0])

@@ -74,11 +74,14 @@ class Attention(nn.Module):
         self.n_head, self.n_embd, self.dropout = n_head, n_embd, dropout
 
     def forward(self, qkv: Tensor) -> Tensor:
-        batch, tokens, _ = qkv.shape
-        q, k, v = (part.view(batch, tokens, self.n_head, -1).transpose(1, 2) for part in qkv.split(self.n_embd, dim=2))
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return y.transpose(1, 2).reshape(batch, tokens, self.n_embd)
+        return causal_attention(qkv, self.n_head, self.dropout if self.training else 0.0)
+
+
+def causal_attention(qkv: Tensor, n_head: int, dropout: float = 0.0) -> Tensor:
+    """What `Attention` computes, through torch's choice of kernel."""
+    q, k, v = (part.unflatten(2, (n_head, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))
+    y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    return y.transpose(1, 2).flatten(2)
 
 
 def layer_norm_linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:

@@ -6,6 +6,7 @@ an optimizer step, at its first forward, and are the same in all its micro-batch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from gpt2_fp8.kernels.slot import LARGEST, Slot
 
 Direction = Literal["forward", "gradient"]
+TENSORS = ("scale", "scale_inv", "history", "largest")
 
 
 class Place(NamedTuple):
@@ -39,8 +41,8 @@ class DelayedScaling:
 class Scales(nn.Module):
     """The scales of a model. Layers `reserve` their tensors while they are built; `allocate` ends that.
 
-    Buffers are not part of the state dict: `precision.state` saves them, through `fp8_meta`, as it saves Transformer
-    Engine's.
+    Its tensors are no buffers: data parallelism would write rank 0's magnitudes over the others' before each step. They
+    are not in the state dict either: `precision.state` saves them through `fp8_meta`, as it does Transformer Engine's.
     """
 
     scale: Tensor  # float32 [tensors]
@@ -60,7 +62,7 @@ class Scales(nn.Module):
         return Place(direction, self._counts[direction] - 1)
 
     def allocate(self, device: torch.device) -> None:
-        """Make the buffers: every scale 1, no magnitude seen."""
+        """Make the tensors: every scale 1, no magnitude seen."""
         largest = [
             LARGEST[getattr(self.settings, direction)]
             for direction, count in self._counts.items()
@@ -73,12 +75,15 @@ class Scales(nn.Module):
             "history": torch.zeros(self.settings.history, n, device=device),
             "largest": torch.tensor(largest, device=device),
         }
-        for name, value in values.items():
-            self.register_buffer(name, value, persistent=False)
+        vars(self).update(values)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._slots = {}  # they are views of buffers that may now be elsewhere
-        return super()._apply(*args, **kwargs)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self._slots = {}  # they are views of tensors that may now be elsewhere
+        for name in TENSORS:
+            if name in vars(self):
+                value = vars(self)[name]
+                vars(self)[name] = value.to(fn(value).device)
+        return super()._apply(fn, recurse)
 
     def slot(self, place: Place) -> Slot:
         """Views of one tensor's scale and of where its magnitude goes."""
@@ -106,10 +111,12 @@ class Scales(nn.Module):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Turn the magnitudes seen so far into scales. A tensor not seen yet, or seen not finite, keeps its scale."""
+        """Turn the magnitudes seen so far into scales. One that is not finite counts for nothing; a tensor of which no
+        other was seen keeps its scale."""
+        self.history.nan_to_num_(nan=0.0, posinf=0.0)
         amax = self.history[0] if self.settings.most_recent else self.history.amax(0)
         fresh = self.largest / amax * 2.0**-self.settings.margin
-        self.scale.copy_(torch.where(torch.isfinite(fresh) & torch.isfinite(amax), fresh, self.scale))
+        self.scale.copy_(torch.where(torch.isfinite(fresh), fresh, self.scale))
         self.scale_inv.copy_((1 / self.scale)[:, None])
 
     @property

@@ -24,11 +24,16 @@ PASSES = 2
 
 
 def calibrate(
-    model: nn.Module, loss_of: Callable[[Tensor], Tensor], ids: Tensor, autocast: Callable[[], AbstractContextManager]
+    model: nn.Module,
+    loss_of: Callable[[Tensor], Tensor],
+    ids: Tensor,
+    autocast: Callable[[], AbstractContextManager],
+    share: float = 1.0,
 ) -> None:
     """Set every scale of `model` from one micro-batch.
 
-    ids: [micro-batch, tokens + 1]; `loss_of(ids)` is the mean loss over its targets. Leaves gradients as None and the
+    ids: [micro-batch, tokens + 1]; `loss_of(ids)` is the mean loss over its targets. `share`: the micro-batch's part of
+    a step's sequences, by which training will multiply its loss. Leaves gradients as None and the
     random number generators as they were. Does nothing lasting under a stateless recipe.
     """
     factor = 2.0 ** math.ceil(math.log2(ids[:, 1:].numel()))
@@ -41,4 +46,4 @@ def calibrate(
             (loss * factor).backward()
             model.zero_grad(set_to_none=True)
             state.update_scales(model)
-    state.divide_gradient_amaxes(model, factor)
+    state.divide_gradient_amaxes(model, factor / share)

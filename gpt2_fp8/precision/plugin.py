@@ -45,6 +45,7 @@ class FP8Precision(BF16Precision):
         super().__init__("cuda")
         self.recipe, self.scaling = recipe, scaling
         self._model: nn.Module | None = None
+        self.scales_found = False  # by a checkpoint or a calibration: before that, there is nothing worth saving
         self._pending: dict[str, Any] = {}
 
     @contextmanager
@@ -71,12 +72,14 @@ class FP8Precision(BF16Precision):
             return False
         with self.forward_context():
             state.restore(self._model, pending)
+        self.scales_found = True
         return True
 
     def state_dict(self) -> dict[str, Any]:
         """Delayed scaling's scales and histories as CPU tensors, and its settings; empty for the other recipes."""
-        tensors = state.capture(self._model) if self._model is not None and self.scaling is not None else {}
-        return {"scaling": self.scaling, **tensors} if tensors else dict(self._pending)
+        if self._model is None or self.scaling is None or not self.scales_found:
+            return dict(self._pending)
+        return {"scaling": self.scaling, **state.capture(self._model)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the checkpoint's state until the layers are on their device."""

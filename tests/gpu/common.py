@@ -80,6 +80,7 @@ def calibrated(backend, recipe="delayed", precision="fp8_hybrid", ids=None, **se
     """A model with its scales found on `ids`, and its plugin."""
     model, fp8 = build(backend, precision=precision, **settings), plugin(recipe, precision, backend)
     calibrate(model, loss_of(model, True), tokens() if ids is None else ids, fp8.forward_context)
+    fp8.scales_found = True
     return model, fp8
 
 

@@ -42,6 +42,7 @@ def plugin(of, scaling="delayed"):
     made = FP8Precision(recipe=None, scaling=scaling)
     made.forward_context = nullcontext
     made.convert_module(of)
+    made.scales_found = bool(state.capture(of))
     return made
 
 
