@@ -167,33 +167,6 @@ def test_what_differs_in_kind_has_its_own_plan(library):
     assert len(library.searches) == 11
 
 
-def test_another_algorithm_can_be_chosen(library):
-    given = operands()
-    plan, _ = gemm.prepare(*given)
-    assert gemm.candidates(plan) == 2
-    gemm.use(plan, 1)
-    gemm.matmul(*given)
-    assert library.products[0][12] == 501
-
-
-def test_fastest_chooses_what_runs_fastest(library, monkeypatch):
-    given, seen = operands(), []
-    given[2].fill_(3)
-
-    def milliseconds(plan, addresses, flush):
-        seen.append((plan.chosen, addresses))
-        return 2.0 - plan.chosen
-
-    monkeypatch.setattr(gemm, "_milliseconds", milliseconds)
-    monkeypatch.setattr(gemm, "FLUSH_BYTES", 1)
-    assert gemm.fastest(*given, add=given[2]) == 1
-    assert [index for index, _ in seen] == [0, 1]
-    at_out, at_add = seen[0][1][2:4]
-    assert at_out == at_add != given[2].data_ptr()
-    gemm.matmul(*given, add=given[2])
-    assert library.products[-1][12] == 501
-
-
 @pytest.mark.parametrize(("when", "status"), [("search", 15), ("product", 13)])
 def test_an_error_has_its_name(library, when, status):
     library.refuse[when] = status

@@ -9,8 +9,6 @@ rows, which are our columns.
 from __future__ import annotations
 
 import ctypes
-import math
-import statistics
 import threading
 
 import torch
@@ -22,7 +20,6 @@ WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA advises for Hopper
 CANDIDATES = 16  # algorithms asked for
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
-FLUSH_BYTES = 256 * 2**20  # several times an H200's L2
 
 _ONE, _ZERO = (ctypes.byref(ctypes.c_float(value)) for value in (1.0, 0.0))
 _plans: dict[tuple, Plan] = {}
@@ -99,7 +96,7 @@ def _at(tensor: Tensor, device: int, shape: torch.Size | None = None, dtype: tor
 
 
 class Plan:
-    """One kind of product: how cuBLASLt knows it, the algorithms it has for it, and the one in use (`chosen`)."""
+    """One kind of product: how cuBLASLt knows it, and its algorithm for it."""
 
     def __init__(
         self, a: Tensor, b: Tensor, out: Tensor, addresses: Addresses, fast_accumulate: bool, alignment: int
@@ -122,10 +119,8 @@ class Plan:
         self._product = lt.describe(self._attributes(fast_accumulate))
         self._a, self._b, self._out = lt.layout(b.dtype, k, n), lt.layout(a.dtype, k, m), lt.layout(out.dtype, n, m)
         layouts = (self._a, self._b, self._out, self._out)
-        self.results = lt.search(
-            self._handle, self._product, layouts, alignment, WORKSPACE_BYTES, CANDIDATES, self.what
-        )
-        self.chosen, self._algorithm = 0, ctypes.byref(self.results[0].algorithm)
+        results = lt.search(self._handle, self._product, layouts, alignment, WORKSPACE_BYTES, CANDIDATES, self.what)
+        self._algorithm = ctypes.byref(results[0].algorithm)  # cuBLASLt's own choice: the same every time
         self._set, self._multiply = lt.library().cublasLtMatmulDescSetAttribute, lt.library().cublasLtMatmul
 
     def _attributes(self, fast_accumulate: bool) -> dict[int, ctypes._SimpleCData]:
@@ -163,54 +158,3 @@ class Plan:
                     out, self._out, self._algorithm, workspace.data_ptr(), WORKSPACE_BYTES, stream,
                 )
             )  # fmt: skip
-
-
-def candidates(plan: Plan) -> int:
-    """How many algorithms a plan has."""
-    return len(plan.results)
-
-
-def use(plan: Plan, index: int) -> None:
-    """Have a plan use its algorithm number `index`; 0 is cuBLASLt's own choice."""
-    plan.chosen, plan._algorithm = index, ctypes.byref(plan.results[index].algorithm)
-
-
-def fastest(
-    a: Tensor, b: Tensor, out: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor,
-    *, bias: Tensor | None = None, add: Tensor | None = None, fast_accumulate: bool = False,
-) -> int:  # fmt: skip
-    """Time every algorithm for this call of `matmul`, have its plan use the fastest, and return that one's number.
-
-    Writes nothing to `out`. The L2 cache is cold, as in a model whose tensors exceed it. Waits for the device. Raises
-    RuntimeError where none runs.
-    """
-    plan, addresses = prepare(a, b, out, a_scale_inv, b_scale_inv, bias=bias, add=add, fast_accumulate=fast_accumulate)
-    scratch = out.clone()
-    at_a, at_b, at_out, at_add, at_bias, at_a_scale, at_b_scale = addresses
-    at_add = scratch.data_ptr() if at_add == at_out else at_add
-    addresses = (at_a, at_b, scratch.data_ptr(), at_add, at_bias, at_a_scale, at_b_scale)
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=out.device)
-    times = {}
-    for index in range(candidates(plan)):
-        use(plan, index)
-        times[index] = _milliseconds(plan, addresses, flush)
-    best = min(times, key=times.__getitem__)
-    use(plan, best)
-    lt.check(plan.launch(addresses), plan.what)
-    return best
-
-
-def _milliseconds(plan: Plan, addresses: Addresses, flush: Tensor) -> float:
-    """The median time of five launches after two; infinite where the algorithm does not run."""
-    times = []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()  # long enough for the host to enqueue what follows
-        begin.record()
-        status = plan.launch(addresses)
-        end.record()
-        if status:
-            return math.inf
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[2:])
