@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,12 @@ from torch import Tensor, nn
 from gpt2_fp8.precision import state
 
 WARM_UP = 2  # passes before recording: kernels are compiled and chosen, workspaces allocated
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """Where a device's micro-batches are recorded: one stream, since the products keep a workspace for each."""
+    return torch.cuda.Stream(device)
 
 
 class GraphedGradients:
@@ -58,7 +65,7 @@ class GraphedGradients:
 
     def _record(self, ids: Tensor, scale: float) -> None:
         self._ids = ids.clone()
-        stream = torch.cuda.Stream()
+        stream = _stream(torch.cuda.current_device())
         with state.restored(self.model):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

@@ -115,7 +115,7 @@ class GPT2Module(pl.LightningModule):
             self.model.train(training)
 
     def on_validation_epoch_start(self) -> None:
-        """Start the sums; keep the scaling history, if there is one yet."""
+        """Start the sums; keep the scaling history, once there is one."""
         if not self._first_step:
             self._validation.enter_context(state.unchanged(self.model))
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -124,6 +124,7 @@ class GPT2Module(pl.LightningModule):
         """Add one micro-batch of [sequences, n_positions + 1] to the sums."""
         if self._first_step:
             self._prepare_scales(batch["ids"])
+            self._validation.enter_context(state.unchanged(self.model))
         count = (batch["ids"][:, 1:] >= 0).sum()
         loss = self.engine.loss(batch["ids"])
         self._sums += torch.stack([loss.double() * count, count.double()])
