@@ -236,6 +236,36 @@ def test_evaluation_takes_the_reciprocals_of_restored_scales():
     assert_reciprocal(of)
 
 
+class Distributed(nn.Module):
+    """As the fused model under data parallelism: a parameter, and scales that a forward begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scales = nn.Parameter(torch.ones(1)), scales(forward=1, gradient=1)
+
+    def forward(self, x, is_first_microbatch):
+        self.scales.begin(is_first_microbatch)
+        return (self.weight * x).sum()
+
+
+def _rank(rank, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model = nn.parallel.DistributedDataParallel(Distributed())  # with its defaults, as Lightning's strategy
+    of = model.module.scales
+    for _ in range(2):
+        model(torch.ones(1), True).backward()
+        see(of, *((1, 2), (8, 1))[rank])
+    model(torch.ones(1), True).backward()
+    torch.save(of.scale, f"{folder}/{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_under_data_parallelism_share_the_largest_magnitudes(tmp_path):
+    torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
+    found = [torch.load(tmp_path / str(rank), weights_only=True).tolist() for rank in range(2)]
+    assert found == [[E4M3 / 8, E5M2 / 2]] * 2
+
+
 def test_ranks_take_the_largest_magnitude_of_all(monkeypatch):
     of, exchanged = scales(), []
 
