@@ -102,17 +102,17 @@ def key(cases: Sequence[RunConfig]) -> dict[str, Any]:
 
 
 def figures(cases: Sequence[RunConfig], under: dict[str, Any]) -> cache.Measured:
-    """Measure the candidates. The figures are kept, unless one may owe them to what else was on the machine: a
-    candidate that failed, took too long or found no memory."""
+    """Measure the candidates. The figures are kept, unless one may owe them to a fault of the moment: a candidate that
+    failed or took too long, or bf16 without figures."""
     log.info("precision  auto: %d candidates train for %d steps each; a few minutes, once", len(cases), WARMUP + STEPS)
     found, lasting = [], True
     for case in cases:
         result = measure(Case(config=case, steps=STEPS, warmup=WARMUP), PATIENCE)
         found.append(_figures(case, result))
         log.info("           %s: %s", found[-1].name, found[-1].problem or f"{result.tokens_per_second:,.0f} tokens/s")
-        lasting = lasting and result.status in ("ok", "refused")
+        lasting = lasting and result.status in ("ok", "refused", "out of memory")
     today = datetime.now(UTC).date().isoformat()
-    if lasting:
+    if lasting and found[0].problem is None:
         cache.store(under, today, found)
     return today, found
 
