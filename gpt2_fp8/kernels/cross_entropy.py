@@ -34,6 +34,24 @@ def _add(largest, total, x):
 
 
 @triton.jit
+def row_statistics(logits, vocab_size, LANES: tl.constexpr, LANE: tl.constexpr):
+    """The largest of a row's first `vocab_size` logits, and log2 of the sum of 2^((x - largest) log2(e))."""
+    BLOCK: tl.constexpr = LANES * LANE
+    offsets = tl.arange(0, LANES)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    full = vocab_size // BLOCK * BLOCK
+    largest = tl.full([LANES], LOWEST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    for start in range(0, full, BLOCK):
+        largest, total = _add(largest, total, tl.load(logits + start + offsets).to(tl.float32))
+    if full < vocab_size:
+        tail = tl.load(logits + full + offsets, mask=full + offsets < vocab_size, other=-float("inf")).to(tl.float32)
+        largest, total = _add(largest, total, tail)
+    maximum = tl.max(largest, axis=0)
+    # A lane that saw no column has LOWEST for its maximum, and so a weight of exactly 0 here.
+    return maximum, tl.log2(tl.sum(total * tl.exp2((largest - maximum) * LOG2E), axis=0))
+
+
+@triton.jit
 def _rows(
     logits, targets, losses, weight, stride, vocab_size, columns,
     WITH_GRADIENT: tl.constexpr, LANES: tl.constexpr, LANE: tl.constexpr,
@@ -51,21 +69,12 @@ def _rows(
                 tl.store(logits + start + offsets, 0.0, mask=start + offsets < columns)
         return
     picked = tl.load(logits + target).to(tl.float32)
-    full = vocab_size // BLOCK * BLOCK
-    largest = tl.full([LANES], LOWEST, tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    for start in range(0, full, BLOCK):
-        largest, total = _add(largest, total, tl.load(logits + start + offsets).to(tl.float32))
-    if full < vocab_size:
-        tail = tl.load(logits + full + offsets, mask=full + offsets < vocab_size, other=-float("inf")).to(tl.float32)
-        largest, total = _add(largest, total, tail)
-    maximum = tl.max(largest, axis=0)
-    # A lane that saw no column has LOWEST for its maximum, and so a weight of exactly 0 here.
-    total = tl.log2(tl.sum(total * tl.exp2((largest - maximum) * LOG2E), axis=0))
+    maximum, total = row_statistics(logits, vocab_size, LANES, LANE)
     tl.store(losses + row, total / LOG2E + (maximum - picked))
     if WITH_GRADIENT:
         scale = tl.load(weight)
         offset = tl.log2(scale) - total
+        full = vocab_size // BLOCK * BLOCK
         tl.debug_barrier()  # `picked` is read by every warp before any of them writes over it
         for start in range(0, full, BLOCK):
             x = tl.load(logits + start + offsets).to(tl.float32)

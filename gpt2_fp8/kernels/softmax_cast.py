@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_fp8.kernels.cast import empty_pair, store_both
-from gpt2_fp8.kernels.cross_entropy import LANE, LANES, LOG2E, LOWEST, WARPS, _add
+from gpt2_fp8.kernels.cross_entropy import LANE, LANES, LOG2E, WARPS, row_statistics
 from gpt2_fp8.kernels.slot import LARGEST
 
 # Values in [-1, 1] are multiplied by this before the cast.
@@ -27,7 +27,6 @@ def _statistics(
     logits, targets, losses, exponents, vocab_size, columns,
     LANES: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    BLOCK: tl.constexpr = LANES * LANE
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     target = tl.load(targets + row)
@@ -35,17 +34,7 @@ def _statistics(
         tl.store(losses + row, 0.0)
         tl.store(exponents + row, float("inf"))  # every probability of the row is then 2^-inf = 0
         return
-    offsets = tl.arange(0, LANES)[:, None] * LANE + tl.arange(0, LANE)[None, :]
-    full = vocab_size // BLOCK * BLOCK
-    largest = tl.full([LANES], LOWEST, tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    for start in range(0, full, BLOCK):
-        largest, total = _add(largest, total, tl.load(logits + start + offsets).to(tl.float32))
-    if full < vocab_size:
-        tail = tl.load(logits + full + offsets, mask=full + offsets < vocab_size, other=-float("inf")).to(tl.float32)
-        largest, total = _add(largest, total, tail)
-    maximum = tl.max(largest, axis=0)
-    total = tl.log2(tl.sum(total * tl.exp2((largest - maximum) * LOG2E), axis=0))
+    maximum, total = row_statistics(logits, vocab_size, LANES, LANE)
     picked = tl.load(logits + target).to(tl.float32)
     tl.store(losses + row, total / LOG2E + (maximum - picked))
     tl.store(exponents + row, total + maximum * LOG2E)
