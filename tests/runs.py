@@ -14,6 +14,7 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read
+from gpt2_fp8.measure import auto
 
 SMALL = [
     "trainer=cpu", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.n_positions=32",
@@ -54,6 +55,14 @@ def command(*arguments, cwd, timeout=180, **environment):
         [sys.executable, "-m", "gpt2_fp8.run", *arguments],
         cwd=cwd, capture_output=True, text=True, timeout=timeout, env=os.environ | environment,
     )  # fmt: skip
+
+
+def start_elsewhere(tmp_path, monkeypatch):
+    """Go to a folder where `precision=auto` has measured nothing yet, as the only process of a run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in (auto.ANSWER, "WORLD_SIZE", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def record_steps(monkeypatch):

@@ -18,6 +18,7 @@ from gpt2_fp8.compose.catalog import BENCH, Catalog, open_catalog
 from gpt2_fp8.compose.commandline import CommandLine, Program, parse, read
 from gpt2_fp8.config import bench_schema, hints, typed
 from gpt2_fp8.config.bench_schema import BenchConfig, BenchRunConfig
+from gpt2_fp8.config.checks import VOCABULARY
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 
@@ -189,7 +190,7 @@ def _config(
     for config in configs:
         model = config.model
         if model.vocab_size is None and model.name.startswith("gpt2"):
-            model = replace(model, vocab_size=bench_schema.GPT2_VOCABULARY)
+            model = replace(model, vocab_size=VOCABULARY["gpt2"])  # whatever the text
         whole = bench_schema.sequences_per_step(bench, case.micro_batch_size, model.n_positions, gpu)
         done.append(replace(config, model=model, global_batch_size=whole))
     return done

@@ -10,7 +10,6 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.typed import show
 
 TOKENS_PER_STEP = 131_072  # about; of a step on a GPU
-GPT2_VOCABULARY = 50257  # what GPT-2's sizes have, whatever text they are measured on
 
 
 @dataclass(frozen=True, kw_only=True)

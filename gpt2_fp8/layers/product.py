@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from gpt2_fp8.kernels.cast import cast_transpose, reduce_columns
 from gpt2_fp8.kernels.gemm import matmul
 from gpt2_fp8.kernels.slot import Slot
-from gpt2_fp8.layers.scales import Scales
-
-
-def distributed() -> bool:
-    """Whether other processes train too: they exchange what autograd delivers, so gradients must go through it."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+from gpt2_fp8.layers.scales import Scales, distributed
 
 
 class Product(nn.Module):

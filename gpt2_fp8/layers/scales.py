@@ -38,6 +38,12 @@ class DelayedScaling:
     gradient: torch.dtype
 
 
+def distributed() -> bool:
+    """Whether other processes train too: magnitudes are exchanged, and gradients must go through autograd, which is
+    what data parallelism listens to."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 class Scales(nn.Module):
     """The scales of a model. Layers `reserve` their tensors while they are built; `allocate` ends that.
 
@@ -103,7 +109,7 @@ class Scales(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             self.scale_inv.copy_((1 / self.scale)[:, None])  # they may just have come from a checkpoint
         elif is_first_microbatch is not False:
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if distributed():
                 torch.distributed.all_reduce(self.history[0], op=torch.distributed.ReduceOp.MAX)
             self.update()
             self.history.copy_(self.history.roll(1, 0))

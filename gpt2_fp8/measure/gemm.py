@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.config import typed
+from gpt2_fp8.config.checks import VOCABULARY
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.measure import timing
 from gpt2_fp8.measure.timing import Row
@@ -34,7 +35,6 @@ Pass = Literal["forward", "dgrad", "wgrad"]
 PASSES: tuple[Pass, ...] = ("forward", "dgrad", "wgrad")
 COLUMNS = ("dtype", "tflops", "fp8_tflops", "ratio")
 
-GPT2_VOCABULARY = 50257  # where a model leaves it to the tokenizer
 CPU_ROWS = 128
 DEFAULT_L2 = 64 * 2**20  # bytes
 
@@ -54,7 +54,7 @@ def products(models: list[ModelConfig]) -> dict[tuple[int, int], list[str]]:
     """Input and output width of every linear layer, each once, with the layers that have it."""
     found: dict[tuple[int, int], list[str]] = {}
     for model in models:
-        d, vocabulary = model.n_embd, padded_vocabulary(model.vocab_size or GPT2_VOCABULARY)
+        d, vocabulary = model.n_embd, padded_vocabulary(model.vocab_size or VOCABULARY["gpt2"])
         widths = {
             "qkv": (d, 3 * d),
             "projection": (d, d),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.config import typed
+from gpt2_fp8.config.checks import VOCABULARY
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
 from gpt2_fp8.measure import children, timing
 from gpt2_fp8.measure.peer_models import PEERS, Peer
@@ -28,7 +29,6 @@ from gpt2_fp8.optim import build_optimizer
 
 COLUMNS = ("tokens_per_second", "slowest", "fastest", "peak_memory_gb", "loss", "parameters", "note")
 TIMEOUT_S = 600.0  # of one peer: compiling the largest model takes minutes
-VOCABULARY = {"gpt2": 50257, "bytes": 257}  # of the tokenizers
 BATCHES = 8  # different steps; more go round
 ON_CPU = {"n_layer": 2, "n_positions": 64}  # at most
 

@@ -6,7 +6,8 @@ above see an amax of 0, and the first steps train nothing (measured: a gradient 
 
 So one micro-batch is run twice without an update, with the loss times a power of two near the number of tokens: each
 token's gradient is then of order 1, which E5M2 holds unscaled. The first pass finds the amaxes, the second refines them
-under real scales. Dividing the gradients' amaxes by the same power of two is exact.
+under real scales. Dividing the gradients' amaxes by the same power of two is exact; so is dividing them by the number
+of micro-batches that training will share a step among, where that is a power of two.
 """
 
 from __future__ import annotations

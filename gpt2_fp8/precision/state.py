@@ -10,7 +10,7 @@ have neither, and everything here finds nothing to do.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -73,24 +73,22 @@ def divide_gradient_amaxes(model: nn.Module, factor: float) -> None:
             state.scale.mul_(factor)
 
 
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> AbstractContextManager[None]:
     """Leave the histories as they were found: TE records amaxes in evaluation too, and they would enter the next
     training update."""
-    kept = [(state.amax_history, state.amax_history.clone()) for _, state in _states(model)]
-    try:
-        yield
-    finally:
-        if kept:
-            torch._foreach_copy_([live for live, _ in kept], [copy for _, copy in kept])
+    return _put_back([state.amax_history for _, state in _states(model)])
+
+
+def restored(model: nn.Module) -> AbstractContextManager[None]:
+    """Leave scales and histories as they were found, also where training passes run in between."""
+    return _put_back([tensor for _, state in _states(model) for tensor in (state.scale, state.amax_history)])
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Leave scales and histories as they were found, also where training passes run in between."""
-    kept = [(live, live.clone()) for _, state in _states(model) for live in (state.scale, state.amax_history)]
+def _put_back(tensors: list[Tensor]) -> Iterator[None]:
+    kept = [tensor.clone() for tensor in tensors]
     try:
         yield
     finally:
         if kept:
-            torch._foreach_copy_([live for live, _ in kept], [copy for _, copy in kept])
+            torch._foreach_copy_(tensors, kept)

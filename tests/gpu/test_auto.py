@@ -9,7 +9,7 @@ from gpt2_fp8.measure import auto, cache, candidates, worker
 from gpt2_fp8.precision.plugin import build_plugin
 from gpt2_fp8.precision.resolve import resolve
 from tests.gpu.common import HOPPER, composed
-from tests.runs import metrics, summary, train
+from tests.runs import metrics, start_elsewhere, summary, train
 
 pytestmark = pytest.mark.fp8
 
@@ -18,10 +18,7 @@ AUTO = ["precision=auto", "compile=false", "trainer.max_steps=50"]
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in (auto.ANSWER, "WORLD_SIZE", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
+    start_elsewhere(tmp_path, monkeypatch)
 
 
 def settle(*overrides):

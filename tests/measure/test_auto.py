@@ -17,7 +17,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
 from gpt2_fp8.measure import auto, cache, candidates
 from gpt2_fp8.measure.case import Case, Result, measure
-from tests.runs import checkpoint, metrics, summary, train, train_until
+from tests.runs import checkpoint, metrics, start_elsewhere, summary, train, train_until
 from tests.test_ddp import TWO, run, the_run
 
 RATES = {"bf16": 507_000.0, "block": 560_000.0, "current": 640_000.0, "delayed": 703_000.0}
@@ -25,10 +25,7 @@ RATES = {"bf16": 507_000.0, "block": 560_000.0, "current": 640_000.0, "delayed":
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in (auto.ANSWER, "WORLD_SIZE", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
+    start_elsewhere(tmp_path, monkeypatch)
 
 
 class Gpu:
