@@ -43,7 +43,7 @@ class GPT2(nn.Module):
         self.tokens.to(device)
         self.positions.to(device)
         self.head.weight = self.tokens.weight
-        self.scales = layers.scales
+        self._embed, self.scales = layers.embed, layers.scales
         if isinstance(self.scales, Scales):
             self.scales.allocate(device)
         self.register_state_dict_post_hook(_leave_out_tied)
@@ -59,10 +59,7 @@ class GPT2(nn.Module):
         """What the head gets: [batch, tokens, n_embd]. Arguments as `forward`'s."""
         if isinstance(self.scales, Scales):
             self.scales.begin(is_first_microbatch)
-        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        x = self.dropout(x)
+        x = self.dropout(self._embed(ids, self.tokens.weight, self.positions.weight))
         for block in self.blocks:
             x = block(x, is_first_microbatch)
         return x

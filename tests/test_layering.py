@@ -90,7 +90,7 @@ HOUSE = {
     "layers.fused": Row("layers layers.te layers.attention kernels config", "torch"),
     "layers.attention": Row("layers layers.te", "torch flash_attn"),
     "layers": Row("layers kernels config", "torch"),
-    "kernels": Row("kernels", "torch triton"),
+    "kernels": Row("kernels", "torch triton cuda"),
     "rng": Row("", "torch numpy"),
     # what everything stands on
     "config": Row("config"),
@@ -98,7 +98,7 @@ HOUSE = {
 
 # Imported where it is used and nowhere else, so that everything imports, and shows its help, on a laptop.
 INSIDE_FUNCTIONS = {
-    *("transformer_engine", "flash_attn", "matplotlib"),
+    *("transformer_engine", "flash_attn", "cuda", "matplotlib"),
     *("datasets", "huggingface_hub", "tiktoken", "pyarrow", "requests"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.

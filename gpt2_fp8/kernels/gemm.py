@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.kernels import cublaslt as lt
+from gpt2_fp8.kernels import tuning
 
 WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA advises for Hopper
 CANDIDATES = 16  # algorithms asked for
@@ -120,8 +121,31 @@ class Plan:
         self._a, self._b, self._out = lt.layout(b.dtype, k, n), lt.layout(a.dtype, k, m), lt.layout(out.dtype, n, m)
         layouts = (self._a, self._b, self._out, self._out)
         results = lt.search(self._handle, self._product, layouts, alignment, WORKSPACE_BYTES, CANDIDATES, self.what)
-        self._algorithm = ctypes.byref(results[0].algorithm)  # cuBLASLt's own choice: the same every time
         self._set, self._multiply = lt.library().cublasLtMatmulDescSetAttribute, lt.library().cublasLtMatmul
+        self._algorithm = ctypes.byref(results[0].algorithm)
+        if m * n * k >= tuning.WORTH and not torch.cuda.is_current_stream_capturing():
+            self._tune([result.algorithm for result in results], a, b, out, addresses)
+
+    def _tune(self, algorithms: list[lt.Algorithm], a: Tensor, b: Tensor, out: Tensor, addresses: Addresses) -> None:
+        """Choose an algorithm on operands of its own: those of a first call may be zeros. Without memory for them
+        cuBLASLt's first choice stays."""
+        _, _, at_out, add, bias, *_ = addresses
+        try:
+            one, scratch = torch.ones(1, device=out.device), torch.empty_like(out)
+            x, y = tuning.operand(a), tuning.operand(b)
+            more = torch.ones_like(out) if add and add != at_out else None
+            row = torch.ones(out.shape[1], dtype=torch.bfloat16, device=out.device) if bias else None
+
+            def launch(algorithm: lt.Algorithm, to: Tensor) -> int:
+                self._algorithm, at = ctypes.byref(algorithm), to.data_ptr()
+                at_more, at_row = at if more is None else more.data_ptr(), 0 if row is None else row.data_ptr()
+                at_one = one.data_ptr()
+                return self.launch((x.data_ptr(), y.data_ptr(), at, at_more if add else 0, at_row, at_one, at_one))
+
+            chosen = tuning.fastest(algorithms, launch, scratch)
+        except torch.OutOfMemoryError:
+            chosen = algorithms[0]
+        self._algorithm = ctypes.byref(chosen)
 
     def _attributes(self, fast_accumulate: bool) -> dict[int, ctypes._SimpleCData]:
         """The scales' and the bias' addresses are among them: cuBLASLt's search looks at how they are aligned."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 from typing import Literal, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers.scales import DelayedScaling, Scales
@@ -32,6 +32,10 @@ class Family(Protocol):
     """What a decoder is built of. `fp8=False` keeps a part's products in bf16 where the others' are FP8."""
 
     scales: Scales | None  # the state of the FP8 tensors where the family keeps it itself
+
+    def embed(self, ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Tokens and positions to the residual stream: see `embedding.embed`."""
+        ...
 
     def block(self, config: ModelConfig, fp8: bool) -> nn.Module:
         """Called as `block(x, is_first_microbatch)`, x: [batch, tokens, n_embd]; returns the same shape."""

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.layers.embedding import embed
 from gpt2_fp8.layers.scales import Scales
 
 
@@ -32,6 +33,7 @@ class Composed:
     """The family of a module that offers the four layers named in the package."""
 
     scales: Scales | None = None
+    embed = staticmethod(embed)
 
     def __init__(self, layers: Any, recompute: bool):
         self.layers, self.recompute = layers, recompute

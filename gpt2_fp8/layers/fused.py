@@ -25,6 +25,7 @@ from gpt2_fp8.kernels.layer_norm import Gradient, Statistics, layer_norm_backwar
 from gpt2_fp8.layers import reference, te
 from gpt2_fp8.layers.attention import attention
 from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.layers.embedding import fused_embed
 from gpt2_fp8.layers.head import Head
 from gpt2_fp8.layers.product import Product, vector_gradient
 from gpt2_fp8.layers.reference import EPSILON
@@ -37,9 +38,11 @@ class Block(nn.Module):
     """Attention and a perceptron, each added to the residual stream; the FP8 twin of `layers.block.Block`.
 
     `recompute`: the perceptron's hidden layer is computed again in the backward, and does not wait in memory.
+    `below`: the block whose output this one's input is. Its backward needs the gradient of that in FP8, and this one's
+    last kernel casts it on the way out.
     """
 
-    def __init__(self, config: ModelConfig, scales: Scales, recompute: bool):
+    def __init__(self, config: ModelConfig, scales: Scales, recompute: bool, below: Block | None):
         super().__init__()
         d, bias, self.recompute = config.n_embd, config.bias, recompute
         self.qkv = reference.LayerNormLinear(d, 3 * d, bias)
@@ -47,6 +50,8 @@ class Block(nn.Module):
         self.projection = reference.Linear(d, d, bias)
         self.mlp = reference.LayerNormMLP(d, bias)
         self.products = Products(*(Product(scales) for _ in range(4)))
+        self.below = [below]  # in a list: it is no part of this module
+        self.received: Gradient | None = None  # the gradient of the output, cast
 
     def refresh(self) -> None:
         """Cast the weights to FP8."""
@@ -118,12 +123,20 @@ class _BlockFunction(torch.autograd.Function):
         return dx.view(upstream[0].shape), None, None, *(gradients[p] for p in ctx.parameters)
 
 
+def _cast_output_gradient(block: Block, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`dout` [M, d] in both layouts, and its partial column sums: as the block above has left them, or made here."""
+    received, block.received = block.received, None
+    if received is not None and received.dx.data_ptr() == dout.data_ptr():
+        return received.q, received.qt, received.sums[:, 2]
+    return cast_transpose(dout, block.products.fc2.slot("gradient"), sums=True)
+
+
 def _perceptron_backward(
     block: Block, dout: Tensor, middle: Tensor, hidden: tuple[Tensor, Tensor, Statistics], gradients: Gradients
 ) -> Gradient:
     """From the gradient of a block's output, [M, d], to that of its middle; the parameters' into `gradients`."""
     (h, z8t, statistics), mlp, fc1, fc2 = hidden, block.mlp, block.products.fc1, block.products.fc2
-    g8, g8t, sums = cast_transpose(dout, fc2.slot("gradient"), sums=True)
+    g8, g8t, sums = _cast_output_gradient(block, dout)
     gradients[mlp.fc2_bias] = vector_gradient(mlp.fc2_bias, sums)
     inner = gelu_backward_cast(fc2.input_gradient(g8), h, fc1.slot("gradient"), fc2.slot("input"))
     gradients[mlp.fc2_weight] = fc2.weight_gradient(mlp.fc2_weight, g8t, inner.yt)
@@ -154,7 +167,11 @@ def _attention_backward(
     gradients[norm.bias] = vector_gradient(norm.bias, sums)
     gradients[norm.weight] = qkv.weight_gradient(norm.weight, g8t, y8t)
     dy = qkv.input_gradient(g8)
-    result = layer_norm_backward(dy, x, statistics, norm.layer_norm_weight, into_middle.dx, None)
+    below = block.below[0]
+    slot = None if below is None else below.products.fc2.slot("gradient")
+    result = layer_norm_backward(dy, x, statistics, norm.layer_norm_weight, into_middle.dx, slot)
+    if below is not None:
+        below.received = result
     gradients[norm.layer_norm_weight] = vector_gradient(norm.layer_norm_weight, result.sums[:, 0])
     gradients[norm.layer_norm_bias] = vector_gradient(norm.layer_norm_bias, result.sums[:, 1])
     return result.dx
@@ -163,16 +180,23 @@ def _attention_backward(
 class Fused:
     """The family of this module. A block or head that is to stay in bf16 is Transformer Engine's."""
 
+    embed = staticmethod(fused_embed)
+
     def __init__(self, settings: DelayedScaling, recompute: bool):
         self.scales: Scales | None = Scales(settings)
         self.recompute = recompute
         self._bf16 = Composed(te, recompute)
+        self._below: Block | None = None  # the last block built, where it is one of ours
 
     def block(self, config: ModelConfig, fp8: bool) -> nn.Module:
         """See `layers.Family`. `config.dropout` must be 0."""
         assert config.dropout == 0
         assert self.scales is not None
-        return Block(config, self.scales, self.recompute) if fp8 else self._bf16.block(config, fp8=False)
+        if not fp8:
+            self._below = None
+            return self._bf16.block(config, fp8=False)
+        self._below = Block(config, self.scales, self.recompute, self._below)
+        return self._below
 
     def head(self, n_embd: int, rows: int, fp8: bool) -> nn.Module:
         """See `layers.Family`."""

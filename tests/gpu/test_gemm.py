@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt2_fp8.kernels import gemm
+from gpt2_fp8.kernels import gemm, tuning
 
 pytestmark = pytest.mark.fp8
 
@@ -137,3 +137,38 @@ def test_a_wrong_shape_is_refused():
         gemm.matmul(given[0], given[1][:, :16].contiguous(), *given[2:])
     with pytest.raises(AssertionError, match="16"):
         gemm.matmul(given[0][:24], given[1], given[2][:24], *given[3:])
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("shape", [(4096, 4800, 1600), (4096, 3072, 768), (3072, 768, 4096), (2048, 50304, 1280)])
+def test_the_algorithm_chosen_by_time_gives_the_bits_of_the_first(shape, accumulate, monkeypatch):
+    m, n, k = shape
+    assert m * n * k >= tuning.WORTH
+    results = []
+    for worth in (float("inf"), 0):
+        monkeypatch.setattr(tuning, "WORTH", worth)
+        monkeypatch.setattr(gemm, "_plans", {})
+        given = operands(*shape, (E5M2, E4M3), torch.float32 if accumulate else torch.bfloat16)
+        given[2].fill_(1.0)
+        results.append(gemm.matmul(*given, add=given[2] if accumulate else None))
+    assert torch.equal(*results)
+
+
+def test_an_algorithm_that_refuses_or_rounds_otherwise_is_passed_over():
+    out, slow = torch.empty(1024, device="cuda"), torch.ones(2**26, device="cuda")
+    asked = []
+
+    def launch(algorithm, to):
+        asked.append(algorithm)
+        if algorithm == "refuses":
+            return 1
+        if algorithm in ("first", "same"):
+            slow.mul_(1.0)
+        if algorithm == "first":
+            slow.mul_(1.0)
+        to.fill_(2.0 if algorithm == "other" else 3.0)
+        return 0
+
+    assert tuning.fastest(["first", "refuses", "other", "same"], launch, out) == "same"
+    assert tuning.fastest(["first", "refuses", "other"], launch, out) == "first"
+    assert set(asked) == {"first", "refuses", "other", "same"}

@@ -20,8 +20,19 @@ from tests.gpu.test_cast import (
 pytestmark = pytest.mark.fp8
 
 SHAPES = [(64, 64), (128, 768), (16, 16), (16, 48), (80, 144), (272, 768), (48, 1600), (80, 2064)]
-SHAPES += [(8208, 144), (16432, 144)]  # more groups of rows to a program
+SHAPES += [(8208, 144), (16432, 144), (16912, 1280)]  # more rows to a program, a last tile of fewer
 EPSILON = 1e-5
+
+
+@pytest.fixture(params=["rows", "tiles"], autouse=True)
+def implementation(request, monkeypatch):
+    """Every test is of both; rows that are too wide for the first are the second's twice."""
+    from gpt2_fp8.kernels import layer_norm_rows, nvrtc
+
+    if request.param == "tiles":
+        monkeypatch.setattr(layer_norm_rows, "fits", lambda n: False)
+    elif reason := nvrtc.missing():
+        pytest.skip(reason)
 
 
 def parameters(n):

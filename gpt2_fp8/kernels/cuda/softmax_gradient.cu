@@ -1,0 +1,116 @@
+// From logits to (softmax - onehot) times 2^EXPONENT, as FP8 in both layouts, in one pass over memory.
+//
+// A block makes one tile of TILE rows by TILE columns and so fills whole lines of 128 bytes of either output. A warp
+// has 16 of the rows, a lane four of the columns; its 64 logits are all on their way before the first is used. A lane's
+// 16 rows of a column are 16 bytes of `qt`; they go through shared memory, so that neighbouring lanes write neighbours.
+// The one element of a row whose target lies in the tile is mended afterwards: cheaper than asking each whether it is
+// that.
+
+constexpr int TILE = 128, THREADS = 2 * TILE, LANE = 4, ROWS = 16, PIECES = TILE / ROWS;
+constexpr float LOG2E = 1.4426950408889634f;
+
+// What a logit has to know of its row: the largest logit, and EXPONENT less the binary logarithm of the row's sum.
+struct __align__(8) Row {
+  float maximum, shift;
+};
+
+__device__ __forceinline__ float probability(float logit, Row row) {
+  float p;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(p) : "f"(fmaf(logit - row.maximum, LOG2E, row.shift)));
+  return p;
+}
+
+// Where 16 rows of a column wait in shared memory, in units of 16 bytes. Eight lanes that write a piece of every
+// fourth column, or read the eight pieces of one column, meet all 32 banks.
+__device__ __forceinline__ int place(int column, int piece) {
+  return column * PIECES + (piece ^ column / LANE % PIECES);
+}
+
+// The first row and column of this block's tile. Tiles are walked row by row: bands of several were 1 to 3 % slower.
+__device__ __forceinline__ int2 origin(int N) {
+  const u32 across = (N + TILE - 1) / TILE;
+  return make_int2(blockIdx.x / across * TILE, blockIdx.x % across * TILE);
+}
+
+// Four columns of four rows -> the four rows of these columns.
+__device__ __forceinline__ uint4 turned(u32 a, u32 b, u32 c, u32 d) {
+  const u32 ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
+  const u32 ab_below = __byte_perm(a, b, 0x7362), cd_below = __byte_perm(c, d, 0x7362);
+  return make_uint4(__byte_perm(ab, cd, 0x5410), __byte_perm(ab, cd, 0x7632), __byte_perm(ab_below, cd_below, 0x5410),
+                    __byte_perm(ab_below, cd_below, 0x7632));
+}
+
+// logits: bfloat16 [M, N], both multiples of 16. exponents [M]: the largest logit, and the binary logarithm of the sum.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) softmax_gradient(
+    const unsigned short* __restrict__ logits, const long long* __restrict__ targets,
+    const float2* __restrict__ exponents, u8* __restrict__ q, u8* __restrict__ qt, int M, int N, int vocab_size) {
+  __shared__ uint4 pieces[TILE * PIECES];
+  __shared__ __align__(16) Row rows[TILE];
+  __shared__ __align__(16) u8 counted[TILE];  // 0 or 255
+  const int2 first = origin(N);
+  const int piece = threadIdx.x / 32, row = first.x + piece * ROWS, column = first.y + threadIdx.x % 32 * LANE;
+  const bool inside = row < M && column < N;
+
+  // One thread a row knows whether the row's target lies here. These few loads come first, the many right behind.
+  const int mine = first.x + threadIdx.x;
+  const bool owner = threadIdx.x < TILE && mine < M;
+  const long long wanted = owner ? targets[mine] : -1;
+  const float2 exponent = owner ? exponents[mine] : make_float2(0, 0);
+  uint2 pairs[ROWS];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r)
+    if (inside) pairs[r] = __ldcs(reinterpret_cast<const uint2*>(logits + static_cast<u64>(row + r) * N + column));
+  if (owner) {
+    rows[threadIdx.x] = {exponent.x, EXPONENT - exponent.y};
+    counted[threadIdx.x] = wanted < 0 ? 0 : 255;
+  }
+  const int target = wanted >= first.y && wanted < first.y + TILE ? wanted - first.y : -1;
+  u32 at_target = 0;
+  if (target >= 0) at_target = logits[static_cast<u64>(mine) * N + wanted];
+  __syncthreads();
+
+  if (inside) {
+    u32 words[LANE][ROWS / 4];
+#pragma unroll
+    for (int g = 0; g < ROWS / 4; ++g) {
+      float v[4][LANE];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const Row of_row = rows[piece * ROWS + g * 4 + r];
+        const uint2 pair = pairs[g * 4 + r];
+        v[r][0] = probability(low(pair.x), of_row), v[r][1] = probability(high(pair.x), of_row);
+        v[r][2] = probability(low(pair.y), of_row), v[r][3] = probability(high(pair.y), of_row);
+      }
+      const u32 kept = reinterpret_cast<const u32*>(counted)[piece * (ROWS / 4) + g];
+#pragma unroll
+      for (int c = 0; c < LANE; ++c)
+        words[c][g] = fp8(v[0][c], v[1][c], v[2][c], v[3][c]) & (column + c < vocab_size ? kept : 0);
+      const uint4 turn = turned(words[0][g], words[1][g], words[2][g], words[3][g]);
+      u8* to = q + static_cast<u64>(row + g * 4) * N + column;
+      *reinterpret_cast<u32*>(to) = turn.x;
+      *reinterpret_cast<u32*>(to + N) = turn.y;
+      *reinterpret_cast<u32*>(to + 2 * static_cast<u64>(N)) = turn.z;
+      *reinterpret_cast<u32*>(to + 3 * static_cast<u64>(N)) = turn.w;
+    }
+#pragma unroll
+    for (int c = 0; c < LANE; ++c)
+      pieces[place(column - first.y + c, piece)] = make_uint4(words[c][0], words[c][1], words[c][2], words[c][3]);
+  }
+
+  if (__syncthreads_or(target >= 0)) {
+    if (target >= 0) {
+      const u8 byte = fp8(probability(low(at_target), rows[threadIdx.x]) - (1 << EXPONENT), 0, 0, 0);
+      q[static_cast<u64>(mine) * N + wanted] = byte;
+      reinterpret_cast<u8*>(pieces + place(target, threadIdx.x / ROWS))[threadIdx.x % ROWS] = byte;
+    }
+    __syncthreads();
+  }
+  const int p = threadIdx.x % PIECES;
+  if (first.x + p * ROWS >= M) return;
+#pragma unroll
+  for (int i = 0; i < TILE; i += THREADS / PIECES) {
+    const int c = i + threadIdx.x / PIECES;
+    if (first.y + c < N)
+      *reinterpret_cast<uint4*>(qt + static_cast<u64>(first.y + c) * M + first.x + p * ROWS) = pieces[place(c, p)];
+  }
+}

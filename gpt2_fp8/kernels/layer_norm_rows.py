@@ -1,0 +1,114 @@
+"""Layer normalisation over whole rows that stay in a multiprocessor, in CUDA C++ (`cuda/layer_norm_*.cu`): the input is
+read from memory once, and every byte of both layouts leaves in runs of at least 32."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpt2_fp8.kernels import nvrtc
+from gpt2_fp8.kernels.cast import empty_pair
+from gpt2_fp8.kernels.slot import Slot
+
+WIDEST = 2048  # columns: beyond, a tile and its pieces no longer fit, and `layer_norm_tiles` is as fast
+MOST_STAGES = 6
+
+
+class _Shape(NamedTuple):
+    """How rows of one width are cut up; see the constants of the kernels."""
+
+    rows: int  # of a piece
+    blocks: int  # a multiprocessor
+    tile: int  # rows whose transpose leaves together
+    stages: int  # pieces on their way
+    shared_bytes: int  # of a block
+
+
+def fits(n: int) -> bool:
+    """Whether rows of `n` columns can be normalised here."""
+    return n <= WIDEST and nvrtc.missing() is None
+
+
+def _threads(n: int) -> int:
+    return -(-n // 128) * 32  # four columns each, in whole warps
+
+
+def _shape(n: int, tensors: int, rows: int, blocks: int, tile: int) -> _Shape | None:
+    """With as many stages as there is room for; None where there is none for one. `tensors` are read row by row; a
+    backward's pieces (more than one tensor) have two numbers a row besides."""
+    piece = rows * n * 2 * tensors + (8 * rows if tensors > 1 else 0)
+    room = nvrtc.SHARED_BYTES // blocks - 4096 - tile * (-(-n // 32) * 32)  # 4096: sums, barriers, the system's own
+    stages = min(MOST_STAGES, room // piece)
+    ring = -(-stages * piece // 128) * 128
+    return _Shape(rows, blocks, tile, stages, ring + tile * (-(-n // 32) * 32)) if stages > 0 else None
+
+
+@cache
+def _forward_shape(n: int, m: int, processors: int) -> _Shape:
+    """Measured on an H200 at 768, 1,280 and 1,600 columns: two blocks of eight rows, and the larger tile that fits."""
+    wanted = _tile(m, processors, 64)
+    found = (_shape(n, 1, 8, 2, tile) for tile in (wanted, wanted // 2, 16))
+    return next(shape for shape in found if shape)
+
+
+@cache
+def _backward_shape(n: int, m: int, processors: int, tensors: int) -> _Shape:
+    """Measured likewise: one block of four rows, many stages where rows are short and long runs where they are not."""
+    wanted = _tile(m, processors, 32 if n <= 1024 else 128)
+    found = (_shape(n, tensors, 4, 1, tile) for tile in (wanted, wanted // 2, 16))
+    return next(shape for shape in found if shape and shape.stages > 1)
+
+
+def _tile(m: int, processors: int, most: int) -> int:
+    """Smaller where that would leave processors without work."""
+    while most > 16 and -(-m // most) < processors:
+        most //= 2
+    return most
+
+
+def _kernel(name: str, n: int, shape: _Shape, device: torch.device, **constants: bool) -> nvrtc.Kernel:
+    given = {"N": n, "ROWS": shape.rows, "BLOCKS": shape.blocks, "TILE": shape.tile, "STAGES": shape.stages}
+    given |= {"THREADS": _threads(n), **constants}
+    return nvrtc.kernel(name, given, device, _threads(n), shape.shared_bytes)
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, both: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `layer_norm.layer_norm_cast`: both layouts, mean and rstd."""
+    m, n = x.shape
+    processors = nvrtc.processors(x.device)
+    shape = _forward_shape(n, m, processors)
+    q, qt = empty_pair(m, n, slot.dtype, x.device, both)
+    mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
+    e4m3 = slot.dtype == torch.float8_e4m3fn
+    launch = _kernel("layer_norm_forward", n, shape, x.device, E4M3=e4m3, BOTH=both)
+    grid = min(-(-m // shape.tile), processors * shape.blocks)
+    launch(grid, x, weight, bias, q, qt, mean, rstd, slot.scale, slot.amax, m, float(epsilon))
+    return q, qt, mean, rstd
+
+
+def backward(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None, slot: Slot | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `layer_norm.layer_norm_backward`: dx, both layouts, and the sums."""
+    m, n = x.shape
+    processors = nvrtc.processors(x.device)
+    shape = _backward_shape(n, m, processors, 2 if residual is None else 3)
+    grid = min(-(-m // shape.tile), processors * shape.blocks)
+    dx = torch.empty_like(x)
+    sums = torch.empty(grid, 3, n, dtype=torch.float32, device=x.device)
+    if slot is None:
+        q = qt = torch.empty(0, dtype=torch.float8_e5m2, device=x.device)
+        scale, amax, e4m3 = mean, mean, False
+    else:
+        q, qt = empty_pair(m, n, slot.dtype, x.device)
+        scale, amax, e4m3 = slot.scale, slot.amax, slot.dtype == torch.float8_e4m3fn
+    launch = _kernel(
+        "layer_norm_backward", n, shape, x.device, E4M3=e4m3, CAST=slot is not None, RESIDUAL=residual is not None
+    )
+    launch(grid, dy, x, dx if residual is None else residual, mean, rstd, weight, dx, q, qt, sums, scale, amax, m)
+    return dx, q, qt, sums
