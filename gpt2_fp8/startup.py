@@ -13,6 +13,7 @@ from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.flops import flops_per_token, parameter_count, peak_bf16_flops
+from gpt2_fp8.kernels.nvrtc import missing
 from gpt2_fp8.layers.attention import kernels
 from gpt2_fp8.model import padded_vocabulary
 from gpt2_fp8.precision.resolve import Plan
@@ -110,7 +111,8 @@ def _layers(config: RunConfig, plan: Plan) -> str:
     """Which layers compute a run, for people."""
     if plan.backend == "fused":
         attention = kernels(config.model.n_head, config.model.n_embd)
-        return f"fused FP8 chain{', in CUDA graphs' if plan.graphs else ''}; attention {attention}"
+        slower = f"; slower than it could be: {reason}" if (reason := missing()) else ""
+        return f"fused FP8 chain{', in CUDA graphs' if plan.graphs else ''}; attention {attention}{slower}"
     if plan.backend == "te":
         return "Transformer Engine"
     return "plain torch, compiled" if plan.compile else "plain torch"

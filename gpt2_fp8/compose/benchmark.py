@@ -61,7 +61,8 @@ def defaults(gpu: bool) -> dict[str, Any]:
 
 def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]:
     """What a command line (without the program's name) asks to be measured, on a GPU or on a CPU: the settings, and the
-    configuration of each case. On a GPU, bf16 under torch.compile is among them for each model and micro-batch.
+    configuration of each case. On a GPU, bf16 under torch.compile is among them for each model and micro-batch, unless
+    `bench.baseline=false`.
 
     Raises UserError with every problem, each once.
     """
@@ -168,7 +169,7 @@ def _configs(
         ]
         used |= {o.key_or_group for o in given for case in cases if case.has(o.key_or_group)}
         group = [config for case in cases for config in _config(bench, case, given, catalog, gpu, problems)]
-        if gpu and not any(config.precision.name == "bf16" and config.compile for config in group):
+        if gpu and bench.baseline and not any(config.precision.name == "bf16" and config.compile for config in group):
             baseline = _Case(model, size, "bf16", None, ("compile=true",))
             group = [*_config(bench, baseline, given, catalog, gpu, problems), *group]
         configs += group

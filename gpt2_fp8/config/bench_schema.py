@@ -22,6 +22,7 @@ class BenchConfig:
     micro_batch_size: list[int]  # sequences a forward pass
     global_batch_size: int | None  # sequences a step; null: on a GPU as many micro-batches as come nearest to
     # 131,072 tokens, at least one; on a CPU one micro-batch
+    baseline: bool  # on a GPU also bf16 under torch.compile, which the ratios refer to, where it is not in the lists
     steps: int  # timed
     warmup: int  # steps before them
     timeout: float  # seconds that one case may take, its start and compilation included

@@ -7,7 +7,7 @@ import ctypes
 import re
 from collections.abc import Mapping
 from functools import cache
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,15 @@ SHARED_BYTES = 227 * 1024  # of one multiprocessor on Hopper, less 1 KiB for eac
 
 @cache
 def missing() -> str | None:
-    """Why kernels in CUDA C++ cannot be compiled here, or None."""
-    return None if find_spec("cuda") and find_spec("cuda.core") else "the package cuda-core is not installed"
+    """Why kernels in CUDA C++ cannot be compiled here, or None. Those who ask then have a kernel in Triton."""
+    try:
+        import_module("cuda.bindings.nvrtc").nvrtcVersion()
+        import_module("cuda.core.utils").FileStreamProgramCache  # noqa: B018  (the youngest of what is used)
+    except ImportError:
+        return "cuda-core is not installed"
+    except Exception as error:  # another version, or without the libraries that it loads
+        return f"cuda-core does not work here ({type(error).__name__})"
+    return None
 
 
 class Kernel:
@@ -37,7 +44,11 @@ class Kernel:
             std="c++17", arch=f"sm_{major}{minor}", define_macro=[(key, str(value)) for key, value in constants.items()]
         )
         source = "\n".join(_source(file) for file in ("common.cuh", f"{name}.cu"))
-        compiled = Program(source, "c++", options).compile("cubin", cache=FileStreamProgramCache())
+        try:
+            cache_on_disk = FileStreamProgramCache()
+        except OSError:  # a home directory that cannot be written: compiled anew in every process, a second each
+            cache_on_disk = None
+        compiled = Program(source, "c++", options).compile("cubin", cache=cache_on_disk)
         self._kernel = compiled.get_kernel(name)
         self._threads, self._shared_bytes = threads, shared_bytes
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

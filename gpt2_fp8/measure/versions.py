@@ -16,7 +16,7 @@ from gpt2_fp8 import __version__
 def versions() -> dict[str, str]:
     """Names and versions of the libraries, of CUDA and of the driver; those that are not there are left out."""
     found = {"gpt2_fp8": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name in ("transformer_engine", "lightning", "triton", "flash-attn-4"):
+    for name in ("transformer_engine", "lightning", "triton", "cuda-core", "flash-attn-4"):
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     if torch.version.cuda:

@@ -53,10 +53,11 @@ def test_all_combinations_and_a_recipe_only_where_there_is_one():
     ]
 
 
-def test_compiled_bf16_is_always_among_the_cases_of_a_gpu():
+def test_compiled_bf16_is_among_the_cases_of_a_gpu_unless_told_otherwise():
     assert cases("bench.precision=fp8_hybrid")[0] == ("gpt2", 64, "bf16", None)
     _, configs = preflight(["bench.precision=bf16", "compile=false"], True)
     assert [config.compile for config in configs] == [True, False]
+    assert cases("bench.precision=fp8_hybrid", "bench.baseline=false") == [("gpt2", 64, "fp8_hybrid", "delayed")]
     assert cases("bench.precision=[fp8_hybrid]", gpu=False) == [
         ("tiny", size, "fp8_hybrid", "delayed") for size in (2, 8)
     ]
