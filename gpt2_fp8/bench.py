@@ -52,6 +52,7 @@ MEANINGS = {
     "recipe": "of the FP8 precisions: delayed, current, block, mxfp8",
     "micro_batch_size": "sequences a forward pass",
     "global_batch_size": "sequences a step; null: about 131,072 tokens, on a CPU one micro-batch",
+    "baseline": "on a GPU also bf16 under torch.compile, which the ratios refer to",
     "steps": "timed steps",
     "warmup": "steps before them",
     "timeout": "seconds that a case may take",

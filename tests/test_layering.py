@@ -55,7 +55,7 @@ HOUSE = {
     # what puts a run together
     "train": Row(f"build startup measure.auto {PARTS}", "torch lightning"),
     "measure.auto": Row("measure measure.candidates measure.cache precision checkpoint config"),
-    "measure.candidates": Row("measure measure.cache measure.versions precision config", "torch"),
+    "measure.candidates": Row("measure measure.cache measure.versions kernels.nvrtc precision config", "torch"),
     "measure.cache": Row("measure precision checkpoint config"),
     "measure.timing": Row("measure", "torch"),
     "measure.profile": Row("measure", "torch"),
@@ -90,7 +90,8 @@ HOUSE = {
     "layers.fused": Row("layers layers.te layers.attention kernels config", "torch"),
     "layers.attention": Row("layers layers.te", "torch flash_attn"),
     "layers": Row("layers kernels config", "torch"),
-    "kernels": Row("kernels", "torch triton cuda"),
+    "kernels.nvrtc": Row("", "torch cuda"),
+    "kernels": Row("kernels kernels.nvrtc", "torch triton"),
     "rng": Row("", "torch numpy"),
     # what everything stands on
     "config": Row("config"),

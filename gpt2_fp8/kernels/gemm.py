@@ -131,6 +131,8 @@ class Plan:
         cuBLASLt's first choice stays."""
         _, _, at_out, add, bias, *_ = addresses
         try:
+            # the logits of a chunk are 1.6 GB: `out` itself is scratch where nothing is added to it
+            spare = torch.empty_like(out) if add == at_out else out
             one, scratch = torch.ones(1, device=out.device), torch.empty_like(out)
             x, y = tuning.operand(a), tuning.operand(b)
             more = torch.ones_like(out) if add and add != at_out else None
@@ -142,7 +144,7 @@ class Plan:
                 at_one = one.data_ptr()
                 return self.launch((x.data_ptr(), y.data_ptr(), at, at_more if add else 0, at_row, at_one, at_one))
 
-            chosen = tuning.fastest(algorithms, launch, scratch)
+            chosen = tuning.fastest(algorithms, launch, scratch, spare)
         except torch.OutOfMemoryError:
             chosen = algorithms[0]
         self._algorithm = ctypes.byref(chosen)

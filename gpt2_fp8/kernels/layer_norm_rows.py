@@ -1,5 +1,5 @@
 """Layer normalisation over whole rows that stay in a multiprocessor, in CUDA C++ (`cuda/layer_norm_*.cu`): the input is
-read from memory once, and every byte of both layouts leaves in runs of at least 32."""
+read from memory once, and the transposed layout leaves in runs of as many bytes as there is room for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.kernels.cast import empty_pair
 from gpt2_fp8.kernels.slot import Slot
 
-WIDEST = 2048  # columns: beyond, a tile and its pieces no longer fit, and `layer_norm_tiles` is as fast
+WIDEST = 2048  # columns; at 4,096, where few rows fit at once, it was slower than `layer_norm_tiles`
 MOST_STAGES = 6
 
 
@@ -48,9 +48,10 @@ def _shape(n: int, tensors: int, rows: int, blocks: int, tile: int) -> _Shape | 
 
 @cache
 def _forward_shape(n: int, m: int, processors: int) -> _Shape:
-    """Measured on an H200 at 768, 1,280 and 1,600 columns: two blocks of eight rows, and the larger tile that fits."""
+    """Measured on an H200 at 768, 1,280 and 1,600 columns: two blocks of eight rows, and the larger tile that fits,
+    even where that leaves room for one piece alone: the other block computes meanwhile."""
     wanted = _tile(m, processors, 64)
-    found = (_shape(n, 1, 8, 2, tile) for tile in (wanted, wanted // 2, 16))
+    found = (_shape(n, 1, 8, 2, tile) for tile in (64, 32, 16) if tile <= wanted)
     return next(shape for shape in found if shape)
 
 
@@ -58,7 +59,7 @@ def _forward_shape(n: int, m: int, processors: int) -> _Shape:
 def _backward_shape(n: int, m: int, processors: int, tensors: int) -> _Shape:
     """Measured likewise: one block of four rows, many stages where rows are short and long runs where they are not."""
     wanted = _tile(m, processors, 32 if n <= 1024 else 128)
-    found = (_shape(n, tensors, 4, 1, tile) for tile in (wanted, wanted // 2, 16))
+    found = (_shape(n, tensors, 4, 1, tile) for tile in (128, 64, 32, 16) if tile <= wanted)
     return next(shape for shape in found if shape and shape.stages > 1)
 
 

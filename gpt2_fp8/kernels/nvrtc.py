@@ -7,7 +7,6 @@ import ctypes
 import re
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,35 @@ import torch
 from torch import Tensor
 
 SOURCES = Path(__file__).with_name("cuda")
-SHARED_BYTES = 227 * 1024  # of one multiprocessor on Hopper, less 1 KiB for each block on it
+SHARED_BYTES = 228 * 1024  # of a multiprocessor on Hopper; the system takes 1 KiB for each block
 
 
 @cache
 def missing() -> str | None:
-    """Why kernels in CUDA C++ cannot be compiled here, or None. Those who ask then have a kernel in Triton."""
+    """Why kernels in CUDA C++ cannot run on the current device, or None. Those who ask then have one in Triton."""
     try:
-        import_module("cuda.bindings.nvrtc").nvrtcVersion()
-        import_module("cuda.core.utils").FileStreamProgramCache  # noqa: B018  (the youngest of what is used)
-    except ImportError:
-        return "cuda-core is not installed"
-    except Exception as error:  # another version, or without the libraries that it loads
-        return f"cuda-core does not work here ({type(error).__name__})"
+        _compile('extern "C" __global__ void probe() {}', {}, torch.cuda.current_device()).get_kernel("probe")
+    except ModuleNotFoundError as error:
+        if error.name in ("cuda", "cuda.core"):
+            return "cuda-core is not installed"
+        return f"cuda-core does not work here: {error}"
+    except Exception as error:  # another version, without the libraries that it loads, a driver that is too old
+        return f"cuda-core does not work here: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
+
+
+def _compile(source: str, constants: Mapping[str, int], device: int) -> Any:
+    """CUDA C++, with its constants as macros, to code for a device: from the cache on disk, if there is one."""
+    from cuda.core import Program, ProgramOptions
+    from cuda.core.utils import FileStreamProgramCache
+
+    major, minor = torch.cuda.get_device_capability(device)
+    macros = [(key, str(value)) for key, value in constants.items()]
+    options = ProgramOptions(std="c++17", arch=f"sm_{major}{minor}", define_macro=macros or None)
+    try:
+        return Program(source, "c++", options).compile("cubin", cache=FileStreamProgramCache())
+    except OSError:  # a home directory that is full or cannot be written: a second in every process
+        return Program(source, "c++", options).compile("cubin")
 
 
 class Kernel:
@@ -36,20 +50,9 @@ class Kernel:
 
     def __init__(self, name: str, constants: Mapping[str, int], device: int, threads: int, shared_bytes: int):
         from cuda.bindings import driver
-        from cuda.core import Program, ProgramOptions
-        from cuda.core.utils import FileStreamProgramCache
 
-        major, minor = torch.cuda.get_device_capability(device)
-        options = ProgramOptions(
-            std="c++17", arch=f"sm_{major}{minor}", define_macro=[(key, str(value)) for key, value in constants.items()]
-        )
         source = "\n".join(_source(file) for file in ("common.cuh", f"{name}.cu"))
-        try:
-            cache_on_disk = FileStreamProgramCache()
-        except OSError:  # a home directory that cannot be written: compiled anew in every process, a second each
-            cache_on_disk = None
-        compiled = Program(source, "c++", options).compile("cubin", cache=cache_on_disk)
-        self._kernel = compiled.get_kernel(name)
+        self._kernel = _compile(source, constants, device).get_kernel(name)
         self._threads, self._shared_bytes = threads, shared_bytes
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, self._kernel.handle, device)

@@ -118,6 +118,7 @@ def _in_cuda(
 ) -> None:
     m, n = logits.shape
     given = {"E4M3": q.dtype == torch.float8_e4m3fn, "EXPONENT": exponent, "BLOCKS": BLOCKS}
+    given |= {"TILE": TILE, "THREADS": THREADS}
     gradient = nvrtc.kernel("softmax_gradient", given, logits.device, THREADS, shared_bytes=0)
     blocks = triton.cdiv(m, TILE) * triton.cdiv(n, TILE)
     gradient(blocks, logits, targets, exponents, q, qt, m, n, vocab_size)

@@ -17,21 +17,21 @@ from torch import Tensor
 
 LAUNCHES = 5  # timed, of each algorithm
 GAIN = 0.99  # one that is not faster by 1 % is not worth a comparison
-WORTH = 2**32  # multiplications from which on there is something to gain
+WORTH = 2**34  # multiplications from which on there is something to gain
 SLICE = 2**24  # elements compared at a time
 
 Launch = Callable[[Any, Tensor], int]  # of an algorithm into an output; gives cuBLASLt's status
 
 
-def fastest(algorithms: Sequence[Any], launch: Launch, out: Tensor) -> Any:
+def fastest(algorithms: Sequence[Any], launch: Launch, out: Tensor, spare: Tensor) -> Any:
     """The one of `algorithms` to use, the first being cuBLASLt's choice. `launch(algorithm, out)` multiplies operands
-    that do not change; `out` is scratch. Waits for the device."""
+    that do not change; `out` and `spare` are scratch, of one shape. Waits for the device."""
     seconds = [_seconds(algorithm, launch, out) for algorithm in algorithms]
     order = sorted(range(len(seconds)), key=seconds.__getitem__)
     candidates = [i for i in order if seconds[i] < GAIN * seconds[0]]
     if not candidates:
         return algorithms[0]
-    want = _result(algorithms[0], launch, out).clone()
+    want = _result(algorithms[0], launch, spare)
     for i in candidates:
         if _equal(_result(algorithms[i], launch, out), want):
             return algorithms[i]

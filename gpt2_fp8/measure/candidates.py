@@ -26,6 +26,7 @@ from gpt2_fp8.config.schema import (
     StatelessRecipe,
     StdlibData,
 )
+from gpt2_fp8.kernels.nvrtc import missing
 from gpt2_fp8.measure import cache
 from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.versions import versions
@@ -98,6 +99,7 @@ def key(cases: Sequence[RunConfig]) -> dict[str, Any]:
     run = {name: value for name, value in asdict(cases[0]).items() if name not in _NO_PART}
     competing = [{name: asdict(case)[name] for name in ("precision", "recipe")} for case in cases]
     about = {name: version for name, version in versions().items() if name not in ("python", "lightning")}
+    about["kernels"] = missing() or "all"
     return {"device": torch.cuda.get_device_name(), "versions": about, "run": run, "candidates": competing}
 
 

@@ -287,6 +287,7 @@ def test_a_block_casts_the_gradient_that_the_one_below_needs(monkeypatch):
     monkeypatch.setattr(fused, "cast_transpose", lambda *given, **more: calls.append(1) or cast(*given, **more))
     _, handed = gradients(model, tokens(), True, fp8.forward_context, first=True)
     assert len(calls) == 3 + 3 + 1  # attention's output, its packed gradient, the last block's output gradient
+    assert all(block.received is None for block in model.blocks)
     for block in model.blocks:
         block.below[0] = None
     calls.clear()
@@ -294,6 +295,40 @@ def test_a_block_casts_the_gradient_that_the_one_below_needs(monkeypatch):
     assert len(calls) == 3 + 3 + 3
     assert error(handed, apart) > 0
     assert error(handed, expected) == pytest.approx(error(apart, expected), rel=0.05)
+
+
+def test_gradients_that_autograd_delivers_are_those_added_in_place(monkeypatch):
+    """Under data parallelism they go through autograd, since ranks exchange those."""
+    from gpt2_fp8.layers import embedding, product
+
+    found = []
+    for several in (False, True):
+        monkeypatch.setattr(product, "distributed", lambda several=several: several)
+        monkeypatch.setattr(embedding, "distributed", lambda several=several: several)
+        model, fp8 = calibrated("fused")
+        found.append(gradients(model, tokens(), True, fp8.forward_context, first=True)[1])
+    here, delivered = found
+    for name in ("tokens.weight", "positions.weight"):  # torch sums these in another order
+        torch.testing.assert_close(delivered.pop(name), here.pop(name), rtol=1e-3, atol=1e-6)
+    common.assert_same_gradients(delivered, here)
+
+
+def test_a_gradient_that_is_not_the_block_aboves_is_cast_again():
+    """A block's output with a second use: its gradient is the sum of two."""
+    gradient = {}
+    for spoilt in (False, True):
+        model, fp8 = calibrated("fused")
+        lower, upper, x = model.blocks[0], model.blocks[1], torch.randn(2, 128, 256, device="cuda").bfloat16()
+        with fp8.forward_context():
+            model.scales.begin(True)
+            middle = lower(x.requires_grad_(), True)
+            out = upper(middle, True).float().sum()
+        (out + (middle.float().sum() * 100.0 if spoilt else 0.0)).backward()
+        gradient[spoilt] = lower.mlp.fc2_bias.grad.clone()
+        assert lower.received is None
+    torch.testing.assert_close(
+        gradient[True] - gradient[False], torch.full_like(gradient[True], 25600.0), rtol=0.02, atol=0
+    )
 
 
 # Attention

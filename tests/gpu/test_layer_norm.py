@@ -20,7 +20,14 @@ from tests.gpu.test_cast import (
 pytestmark = pytest.mark.fp8
 
 SHAPES = [(64, 64), (128, 768), (16, 16), (16, 48), (80, 144), (272, 768), (48, 1600), (80, 2064)]
-SHAPES += [(8208, 144), (16432, 144), (16912, 1280)]  # more rows to a program, a last tile of fewer
+SHAPES += [
+    (8208, 144),
+    (16432, 144),
+    (16912, 1280),
+    (16912, 1600),
+    (48, 2048),
+    (16912, 2048),
+]  # more rows to a program, a last tile of fewer
 EPSILON = 1e-5
 
 
@@ -33,6 +40,7 @@ def implementation(request, monkeypatch):
         monkeypatch.setattr(layer_norm_rows, "fits", lambda n: False)
     elif reason := nvrtc.missing():
         pytest.skip(reason)
+    return request.param
 
 
 def parameters(n):
@@ -49,6 +57,14 @@ def assert_statistics(statistics, x, mean_rtol, rstd_rtol):
     mean, variance = exact.mean(1), exact.var(1, correction=0)
     torch.testing.assert_close(statistics.mean.double(), mean, rtol=mean_rtol, atol=1e-6)
     torch.testing.assert_close(statistics.rstd.double(), (variance + EPSILON).rsqrt(), rtol=rstd_rtol, atol=0)
+
+
+@pytest.mark.parametrize(("n", "rows"), [(16, True), (2048, True), (2064, False)])
+def test_which_implementation(n, rows, implementation):
+    from gpt2_fp8.kernels import layer_norm, layer_norm_rows, layer_norm_tiles
+
+    chosen = layer_norm._implementation(torch.empty(16, n, device=DEVICE))
+    assert chosen is (layer_norm_rows if rows and implementation == "rows" else layer_norm_tiles)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -1,7 +1,7 @@
 // What layer normalisation's two kernels share.
 //
 // A block owns whole rows, in tiles of TILE and pieces of ROWS. A piece comes to it whole, by the copy engine
-// (cp.async.bulk), STAGES pieces on their way while one is computed; every thread then holds four neighbouring columns
+// (cp.async.bulk), STAGES of them at hand or on their way; every thread then holds four neighbouring columns
 // of all ROWS in registers. What a row has to know of itself is summed over warps and block; what a column has to know
 // stays with its thread to the end. Four columns by four rows are four words of FP8 in either layout, so no bytes
 // change threads; a tile's words of the transposed layout wait in shared memory, from where neighbouring threads write

@@ -6,7 +6,8 @@
 // The one element of a row whose target lies in the tile is mended afterwards: cheaper than asking each whether it is
 // that.
 
-constexpr int TILE = 128, THREADS = 2 * TILE, LANE = 4, ROWS = 16, PIECES = TILE / ROWS;
+constexpr int LANE = 4, ROWS = 16, PIECES = TILE / ROWS;
+static_assert(TILE == 128 && THREADS == 256, "a warp has 16 rows, a lane 4 columns");
 constexpr float LOG2E = 1.4426950408889634f;
 
 // What a logit has to know of its row: the largest logit, and EXPONENT less the binary logarithm of the row's sum.
