@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor
 
 from gpt2_fp8 import layers
+from gpt2_fp8.compiling import compiled
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.graphs import GraphedGradients
 from gpt2_fp8.loss import cross_entropy, split
@@ -37,7 +37,7 @@ class Engine:
         scaling = delayed_scaling(config) if plan.backend == "fused" else None
         family = layers.load(plan.backend, scaling, recompute=config.activation_checkpointing == "mlp")
         self.model = GPT2(config.model, vocab_size, family, keep_bf16)
-        self._loss_of = torch.compile(self._loss) if plan.compile else self._loss
+        self._loss_of = compiled(self._loss) if plan.compile else self._loss
         self._graphed: GraphedGradients | None = None
 
     def _loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:

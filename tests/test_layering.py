@@ -74,7 +74,8 @@ HOUSE = {
     # a run's files
     "checkpoint": Row("checkpoint config", "torch safetensors"),
     # one optimizer step, in plain torch
-    "engine": Row("graphs step loss model layers precision config", "torch"),
+    "engine": Row("compiling graphs step loss model layers precision config", "torch"),
+    "compiling": Row("", "torch"),
     "graphs": Row("precision", "torch"),
     "step": Row("", "torch"),
     "sampling": Row("", "torch"),

@@ -1,0 +1,56 @@
+"""Inductor's workers and a SIGTERM to the process group, in processes of their own."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: None)  # this process goes on, as a run does that finishes its step
+from torch._inductor import config
+config.compile_threads = 2
+from gpt2_fp8.compiling import start_workers
+start_workers()
+from torch._inductor.async_compile import AsyncCompile
+pool = AsyncCompile.process_pool()
+print("workers", pool.process.pid, pool.submit(os.getpid).result(60), flush=True)
+assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+job = pool.submit(time.sleep, 1)
+os.killpg(0, signal.SIGTERM)
+job.result(20)
+print("compiled", flush=True)
+os._exit(0)
+"""
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def ended():
+    """How the program ended."""
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, start_new_session=True
+    )
+
+
+def test_a_compilation_under_way_survives_a_signal_to_the_group(ended):
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.endswith("compiled\n")
+
+
+def test_no_worker_outlives_the_process(ended):
+    pids = [int(word) for word in ended.stdout.split() if word.isdigit()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 30
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(alive, pids))
