@@ -43,17 +43,16 @@ class Family(Protocol):
 
     def head(self, n_embd: int, rows: int, fp8: bool) -> nn.Module:
         """Called as `head(x, is_first_microbatch)`; returns logits [batch, tokens, rows]. Its parameters are
-        `layer_norm_weight`, `layer_norm_bias` and `weight`. It may offer `loss(...)`: see `fused.Head`."""
+        `layer_norm_weight`, `layer_norm_bias` and `weight`. It may offer `loss(...)`: see `head.Head`."""
         ...
 
 
 def load(backend: Backend, scaling: DelayedScaling | None = None, recompute: bool = False) -> Family:
     """A family by name. `fused` and `te` need Transformer Engine and a CUDA device when their parts are built; `fused`
     needs its `scaling`. `recompute`: the perceptron's hidden layer is computed again in the backward, not kept."""
-    module = importlib.import_module(f"{__name__}.{backend}")
     if backend == "fused":
         assert scaling is not None
-        return module.Fused(scaling, recompute)
+        return importlib.import_module(f"{__name__}.fused_family").Fused(scaling, recompute)
     from gpt2_fp8.layers.block import Composed
 
-    return Composed(module, recompute)
+    return Composed(importlib.import_module(f"{__name__}.{backend}"), recompute)

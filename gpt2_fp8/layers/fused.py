@@ -22,14 +22,11 @@ from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.kernels.cast import cast_transpose
 from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
 from gpt2_fp8.kernels.layer_norm import Gradient, Statistics, layer_norm_backward, layer_norm_cast
-from gpt2_fp8.layers import reference, te
+from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.attention import attention
-from gpt2_fp8.layers.block import Composed
-from gpt2_fp8.layers.embedding import fused_embed
-from gpt2_fp8.layers.head import Head
 from gpt2_fp8.layers.product import Product, vector_gradient
 from gpt2_fp8.layers.reference import EPSILON
-from gpt2_fp8.layers.scales import DelayedScaling, Scales
+from gpt2_fp8.layers.scales import Scales
 
 Gradients = dict[nn.Parameter | None, Tensor | None]  # what autograd is to get for a parameter: see `Product`
 
@@ -175,30 +172,3 @@ def _attention_backward(
     gradients[norm.layer_norm_weight] = vector_gradient(norm.layer_norm_weight, result.sums[:, 0])
     gradients[norm.layer_norm_bias] = vector_gradient(norm.layer_norm_bias, result.sums[:, 1])
     return result.dx
-
-
-class Fused:
-    """The family of this module. A block or head that is to stay in bf16 is Transformer Engine's."""
-
-    embed = staticmethod(fused_embed)
-
-    def __init__(self, settings: DelayedScaling, recompute: bool):
-        self.scales: Scales | None = Scales(settings)
-        self.recompute = recompute
-        self._bf16 = Composed(te, recompute)
-        self._below: Block | None = None  # the last block built, where it is one of ours
-
-    def block(self, config: ModelConfig, fp8: bool) -> nn.Module:
-        """See `layers.Family`. `config.dropout` must be 0."""
-        assert config.dropout == 0
-        assert self.scales is not None
-        if not fp8:
-            self._below = None
-            return self._bf16.block(config, fp8=False)
-        self._below = Block(config, self.scales, self.recompute, self._below)
-        return self._below
-
-    def head(self, n_embd: int, rows: int, fp8: bool) -> nn.Module:
-        """See `layers.Family`."""
-        assert self.scales is not None
-        return Head(n_embd, rows, self.scales) if fp8 else self._bf16.head(n_embd, rows, fp8=False)
