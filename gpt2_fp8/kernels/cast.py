@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpt2_fp8.kernels import cast_lines
 from gpt2_fp8.kernels.slot import Slot
 
 GROUPS, COLUMNS, WARPS = 16, 64, 4  # a tile is 4 * GROUPS rows by COLUMNS
@@ -149,6 +150,8 @@ def cast_transpose(
     m, n = x.shape
     assert m % 4 == 0, "rows go in groups of four"
     q, qt = out or empty_pair(m, n, slot.dtype, x.device)
+    if cast_lines.fits(m, n):
+        return q, qt, cast_lines.cast(x, slot, q, qt, sums)
     grid, tiles = tile_grid(m, n)
     partial = torch.empty((grid[1], n) if sums else 0, dtype=torch.float32, device=x.device)
     _cast[grid](

@@ -38,7 +38,8 @@ def _compile(source: str, constants: Mapping[str, int], device: int) -> Any:
 
     major, minor = torch.cuda.get_device_capability(device)
     macros = [(key, str(value)) for key, value in constants.items()]
-    options = ProgramOptions(std="c++17", arch=f"sm_{major}{minor}", define_macro=macros or None)
+    arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"  # a: with what this architecture alone has
+    options = ProgramOptions(std="c++17", arch=arch, define_macro=macros or None)
     try:
         return Program(source, "c++", options).compile("cubin", cache=FileStreamProgramCache())
     except OSError:  # a home directory that is full or cannot be written: a second in every process
@@ -59,9 +60,9 @@ class Kernel:
         if status != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{name}: {shared_bytes} bytes of shared memory: {status.name}")
 
-    def __call__(self, grid: int, *arguments: Tensor | int | float) -> None:
-        """Launch `grid` blocks on the current stream. A tensor stands for its address, an int for C's int, a float for
-        C's float."""
+    def __call__(self, grid: int, *arguments: Any) -> None:
+        """Launch `grid` blocks on the current stream. A tensor stands for its address, None for a null pointer, an int
+        for C's int, a float for C's float; the copy engine's maps are passed as they are."""
         from cuda.core import launch
 
         stream = _stream(torch.cuda.current_stream().cuda_stream)
@@ -87,10 +88,24 @@ def _stream(handle: int) -> Any:
     return Stream.from_handle(handle)
 
 
-def _argument(value: Tensor | int | float) -> Any:
+def _argument(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.data_ptr()
-    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
+    if value is None:
+        return ctypes.c_void_p(0)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    return ctypes.c_int(value) if isinstance(value, int) else value
+
+
+def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> Any:
+    """How the copy engine finds a box of `box` elements in a tensor of any strides, whose last dimension lies together:
+    a kernel's argument. In shared memory a box is swizzled by 128 bytes, which are its last dimension."""
+    from cuda.core import TensorMapDescriptorOptions
+    from cuda.core.utils import StridedMemoryView
+
+    swizzles = type(TensorMapDescriptorOptions(box).swizzle)  # the one public way to them
+    return StridedMemoryView.from_dlpack(tensor, stream_ptr=-1).as_tensor_map(box, swizzle=swizzles.SWIZZLE_128B)
 
 
 @cache

@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.kernels.cast import cast_transpose
-from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
 from gpt2_fp8.kernels.layer_norm import Gradient, Statistics, layer_norm_backward, layer_norm_cast
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.attention import attention
@@ -58,13 +57,14 @@ class Block(nn.Module):
         fc1.refresh(self.mlp.fc1_weight, self.mlp.fc1_bias)
         fc2.refresh(self.mlp.fc2_weight, self.mlp.fc2_bias)
 
-    def hidden(self, middle: Tensor) -> tuple[Tensor, Tensor, Statistics]:
-        """The perceptron up to its GELU: h [M, 4 d], bfloat16; the transposed input of its product; statistics."""
+    def hidden(self, middle: Tensor) -> tuple[Tensor, Hidden]:
+        """The perceptron's GELU, [M, 4 d] in FP8, and what its backward needs."""
         fc1, mlp = self.products.fc1, self.mlp
         y8, y8t, statistics = layer_norm_cast(
             middle, mlp.layer_norm_weight, mlp.layer_norm_bias, EPSILON, fc1.slot("input")
         )
-        return fc1.forward(y8), y8t, statistics
+        h, z8 = fc1.forward_gelu(y8, self.products.fc2.slot("input"))
+        return z8, Hidden(h, y8t, statistics)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
         """x: bfloat16 [batch, tokens, d]; returns the same."""
@@ -83,6 +83,14 @@ class Products(NamedTuple):
     fc2: Product
 
 
+class Hidden(NamedTuple):
+    """What a block's backward needs of its perceptron's hidden layer."""
+
+    h: Tensor  # what GELU was taken of: bfloat16 [M, 4 d]
+    y8t: Tensor  # the transposed input of its product
+    statistics: Statistics  # of the normalisation before it
+
+
 class _BlockFunction(torch.autograd.Function):
     """A block by hand. The parameters are arguments so that autograd asks for their gradients."""
 
@@ -98,12 +106,12 @@ class _BlockFunction(torch.autograd.Function):
             attended = block.attention(packed)
         o8, o8t, _ = cast_transpose(attended.detach().reshape(x.shape), projection.slot("input"))
         middle = projection.forward(o8, add=x)
-        h, z8t, statistics2 = block.hidden(middle)
+        z8, hidden = block.hidden(middle)
         if training:
             ctx.block, ctx.parameters, ctx.attention, ctx.statistics = block, parameters, (packed, attended), statistics
-            ctx.hidden = None if block.recompute else (h, z8t, statistics2)
+            ctx.hidden = None if block.recompute else hidden
             ctx.save_for_backward(x, middle, y8t, o8t)
-        return fc2.forward(gelu_cast(h, fc2.slot("input")), add=middle).view(shape)
+        return fc2.forward(z8, add=middle).view(shape)
 
     @staticmethod
     @once_differentiable
@@ -113,7 +121,7 @@ class _BlockFunction(torch.autograd.Function):
         assert ctx.attention is not None, "one backward only"
         gradients: Gradients = {}
         dout = upstream[0].reshape(x.shape).contiguous()
-        hidden = ctx.hidden or block.hidden(middle)
+        hidden = ctx.hidden or block.hidden(middle)[1]
         attention, ctx.hidden, ctx.attention = ctx.attention, None, None  # the graph outlives its backward
         into_middle = _perceptron_backward(block, dout, middle, hidden, gradients)
         dx = _attention_backward(block, into_middle, x, ctx.statistics, y8t, o8t, attention, gradients)
@@ -128,20 +136,18 @@ def _cast_output_gradient(block: Block, dout: Tensor) -> tuple[Tensor, Tensor, T
     return cast_transpose(dout, block.products.fc2.slot("gradient"), sums=True)
 
 
-def _perceptron_backward(
-    block: Block, dout: Tensor, middle: Tensor, hidden: tuple[Tensor, Tensor, Statistics], gradients: Gradients
-) -> Gradient:
+def _perceptron_backward(block: Block, dout: Tensor, middle: Tensor, hidden: Hidden, gradients: Gradients) -> Gradient:
     """From the gradient of a block's output, [M, d], to that of its middle; the parameters' into `gradients`."""
-    (h, z8t, statistics), mlp, fc1, fc2 = hidden, block.mlp, block.products.fc1, block.products.fc2
+    mlp, fc1, fc2 = block.mlp, block.products.fc1, block.products.fc2
     g8, g8t, sums = _cast_output_gradient(block, dout)
     gradients[mlp.fc2_bias] = vector_gradient(mlp.fc2_bias, sums)
-    inner = gelu_backward_cast(fc2.input_gradient(g8), h, fc1.slot("gradient"), fc2.slot("input"))
+    inner = fc2.input_gradient_gelu(g8, hidden.h, fc1.slot("gradient"))
     gradients[mlp.fc2_weight] = fc2.weight_gradient(mlp.fc2_weight, g8t, inner.yt)
     gradients[mlp.fc1_bias] = vector_gradient(mlp.fc1_bias, inner.sums)
-    gradients[mlp.fc1_weight] = fc1.weight_gradient(mlp.fc1_weight, inner.qt, z8t)
+    gradients[mlp.fc1_weight] = fc1.weight_gradient(mlp.fc1_weight, inner.qt, hidden.y8t)
     dy = fc1.input_gradient(inner.q)
     slot = block.products.projection.slot("gradient")
-    result = layer_norm_backward(dy, middle, statistics, mlp.layer_norm_weight, dout, slot)
+    result = layer_norm_backward(dy, middle, hidden.statistics, mlp.layer_norm_weight, dout, slot)
     gradients[mlp.layer_norm_weight] = vector_gradient(mlp.layer_norm_weight, result.sums[:, 0])
     gradients[mlp.layer_norm_bias] = vector_gradient(mlp.layer_norm_bias, result.sums[:, 1])
     return result

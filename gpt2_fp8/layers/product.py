@@ -1,6 +1,10 @@
 """One weight's three FP8 products: forward, the gradient of its input, and its own gradient.
 
 Shapes: x [M, K] goes in, y = x W^T + b [M, N] comes out. `x8` is x in FP8 as it lies, `x8t` its transpose.
+
+Products that sum over channels do so in the tensor cores alone ("fast accumulation"), which keep some 14 bits of a sum:
+an error of 0.04 to 0.15 % for 768 to 6,400 of them, where the cast of the operands to FP8 made one of 5 %. The weight
+gradients, which sum over all tokens of a micro-batch, are promoted to float32 on the way.
 """
 
 from __future__ import annotations
@@ -9,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from gpt2_fp8.kernels.cast import cast_transpose, reduce_columns
+from gpt2_fp8.kernels.gelu import Gradient, gelu_backward_cast, gelu_cast
 from gpt2_fp8.kernels.gemm import matmul
+from gpt2_fp8.kernels.product_gelu import Operands, fits, product_gelu, product_gelu_backward
 from gpt2_fp8.kernels.slot import Slot
 from gpt2_fp8.layers.scales import Scales, distributed
 
@@ -55,10 +61,26 @@ class Product(nn.Module):
         scales = self.slot("input").scale_inv, self.slot("weight").scale_inv
         return matmul(x8, self.w8, out, *scales, bias=self.bias, add=add, fast_accumulate=True)
 
+    def forward_gelu(self, x8: Tensor, slot: Slot) -> tuple[Tensor, Tensor]:
+        """x8 [M, K] -> h = x W^T + b, bfloat16 [M, N], and gelu(h) in FP8 [M, N] as `slot` says."""
+        if fits(x8, self.w8):
+            scales = self.slot("input").scale_inv, self.slot("weight").scale_inv
+            return product_gelu(Operands(x8, self.w8, *scales), self.bias, slot)
+        h = self.forward(x8)
+        return h, gelu_cast(h, slot)
+
     def input_gradient(self, g8: Tensor) -> Tensor:
         """g8 [M, N], the gradient of what `forward` gave -> bfloat16 [M, K], that of x."""
         out = torch.empty(g8.shape[0], self.w8t.shape[0], dtype=torch.bfloat16, device=g8.device)
-        return matmul(g8, self.w8t, out, self.slot("gradient").scale_inv, self.slot("weight").scale_inv)
+        scales = self.slot("gradient").scale_inv, self.slot("weight").scale_inv
+        return matmul(g8, self.w8t, out, *scales, fast_accumulate=True)
+
+    def input_gradient_gelu(self, g8: Tensor, h: Tensor, slot: Slot) -> Gradient:
+        """Where x = gelu(h), h bfloat16 [M, K]: the gradient of h, cast as `slot` says, and x again."""
+        if fits(g8, self.w8t):
+            scales = self.slot("gradient").scale_inv, self.slot("weight").scale_inv
+            return product_gelu_backward(Operands(g8, self.w8t, *scales), h, slot, self.slot("input"))
+        return gelu_backward_cast(self.input_gradient(g8), h, slot, self.slot("input"))
 
     def weight_gradient(self, weight: nn.Parameter, g8t: Tensor, x8t: Tensor) -> Tensor | None:
         """g8t [N, M], x8t [K, M] -> what autograd is to add to `weight.grad`: None, since the product adds to it

@@ -1,6 +1,7 @@
 // What the kernels in CUDA C++ share. Constants in capitals are given by the compilation (`kernels/nvrtc.py`).
 
 typedef unsigned char u8;
+typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 

@@ -6,8 +6,8 @@
 // The one element of a row whose target lies in the tile is mended afterwards: cheaper than asking each whether it is
 // that.
 
-constexpr int LANE = 4, ROWS = 16, PIECES = TILE / ROWS;
-static_assert(TILE == 128 && THREADS == 256, "a warp has 16 rows, a lane 4 columns");
+#include "tile.cuh"
+
 constexpr float LOG2E = 1.4426950408889634f;
 
 // What a logit has to know of its row: the largest logit, and EXPONENT less the binary logarithm of the row's sum.
@@ -19,26 +19,6 @@ __device__ __forceinline__ float probability(float logit, Row row) {
   float p;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(p) : "f"(fmaf(logit - row.maximum, LOG2E, row.shift)));
   return p;
-}
-
-// Where 16 rows of a column wait in shared memory, in units of 16 bytes. Eight lanes that write a piece of every
-// fourth column, or read the eight pieces of one column, meet all 32 banks.
-__device__ __forceinline__ int place(int column, int piece) {
-  return column * PIECES + (piece ^ column / LANE % PIECES);
-}
-
-// The first row and column of this block's tile. Tiles are walked row by row: bands of several were 1 to 3 % slower.
-__device__ __forceinline__ int2 origin(int N) {
-  const u32 across = (N + TILE - 1) / TILE;
-  return make_int2(blockIdx.x / across * TILE, blockIdx.x % across * TILE);
-}
-
-// Four columns of four rows -> the four rows of these columns.
-__device__ __forceinline__ uint4 turned(u32 a, u32 b, u32 c, u32 d) {
-  const u32 ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
-  const u32 ab_below = __byte_perm(a, b, 0x7362), cd_below = __byte_perm(c, d, 0x7362);
-  return make_uint4(__byte_perm(ab, cd, 0x5410), __byte_perm(ab, cd, 0x7632), __byte_perm(ab_below, cd_below, 0x5410),
-                    __byte_perm(ab_below, cd_below, 0x7632));
 }
 
 // logits: bfloat16 [M, N], both multiples of 16. exponents [M]: the largest logit, and the binary logarithm of the sum.
@@ -86,12 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) softmax_gradient(
 #pragma unroll
       for (int c = 0; c < LANE; ++c)
         words[c][g] = fp8(v[0][c], v[1][c], v[2][c], v[3][c]) & (column + c < vocab_size ? kept : 0);
-      const uint4 turn = turned(words[0][g], words[1][g], words[2][g], words[3][g]);
-      u8* to = q + static_cast<u64>(row + g * 4) * N + column;
-      *reinterpret_cast<u32*>(to) = turn.x;
-      *reinterpret_cast<u32*>(to + N) = turn.y;
-      *reinterpret_cast<u32*>(to + 2 * static_cast<u64>(N)) = turn.z;
-      *reinterpret_cast<u32*>(to + 3 * static_cast<u64>(N)) = turn.w;
+      store_rows(q + static_cast<u64>(row + g * 4) * N + column, N, words[0][g], words[1][g], words[2][g], words[3][g]);
     }
 #pragma unroll
     for (int c = 0; c < LANE; ++c)

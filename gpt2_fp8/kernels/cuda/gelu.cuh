@@ -1,0 +1,37 @@
+// GELU in its tanh form and its derivative. See `gelu.py` for the arithmetic.
+
+constexpr double FACTOR = -2.302208198144325;  // -2 sqrt(2/pi) log2(e)
+constexpr double CUBIC = 0.044715;
+constexpr double TWICE_ROOT = 1.5957691216057308;  // 2 sqrt(2/pi)
+
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float sigmoid(float x, float square) {  // of 2 u
+  return reciprocal(1 + power_of_two(x * fmaf(float(FACTOR * CUBIC), square, float(FACTOR))));
+}
+
+__device__ __forceinline__ float gelu(float x) { return x * sigmoid(x, x * x); }
+
+// gelu'(x), and gelu(x) itself.
+__device__ __forceinline__ float gelu_slope(float x, float& y) {
+  const float square = fminf(x * x, 1e6f);  // s is 0 or 1 long before, and an infinite square would make 0 inf of it
+  const float s = sigmoid(x, square), slope = fmaf(float(3 * CUBIC * TWICE_ROOT), square, float(TWICE_ROOT));
+  y = x * s;
+  return fmaf(fmaf(-y, s, y), slope, s);
+}
+
+// Four numbers as FP8 of forward tensors; see `fp8`.
+__device__ __forceinline__ u32 e4m3(float a, float b, float c, float d) {
+  u32 word;
+  asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;"
+      " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return word;
+}

@@ -1,0 +1,214 @@
+// FP8 products whose tiles go through more than a rounding before they leave: out = epilogue(a b^T).
+//
+// a: [M, K], b: [N, K], both FP8 as they lie. A persistent block keeps COLUMNS rows of b, a slab, in shared memory; its
+// WARPGROUPS of 128 threads each take a tile of ROWS rows of a after the other, from a ring of their own that the copy
+// engine fills (one producer warp a ring). While one of them multiplies, others have their epilogues. Tiles are counted
+// slab by slab, and a block has a run of them.
+//
+// What a thread holds of a tile (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"): with g = lane / 4 and
+// q = lane % 4, accumulator 4 i + 2 s + e is of row 16 warp + 8 s + g, column 8 i + 2 q + e. Rows of a and of b come to
+// shared memory in another order, so that these are row 16 warp + 2 g + s and column 32 (i / 4) + 8 q + 2 (i % 4) + e:
+// a thread has two neighbouring rows, and in each of them four runs (PIECES) of eight columns.
+
+constexpr int ROWS = 64, COLUMNS = 128, PIECES = COLUMNS / 32, SUMS = COLUMNS / 2;
+constexpr int LINE = 128;  // bytes of a row that are copied and multiplied together; shared memory is swizzled by it
+constexpr int LINES = K / LINE, CHUNK = ROWS * LINE, SLAB = COLUMNS * LINE;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int PRODUCER_REGISTERS = 24, REGISTERS = WARPGROUPS == 2 ? 240 : 160;
+static_assert(K % LINE == 0 && (WARPGROUPS == 2 || WARPGROUPS == 3), "whole lines, and registers for each thread");
+
+struct __align__(64) TensorMap {
+  u64 opaque[16];
+};
+
+// What lies in shared memory; swizzled tiles begin at multiples of 1,024 bytes.
+struct Memory {
+  u8 slab[LINES][SLAB];
+  u8 ring[WARPGROUPS][STAGES][CHUNK];
+  u8 turned[WARPGROUPS][TURNED_BYTES];  // tiles on their way to transposed outputs
+  u64 full[WARPGROUPS][STAGES], empty[WARPGROUPS][STAGES];
+};
+
+// Where a thread is, in its warp group and in a tile.
+struct Place {
+  int group, thread, warp, g, q;
+};
+__device__ __forceinline__ Place my_place() {
+  const int thread = threadIdx.x % 128, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so it is known to be uniform
+  return {warp / 4, thread, warp % 4, thread % 32 / 4, thread % 4};
+}
+
+// The tiles of a block, and of these those of one slab.
+struct Run {
+  int slab, first, last;  // tiles first .. last - 1 of all
+};
+__device__ __forceinline__ int first_tile(int block, int tiles) {
+  return static_cast<int>(static_cast<long long>(block) * tiles / gridDim.x);
+}
+__device__ __forceinline__ int block_of(int tile, int tiles) {
+  return static_cast<int>((static_cast<long long>(tile + 1) * gridDim.x - 1) / tiles);
+}
+__device__ __forceinline__ Run next_run(int first, int tiles, int tiles_down) {
+  const int slab = first / tiles_down;
+  return {slab, first, min(first_tile(blockIdx.x + 1, tiles), (slab + 1) * tiles_down)};
+}
+
+__device__ __forceinline__ void make(u64* barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(barrier)) : "memory");
+}
+// A barrier of some of the block's threads; 0 is __syncthreads'.
+__device__ __forceinline__ void meet(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+// What was written to shared memory before is there for the copy engine and the tensor cores.
+__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Which stage of its ring a warp group is at, and the parity of its barriers there.
+struct Cursor {
+  int stage = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// One line of a tile of a. See `product.py` for the order of the map's dimensions.
+__device__ __forceinline__ void fetch_tile(u8* to, const TensorMap* map, int line, int tile, u64* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4}], [%5];"
+      ::"r"(shared(to)), "l"(map), "r"(line * LINE), "r"(0), "r"(tile * (ROWS / 16)), "r"(shared(barrier))
+      : "memory");
+}
+
+// A producer warp's whole work: the tiles of its warp group, line after line.
+__device__ __forceinline__ void produce(Memory& memory, const TensorMap* map, int group, int tiles, int tiles_down) {
+  Cursor cursor;
+  const int end = first_tile(blockIdx.x + 1, tiles);
+  for (Run run = {0, 0, first_tile(blockIdx.x, tiles)}; run.last < end;) {
+    run = next_run(run.last, tiles, tiles_down);
+    for (int tile = run.first + group; tile < run.last; tile += WARPGROUPS)
+      for (int line = 0; line < LINES; ++line, cursor.advance()) {
+        u64* full = &memory.full[group][cursor.stage];
+        await(&memory.empty[group][cursor.stage], cursor.parity ^ 1);
+        announce(full, CHUNK);
+        fetch_tile(memory.ring[group][cursor.stage], map, line, tile - run.slab * tiles_down, full);
+      }
+  }
+}
+
+// A slab of b to shared memory, by all consumers together, none of which still needs the one before.
+__device__ __forceinline__ void load_slab(Memory& memory, const u8* __restrict__ b, int slab) {
+  constexpr int PARTS = LINE / 16, CONSUMERS = 128 * WARPGROUPS;
+  meet(1, CONSUMERS);
+  for (int i = threadIdx.x; i < LINES * COLUMNS * PARTS; i += CONSUMERS) {
+    const int part = i % PARTS, row = i / PARTS % COLUMNS, line = i / PARTS / COLUMNS;
+    const int column = row / 32 * 32 + row % 8 / 2 * 8 + row / 8 % 4 * 2 + row % 2;
+    const u8* from = b + static_cast<u64>(slab * COLUMNS + column) * K + line * LINE + part * 16;
+    *reinterpret_cast<uint4*>(memory.slab[line] + row * LINE + (part ^ row % 8) * 16) =
+        *reinterpret_cast<const uint4*>(from);
+  }
+  publish();
+  meet(1, CONSUMERS);
+}
+
+// How the tensor cores find a tile whose rows are LINE bytes, swizzled: address, 1,024 bytes from eight rows to the next.
+__device__ __forceinline__ u64 descriptor(const void* at) {
+  return static_cast<u64>((shared(at) & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+#define FOUR(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
+#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+#if GRADIENT_E5M2
+#define TYPES "e5m2.e4m3"
+#else
+#define TYPES "e4m3.e4m3"
+#endif
+
+// sums += 32 columns of a times 32 of b, of ROWS and COLUMNS rows.
+__device__ __forceinline__ void multiply(float (&sums)[SUMS], u64 a, u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32." TYPES
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23,"
+      " %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45,"
+      " %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, 1, 1, 1;"
+      : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)
+      : "l"(a), "l"(b));
+}
+__device__ __forceinline__ void settle(float (&sums)[SUMS]) {  // the compiler keeps its hands off them
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+__device__ __forceinline__ void begin_multiplying() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void await_groups() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// A tile's product.
+__device__ __forceinline__ void multiply_tile(Memory& memory, int group, Cursor& cursor, float (&sums)[SUMS]) {
+  const bool leader = threadIdx.x % 32 == 0;
+#pragma unroll
+  for (float& sum : sums) sum = 0;
+  settle(sums);
+  int before = 0;
+#pragma unroll 1
+  for (int line = 0; line < LINES; ++line) {
+    await(&memory.full[group][cursor.stage], cursor.parity);
+    const u64 a = descriptor(memory.ring[group][cursor.stage]), b = descriptor(memory.slab[line]);
+    begin_multiplying();
+#pragma unroll
+    for (int k = 0; k < LINE / 32; ++k) multiply(sums, a + 2 * k, b + 2 * k);
+    end_group();
+    await_groups<1>();
+    if (leader && line > 0) arrive(&memory.empty[group][before]);
+    before = cursor.stage;
+    cursor.advance();
+  }
+  await_groups<0>();
+  settle(sums);
+  if (leader) arrive(&memory.empty[group][before]);
+}
+
+// A block's life; `Epilogue` has begin(slab), prepare(row), finish(row, sums), end(run, tiles, tiles_down) and last().
+template <class Epilogue>
+__device__ __forceinline__ void run_product(Memory& memory, const TensorMap* map, const u8* __restrict__ b, int M, int N,
+                                            Epilogue& epilogue) {
+  const Place place = my_place();
+  const int tiles_down = M / ROWS, tiles = tiles_down * (N / COLUMNS);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < WARPGROUPS; ++i)
+      for (int stage = 0; stage < STAGES; ++stage) {
+        make(&memory.full[i][stage], 1);
+        make(&memory.empty[i][stage], 4);  // a warp each
+      }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    publish();
+  }
+  __syncthreads();
+  if (place.group == WARPGROUPS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+    if (place.warp < WARPGROUPS && threadIdx.x % 32 == 0) produce(memory, map, place.warp, tiles, tiles_down);
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+  Cursor cursor;
+  const int end = first_tile(blockIdx.x + 1, tiles);
+  for (Run run = {0, 0, first_tile(blockIdx.x, tiles)}; run.last < end;) {
+    run = next_run(run.last, tiles, tiles_down);
+    load_slab(memory, b, run.slab);
+    epilogue.begin(run.slab);
+    for (int tile = run.first + place.group; tile < run.last; tile += WARPGROUPS) {
+      const int row = (tile - run.slab * tiles_down) * ROWS;
+      float sums[SUMS];
+      epilogue.prepare(row);
+      multiply_tile(memory, place.group, cursor, sums);
+      epilogue.finish(row, sums);
+    }
+    epilogue.end(run, tiles, tiles_down);
+  }
+  epilogue.last();
+}

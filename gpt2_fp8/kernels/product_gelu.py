@@ -1,0 +1,128 @@
+"""The perceptron's products with GELU in them, in CUDA C++ (`cuda/product_gelu*.cu`): what a product gives goes through
+GELU, or through its derivative, and into FP8 while it is still in registers. See `kernels.gelu` for the arithmetic.
+
+A product that hands its result to a kernel of its own writes and reads it once more: 2 + 2 bytes a number. Here a
+block keeps a slab of the weight in shared memory, so these are for products whose inner dimension is short (n_embd up
+to 1,280), which are the ones in which that counts.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpt2_fp8.kernels import nvrtc
+from gpt2_fp8.kernels.cast import empty_pair
+from gpt2_fp8.kernels.gelu import Gradient
+from gpt2_fp8.kernels.slot import Slot
+
+ROWS, COLUMNS, LINE = 64, 128, 128  # of a tile; bytes that are copied together: as in `cuda/product.cuh`
+FEWEST_STAGES, MOST_STAGES = 4, 7  # with fewer, tensor cores wait for memory: no faster than a product and a kernel
+
+
+class Operands(NamedTuple):
+    """a [M, K] times b [N, K]^T, both FP8, with what undoes their scales (float32, one element each)."""
+
+    a: Tensor
+    b: Tensor
+    a_scale_inv: Tensor
+    b_scale_inv: Tensor
+
+
+class _Shape(NamedTuple):
+    """How a kernel uses a multiprocessor for one inner dimension."""
+
+    warpgroups: int  # that multiply
+    stages: int  # lines of a tile at hand or on their way, for each of them
+    shared_bytes: int
+
+
+def fits(a: Tensor, b: Tensor) -> bool:
+    """Whether a b^T can be computed here: whole tiles, and a slab of b in shared memory."""
+    (m, k), n = a.shape, b.shape[0]
+    if m % ROWS or n % COLUMNS or k % LINE or min(_forward(k).stages, _backward(k).stages) < FEWEST_STAGES:
+        return False
+    return torch.cuda.get_device_capability(a.device) == (9, 0) and nvrtc.missing() is None
+
+
+@cache
+def _shape(k: int, warpgroups: int, turned: int) -> _Shape:
+    """As many stages as there is room for. `turned`: bytes of a warp group's tile that leaves transposed."""
+    stage, rest = ROWS * LINE + 16, COLUMNS * k  # 16: two barriers
+    stages = min(((nvrtc.SHARED_BYTES - 1024 - rest) // warpgroups - turned) // stage, MOST_STAGES)
+    return _Shape(warpgroups, stages, rest + warpgroups * (turned + stages * stage))
+
+
+def _forward(k: int) -> _Shape:
+    """Measured on an H200, as the one below: three warp groups hide each other's epilogues; an epilogue that holds more
+    in registers and shared memory leaves room for two."""
+    return _shape(k, 3, turned=16)
+
+
+def _backward(k: int) -> _Shape:
+    return _shape(k, 2, turned=ROWS * COLUMNS)
+
+
+def _map(a: Tensor) -> Any:
+    """A line of a tile of a [M, K], for the copy engine: 16 rows as twice eight, the even ones first, so that a
+    thread's two rows (`cuda/product.cuh`) are neighbours."""
+    m, k = a.shape
+    rows = a.view(torch.uint8).view(m // 16, 8, 2, k).transpose(1, 2)
+    return nvrtc.tensor_map(rows, (ROWS // 16, 2, 8, LINE))
+
+
+def _kernel(name: str, operands: Operands, shape: _Shape, e4m3: bool) -> tuple[nvrtc.Kernel, int]:
+    """The kernel, and how many blocks it is to have."""
+    a, b, *_ = operands
+    assert a.is_contiguous()
+    assert b.is_contiguous()
+    (m, k), n = a.shape, b.shape[0]
+    given = {"K": k, "WARPGROUPS": shape.warpgroups, "STAGES": shape.stages, "E4M3": e4m3}
+    given["GRADIENT_E5M2"] = a.dtype == torch.float8_e5m2
+    kernel = nvrtc.kernel(name, given, a.device, 128 * (shape.warpgroups + 1), shape.shared_bytes)
+    return kernel, min(nvrtc.processors(a.device), m // ROWS * (n // COLUMNS))
+
+
+@cache
+def _parts(grid: int, tiles_down: int, slabs: int) -> int:
+    """How many blocks have tiles of one slab, at most; see `block_of` in `cuda/product.cuh`."""
+    tiles = tiles_down * slabs
+
+    def block_of(tile: int) -> int:
+        return ((tile + 1) * grid - 1) // tiles
+
+    return max(block_of((s + 1) * tiles_down - 1) - block_of(s * tiles_down) + 1 for s in range(slabs))
+
+
+def product_gelu(operands: Operands, bias: Tensor | None, slot: Slot) -> tuple[Tensor, Tensor]:
+    """h = a b^T [+ bias [N], bfloat16] as bfloat16 [M, N], and FP8 [M, N] of gelu(h) times the slot's scale."""
+    a, b, *scales = operands
+    m, n = a.shape[0], b.shape[0]
+    assert slot.dtype == torch.float8_e4m3fn, slot.dtype
+    h = torch.empty(m, n, dtype=torch.bfloat16, device=a.device)
+    q, _ = empty_pair(m, n, slot.dtype, a.device, both=False)
+    kernel, grid = _kernel("product_gelu", operands, _forward(a.shape[1]), e4m3=True)
+    kernel(grid, _map(a), b, bias, h, q, *scales, slot.scale, slot.amax, m, n)
+    return h, q
+
+
+def product_gelu_backward(operands: Operands, h: Tensor, slot: Slot, slot_y: Slot) -> Gradient:
+    """With g = a b^T, the gradient of gelu(h), h bfloat16 [M, N]: what `gelu.gelu_backward_cast` makes of g and h. g
+    itself is not rounded to bfloat16 in between."""
+    a, b, *scales = operands
+    m, n = h.shape
+    assert h.is_contiguous()
+    assert slot_y.dtype == torch.float8_e4m3fn, slot_y.dtype
+    q, qt = empty_pair(m, n, slot.dtype, h.device)
+    yt = torch.empty(n, m, dtype=slot_y.dtype, device=h.device)
+    e4m3 = slot.dtype == torch.float8_e4m3fn
+    kernel, grid = _kernel("product_gelu_backward", operands, _backward(a.shape[1]), e4m3)
+    parts = _parts(grid, m // ROWS, n // COLUMNS)
+    sums = torch.empty(parts, n, dtype=torch.float32, device=h.device)
+    kernel(
+        grid, _map(a), b, h, q, qt, yt, sums, *scales, slot.scale, slot_y.scale, slot.amax, m, n, parts
+    )  # fmt: skip
+    return Gradient(q, qt, yt, sums)
