@@ -92,7 +92,7 @@ def _argument(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.data_ptr()
     if value is None:
-        return ctypes.c_void_p(0)
+        return 0  # an address, as a tensor's
     if isinstance(value, float):
         return ctypes.c_float(value)
     return ctypes.c_int(value) if isinstance(value, int) else value

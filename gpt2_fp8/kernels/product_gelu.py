@@ -3,7 +3,8 @@ GELU, or through its derivative, and into FP8 while it is still in registers. Se
 
 A product that hands its result to a kernel of its own writes and reads it once more: 2 + 2 bytes a number. Here a
 block keeps a slab of the weight in shared memory, so these are for products whose inner dimension is short (n_embd up
-to 1,280), which are the ones in which that counts.
+to 1,024), which are the ones in which that counts. They sum in the tensor cores alone, as `fast_accumulate` of
+`kernels.gemm` does.
 """
 
 from __future__ import annotations

@@ -3,20 +3,19 @@
 cuBLASLt ranks its algorithms by a model of the GPU, and for GPT-2's sizes the best one is often not the first: by 3 to
 25 % in many forward products on an H200. Most of them differ in their tiles alone and sum in the same order, so their
 results are equal to the last bit; one that is not is passed over. A run is the same whichever was chosen.
-
-In a run a GPU is at its limit of power, and its clock as low as that asks for: there the fastest is the one that needs
-the least energy, which on a cool GPU it often is not. So each runs for a while before it is timed.
 """
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-FIRST, EACH = 0.1, 0.02  # seconds that the first algorithm runs beforehand, and each before and while it is timed
+LAUNCHES = 5  # timed, of each algorithm
 GAIN = 0.99  # one that is not faster by 1 % is not worth a comparison
 WORTH = 2**34  # multiplications from which on there is something to gain
 SLICE = 2**24  # elements compared at a time
@@ -27,8 +26,7 @@ Launch = Callable[[Any, Tensor], int]  # of an algorithm into an output; gives c
 def fastest(algorithms: Sequence[Any], launch: Launch, out: Tensor, spare: Tensor) -> Any:
     """The one of `algorithms` to use, the first being cuBLASLt's choice. `launch(algorithm, out)` multiplies operands
     that do not change; `out` and `spare` are scratch, of one shape. Waits for the device."""
-    _seconds(algorithms[0], launch, out, FIRST)
-    seconds = [_seconds(algorithm, launch, out, EACH) for algorithm in algorithms]
+    seconds = [_seconds(algorithm, launch, out) for algorithm in algorithms]
     order = sorted(range(len(seconds)), key=seconds.__getitem__)
     candidates = [i for i in order if seconds[i] < GAIN * seconds[0]]
     if not candidates:
@@ -40,23 +38,17 @@ def fastest(algorithms: Sequence[Any], launch: Launch, out: Tensor, spare: Tenso
     return algorithms[0]
 
 
-def _seconds(algorithm: Any, launch: Launch, out: Tensor, span: float) -> float:
-    """The mean of a launch over `span` seconds, after as many of the same; infinite for an algorithm that refuses."""
+def _seconds(algorithm: Any, launch: Launch, out: Tensor) -> float:
+    """The median of several launches; infinite for an algorithm that refuses."""
     if launch(algorithm, out):
         return float("inf")
-    count = min(max(int(span / _mean(algorithm, launch, out, 3)), 3), 1000)
-    _mean(algorithm, launch, out, count)
-    return _mean(algorithm, launch, out, count)
-
-
-def _mean(algorithm: Any, launch: Launch, out: Tensor, count: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(LAUNCHES + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
         launch(algorithm, out)
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / count / 1e3
+        mark.record()
+    marks[-1].synchronize()
+    return statistics.median(before.elapsed_time(after) for before, after in itertools.pairwise(marks))
 
 
 def _result(algorithm: Any, launch: Launch, out: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class _HeadGradients:
         """The chunk's share: g8 [rows, N] FP8 gradient of its logits, y8t [d, rows] the normalised rows."""
         product, first = self.head.product, part.start == 0
         dy = torch.empty(g8.shape[0], y8t.shape[0], dtype=torch.bfloat16, device=g8.device)
-        matmul(g8, product.w8t, dy, self.scale_inv, product.slot("weight").scale_inv, fast_accumulate=True)
+        matmul(g8, product.w8t, dy, self.scale_inv, product.slot("weight").scale_inv)
         input_scale = product.slot("input").scale_inv
         matmul(g8t, y8t, self.weight, self.scale_inv, input_scale, add=None if first else self.weight)
         result = layer_norm_backward(dy, self.x[part], statistics, self.head.layer_norm_weight, None, None)

@@ -3,8 +3,8 @@
 Shapes: x [M, K] goes in, y = x W^T + b [M, N] comes out. `x8` is x in FP8 as it lies, `x8t` its transpose.
 
 Products that sum over channels do so in the tensor cores alone ("fast accumulation"), which keep some 14 bits of a sum:
-an error of 0.04 to 0.15 % for 768 to 6,400 of them, where the cast of the operands to FP8 made one of 5 %. The weight
-gradients, which sum over all tokens of a micro-batch, are promoted to float32 on the way.
+an error of 0.04 to 0.15 % for 768 to 6,400 of them, where the cast of the operands to FP8 made one of 5 %. Those that
+sum over more, a micro-batch's tokens or the vocabulary, are promoted to float32 on the way.
 """
 
 from __future__ import annotations

@@ -14,6 +14,18 @@ LARGE = [(2064, 4112), (4112, 4112)]  # a program handles two tiles, or four; th
 SCALES = [1.0, 2.0**16, 2.0**-8, 2.0**-16]
 
 
+@pytest.fixture(params=["lines", "tiles"], autouse=True)
+def implementation(request, monkeypatch):
+    """Every test is of both: CUDA C++ and Triton."""
+    from gpt2_fp8.kernels import cast_lines, nvrtc
+
+    if request.param == "tiles":
+        monkeypatch.setattr(cast_lines, "fits", lambda m, n: False)
+    elif reason := nvrtc.missing():
+        pytest.skip(reason)
+    return request.param
+
+
 def normal(*shape, seed=0, dtype=torch.bfloat16):
     """Standard normal values [shape] on the device."""
     generator = torch.Generator().manual_seed(seed)
@@ -76,6 +88,45 @@ def assert_repeats(call, dtype):
     for one, other in zip(call(first), call(second), strict=True):
         assert torch.equal(bits(one), bits(other))
     assert torch.equal(first.amax, second.amax)
+
+
+@pytest.mark.parametrize("implementation", ["lines"], indirect=True)
+@pytest.mark.parametrize("shape", [(16, 16), (144, 1600), (16, 2064), (4112, 16), (20, 16), (16, 24)])
+def test_which_implementation(shape, monkeypatch):
+    from gpt2_fp8.kernels import cast, cast_lines
+
+    calls, given = [], cast_lines.cast
+    monkeypatch.setattr(cast_lines, "cast", lambda *arguments: calls.append(1) or given(*arguments))
+    q, qt, _ = cast.cast_transpose(normal(*shape), slot_of(torch.float8_e4m3fn))
+    assert len(calls) == (shape[0] % 16 == shape[1] % 16 == 0)
+    assert torch.equal(bits(q), bits(to_fp8(normal(*shape).double(), 1.0, q.dtype)))
+    assert_transposed(q, qt)
+
+
+@pytest.mark.parametrize("implementation", ["lines"], indirect=True)
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("scale", [2.0**4, 37.3])
+@pytest.mark.parametrize("shape", [(16, 16), (48, 144), (112, 1584), (144, 1600), (272, 2064), (4112, 48)])
+def test_both_give_the_same(shape, scale, dtype, given, monkeypatch):
+    """Byte for byte, with infinity and NaN, where the last block has few rows or columns."""
+    from gpt2_fp8.kernels import cast_lines
+    from gpt2_fp8.kernels.cast import cast_transpose
+
+    x, infinity = normal(*shape, dtype=given), float("inf")
+    for special in ({}, {(3, 5): float("nan"), (-1, -1): float("nan")}, {(0, 0): -infinity, (-2, -3): infinity}):
+        for place, value in special.items():
+            x[place] = value
+        slot, other = slot_of(dtype, scale), slot_of(dtype, scale)
+        q, qt, sums = cast_transpose(x, slot, sums=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(cast_lines, "fits", lambda m, n: False)
+            other_q, other_qt, other_sums = cast_transpose(x, other, sums=True)
+        assert torch.equal(bits(q), bits(other_q))
+        assert torch.equal(bits(qt), bits(other_qt))
+        assert slot.amax.item() == other.amax.item() > 0
+        close = {"rtol": 1e-6, "atol": 4e-4, "equal_nan": True}
+        torch.testing.assert_close(column_sums(sums), column_sums(other_sums), **close)
 
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
