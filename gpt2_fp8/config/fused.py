@@ -28,9 +28,21 @@ def check(config: RunConfig) -> Iterator[Finding]:
     if isinstance(precision, FP8PrecisionConfig) and precision.layers == "fused" and (reason := why_not(config)):
         problem = Problem(f"precision.layers=fused cannot run: {reason}", "precision.layers=auto")
         yield Finding(("precision.layers", "recipe", "model.dropout"), problem)
+    if isinstance(precision, FP8PrecisionConfig) and precision.fast_accumulation and (reason := _why_not_fast(config)):
+        problem = Problem(f"precision.fast_accumulation=true: {reason}", "leave it away")
+        yield Finding(("precision.fast_accumulation",), problem)
     if config.cuda_graphs is True and (reason := _why_no_graphs(config)):
         problem = Problem(f"cuda_graphs=true: {reason}", "cuda_graphs=auto takes them where they help")
         yield Finding(("cuda_graphs",), problem)
+
+
+def _why_not_fast(config: RunConfig) -> str | None:
+    assert isinstance(config.precision, FP8PrecisionConfig)
+    if config.precision.layers == "te":
+        return "only the fused FP8 layers have that choice, and this is precision.layers=te"
+    if reason := why_not(config):
+        return f"only the fused FP8 layers have that choice; {reason}"
+    return None
 
 
 def _why_no_graphs(config: RunConfig) -> str | None:

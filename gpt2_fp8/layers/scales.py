@@ -29,13 +29,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """scale = largest of the format / (largest magnitude of the last `history` steps) / 2^margin."""
+    """scale = largest of the format / (largest magnitude of the last `history` steps) / 2^margin. And whether products
+    that give input gradients sum in the tensor cores alone, to some 14 bits."""
 
     history: int
     margin: int
     most_recent: bool  # take the last step's magnitude alone
     forward: torch.dtype  # of activations and weights
     gradient: torch.dtype
+    fast_accumulation: bool = False
 
 
 def distributed() -> bool:

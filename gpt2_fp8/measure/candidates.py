@@ -60,7 +60,9 @@ def concrete(
         chosen = PlainPrecisionConfig(name=cast(Literal["fp32", "bf16"], precision))
     else:
         name = cast(Literal["fp8_hybrid"], precision)
-        chosen = FP8PrecisionConfig(name=name, keep_bf16=auto.keep_bf16, layers="auto", fallback=fallback)
+        chosen = FP8PrecisionConfig(
+            name=name, keep_bf16=auto.keep_bf16, layers="auto", fast_accumulation=False, fallback=fallback
+        )
     scaling = config.recipe
     if isinstance(scaling, AutoRecipe):
         stateless = recipe not in (None, "delayed")

@@ -24,7 +24,8 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a child ended. `answer` is what it wrote; None unless the status is "ok". `message`: why not, in one line."""
+    """How a child ended. `answer` is what it wrote; None unless the status is "ok". `message`: why not, in one line; or
+    why an answer that is there is not all of it."""
 
     status: Literal["ok", "failed", "timed out"]
     answer: Any = None
@@ -58,11 +59,12 @@ def run(module: str, request: object, timeout_s: float, log: Path | None = None)
             finally:
                 _kill_group(child.pid)
                 child.wait()
+        late = f"took longer than {timeout_s:g} seconds" if code is None else None
         try:
-            return Ended(status="ok", answer=json.loads((folder / "answer").read_text()))
+            return Ended(status="ok", answer=json.loads((folder / "answer").read_text()), message=late)
         except (OSError, ValueError):
             if code is None:
-                return Ended(status="timed out", message=f"took longer than {timeout_s:g} seconds")
+                return Ended(status="timed out", message=late)
             return Ended(status="failed", message=_reason(code, log))
 
 
@@ -73,10 +75,12 @@ def _environment() -> dict[str, str]:
 
 
 def section(name: str, request: object, timeout_s: float, log: Path | None = None) -> list[dict[str, Any]]:
-    """The rows of `python -m gpt2_fp8.measure.NAME`; where it does not come to an end, one row that says so."""
+    """The rows of `python -m gpt2_fp8.measure.NAME`; where it does not come to an end, the last row says so."""
     ended = run(f"gpt2_fp8.measure.{name}", request, timeout_s, log)
     if ended.status == "ok":
-        return list(ended.answer)
+        *rows, last = ended.answer
+        unfinished = ended.message is not None and last.get("status") == "failed"
+        return [*rows, last | {"status": "timed out", "message": ended.message} if unfinished else last]
     return [{"name": name, "status": ended.status, "message": ended.message}]
 
 

@@ -32,6 +32,7 @@ def delayed_scaling(config: RunConfig) -> DelayedScaling:
     """The settings of the fused layers, for a run whose plan chose them."""
     recipe, precision = config.recipe, config.precision
     assert isinstance(recipe, DelayedRecipe)
+    assert isinstance(precision, FP8PrecisionConfig)
     hybrid = precision.name == "fp8_hybrid"
     return DelayedScaling(
         history=recipe.amax_history_len,
@@ -39,4 +40,5 @@ def delayed_scaling(config: RunConfig) -> DelayedScaling:
         most_recent=recipe.amax_compute_algo == "most_recent",
         forward=torch.float8_e4m3fn,
         gradient=torch.float8_e5m2 if hybrid else torch.float8_e4m3fn,
+        fast_accumulation=precision.fast_accumulation,
     )

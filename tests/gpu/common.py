@@ -69,7 +69,7 @@ def plugin(recipe="delayed", precision="fp8_hybrid", backend="te"):
     """The precision plugin of a run, as `build_plugin` makes it."""
     if backend == "fused":
         return FP8Precision(None, "delayed, fused")
-    chosen = FP8PrecisionConfig(name=precision, keep_bf16=[], layers="auto", fallback="error")
+    chosen = FP8PrecisionConfig(name=precision, keep_bf16=[], layers="auto", fast_accumulation=False, fallback="error")
     if recipe == "delayed":
         config = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
         return FP8Precision(build_recipe(chosen, config), "delayed")

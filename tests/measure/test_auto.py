@@ -92,7 +92,7 @@ def test_other_precisions_are_left_alone():
 def test_the_fastest_of_what_this_gpu_can_do(gpu):
     config, choice = settle("precision.keep_bf16=[head]", "model.n_layer=3")
     assert config.precision == FP8PrecisionConfig(
-        name="fp8_hybrid", keep_bf16=["head"], layers="auto", fallback="allow"
+        name="fp8_hybrid", keep_bf16=["head"], layers="auto", fast_accumulation=False, fallback="allow"
     )
     assert config.recipe == candidates.DELAYED
     assert config.model.n_layer == 3

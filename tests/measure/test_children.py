@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gpt2_fp8.measure import children
 from gpt2_fp8.measure.children import run, section
 
 ANSWERS = "import json, sys; json.dump({'asked': json.load(sys.stdin)}, open(sys.argv[1], 'w'))"
@@ -104,3 +105,18 @@ def test_a_section_that_fails_is_a_row():
     (row,) = section("no_such_section", {}, 60)
     assert (row["name"], row["status"]) == ("no_such_section", "failed")
     assert "No module named" in row["message"]
+
+
+def test_a_section_cut_short_says_so_in_its_last_row(module, monkeypatch):
+    """What was measured before counts; the row under way is not blamed on the program."""
+    module(
+        "import json, sys, time\n"
+        "rows = [{'name': 'first', 'status': 'ok'}, {'name': None, 'status': 'failed', 'message': 'ended'}]\n"
+        "json.dump(rows, open(sys.argv[1], 'w'))\n"
+        "time.sleep(600)"
+    )
+    real = children.run
+    monkeypatch.setattr(children, "run", lambda name, *more: real("scratch", *more))
+    first, last = section("scratch", {}, 3)
+    assert first == {"name": "first", "status": "ok"}
+    assert (last["status"], last["message"]) == ("timed out", "took longer than 3 seconds")

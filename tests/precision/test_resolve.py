@@ -31,11 +31,13 @@ def config(base):
 
     def build(
         precision="fp8_hybrid", fallback="allow", recipe="delayed", layers="auto", dropout=0.0, micro_batch_size=64,
-        trainer=None, **keys,
+        trainer=None, fast=False, **keys,
     ):  # fmt: skip
         chosen = PlainPrecisionConfig(name=precision)
         if precision.startswith("fp8"):
-            chosen = FP8PrecisionConfig(name=precision, keep_bf16=[], layers=layers, fallback=fallback)
+            chosen = FP8PrecisionConfig(
+                name=precision, keep_bf16=[], layers=layers, fast_accumulation=fast, fallback=fallback
+            )
         return replace(
             base,
             precision=chosen,
@@ -174,6 +176,15 @@ def test_settings_of_the_fused_layers_are_the_recipes(config):
     e4m3 = delayed_scaling(config("fp8_e4m3"))
     assert (e4m3.history, e4m3.margin, e4m3.most_recent) == (16, 0, False)
     assert (e4m3.forward, e4m3.gradient) == (torch.float8_e4m3fn, torch.float8_e4m3fn)
+    assert not hybrid.fast_accumulation
+    assert delayed_scaling(config(fast=True)).fast_accumulation
+
+
+def test_fast_accumulation_is_refused_where_the_fused_layers_cannot_run(config, monkeypatch):
+    gpu(monkeypatch, (8, 9), "NVIDIA L4")
+    assert resolve(config(), "cuda").backend == "te"
+    problem = refusal(config(fast=True))
+    assert problem.cause.startswith("precision.fast_accumulation=true is the fused layers' own, and they cannot run")
 
 
 # CUDA graphs
