@@ -27,9 +27,11 @@ def product():
             patch.setitem(sys.modules, "triton.language", language)
         yield importlib.import_module("gpt2_fp8.kernels.product_gelu")
         if missing:  # what stands on a stand-in is nobody else's
-            for name in {name for name in set(sys.modules) - before if name.startswith("gpt2_fp8.kernels.")}:
-                del sys.modules[name]
-                vars(sys.modules["gpt2_fp8.kernels"]).pop(name.rpartition(".")[2], None)
+            for name in set(sys.modules) - before:
+                package, _, module = name.rpartition(".")
+                if package == "gpt2_fp8.kernels" or name == "gpt2_fp8.layers.product":
+                    del sys.modules[name]
+                    vars(sys.modules[package]).pop(module, None)
 
 
 @pytest.fixture(params=["product_gelu", "product_gelu_backward"])
@@ -223,3 +225,62 @@ def test_columns_are_turned(kernel):
             at = waiting(column, part) + piece * 32 * ROWS
             out[column + piece * 32, part * 16 : part * 16 + 16] = memory[at : at + 16]
     assert torch.equal(out, tile.t())
+
+
+# Who uses them: the product of a layer
+
+
+@pytest.fixture
+def layer(product, monkeypatch):
+    """Makes a product of a weight [256, 128] whose products are only noted, under its settings; and the notes."""
+    module = importlib.import_module("gpt2_fp8.layers.product")
+    from gpt2_fp8.layers.scales import DelayedScaling, Scales
+
+    notes = []
+
+    def noted(name, result):
+        monkeypatch.setattr(module, name, lambda *given, **more: notes.append((name, more)) or result(*given))
+
+    noted("matmul", lambda a, b, out, *_: out)
+    noted("gelu_cast", lambda h, slot: "cast")
+    noted("gelu_backward_cast", lambda *given: "gradient")
+    noted("product_gelu", lambda operands, bias, slot: ("h", "cast"))
+    noted("product_gelu_backward", lambda *given: "gradient")
+
+    def make(fits, fast=False):
+        monkeypatch.setattr(module, "fits", lambda a, b: fits)
+        scales = Scales(DelayedScaling(16, 0, False, torch.float8_e4m3fn, torch.float8_e5m2, fast))
+        made = module.Product(scales)
+        scales.allocate(torch.device("cpu"))
+        made.w8, made.w8t = torch.zeros(256, 128), torch.zeros(128, 256)
+        return made, made.slot("input"), notes
+
+    return make
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_sums_are_promoted_where_the_settings_say_so(layer, fast):
+    product, _, notes = layer(fits=False, fast=fast)
+    product.forward(torch.zeros(64, 128))
+    product.input_gradient(torch.zeros(64, 256))
+    product.weight_gradient(torch.nn.Parameter(torch.zeros(256, 128)), torch.zeros(256, 64), torch.zeros(128, 64))
+    forward, gradient, weight = (more for _, more in notes)
+    assert forward["fast_accumulate"] is True
+    assert gradient["fast_accumulate"] is fast
+    assert not weight.get("fast_accumulate", False)
+
+
+def test_gelu_is_in_the_product_where_that_fits(layer):
+    product, slot, notes = layer(fits=True)
+    assert product.forward_gelu(torch.zeros(64, 128), slot) == ("h", "cast")
+    assert product.forward_gelu(torch.zeros(64, 128), slot, h_alone=True)[0] == "h"
+    assert product.input_gradient_gelu(torch.zeros(64, 256), torch.zeros(64, 128), slot) == "gradient"
+    assert [name for name, _ in notes] == ["product_gelu", "product_gelu", "product_gelu_backward"]
+
+
+def test_elsewhere_a_product_and_a_kernel_do_it(layer):
+    product, slot, notes = layer(fits=False)
+    assert product.forward_gelu(torch.zeros(64, 128), slot)[1] == "cast"
+    assert product.forward_gelu(torch.zeros(64, 128), slot, h_alone=True)[1] is None
+    assert product.input_gradient_gelu(torch.zeros(64, 256), torch.zeros(64, 128), slot) == "gradient"
+    assert [name for name, _ in notes] == ["matmul", "gelu_cast", "matmul", "matmul", "gelu_backward_cast"]

@@ -39,7 +39,7 @@ class FP8PrecisionConfig:
     name: Literal["fp8_hybrid", "fp8_e4m3", "fp8_e5m2"]  # hybrid: E4M3 forward, E5M2 gradients
     keep_bf16: list[str]  # layers whose products stay in bf16: "head", "first", "last", or "blocks.N"
     layers: Literal["auto", "fused", "te"]  # our fused chain, or Transformer Engine's modules; auto: fused where it can
-    fast_accumulation: bool  # sum input gradients in the tensor cores alone, to some 14 bits; the fused layers' own
+    fast_accumulation: bool  # sum the blocks' input gradients in the tensor cores alone, to some 14 bits (fused layers)
     fallback: Literal["allow", "error"]  # when this machine cannot do FP8: train in bf16 (fp32 on a CPU), or exit 2
 
 

@@ -150,7 +150,7 @@ def cast_transpose(
     m, n = x.shape
     assert m % 4 == 0, "rows go in groups of four"
     q, qt = out or empty_pair(m, n, slot.dtype, x.device)
-    if cast_lines.fits(m, n):
+    if cast_lines.fits(x):
         return q, qt, cast_lines.cast(x, slot, q, qt, sums)
     grid, tiles = tile_grid(m, n)
     partial = torch.empty((grid[1], n) if sums else 0, dtype=torch.float32, device=x.device)

@@ -13,9 +13,10 @@ TILE, THREADS = 128, 256  # a block has TILE rows and as many columns
 BLOCKS = {torch.bfloat16: 4, torch.float32: 3}  # a multiprocessor, by what registers there are
 
 
-def fits(m: int, n: int) -> bool:
-    """Whether a tensor of `m` rows and `n` columns can be cast here."""
-    return m % 16 == n % 16 == 0 and nvrtc.missing() is None
+def fits(x: Tensor) -> bool:
+    """Whether x [M, N] can be cast here: it is read 16 bytes at a time."""
+    m, n = x.shape
+    return m % 16 == n % 16 == x.data_ptr() % 16 == 0 and nvrtc.missing() is None
 
 
 def cast(x: Tensor, slot: Slot, q: Tensor, qt: Tensor, sums: bool) -> Tensor:

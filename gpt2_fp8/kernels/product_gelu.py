@@ -77,10 +77,11 @@ def _map(a: Tensor) -> Any:
 
 def _kernel(name: str, operands: Operands, shape: _Shape, e4m3: bool) -> tuple[nvrtc.Kernel, int]:
     """The kernel, and how many blocks it is to have."""
-    a, b, *_ = operands
-    assert a.is_contiguous()
-    assert b.is_contiguous()
+    a, b, *scales = operands
     (m, k), n = a.shape, b.shape[0]
+    assert b.shape[1] == k, (a.shape, b.shape)
+    assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (a, b)), "whole lines at multiples of 16 bytes"
+    assert all(t.dtype == torch.float32 and t.numel() == 1 for t in scales)
     given = {"K": k, "WARPGROUPS": shape.warpgroups, "STAGES": shape.stages, "E4M3": e4m3}
     given["GRADIENT_E5M2"] = a.dtype == torch.float8_e5m2
     kernel = nvrtc.kernel(name, given, a.device, 128 * (shape.warpgroups + 1), shape.shared_bytes)
@@ -103,6 +104,7 @@ def product_gelu(operands: Operands, bias: Tensor | None, slot: Slot) -> tuple[T
     a, b, *scales = operands
     m, n = a.shape[0], b.shape[0]
     assert slot.dtype == torch.float8_e4m3fn, slot.dtype
+    assert bias is None or (bias.dtype, bias.shape) == (torch.bfloat16, (n,)), (bias.dtype, bias.shape)
     h = torch.empty(m, n, dtype=torch.bfloat16, device=a.device)
     q, _ = empty_pair(m, n, slot.dtype, a.device, both=False)
     kernel, grid = _kernel("product_gelu", operands, _forward(a.shape[1]), e4m3=True)
@@ -116,6 +118,7 @@ def product_gelu_backward(operands: Operands, h: Tensor, slot: Slot, slot_y: Slo
     a, b, *scales = operands
     m, n = h.shape
     assert h.is_contiguous()
+    assert (h.dtype, m, n) == (torch.bfloat16, a.shape[0], b.shape[0]), (h.dtype, h.shape)
     assert slot_y.dtype == torch.float8_e4m3fn, slot_y.dtype
     q, qt = empty_pair(m, n, slot.dtype, h.device)
     yt = torch.empty(n, m, dtype=slot_y.dtype, device=h.device)

@@ -57,13 +57,13 @@ class Block(nn.Module):
         fc1.refresh(self.mlp.fc1_weight, self.mlp.fc1_bias)
         fc2.refresh(self.mlp.fc2_weight, self.mlp.fc2_bias)
 
-    def hidden(self, middle: Tensor) -> tuple[Tensor, Hidden]:
-        """The perceptron's GELU, [M, 4 d] in FP8, and what its backward needs."""
+    def hidden(self, middle: Tensor, again: bool = False) -> tuple[Tensor | None, Hidden]:
+        """The perceptron's GELU, [M, 4 d] in FP8, and what its backward needs: that alone when it is made `again`."""
         fc1, mlp = self.products.fc1, self.mlp
         y8, y8t, statistics = layer_norm_cast(
             middle, mlp.layer_norm_weight, mlp.layer_norm_bias, EPSILON, fc1.slot("input")
         )
-        h, z8 = fc1.forward_gelu(y8, self.products.fc2.slot("input"))
+        h, z8 = fc1.forward_gelu(y8, self.products.fc2.slot("input"), h_alone=again)
         return z8, Hidden(h, y8t, statistics)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
@@ -107,6 +107,7 @@ class _BlockFunction(torch.autograd.Function):
         o8, o8t, _ = cast_transpose(attended.detach().reshape(x.shape), projection.slot("input"))
         middle = projection.forward(o8, add=x)
         z8, hidden = block.hidden(middle)
+        assert z8 is not None
         if training:
             ctx.block, ctx.parameters, ctx.attention, ctx.statistics = block, parameters, (packed, attended), statistics
             ctx.hidden = None if block.recompute else hidden
@@ -121,7 +122,7 @@ class _BlockFunction(torch.autograd.Function):
         assert ctx.attention is not None, "one backward only"
         gradients: Gradients = {}
         dout = upstream[0].reshape(x.shape).contiguous()
-        hidden = ctx.hidden or block.hidden(middle)[1]
+        hidden = ctx.hidden or block.hidden(middle, again=True)[1]
         attention, ctx.hidden, ctx.attention = ctx.attention, None, None  # the graph outlives its backward
         into_middle = _perceptron_backward(block, dout, middle, hidden, gradients)
         dx = _attention_backward(block, into_middle, x, ctx.statistics, y8t, o8t, attention, gradients)

@@ -3,9 +3,10 @@
 Shapes: x [M, K] goes in, y = x W^T + b [M, N] comes out. `x8` is x in FP8 as it lies, `x8t` its transpose.
 
 Hopper's tensor cores keep some 14 bits of a sum; a product can have its sums promoted to float32 on the way, or go
-without ("fast accumulation"). The forward's go without, as Transformer Engine's do. Input gradients do where the user
-wants it: an error of 0.07 to 0.15 % for sums over 2,304 to 6,400 channels. The one that goes through GELU's derivative
-in the same kernel (`kernels.product_gelu`) always does: 0.04 %, where rounding it to bfloat16 in between cost 0.17 %.
+without ("fast accumulation"). The forward's go without, as Transformer Engine's do. The blocks' input gradients do
+where the user wants it: an error of 0.07 to 0.15 % for sums over 2,304 to 6,400 channels. The one that goes through
+GELU's derivative in the same kernel (`kernels.product_gelu`) always does: 0.04 %, where rounding it to bfloat16 in
+between cost 0.17 %.
 """
 
 from __future__ import annotations
@@ -62,13 +63,14 @@ class Product(nn.Module):
         scales = self.slot("input").scale_inv, self.slot("weight").scale_inv
         return matmul(x8, self.w8, out, *scales, bias=self.bias, add=add, fast_accumulate=True)
 
-    def forward_gelu(self, x8: Tensor, slot: Slot) -> tuple[Tensor, Tensor]:
-        """x8 [M, K] -> h = x W^T + b, bfloat16 [M, N], and gelu(h) in FP8 [M, N] as `slot` says."""
+    def forward_gelu(self, x8: Tensor, slot: Slot, h_alone: bool = False) -> tuple[Tensor, Tensor | None]:
+        """x8 [M, K] -> h = x W^T + b, bfloat16 [M, N], and gelu(h) in FP8 [M, N] as `slot` says. `h_alone`: the latter
+        is not asked for, but h must have the same bits."""
         if fits(x8, self.w8):
             scales = self.slot("input").scale_inv, self.slot("weight").scale_inv
             return product_gelu(Operands(x8, self.w8, *scales), self.bias, slot)
         h = self.forward(x8)
-        return h, gelu_cast(h, slot)
+        return h, None if h_alone else gelu_cast(h, slot)
 
     def input_gradient(self, g8: Tensor) -> Tensor:
         """g8 [M, N], the gradient of what `forward` gave -> bfloat16 [M, K], that of x."""

@@ -29,8 +29,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """scale = largest of the format / (largest magnitude of the last `history` steps) / 2^margin. And whether products
-    that give input gradients sum in the tensor cores alone, to some 14 bits."""
+    """scale = largest of the format / (largest magnitude of the last `history` steps) / 2^margin. And whether the
+    blocks' products that give input gradients sum in the tensor cores alone, to some 14 bits."""
 
     history: int
     margin: int

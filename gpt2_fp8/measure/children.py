@@ -78,9 +78,10 @@ def section(name: str, request: object, timeout_s: float, log: Path | None = Non
     """The rows of `python -m gpt2_fp8.measure.NAME`; where it does not come to an end, the last row says so."""
     ended = run(f"gpt2_fp8.measure.{name}", request, timeout_s, log)
     if ended.status == "ok":
-        *rows, last = ended.answer
-        unfinished = ended.message is not None and last.get("status") == "failed"
-        return [*rows, last | {"status": "timed out", "message": ended.message} if unfinished else last]
+        rows = list(ended.answer)
+        if ended.message and rows and rows[-1].get("status") == "failed":
+            rows[-1] |= {"status": "timed out", "message": ended.message}
+        return rows
     return [{"name": name, "status": ended.status, "message": ended.message}]
 
 

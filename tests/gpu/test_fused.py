@@ -297,6 +297,26 @@ def test_a_block_casts_the_gradient_that_the_one_below_needs(monkeypatch):
     assert error(handed, expected) == pytest.approx(error(apart, expected), rel=0.05)
 
 
+def test_products_with_gelu_are_used_and_as_exact(monkeypatch):
+    """Each block has one forward and one backward of them; a product and a kernel of its own give the same gradient, up
+    to what bfloat16 and FP8 round in between."""
+    from gpt2_fp8.layers import product
+
+    _, expected = gradients(build("reference"), tokens(), False, common.bf16)
+    calls, found = [], {}
+    for name in ("product_gelu", "product_gelu_backward"):
+        real = getattr(product, name)
+        monkeypatch.setattr(product, name, lambda *given, real=real, name=name: calls.append(name) or real(*given))
+    for fits in (product.fits, lambda a, b: False):
+        monkeypatch.setattr(product, "fits", fits)
+        model, fp8 = calibrated("fused")
+        calls.clear()
+        _, gradient = gradients(model, tokens(), True, fp8.forward_context, first=True)
+        found[len(calls)] = gradient
+    assert sorted(found) == [0, 6]
+    assert error(found[6], expected) == pytest.approx(error(found[0], expected), rel=0.05)
+
+
 def test_gradients_that_autograd_delivers_are_those_added_in_place(monkeypatch):
     """Under data parallelism they go through autograd, since ranks exchange those."""
     from gpt2_fp8.layers import embedding, product

@@ -3,6 +3,50 @@
 
 #include "tile.cuh"
 
+// Four rows (number `g` of a warp's four fours) of a lane's columns to shared memory, where the words of a piece change
+// places too, so that 32 lanes meet all banks: word `g` is at g ^ column / 32. After a barrier, all of the block to `to`
+// [N, M].
+__device__ __forceinline__ void keep(uint4* pieces, int g, u32 a, u32 b, u32 c, u32 d) {
+  const int lane = threadIdx.x % 32;
+  u32* to = reinterpret_cast<u32*>(pieces + place(lane * LANE, threadIdx.x / 32)) + (g ^ lane * LANE / 32);
+  to[0] = a, to[4 * PIECES] = b, to[8 * PIECES] = c, to[12 * PIECES] = d;
+}
+__device__ __forceinline__ void store_columns(u8* to, const uint4* pieces, int2 first, int M, int N) {
+  const int p = threadIdx.x % PIECES, row = first.x + p * ROWS;
+#pragma unroll
+  for (int k = 0; k < TILE / 32; ++k) {
+    const int c = k * 32 + threadIdx.x / PIECES;
+    if (row >= M || first.y + c >= N) continue;
+    const uint4 piece = pieces[place(c, p)];
+    const u32 w[4] = {piece.x, piece.y, piece.z, piece.w};
+    *reinterpret_cast<uint4*>(to + static_cast<u64>(first.y + c) * M + row) =
+        make_uint4(w[k], w[1 ^ k], w[2 ^ k], w[3 ^ k]);
+  }
+}
+
+// What the warps of a block know of their rows: the largest magnitude, and the sums of the columns.
+struct __align__(16) Known {
+  float sums[PIECES][TILE], largest[PIECES];
+};
+
+// Each warp tells; after a barrier, one raises `amax`, and others write the block's sums. The order of summation is
+// fixed, so the result is the same every time.
+__device__ __forceinline__ void tell(Known& known, float largest, const float (&sums)[LANE]) {
+  const u32 bits = __reduce_max_sync(~0u, __float_as_uint(largest));
+  if (threadIdx.x % 32 == 0) known.largest[threadIdx.x / 32] = __uint_as_float(bits);
+  if constexpr (SUMS) store(known.sums[threadIdx.x / 32] + threadIdx.x % 32 * LANE, sums);
+}
+__device__ __forceinline__ void finish(const Known& known, float* amax, float* sums_out, int2 first,
+                                       int N) {
+  if (threadIdx.x < 32) record(amax, threadIdx.x < PIECES ? known.largest[threadIdx.x] : 0);
+  const int c = static_cast<int>(threadIdx.x) - (THREADS - TILE);
+  if (!SUMS || c < 0 || first.y + c >= N) return;
+  float sum = 0;
+#pragma unroll
+  for (int p = 0; p < PIECES; ++p) sum += known.sums[p][c];
+  sums_out[static_cast<u64>(first.x / TILE) * N + first.y + c] = sum;
+}
+
 #if FLOAT32
 typedef float Number;
 typedef float4 Four;
@@ -50,8 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) cast(
       keep(pieces, g, words[0], words[1], words[2], words[3]);
     }
   }
-  tell(known, largest, sums, SUMS);
+  tell(known, largest, sums);
   __syncthreads();
   store_columns(qt, pieces, first, M, N);
-  finish(known, amax, sums_out, first, N, SUMS);
+  finish(known, amax, sums_out, first, N);
 }

@@ -27,14 +27,17 @@ __device__ __forceinline__ u32 bfloat16s(float first, float second) {
 }
 
 // Four numbers as FP8, the first in the lowest byte. They saturate; NaN stays NaN.
-__device__ __forceinline__ u32 fp8(float a, float b, float c, float d) {
+__device__ __forceinline__ u32 e4m3(float a, float b, float c, float d) {
   u32 word;
-  if constexpr (E4M3)
-    asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;"
-        " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
-  else
-    asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, %2, %1; cvt.rn.satfinite.e5m2x2.f32 hi, %4, %3;"
-        " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+  asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;"
+      " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return word;
+}
+__device__ __forceinline__ u32 fp8(float a, float b, float c, float d) {
+  if constexpr (E4M3) return e4m3(a, b, c, d);
+  u32 word;
+  asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, %2, %1; cvt.rn.satfinite.e5m2x2.f32 hi, %4, %3;"
+      " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
   return word;
 }
 

@@ -27,11 +27,3 @@ __device__ __forceinline__ float gelu_slope(float x, float& y) {
   y = x * s;
   return fmaf(fmaf(-y, s, y), slope, s);
 }
-
-// Four numbers as FP8 of forward tensors; see `fp8`.
-__device__ __forceinline__ u32 e4m3(float a, float b, float c, float d) {
-  u32 word;
-  asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;"
-      " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
-  return word;
-}
