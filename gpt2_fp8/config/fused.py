@@ -29,7 +29,7 @@ def check(config: RunConfig) -> Iterator[Finding]:
         problem = Problem(f"precision.layers=fused cannot run: {reason}", "precision.layers=auto")
         yield Finding(("precision.layers", "recipe", "model.dropout"), problem)
     if isinstance(precision, FP8PrecisionConfig) and precision.fast_accumulation and (reason := _why_not_fast(config)):
-        problem = Problem(f"precision.fast_accumulation=true: {reason}", "leave it away")
+        problem = Problem(f"precision.fast_accumulation=true: {reason}", "leave it out")
         yield Finding(("precision.fast_accumulation",), problem)
     if config.cuda_graphs is True and (reason := _why_no_graphs(config)):
         problem = Problem(f"cuda_graphs=true: {reason}", "cuda_graphs=auto takes them where they help")

@@ -68,7 +68,7 @@ def _backend(config: RunConfig) -> Backend:
         raise UserError.of(f"precision.layers=fused cannot run here: {reason}", "precision.layers=auto")
     if config.precision.fast_accumulation and reason:
         cause = f"precision.fast_accumulation=true is the fused layers' own, and they cannot run here: {reason}"
-        raise UserError.of(cause, "leave it away")
+        raise UserError.of(cause, "leave it out")
     return "fused" if wanted != "te" and reason is None else "te"
 
 
