@@ -28,7 +28,8 @@ def check(config: RunConfig) -> Iterator[Finding]:
     if isinstance(precision, FP8PrecisionConfig) and precision.layers == "fused" and (reason := why_not(config)):
         problem = Problem(f"precision.layers=fused cannot run: {reason}", "precision.layers=auto")
         yield Finding(("precision.layers", "recipe", "model.dropout"), problem)
-    if isinstance(precision, FP8PrecisionConfig) and precision.fast_accumulation and (reason := _why_not_fast(config)):
+    fast = isinstance(precision, FP8PrecisionConfig) and precision.fast_accumulation
+    if fast and (reason := _only_fused(config, "that choice")):
         problem = Problem(f"precision.fast_accumulation=true: {reason}", "leave it out")
         yield Finding(("precision.fast_accumulation",), problem)
     if config.cuda_graphs is True and (reason := _why_no_graphs(config)):
@@ -36,12 +37,13 @@ def check(config: RunConfig) -> Iterator[Finding]:
         yield Finding(("cuda_graphs",), problem)
 
 
-def _why_not_fast(config: RunConfig) -> str | None:
+def _only_fused(config: RunConfig, what: str) -> str | None:
+    """Why a run in FP8 cannot have `what` of the fused layers; None if it can."""
     assert isinstance(config.precision, FP8PrecisionConfig)
     if config.precision.layers == "te":
-        return "only the fused FP8 layers have that choice, and this is precision.layers=te"
+        return f"only the fused FP8 layers have {what}, and this is precision.layers=te"
     if reason := why_not(config):
-        return f"only the fused FP8 layers have that choice; {reason}"
+        return f"only the fused FP8 layers have {what}; {reason}"
     return None
 
 
@@ -52,8 +54,4 @@ def _why_no_graphs(config: RunConfig) -> str | None:
         return "only the fused FP8 layers have graphs, and precision=auto may choose others"
     if not isinstance(config.precision, FP8PrecisionConfig):
         return f"only the fused FP8 layers have graphs, and this is precision={config.precision.name}"
-    if config.precision.layers == "te":
-        return "only the fused FP8 layers have graphs, and this is precision.layers=te"
-    if reason := why_not(config):
-        return f"only the fused FP8 layers have graphs; {reason}"
-    return None
+    return _only_fused(config, "graphs")

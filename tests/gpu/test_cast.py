@@ -14,16 +14,20 @@ LARGE = [(2064, 4112), (4112, 4112)]  # a program handles two tiles, or four; th
 SCALES = [1.0, 2.0**16, 2.0**-8, 2.0**-16]
 
 
-@pytest.fixture(params=["lines", "tiles"], autouse=True)
+@pytest.fixture(params=["cuda", "triton"], autouse=True)
 def implementation(request, monkeypatch):
-    """Every test is of both: CUDA C++ and Triton."""
-    from gpt2_fp8.kernels import cast_lines, nvrtc
+    """Every test is of both."""
+    use(request.param, monkeypatch)
 
-    if request.param == "tiles":
-        monkeypatch.setattr(cast_lines, "fits", lambda x: False)
+
+def use(implementation, monkeypatch):
+    """Have kernels that there are in both run in "cuda" (C++) or "triton" from here on."""
+    from gpt2_fp8.kernels import nvrtc
+
+    if implementation == "triton":
+        monkeypatch.setattr(nvrtc, "missing", lambda: "hidden by the test")
     elif reason := nvrtc.missing():
         pytest.skip(reason)
-    return request.param
 
 
 def normal(*shape, seed=0, dtype=torch.bfloat16):
@@ -90,7 +94,7 @@ def assert_repeats(call, dtype):
     assert torch.equal(first.amax, second.amax)
 
 
-@pytest.mark.parametrize("implementation", ["lines"], indirect=True)
+@pytest.mark.parametrize("implementation", ["cuda"], indirect=True)
 @pytest.mark.parametrize("shape", [(16, 16), (144, 1600), (16, 2064), (4112, 16), (20, 16), (16, 24)])
 def test_which_implementation(shape, monkeypatch):
     from gpt2_fp8.kernels import cast, cast_lines
@@ -103,14 +107,13 @@ def test_which_implementation(shape, monkeypatch):
     assert_transposed(q, qt)
 
 
-@pytest.mark.parametrize("implementation", ["lines"], indirect=True)
+@pytest.mark.parametrize("implementation", ["cuda"], indirect=True)
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("scale", [2.0**4, 37.3])
 @pytest.mark.parametrize("shape", [(16, 16), (48, 144), (112, 1584), (144, 1600), (272, 2064), (4112, 48)])
 def test_both_give_the_same(shape, scale, dtype, given, monkeypatch):
     """Byte for byte, with infinity and NaN, where the last block has few rows or columns."""
-    from gpt2_fp8.kernels import cast_lines
     from gpt2_fp8.kernels.cast import cast_transpose
 
     x, infinity = normal(*shape, dtype=given), float("inf")
@@ -120,7 +123,7 @@ def test_both_give_the_same(shape, scale, dtype, given, monkeypatch):
         slot, other = slot_of(dtype, scale), slot_of(dtype, scale)
         q, qt, sums = cast_transpose(x, slot, sums=True)
         with monkeypatch.context() as patch:
-            patch.setattr(cast_lines, "fits", lambda x: False)
+            use("triton", patch)
             other_q, other_qt, other_sums = cast_transpose(x, other, sums=True)
         assert torch.equal(bits(q), bits(other_q))
         assert torch.equal(bits(qt), bits(other_qt))

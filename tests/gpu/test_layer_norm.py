@@ -15,6 +15,7 @@ from tests.gpu.test_cast import (
     column_sums,
     normal,
     slot_of,
+    use,
 )
 
 pytestmark = pytest.mark.fp8
@@ -31,15 +32,10 @@ SHAPES += [
 EPSILON = 1e-5
 
 
-@pytest.fixture(params=["rows", "tiles"], autouse=True)
+@pytest.fixture(params=["cuda", "triton"], autouse=True)
 def implementation(request, monkeypatch):
     """Every test is of both; rows that are too wide for the first are the second's twice."""
-    from gpt2_fp8.kernels import layer_norm_rows, nvrtc
-
-    if request.param == "tiles":
-        monkeypatch.setattr(layer_norm_rows, "fits", lambda n: False)
-    elif reason := nvrtc.missing():
-        pytest.skip(reason)
+    use(request.param, monkeypatch)
     return request.param
 
 
@@ -64,7 +60,7 @@ def test_which_implementation(n, rows, implementation):
     from gpt2_fp8.kernels import layer_norm, layer_norm_rows, layer_norm_tiles
 
     chosen = layer_norm._implementation(torch.empty(16, n, device=DEVICE))
-    assert chosen is (layer_norm_rows if rows and implementation == "rows" else layer_norm_tiles)
+    assert chosen is (layer_norm_rows if rows and implementation == "cuda" else layer_norm_tiles)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

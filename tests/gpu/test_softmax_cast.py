@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.test_cast import DEVICE, FORMATS, LARGEST, assert_fp8, assert_transposed, bits, normal, ordinal
+from tests.gpu.test_cast import DEVICE, FORMATS, LARGEST, assert_fp8, assert_transposed, bits, normal, ordinal, use
 
 pytestmark = pytest.mark.fp8
 
@@ -30,16 +30,6 @@ SHAPES = [
 def implementation(request, monkeypatch):
     """A test that asks for this is of both."""
     use(request.param, monkeypatch)
-
-
-def use(implementation, monkeypatch):
-    """Have the gradient computed by "cuda" or "triton" from here on."""
-    from gpt2_fp8.kernels import nvrtc
-
-    if implementation == "triton":
-        monkeypatch.setattr(nvrtc, "missing", lambda: "hidden by the test")
-    elif reason := nvrtc.missing():
-        pytest.skip(reason)
 
 
 def targets_of(rows, vocab_size):

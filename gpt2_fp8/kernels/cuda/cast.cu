@@ -54,7 +54,7 @@ __device__ __forceinline__ void unpack(float4 four, float (&out)[4]) {
   out[0] = four.x, out[1] = four.y, out[2] = four.z, out[3] = four.w;
 }
 #else
-typedef unsigned short Number;
+typedef u16 Number;
 typedef uint2 Four;
 #endif
 

@@ -43,9 +43,17 @@ __device__ __forceinline__ u32 fp8(float a, float b, float c, float d) {
 
 __device__ __forceinline__ u32 shared(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
-// A barrier that opens when the bytes announced to it have arrived; it counts its openings by one bit of parity.
-__device__ __forceinline__ void make(u64* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(barrier)) : "memory");
+// 2^x; numbers that are not normal count as 0.
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// A barrier that opens when so many have arrived, and the bytes announced to it; it counts its openings by one bit of
+// parity.
+__device__ __forceinline__ void make(u64* barrier, u32 arrivals = 1) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void announce(u64* barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier)), "r"(bytes) : "memory");

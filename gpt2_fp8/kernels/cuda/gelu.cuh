@@ -4,11 +4,6 @@ constexpr double FACTOR = -2.302208198144325;  // -2 sqrt(2/pi) log2(e)
 constexpr double CUBIC = 0.044715;
 constexpr double TWICE_ROOT = 1.5957691216057308;  // 2 sqrt(2/pi)
 
-__device__ __forceinline__ float power_of_two(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 __device__ __forceinline__ float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -53,9 +53,6 @@ __device__ __forceinline__ Run next_run(int first, int tiles, int tiles_down) {
   return {slab, first, min(first_tile(blockIdx.x + 1, tiles), (slab + 1) * tiles_down)};
 }
 
-__device__ __forceinline__ void make(u64* barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals) : "memory");
-}
 __device__ __forceinline__ void arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(barrier)) : "memory");
 }
@@ -150,7 +147,7 @@ __device__ __forceinline__ void run_product(Memory& memory, const TensorMap* map
   if (threadIdx.x == 0) {
     for (int i = 0; i < WARPGROUPS; ++i)
       for (int stage = 0; stage < STAGES; ++stage) {
-        make(&memory.full[i][stage], 1);
+        make(&memory.full[i][stage]);
         make(&memory.empty[i][stage], 4);  // a warp each
       }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -16,9 +16,7 @@ struct __align__(8) Row {
 };
 
 __device__ __forceinline__ float probability(float logit, Row row) {
-  float p;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(p) : "f"(fmaf(logit - row.maximum, LOG2E, row.shift)));
-  return p;
+  return power_of_two(fmaf(logit - row.maximum, LOG2E, row.shift));
 }
 
 // logits: bfloat16 [M, N], both multiples of 16. exponents [M]: the largest logit, and the binary logarithm of the sum.
