@@ -135,7 +135,7 @@ def read_by_tensor_cores(memory):
 
 
 def fetched(product, a, tile, line, monkeypatch):
-    """A box of the map that `_map` makes of a, at the coordinates of `fetch_tile`, as it comes to shared memory."""
+    """A box of the map that `tensor_map` makes of a, at the coordinates of `fetch_tile`, as it comes to shared memory."""
     seen = {}
 
     def view(rows, stream_ptr):
@@ -146,7 +146,7 @@ def fetched(product, a, tile, line, monkeypatch):
     core.TensorMapDescriptorOptions, utils.StridedMemoryView = options, SimpleNamespace(from_dlpack=view)
     for name, module in (("cuda", ModuleType("cuda")), ("cuda.core", core), ("cuda.core.utils", utils)):
         monkeypatch.setitem(sys.modules, name, module)
-    product._map(a)
+    product.tensor_map(a)
     assert seen["swizzle"] == "128 bytes"
     outer, twice, eight, bytes_of_row = seen["box"]
     box = seen["rows"][tile * (ROWS // 16) :][:outer, :twice, :eight, line * LINE :][..., :bytes_of_row]

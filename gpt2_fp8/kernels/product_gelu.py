@@ -67,7 +67,7 @@ def _backward(k: int) -> _Shape:
     return _shape(k, 2, turned=ROWS * COLUMNS)
 
 
-def _map(a: Tensor) -> Any:
+def tensor_map(a: Tensor) -> Any:
     """A line of a tile of a [M, K], for the copy engine: 16 rows as twice eight, the even ones first, so that a
     thread's two rows (`cuda/product.cuh`) are neighbours."""
     m, k = a.shape
@@ -86,6 +86,11 @@ def _kernel(name: str, operands: Operands, shape: _Shape, e4m3: bool) -> tuple[n
     given["GRADIENT_E5M2"] = a.dtype == torch.float8_e5m2
     kernel = nvrtc.kernel(name, given, a.device, 128 * (shape.warpgroups + 1), shape.shared_bytes)
     return kernel, min(nvrtc.processors(a.device), m // ROWS * (n // COLUMNS))
+
+
+def forward_kernel(name: str, operands: Operands) -> tuple[nvrtc.Kernel, int]:
+    """A kernel of a forward product, and how many blocks it is to have."""
+    return _kernel(name, operands, _forward(operands.a.shape[1]), e4m3=True)
 
 
 @cache
@@ -107,8 +112,8 @@ def product_gelu(operands: Operands, bias: Tensor | None, slot: Slot) -> tuple[T
     assert bias is None or (bias.dtype, bias.shape) == (torch.bfloat16, (n,)), (bias.dtype, bias.shape)
     h = torch.empty(m, n, dtype=torch.bfloat16, device=a.device)
     q, _ = empty_pair(m, n, slot.dtype, a.device, both=False)
-    kernel, grid = _kernel("product_gelu", operands, _forward(a.shape[1]), e4m3=True)
-    kernel(grid, _map(a), b, bias, h, q, *scales, slot.scale, slot.amax, m, n)
+    kernel, grid = forward_kernel("product_gelu", operands)
+    kernel(grid, tensor_map(a), b, bias, h, q, *scales, slot.scale, slot.amax, m, n)
     return h, q
 
 
@@ -127,6 +132,6 @@ def product_gelu_backward(operands: Operands, h: Tensor, slot: Slot, slot_y: Slo
     parts = _parts(grid, m // ROWS, n // COLUMNS)
     sums = torch.empty(parts, n, dtype=torch.float32, device=h.device)
     kernel(
-        grid, _map(a), b, h, q, qt, yt, sums, *scales, slot.scale, slot_y.scale, slot.amax, m, n, parts
+        grid, tensor_map(a), b, h, q, qt, yt, sums, *scales, slot.scale, slot_y.scale, slot.amax, m, n, parts
     )  # fmt: skip
     return Gradient(q, qt, yt, sums)

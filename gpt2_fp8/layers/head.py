@@ -15,6 +15,8 @@ from gpt2_fp8.kernels.cast import reduce_columns
 from gpt2_fp8.kernels.cross_entropy import scale_
 from gpt2_fp8.kernels.gemm import matmul
 from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
+from gpt2_fp8.kernels.product_gelu import Operands, fits
+from gpt2_fp8.kernels.product_logits import product_logits
 from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE, softmax_gradient_cast, softmax_statistics
 from gpt2_fp8.layers.product import Product
 from gpt2_fp8.layers.reference import EPSILON, LayerNormLinear
@@ -49,6 +51,15 @@ class Head(LayerNormLinear):
         # inside of a Function gradients are always off, and parameters always want theirs
         training = torch.is_grad_enabled()
         return _HeadFunction.apply(x, targets.reshape(-1), self, vocab_size, scale, training, *parameters)
+
+    def logits(self, y8: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """y8 [rows, d] -> logits, bfloat16 [rows, N], and their losses and exponents: see `softmax_statistics`."""
+        product = self.product
+        if fits(y8, product.w8):
+            scales = product.slot("input").scale_inv, product.slot("weight").scale_inv
+            return product_logits(Operands(y8, product.w8, *scales), targets, vocab_size)
+        logits = product(y8)
+        return logits, *softmax_statistics(logits, targets, vocab_size)
 
     def _normalise(self, x: Tensor, both: bool) -> Any:
         slot = self.product.slot("input")
@@ -86,8 +97,7 @@ def _chunk(
 ) -> Tensor:
     """The losses [rows] of one chunk; its share of the gradients goes to `gradients`. Its logits end here."""
     y8, y8t, statistics = head._normalise(x[part], both=gradients is not None)
-    logits = head.product(y8)
-    losses, exponents = softmax_statistics(logits, targets, vocab_size)
+    logits, losses, exponents = head.logits(y8, targets, vocab_size)
     if gradients is not None:
         g8, g8t = softmax_gradient_cast(logits, targets, exponents, vocab_size, gradients.dtype)
         del logits

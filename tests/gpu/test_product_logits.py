@@ -1,0 +1,63 @@
+"""Logits and their softmax's statistics from one product, against float64 and against the kernel that reads the logits."""
+
+import pytest
+import torch
+
+from tests.gpu.test_product_gelu import bits, exact_product, whole
+
+pytestmark = pytest.mark.fp8
+
+# M, N, K, columns that count
+CASES = [
+    (64, 128, 128, 128), (192, 384, 256, 300), (64, 38400, 128, 38291), (448, 3072, 768, 3072), (4160, 640, 1024, 513),
+    (8256, 3072, 768, 3001),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    from gpt2_fp8.kernels import nvrtc
+
+    if torch.cuda.get_device_capability() != (9, 0) or nvrtc.missing():
+        pytest.skip("made for Hopper, in CUDA C++")
+
+
+def targets_of(m, vocab_size):
+    targets = torch.randint(vocab_size, (m,), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    targets[::7] = -1
+    return targets
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matches_float64(case):
+    from gpt2_fp8.kernels.product_logits import product_logits
+    from gpt2_fp8.kernels.softmax_cast import softmax_statistics
+
+    *shape, vocab_size = case
+    operands, targets = whole(shape), targets_of(shape[0], vocab_size)
+    logits, losses, exponents = product_logits(operands, targets, vocab_size)
+    assert torch.equal(logits, exact_product(operands).float().bfloat16())
+    counted = targets >= 0
+    x = logits.double()[:, :vocab_size]
+    expected = torch.nn.functional.cross_entropy(x, targets, ignore_index=-1, reduction="none")
+    torch.testing.assert_close(losses.double(), expected, rtol=2e-6, atol=2e-6)
+    assert torch.equal(exponents[counted, 0].double(), x.amax(1)[counted])
+    assert torch.count_nonzero(losses[~counted]) == 0
+    assert torch.all(exponents[~counted] == torch.tensor([0.0, float("inf")], device="cuda"))
+    others = softmax_statistics(logits, targets, vocab_size)
+    torch.testing.assert_close(losses, others[0], rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(exponents, others[1], rtol=1e-6, atol=2e-6)
+
+
+def test_repeats_and_a_nan_spoils_its_row_alone():
+    from gpt2_fp8.kernels.product_logits import product_logits
+
+    operands, targets = whole((192, 384, 256)), torch.zeros(192, dtype=torch.int64, device="cuda")
+    one, other = (product_logits(operands, targets, 300) for _ in range(2))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True))
+    operands.a.view(torch.uint8)[5, 3] = 0x7F  # E4M3's NaN
+    logits, losses, _ = product_logits(operands, targets, 300)
+    spoilt = torch.arange(192, device="cuda") == 5
+    assert torch.equal(losses.isnan(), spoilt)
+    assert torch.equal(losses[~spoilt], one[1][~spoilt])
+    assert torch.all(logits[5].isnan())
