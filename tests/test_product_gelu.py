@@ -135,7 +135,7 @@ def read_by_tensor_cores(memory):
 
 
 def fetched(product, a, tile, line, monkeypatch):
-    """A box of the map that `tensor_map` makes of a, at the coordinates of `fetch_tile`, as it comes to shared memory."""
+    """A box of the map that `tensor_map` makes of a, at `fetch_tile`'s coordinates, as it comes to shared memory."""
     seen = {}
 
     def view(rows, stream_ptr):

@@ -1,5 +1,5 @@
 """The head's forward product with the softmax's statistics in it, in CUDA C++ (`cuda/product_logits.cu`): while a tile
-of logits is still in registers, the largest of each of its rows is found, and the sum of the exponentials less that one.
+of logits is still in registers, the largest of each of its rows is found, and the sum of the exponentials less that.
 So nothing reads the logits, 100 kB a row, between the product and the gradient. See `kernels.softmax_cast`."""
 
 from __future__ import annotations

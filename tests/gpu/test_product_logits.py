@@ -1,4 +1,4 @@
-"""Logits and their softmax's statistics from one product, against float64 and against the kernel that reads the logits."""
+"""Logits and their softmax's statistics from one product, against float64 and the kernel that reads the logits."""
 
 import pytest
 import torch
