@@ -7,12 +7,6 @@ constexpr int TURNED_BYTES = 16;  // nothing is transposed
 
 constexpr float LOG2E = 1.4426950408889634f, LOWEST = -3.4e38f;  // stands for -inf where two may be subtracted
 
-__device__ __forceinline__ float power_of_two(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 struct Logits {
   u16* logits;
   float2* parts;
