@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from gpt2_fp8 import startup
-from gpt2_fp8.callbacks.divergence import Divergence
+from gpt2_fp8.callbacks.fallback import Fallback
+from gpt2_fp8.callbacks.memory import PeakMemory
 from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.callbacks.throughput import Throughput
@@ -32,9 +33,12 @@ class Parts:
     module: GPT2Module
     data: TokenDataModule
     throughput: Throughput
+    memory: PeakMemory
 
 
-def build(config: RunConfig, plan: Plan, folder: Path, checkpoint: Path | None, ends: list[Callback]) -> Parts:
+def build(
+    config: RunConfig, plan: Plan, folder: Path, checkpoint: Path | None, fallback: Fallback, ends: list[Callback]
+) -> Parts:
     """Put a run together in `folder`. `checkpoint`: what it continues from, or None. `ends`: the callbacks that save
     and stop; Lightning moves them behind all others, in their order.
 
@@ -45,15 +49,17 @@ def build(config: RunConfig, plan: Plan, folder: Path, checkpoint: Path | None, 
     weights = read_weights(Path(config.init_from)) if config.init_from else None
     module = GPT2Module(config, plan, config.model.vocab_size or data.vocab_size, weights)
     throughput = Throughput(config, module.vocab_size)
-    callbacks: list[Callback] = [throughput, Divergence(config.trainer.log_every_n_steps)]
+    memory = PeakMemory()
+    callbacks: list[Callback] = [throughput, memory]
     if config.callbacks.sample_tokens:
         callbacks.append(Samples(config.callbacks.sample_prompt, config.callbacks.sample_tokens, config.seed))
     if config.callbacks.progress_bar:
         callbacks.append(ProgressBar(refresh_rate=config.trainer.log_every_n_steps))
+    callbacks.append(fallback)
     if not config.trainer.fast_dev_run:
         callbacks += ends
     trainer = build_trainer(config, plan, folder, callbacks, checkpoint)
-    return Parts(plan, trainer, module, data, throughput)
+    return Parts(plan, trainer, module, data, throughput, memory)
 
 
 def build_data(config: RunConfig) -> TokenDataModule:
@@ -62,7 +68,7 @@ def build_data(config: RunConfig) -> TokenDataModule:
         config.data,
         n_positions=config.model.n_positions,
         global_batch_size=config.global_batch_size,
-        micro_batch_size=config.micro_batch_size,
+        micro_batch_size=config.micro_batch,
         max_steps=config.trainer.max_steps,
         overfit_batches=config.trainer.overfit_batches,
     )

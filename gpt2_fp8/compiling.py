@@ -22,14 +22,14 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def start_workers() -> None:
-    """Start the processes that compile Triton kernels with SIGTERM blocked, which they inherit.
+    """Start the processes that compile Triton kernels with SIGTERM and SIGUSR1 blocked, which they inherit.
 
     A scheduler sends SIGTERM to every process of a job, `timeout` to its process group. Inductor's workers would end,
     and the compilation that waits for them never does (torch 2.11 to 2.13), while this process is to finish its step
     and save. They end with this process, when their pipe to it closes. A signal that arrives meanwhile is delivered
     afterwards.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
     try:
         from torch._inductor.async_compile import AsyncCompile  # its import may start them
 

@@ -6,11 +6,12 @@ The LightningModule trains through it and the benchmark times it, so what is mea
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
 from gpt2_fp8 import layers
+from gpt2_fp8.bf16 import BF16Gradients
 from gpt2_fp8.compiling import compiled
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.graphs import GraphedGradients
@@ -37,8 +38,11 @@ class Engine:
         scaling = delayed_scaling(config) if plan.backend == "fused" else None
         family = layers.load(plan.backend, scaling, recompute=config.activation_checkpointing == "mlp")
         self.model = GPT2(config.model, vocab_size, family, keep_bf16)
+        self.parameters = list(self.model.parameters())
+        self.micro_batch_size = config.micro_batch
         self._loss_of = compiled(self._loss) if plan.compile else self._loss
         self._graphed: GraphedGradients | None = None
+        self._in_bf16: BF16Gradients | None = None
 
     def _loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
         inputs, targets = split(ids)
@@ -55,19 +59,32 @@ class Engine:
             is_first_microbatch = None  # one compiled graph, not one for each value of the flag
         return self._loss_of(ids, is_first_microbatch, scale)
 
-    def gradients(
-        self, ids: Tensor, context: Context, backward: Callable[[Tensor], None], no_sync: Context = nullcontext
-    ) -> Tensor:
-        """Gradients of the mean loss over one optimizer step's `ids`, into `.grad`, in the run's micro-batches; returns
-        that loss. See `step.accumulate`; where the plan says CUDA graphs, they are replayed instead, and `backward` and
-        `no_sync` are not called."""
+    def gradients(self, ids: Tensor, context: Context, backward: Callable[[Tensor], None]) -> Tensor:
+        """Gradients of the mean loss over one optimizer step's `ids`, into `.grad`, in micro-batches of
+        `micro_batch_size`; returns that loss. See `step.accumulate`; where the plan says CUDA graphs, they are replayed
+        instead, and `backward` is not called."""
         if self.plan.graphs:
             if self._graphed is None:
                 self._graphed = GraphedGradients(self.model, self.loss, context)
-            return self._graphed(ids.split(self.config.micro_batch_size))
-        return accumulate(ids, self.config.micro_batch_size, self.loss, context, backward, no_sync)
+            return self._graphed(ids.split(self.micro_batch_size))
+        return accumulate(ids, self.micro_batch_size, self.loss, context, backward)
+
+    def gradients_in_bf16(
+        self, ids: Tensor, context: Context, backward: Callable[[Tensor], None], micro_batch_size: int
+    ) -> Tensor:
+        """The same in bf16, for a step of an FP8 run that has to be run again: see `bf16.BF16Gradients`. `context` is
+        bf16 autocast alone. Nothing of FP8's is used, and no scale or history changes."""
+        if self._in_bf16 is None:
+            own = self._loss if self.plan.backend == "te" else None  # outside of te.autocast they are bf16 layers
+            self._in_bf16 = BF16Gradients(self.config, self.model, own)
+        return self._in_bf16(ids, context, backward, micro_batch_size)
+
+    def forget(self) -> None:
+        """Let go of what a step that did not come to its end has left: gradients, and graphs with their memory."""
+        self._graphed = None
+        self.model.zero_grad(set_to_none=True)
 
     def calibrate(self, ids: Tensor, context: Context) -> None:
         """Find delayed scaling's first scales, from one micro-batch of an optimizer step's `ids`."""
-        part = ids[: self.config.micro_batch_size]
+        part = ids[: self.micro_batch_size]
         calibrate(self.model, self.loss, part, context, share=len(part) / len(ids))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.config.schema import LoggerConfig
 
@@ -25,11 +27,22 @@ def build_loggers(config: LoggerConfig, folder: Path, resume_step: int | None) -
         # Readers drop everything at or after `purge_step` that an earlier event file says.
         purge_step = 0 if resume_step is None else resume_step + 1
         loggers.append(
-            TensorBoardLogger(folder, name="tensorboard", version="", default_hp_metric=False, purge_step=purge_step)
+            EventFile(folder, name="tensorboard", version="", default_hp_metric=False, purge_step=purge_step)
         )
     if config.csv:
         loggers.append(MetricsFile(folder, resume_step))
     return loggers
+
+
+class EventFile(TensorBoardLogger):
+    """A TensorBoardLogger whose every row is in the file when it returns: what is older than a checkpoint must be there
+    when a killed run continues from that. By itself TensorBoard writes every two minutes."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write a row."""
+        super().log_metrics(metrics, step)
+        self.experiment.flush()
 
 
 class MetricsFile(CSVLogger):

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gpt2_fp8 import rng
+from gpt2_fp8.attempts import Attempts
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import ModelConfig, RunConfig
 from gpt2_fp8.engine import Engine
 from gpt2_fp8.model import initialise
 from gpt2_fp8.optim import build_optimizer, build_schedule
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.plugin import FP8Precision
 from gpt2_fp8.precision.resolve import Plan
-from gpt2_fp8.step import StepResult, update
+from gpt2_fp8.step import StepResult, Verdict, update
 
 
 class GPT2Module(pl.LightningModule):
@@ -49,6 +52,7 @@ class GPT2Module(pl.LightningModule):
             return
         self.engine = Engine(self.config, self.plan, self.vocab_size)
         self.model = self.engine.model
+        self.attempts = Attempts(self.engine, self.manual_backward, self._no_sync)
         if self._weights is None:
             initialise(self.model, self.config.seed)
         else:
@@ -75,12 +79,24 @@ class GPT2Module(pl.LightningModule):
         if self._first_step:
             self._prepare_scales(ids)
         optimizer = cast(LightningOptimizer, self.optimizers())
-        loss = self.engine.gradients(ids, plugin.forward_context, self.manual_backward, self._no_sync)
-        self.last_step = update(
-            optimizer.optimizer, optimizer.step, self.model.parameters(), loss, self.config.optim.max_grad_norm
-        )
+        loss = self.attempts.gradients(ids, plugin.forward_context)
+        self.last_step = self._update(optimizer.optimizer, optimizer.step, loss)
+        # Whether this step counts is to be known before the next one, so here the host waits, once a step. It costs
+        # what the host needs from here to the next step's first kernel, less the update, which runs meanwhile.
+        if self.last_step.read().skipped and isinstance(plugin, FP8Precision):
+            self._run_again_in_bf16(ids, plugin, optimizer.optimizer, self.last_step.read())
         cast(LRScheduler, self.lr_schedulers()).step()
         self.trainer.datamodule.advance(batch["cursor"])  # type: ignore[attr-defined]  # Lightning sets it in `fit`
+
+    def _run_again_in_bf16(self, ids: Tensor, plugin: FP8Precision, optimizer: Optimizer, first: Verdict) -> None:
+        """The step once more, from the same weights: its update was left out. All ranks come here, or none."""
+        state.forget_nonfinite(self.model)
+        loss = self.attempts.gradients_in_bf16(ids, plugin.bf16_context)
+        # Not through Lightning, which counts its optimizer's steps: this one is counted.
+        self.last_step = replace(self._update(optimizer, optimizer.step, loss), first=first)
+
+    def _update(self, optimizer: Optimizer, apply: Callable[[], object], loss: Tensor) -> StepResult:
+        return update(optimizer, apply, self.engine.parameters, loss, self.config.optim.max_grad_norm)
 
     def _no_sync(self) -> Any:
         return getattr(self.trainer.strategy, "block_backward_sync", ExitStack)()
@@ -125,9 +141,7 @@ class GPT2Module(pl.LightningModule):
         if self._first_step:
             self._prepare_scales(batch["ids"])
             self._validation.enter_context(state.unchanged(self.model))
-        count = (batch["ids"][:, 1:] >= 0).sum()
-        loss = self.engine.loss(batch["ids"])
-        self._sums += torch.stack([loss.double() * count, count.double()])
+        self._sums += self.attempts.evaluate(batch["ids"])
 
     def on_validation_epoch_end(self) -> None:
         """Log `val_loss`: the mean over every scored token of every rank."""
@@ -155,13 +169,22 @@ class GPT2Module(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add every rank's random numbers, and what the run computed in."""
         checkpoint["rng"] = rng.gather()
+        checkpoint["model"] = asdict(self.config.model)
+        checkpoint["micro_batch_size"] = self.attempts.state_dict()
         recipe = self.config.recipe.name if self.plan.fp8 else None
         precision = {"asked": self.plan.asked, "ran": self.plan.ran, "recipe": recipe, "reason": self.plan.reason}
-        checkpoint["precision"] = precision
+        checkpoint["precision"] = precision | {"fell_back": self.plan.fell_back}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the random numbers; let the configuration, not the checkpoint, say the optimizer's settings."""
+        """Take the random numbers; let the configuration, not the checkpoint, say the optimizer's settings.
+
+        Raises UserError where the checkpoint is another model's, with every difference.
+        """
+        if differences := list(_other_settings(self.config.model, checkpoint.get("model", {}))):
+            raise UserError(differences)
         self._rng = checkpoint["rng"]
+        if sizes := checkpoint.get("micro_batch_size"):  # not in checkpoints of format 1
+            self.attempts.load_state_dict(sizes)
         optimizer = build_optimizer(self.model, self.config.optim)
         schedule = build_schedule(optimizer, self.config.optim, self.config.trainer.max_steps)
         step = checkpoint["lr_schedulers"][0]["last_epoch"]
@@ -170,6 +193,14 @@ class GPT2Module(pl.LightningModule):
             settings = {key: value for key, value in fresh.items() if key != "params"}
             saved.update(settings, lr=fresh["initial_lr"] * factor)
         checkpoint["lr_schedulers"][0]["base_lrs"] = schedule.base_lrs
+
+
+def _other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:
+    """What of the architecture is not as the checkpoint has it: weights of equal shapes may mean something else."""
+    for key, own in asdict(model).items():
+        if key not in ("name", "dropout") and key in given and given[key] != own:
+            cause = f"the checkpoint is of another model: model.{key} is {given[key]} there, {own} here"
+            yield Problem(cause, "use the model= that the checkpoint was trained with")
 
 
 def _first_differences(own: dict[str, Any], given: dict[str, Any], limit: int = 5) -> list[str]:

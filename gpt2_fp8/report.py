@@ -40,6 +40,16 @@ class Checkpoints:
 
 
 @dataclass(kw_only=True)
+class Fallbacks:
+    """What went wrong in steps of the whole run, and what was done: see `ladder`."""
+
+    events: list[dict[str, Any]] = field(default_factory=list)  # step, what, reason
+    reruns: int = 0  # steps run again in bf16
+    skipped: int = 0  # whose update was left out all the same
+    rollbacks: int = 0
+
+
+@dataclass(kw_only=True)
 class Summary:
     """A run, as `summary.json` tells it. The run fills it while it goes; `finish` and `write` end it.
 
@@ -62,7 +72,9 @@ class Summary:
     best_val_loss_step: int | None = None
     tokens_per_second: float | None = None  # the median over this process's steps
     peak_memory_gb: float | None = None  # of GPU memory; None on a CPU
+    validation_memory_gb: float | None = None  # the peak of validation alone
     skipped_steps: int = 0
+    fallback: Fallbacks = field(default_factory=Fallbacks)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     data: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str | None] = field(default_factory=lambda: _versions())

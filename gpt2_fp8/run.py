@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig
-
-from gpt2_fp8 import compose
+from gpt2_fp8 import signals, slurm
 from gpt2_fp8.config.errors import RunError, Stopped
 
+if TYPE_CHECKING:  # imported in functions, while signals are handled
+    from omegaconf import DictConfig
+
 PATIENCE = 15.0  # seconds that another rank's process waits for rank 0 to end
+_AFTER_RANK_ZERO = 10.0  # and in which it is to end when rank 0 is gone
 
 
 class _Ended(BaseException):
@@ -35,6 +36,10 @@ class _Ended(BaseException):
 
 def job(cfg: DictConfig) -> float | None:
     """One run of a sweep, or the only one; Hydra has made its folder. Returns the last validation loss."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from gpt2_fp8 import compose
     from gpt2_fp8.train import run  # imports torch
 
     try:
@@ -47,37 +52,66 @@ def job(cfg: DictConfig) -> float | None:
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    try:
-        if not compose.is_help(argv):
-            compose.preflight(argv)
-            argv = compose.flags_first(argv)
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
-        sys.argv[1:] = argv
-        hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")(job)()
-    except (RunError, _Ended) as caught:
-        error = caught.error if isinstance(caught, _Ended) else caught
-        if not _rank_zero_ends(argv):  # or else it has said the same
-            print(error, file=sys.stderr)
-        return error.exit_code
-    except Exception:
-        traceback.print_exc()
-        _rank_zero_ends(argv)
-        return 1
+    with signals.handled():
+        rank_zero = os.getppid() if _is_launched(argv) else None
+        if rank_zero is not None:
+            threading.Thread(target=_end_after_rank_zero, args=(rank_zero,), daemon=True).start()
+        try:
+            _run(argv)
+        except (RunError, _Ended, signals.Interrupted) as caught:
+            error = _run_error(caught)
+            if not _rank_zero_ends(rank_zero):  # or else it has said the same
+                print(error, file=sys.stderr)
+            return error.exit_code
+        except Exception:
+            traceback.print_exc()
+            _rank_zero_ends(rank_zero)
+            return 1
     return 0
 
 
-def _rank_zero_ends(argv: list[str]) -> bool:
+def _run(argv: list[str]) -> None:
+    import hydra
+
+    from gpt2_fp8 import compose
+
+    if not compose.is_help(argv):
+        compose.preflight(argv)
+        argv = compose.flags_first(argv)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
+    sys.argv[1:] = argv
+    hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")(job)()
+
+
+def _run_error(caught: RunError | _Ended | signals.Interrupted) -> RunError:
+    if isinstance(caught, signals.Interrupted):  # before there was a run, or after it
+        return slurm.ended(caught.signum)
+    return caught.error if isinstance(caught, _Ended) else caught
+
+
+def _is_launched(argv: list[str]) -> bool:
+    """Whether Lightning has started this process, for another rank than 0."""
+    return any(word.startswith("hydra.job.name=train_ddp_process_") for word in argv)
+
+
+def _end_after_rank_zero(rank_zero: int) -> None:
+    """Leave no process behind where rank 0 was killed before the ranks had met (`callbacks/ranks.py` from there on)."""
+    while os.getppid() == rank_zero:
+        time.sleep(0.5)
+    time.sleep(_AFTER_RANK_ZERO)
+    os._exit(1)
+
+
+def _rank_zero_ends(rank_zero: int | None) -> bool:
     """In a process that Lightning started for another rank, wait for rank 0 to end; whether it did.
 
-    Lightning looks every 5 seconds whether such a process has failed, and then kills rank 0 with SIGKILL. Where all
-    ranks end alike, rank 0 is to write the summary, to say why, and to return the exit code.
+    Before the ranks have met, Lightning looks every 5 seconds whether such a process has failed, and then kills rank 0
+    with SIGKILL. Where all ranks end alike, rank 0 is to write the summary, to say why, and to return the exit code.
     """
-    if not any(word.startswith("hydra.job.name=train_ddp_process_") for word in argv):
-        return False
-    rank_zero, until = os.getppid(), time.monotonic() + PATIENCE
+    until = time.monotonic() + PATIENCE
     while os.getppid() == rank_zero and time.monotonic() < until:
         time.sleep(0.1)
-    return os.getppid() != rank_zero
+    return rank_zero is not None and os.getppid() != rank_zero
 
 
 def entry() -> None:

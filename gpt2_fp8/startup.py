@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from gpt2_fp8.checkpoint import space
 from gpt2_fp8.checkpoint.find import resolve as find_checkpoint
 from gpt2_fp8.checkpoint.manifest import read_manifest
+from gpt2_fp8.config.checks import VOCABULARY
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.flops import flops_per_token, parameter_count, peak_bf16_flops
@@ -19,6 +22,7 @@ from gpt2_fp8.model import padded_vocabulary
 from gpt2_fp8.precision.resolve import Plan
 
 log = logging.getLogger(__name__)
+ON_CPU = 8  # sequences
 
 
 def device(config: RunConfig) -> Literal["cuda", "cpu"]:
@@ -45,10 +49,31 @@ def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
     return asked
 
 
+def settle_micro_batch(config: RunConfig, world_size: int, on: Literal["cuda", "cpu"]) -> RunConfig:
+    """With a number for `micro_batch_size=auto`: a GPU begins with its whole share of a step, which is halved until it
+    fits; a CPU, whose memory ends in the system's swap and not in an error, with at most `ON_CPU`."""
+    if config.micro_batch_size != "auto":
+        return config
+    share = config.global_batch_size // world_size
+    most = share if on == "cuda" else min(share, ON_CPU)
+    return replace(config, micro_batch_size=max(size for size in range(1, most + 1) if share % size == 0))
+
+
+def check_room(config: RunConfig, checkpoints: Path) -> None:
+    """Raises UserError where the run's checkpoints cannot be written, or will not find room."""
+    if config.trainer.fast_dev_run:
+        return
+    space.require_writable(checkpoints)
+    rows = padded_vocabulary(config.model.vocab_size or VOCABULARY[config.data.tokenizer])
+    kept, every = config.callbacks.keep_checkpoints, config.callbacks.keep_every_n_steps
+    permanent = config.trainer.max_steps // every if every else 0
+    space.require(checkpoints, space.peak_bytes(parameter_count(config.model, rows), kept, permanent))
+
+
 def checkpoint(config: RunConfig, folder: Path) -> Path | None:
     """The checkpoint to continue from, or None for a fresh start, said so where `last` found nothing.
 
-    Raises UserError where none is readable.
+    Its files' digests are checked. Raises UserError where none is whole, or it does not fit the run.
     """
     if config.ckpt_path is None:
         return None

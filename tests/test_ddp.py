@@ -39,19 +39,26 @@ def training_step(self, batch, batch_idx):
 GPT2Module.training_step = training_step
 """
 COUNT_EXCHANGES = """
+import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from gpt2_fp8 import exchange
 
-def exchange(state, bucket):
-    with Path(f"exchanges-{state.global_rank}").open("a") as file:
-        file.write(f"{state.global_step}\\n")
+average, start = exchange.average, GPT2Module.on_train_start
+
+def counted(parameters):
+    with Path(f"exchanges-{torch.distributed.get_rank()}").open("a") as file:
+        file.write("once\\n")
+    average(parameters)
+
+def in_the_backward(state, bucket):
+    Path("exchanged-in-a-backward").touch()
     return allreduce_hook(None, bucket)
 
-start = GPT2Module.on_train_start
 def on_train_start(self):
     start(self)
-    self.trainer.strategy.model.register_comm_hook(self, exchange)
+    self.trainer.strategy.model.register_comm_hook(self, in_the_backward)
 
-GPT2Module.on_train_start = on_train_start
+exchange.average, GPT2Module.on_train_start = counted, on_train_start
 """
 STOP_AT_STEP_3 = """
 import os, signal
@@ -62,6 +69,23 @@ def training_step(self, batch, batch_idx):
     original(self, batch, batch_idx)
 
 GPT2Module.training_step = training_step
+"""
+# Rank 1's data for step 4 does not come, and it is told to stop.
+WAIT = """
+import os, signal, threading, time
+from gpt2_fp8 import signals
+from gpt2_fp8.data.loaders import Steps, rank_and_world
+
+items = Steps._items
+def _items(self):
+    for item in items(self):
+        if item["cursor"]["step"] == 4 and rank_and_world()[0] == 1:
+            threading.Timer(1, os.kill, [os.getpid(), signal.SIGTERM]).start()
+            with signals.interruptible():
+                time.sleep(50)
+        yield item
+
+Steps._items = _items
 """
 # Longer than Lightning waits between two looks at the processes that it started.
 SLOW_SUMMARY = """
@@ -162,9 +186,9 @@ def test_two_processes_compute_what_one_does(one, two):
 
 
 def test_gradients_are_exchanged_once_a_step(two):
-    steps = [str(step) for step in range(12)]
     for rank in (0, 1):
-        assert (two[0] / f"exchanges-{rank}").read_text().split() == steps
+        assert (two[0] / f"exchanges-{rank}").read_text().split() == ["once"] * 12
+    assert not (two[0] / "exchanged-in-a-backward").exists()
 
 
 def test_a_run_of_two_continues_with_one(tmp_path, one):
@@ -193,6 +217,46 @@ def test_a_rank_that_fails_ends_the_other(tmp_path, rank):
     assert "the roof fell in" in output
     if rank == 0:
         assert summary(tmp_path / "outputs/run")["message"] == "RuntimeError: the roof fell in"
+
+
+KILL = """
+import os, signal
+
+def training_step(self, batch, batch_idx):
+    if self.global_rank == {rank} and self.global_step == 3:
+        os.kill(os.getpid(), signal.{name})
+    original(self, batch, batch_idx)
+
+GPT2Module.training_step = training_step
+from gpt2_fp8.callbacks import ranks
+ranks.LIFE_SECONDS = 6.0
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_is_killed_or_hangs_is_named(tmp_path, name):
+    code, output = run(tmp_path, *TWO, "run_name=run", patch=KILL.format(rank=1, name=name), timeout=60)
+    assert code == 1, output
+    message = "was killed by signal 9" if name == "SIGKILL" else "has shown no life for 6 s"
+    report = summary(tmp_path / "outputs/run")
+    assert report["message"].startswith("rank 1 ")
+    assert message in report["message"]
+    assert output.count(message) == 1
+    assert "Traceback" not in output
+
+
+def test_nothing_is_left_where_rank_0_is_killed(tmp_path):
+    code, output = run(tmp_path, *TWO, "run_name=run", patch=KILL.format(rank=0, name="SIGKILL"), timeout=60)
+    assert code == -9
+    assert "rank 0 is gone" in output
+
+
+def test_a_signal_in_one_ranks_wait_for_data_saves_the_run(tmp_path):
+    code, output = run(tmp_path, *TWO, "run_name=run", patch=WAIT)
+    assert code == 143, output
+    assert summary(tmp_path / "outputs/run")["steps"] == 3
+    assert checkpoint(tmp_path / "outputs/run", 3).is_dir()
+    assert "Traceback" not in output
 
 
 def test_a_stop_is_told_by_rank_0_whatever_time_it_takes(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose, engine, layers
+from gpt2_fp8.bf16 import twin_of
 from gpt2_fp8.engine import Engine
 from gpt2_fp8.graphs import GraphedGradients
 from gpt2_fp8.model import GPT2, initialise
@@ -77,8 +78,8 @@ def test_gradients_go_through_the_trainers_hands():
         events.append("backward")
         loss.backward()
 
-    of.gradients(batch(), lambda: entered("forward"), backward, lambda: entered("no_sync"))
-    assert events == ["no_sync", "forward", "backward", "forward", "backward"]
+    of.gradients(batch(), lambda: entered("forward"), backward)
+    assert events == ["forward", "backward", "forward", "backward"]
 
 
 def test_loss_is_the_models_mean_times_the_scale():
@@ -179,6 +180,52 @@ def test_calibration_takes_one_micro_batch_and_leaves_no_gradient(monkeypatch):
     of.calibrate(batch(), nullcontext)
     assert seen == [4] * PASSES
     assert all(p.grad is None for p in of.model.parameters())
+
+
+# A step in bf16
+
+
+def again(of, autocast=False):
+    """Loss and gradients by name of `batch()`, computed again."""
+
+    def context():
+        return torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+
+    of.model.zero_grad(set_to_none=True)
+    loss = of.gradients_in_bf16(batch(), context, torch.Tensor.backward, micro_batch_size=4)
+    return loss, {name: p.grad for name, p in of.model.named_parameters()}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_step_again_gives_the_gradients_of_the_reference_layers(autocast):
+    of = build(composed("model.n_layer=2"))
+    assert_bit_equal(again(of, autocast), step(of, autocast))
+
+
+def test_the_twin_has_the_models_own_parameters_and_sees_what_becomes_of_them():
+    of = build(composed())
+    twin = twin_of(of.model)
+    theirs = dict(twin.named_parameters(remove_duplicate=False))
+    for name, parameter in of.model.named_parameters(remove_duplicate=False):
+        assert theirs[name] is parameter, name
+    assert twin.head.weight is twin.tokens.weight
+    again(of)
+    with torch.no_grad():
+        of.model.positions.weight.add_(1.0)
+    assert_bit_equal(again(of), step(of))
+
+
+def test_layers_of_transformer_engine_compute_it_themselves(monkeypatch):
+    of, seen = build(composed()), []
+    of.plan = replace(PLAN, ran="fp8_hybrid", backend="te")
+
+    def own(ids, first, scale):
+        seen.append((len(ids), first, scale))
+        return of.model.tokens.weight.sum() * scale
+
+    monkeypatch.setattr(of, "_loss", own)
+    again(of)
+    assert seen == [(4, None, 0.5)] * 2, "no cast of a weight is kept, and none used"
 
 
 # activation_checkpointing

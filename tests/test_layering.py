@@ -28,7 +28,7 @@ PARTS = (
 
 HOUSE = {
     # the entry and the other programs: each a file, none knows another
-    "run": Row("compose config train", "hydra omegaconf"),
+    "run": Row("compose config train signals slurm", "hydra omegaconf"),
     **dict.fromkeys(
         ("doctor", "compare", "generate", "evaluate", "export", "plot_schedule"),
         Row(
@@ -53,7 +53,10 @@ HOUSE = {
     "measure.gemm": Row("measure measure.timing model precision config", "torch"),
     "measure.attention": Row("measure measure.timing layers config", "torch"),
     # what puts a run together
-    "train": Row(f"build startup measure.auto {PARTS}", "torch lightning"),
+    "train": Row(f"build startup measure.auto process outcome recovery ladder {PARTS}", "torch"),
+    "outcome": Row(f"build ladder {PARTS}", "torch"),
+    "process": Row("precision", "torch lightning"),
+    "recovery": Row("ladder checkpoint", "torch"),
     "measure.auto": Row("measure measure.candidates measure.cache precision checkpoint config"),
     "measure.candidates": Row("measure measure.cache measure.versions kernels.nvrtc precision config", "torch"),
     "measure.cache": Row("measure precision checkpoint config"),
@@ -64,9 +67,11 @@ HOUSE = {
     "build": Row(f"startup {PARTS}", "torch lightning"),
     "startup": Row("checkpoint precision model layers.attention kernels.nvrtc flops config", "torch"),
     # what Lightning calls
-    "module": Row("engine step sampling optim model flops precision rng config", "torch lightning"),
-    "callbacks": Row("checkpoint sampling model flops precision config", "torch lightning"),  # not each other
-    "data.datamodule": Row("data config", "torch lightning tiktoken"),
+    "module": Row("attempts engine step sampling optim model flops precision rng config", "torch lightning"),
+    "callbacks": Row(
+        "ladder signals slurm checkpoint sampling model flops precision config", "torch lightning"
+    ),  # not each other
+    "data.datamodule": Row("data signals config", "torch lightning tiktoken"),
     "precision.plugin": Row("precision config", "torch lightning transformer_engine"),
     "checkpoint.io": Row("checkpoint", "lightning"),
     "loggers": Row("config", "lightning"),
@@ -74,7 +79,12 @@ HOUSE = {
     # a run's files
     "checkpoint": Row("checkpoint config", "torch safetensors"),
     # one optimizer step, in plain torch
-    "engine": Row("compiling graphs step loss model layers precision config", "torch"),
+    "ladder": Row("step config"),
+    "attempts": Row("engine memory exchange", "torch"),
+    "memory": Row("exchange config", "torch"),
+    "exchange": Row("", "torch"),
+    "engine": Row("compiling graphs bf16 step loss model layers precision config", "torch"),
+    "bf16": Row("step loss model layers config", "torch"),
     "compiling": Row("", "torch"),
     "graphs": Row("precision", "torch"),
     "step": Row("", "torch"),
@@ -83,7 +93,9 @@ HOUSE = {
     "loss": Row("kernels", "torch"),
     "precision": Row("precision layers config", "torch transformer_engine"),
     # the text
-    "data": Row("data config", "torch numpy pyarrow datasets huggingface_hub tiktoken requests zstandard fsspec"),
+    "data": Row(
+        "data signals config", "torch numpy pyarrow datasets huggingface_hub tiktoken requests zstandard fsspec"
+    ),
     # the model
     "model": Row("layers config", "torch"),
     "flops": Row("config"),
@@ -96,6 +108,8 @@ HOUSE = {
     "kernels": Row("kernels kernels.nvrtc", "torch triton"),
     "rng": Row("", "torch numpy"),
     # what everything stands on
+    "signals": Row("slurm"),
+    "slurm": Row("config"),
     "config": Row("config"),
 }
 
@@ -105,7 +119,7 @@ INSIDE_FUNCTIONS = {
     *("datasets", "huggingface_hub", "tiktoken", "pyarrow", "requests"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
-BEFORE_TORCH = ["config", "compose", "run"]
+BEFORE_TORCH = ["config", "compose", "run", "signals", "slurm"]
 
 
 class Import(NamedTuple):
@@ -223,7 +237,7 @@ def test_the_table_says_where_the_big_packages_live(package):
         "hydra": programs | {"compose"},
         "lightning": programs - {"run"}
         | {
-            "train",
+            "process",
             "build",
             "module",
             "callbacks",

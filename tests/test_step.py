@@ -23,21 +23,14 @@ def test_micro_batches_give_the_gradient_of_the_whole(micro_batch_size):
         torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-7)
 
 
-def test_first_flag_contexts_and_the_one_exchange_of_gradients():
-    events, syncing = [], True
+def test_first_flag_and_contexts():
+    events = []
 
     @contextmanager
     def forward():
         events.append("enter")
         yield
         events.append("leave")
-
-    @contextmanager
-    def no_sync():
-        nonlocal syncing
-        syncing = False
-        yield
-        syncing = True
 
     model = build()
     loss = loss_of(model)
@@ -47,24 +40,23 @@ def test_first_flag_contexts_and_the_one_exchange_of_gradients():
         return loss(part, first, scale)
 
     def backward(tensor):
-        events.append(("backward", syncing))
+        events.append("backward")
         tensor.backward()
 
-    accumulate(ids(4), 2, loss_recording, forward, backward, no_sync)
+    accumulate(ids(4), 2, loss_recording, forward, backward)
     assert events == [
-        "enter", ("loss", 2, True), "leave", ("backward", False),
-        "enter", ("loss", 2, False), "leave", ("backward", True),
+        "enter", ("loss", 2, True), "leave", "backward", "enter", ("loss", 2, False), "leave", "backward",
     ]  # fmt: skip
 
 
-def one_update(spoil=None, max_grad_norm=1.0):
+def one_update(spoil=None, max_grad_norm=1.0, spoil_loss=1.0):
     model = build()
     optimizer = build_optimizer(model, OPTIM)
     loss = accumulate(ids(), 8, loss_of(model), nullcontext, torch.Tensor.backward)
     if spoil is not None:
         model.positions.weight.grad[0, 0] = spoil
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    result = update(optimizer, optimizer.step, model.parameters(), loss, max_grad_norm)
+    result = update(optimizer, optimizer.step, model.parameters(), loss * spoil_loss, max_grad_norm)
     changed = {name for name, p in model.named_parameters() if not torch.equal(before[name], p)}
     return model, optimizer, result, changed
 
@@ -84,6 +76,22 @@ def test_a_step_that_is_not_finite_changes_nothing(spoil):
     assert result.skipped == 1
     assert all(state["step"] == 0 for state in optimizer.state.values())
     assert all(torch.count_nonzero(state["exp_avg"]) == 0 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_changes_nothing_either(spoil):
+    _, _, result, changed = one_update(spoil_loss=spoil)
+    assert changed == set()
+    assert torch.isfinite(result.grad_norm)
+    assert result.read().skipped
+
+
+def test_the_verdict_is_what_the_tensors_say():
+    _, _, good, _ = one_update()
+    assert good.read() == (good.loss.item(), False)
+    _, _, bad, _ = one_update(float("nan"))
+    assert bad.read() == (bad.loss.item(), True)
+    assert good.first is None
 
 
 def test_the_step_after_a_skipped_one_is_taken():

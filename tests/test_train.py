@@ -2,10 +2,12 @@
 
 import json
 import logging
+import weakref
 
 import pytest
 import torch
 
+from gpt2_fp8 import build
 from gpt2_fp8.checkpoint.files import read_weights
 from gpt2_fp8.config.errors import Diverged, UserError
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train, train_until
@@ -198,11 +200,45 @@ def test_a_run_that_stays_not_finite_ends_as_diverged(tmp_path, monkeypatch):
         original(self, loss * float("nan") if self.trainer.global_step >= 3 else loss, *args, **kwargs)
 
     monkeypatch.setattr(GPT2Module, "manual_backward", manual_backward)
-    with pytest.raises(Diverged, match="last 10 steps"):
+    with pytest.raises(Diverged, match="the last 5 steps had no finite loss and gradient"):
         train(tmp_path / "run", "trainer.max_steps=30")
     report = summary(tmp_path / "run")
-    assert (report["status"], report["exit_code"], report["steps"]) == ("diverged", 3, 13)
-    assert all(torch.isfinite(w).all() for w in read_weights(checkpoint(tmp_path / "run", 12)).values())
+    assert (report["status"], report["exit_code"], report["steps"]) == ("diverged", 3, 9)
+    assert (report["fallback"]["rollbacks"], report["fallback"]["skipped"], report["skipped_steps"]) == (1, 10, 10)
+    assert all(torch.isfinite(w).all() for w in read_weights(checkpoint(tmp_path / "run", 8)).values())
+
+
+def test_a_run_without_a_sound_checkpoint_goes_back_to_its_start(tmp_path, monkeypatch):
+    from gpt2_fp8.module import GPT2Module
+
+    steps = record_steps(monkeypatch)
+    original, spoiled = GPT2Module.manual_backward, []
+
+    def manual_backward(self, loss, *args, **kwargs):
+        if 2 <= self.trainer.global_step < 4 and len(spoiled) < 4:  # two micro-batches in each of two steps, once
+            spoiled.append(self.trainer.global_step)
+            loss = loss * float("nan")
+        original(self, loss, *args, **kwargs)
+
+    built, models = build.build_trainer, []
+
+    def build_trainer(*args):
+        assert [model for model in models if model() is not None] == [], "the former one is gone, with its memory"
+        return built(*args)
+
+    def configure_model(self, configure=GPT2Module.configure_model):
+        configure(self)
+        models.append(weakref.ref(self.model))
+
+    monkeypatch.setattr(build, "build_trainer", build_trainer)
+    monkeypatch.setattr(GPT2Module, "configure_model", configure_model)
+    monkeypatch.setattr(GPT2Module, "manual_backward", manual_backward)
+    train(tmp_path / "run", "callbacks.nonfinite_limit=2", "callbacks.checkpoint_every_n_steps=100")
+    assert len(models) >= 2
+    assert [step for step, *_ in steps] == [*range(1, 5), *range(1, 13)]
+    assert steps[:2] == steps[4:6], "the same text and the same weights"
+    assert summary(tmp_path / "run")["fallback"]["rollbacks"] == 1
+    assert list(metrics(tmp_path / "run")["train_loss"]) == list(range(1, 13))
 
 
 def test_overfit_repeats_the_first_batch(tmp_path, monkeypatch):

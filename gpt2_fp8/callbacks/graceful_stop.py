@@ -1,32 +1,23 @@
-"""SIGINT and SIGTERM: finish the step, save, and leave with 130 or 143. A second signal leaves at once.
-
-In training the handler only sets a flag: saving inside one can fall into the middle of a backward pass
-(https://github.com/Lightning-AI/pytorch-lightning/issues/21406, open in 2.6.6). Before it, `Stopped` is raised at once.
-"""
+"""SIGINT and SIGTERM in training: finish the step, save, and leave with 130 or 143 (`signals.py` has the rest)."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable
-from types import FrameType
+from contextlib import ExitStack
+from types import TracebackType
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from gpt2_fp8 import signals, slurm
 from gpt2_fp8.config.errors import Stopped
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# A terminal's Ctrl-C reaches the whole process group, and launchers (torchrun, srun) pass it on: one wish, two signals.
-_ECHO_SECONDS = 0.5
+from gpt2_fp8.signals import Interrupted
 
 
 class GracefulStop(Checkpoint):
-    """Turns a signal into a saved end: `Stopped` is raised in `fit` at the end of the running step.
+    """Turns a signal into a saved end: `Stopped` leaves `fit` at the end of the running step, or from a wait for data.
 
     Used as a context around everything that should end this way, so that the handlers also stand before `fit`, between
     two of them, and go back to what they were whatever happens:
@@ -38,39 +29,50 @@ class GracefulStop(Checkpoint):
     saved here, every other callback has finished its step.
 
     Args:
-        save: called with the trainer on every rank, before `Stopped` is raised.
+        save: called with the trainer on every rank, before the run is left. What it saves is on the disk when it
+            returns: under SLURM the job may be in the queue again a moment later.
     """
 
     def __init__(self, save: Callable[[Trainer], Any]) -> None:
         self._save = save
-        self._received: int | None = None
-        self._received_at = 0.0
+        self._signals = signals.Signals()  # these handle nothing; those of the context do
+        self._context = ExitStack()
         self._training = False
-        self._previous: dict[int, Any] = {}
 
     @property
     def requested(self) -> int | None:
         """The signal that this process has received, for loops of one's own to poll; None: none."""
-        return self._received
+        return self._signals.received
 
     def __enter__(self) -> GracefulStop:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.getsignal(number) for number in SIGNALS}
-            self._install()
+        self._signals = self._context.enter_context(signals.handled())
+        if self._signals.received is not None:  # after the end of a sweep's job, which was held
+            self._context.close()
+            raise slurm.ended(self._signals.received)
+        self._signals.release()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            # None: it was set by something other than Python, and cannot be put back.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous = {}
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._signals.hold()  # what follows is the end of the run already: its summary
+        self._context.close()
+        if isinstance(error, Interrupted):
+            raise slurm.ended(error.signum) from None
+        if isinstance(error, Stopped) and error.exit_code == 128 + slurm.REQUEUE_SIGNAL:
+            raise slurm.ended(slurm.REQUEUE_SIGNAL) from None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals back from Lightning, which set its own handlers a moment ago; stop if it is time."""
-        if self._previous:
-            self._install()
+        if self._signals.installed:
+            self._signals.install()
+        self._signals.hold()
         self._training = True
         if signum := self._agreed(trainer):
+            raise Stopped(signum)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Before the step, learn whether another rank was told to stop while it waited for its data."""
+        if trainer.world_size > 1 and (signum := self._agreed(trainer)):
+            self._save_last_step(trainer)
             raise Stopped(signum)
 
     def on_train_batch_end(
@@ -90,25 +92,32 @@ class GracefulStop(Checkpoint):
             self._save(trainer)
             raise Stopped(signum)
 
-    def _install(self) -> None:
-        for number in SIGNALS:
-            signal.signal(number, self._receive)
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save the last step, where a signal has ended the wait for the next one's data."""
+        if self._training and isinstance(exception, Interrupted):
+            self._agreed(trainer)  # the other ranks ask before their step
+            self._save_last_step(trainer)
 
-    def _receive(self, signum: int, frame: FrameType | None) -> None:
-        if not self._training:  # nothing to save yet, and nobody who would look at a flag
-            raise Stopped(signum)
-        now = time.monotonic()
-        if self._received is None:
-            self._received, self._received_at = signum, now
-            name = signal.Signals(signum).name
-            # Not print(): it may be the very call that the signal interrupted.
-            os.write(2, f"\n{name}: stopping after this step; once more to leave at once\n".encode())
-        elif now - self._received_at > _ECHO_SECONDS:
-            os._exit(128 + signum)
+    def _save_last_step(self, trainer: Trainer) -> None:
+        """Save between two steps what the last hook of the step, or of its validation, would have saved.
+
+        Lightning's counters have gone on since: to a step that is complete, and perhaps to the next one, made ready.
+        What they say decides whether a resumed run validates, so they are set back to what they were at that hook.
+        """
+        loop: Any = trainer.fit_loop.epoch_loop
+        counts = (loop.batch_progress.total, loop.batch_progress.current)
+        if counts[1].processed:
+            loop._batches_that_stepped -= 1
+            for count in counts:
+                count.ready = count.started = count.processed
+            if not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+                for count in counts:
+                    count.completed = count.processed - 1
+        self._save(trainer)
 
     def _agreed(self, trainer: Trainer) -> int:
-        """The signal that any rank has received, 0 for none; the same on all of them. One small reduction a step."""
-        signum = self._received or 0
+        """The signal that any rank has received, 0 for none; the same on all of them. One small reduction."""
+        signum = self._signals.received or 0
         if trainer.world_size > 1:
             agreed = torch.tensor(signum, device=trainer.strategy.root_device)
             torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""The training log: loss, rate, gradient, speed, waiting, memory. Nothing else makes the host wait for the GPU."""
+"""The training log: loss, rate, gradient, speed, waiting, memory, read from the GPU once an interval."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class Throughput(pl.Callback):
     """Logs every `trainer.log_every_n_steps` steps, to the loggers and the progress bar:
 
     `train_loss` (this rank's, mean over the interval's steps that were not skipped), `lr`, `grad_norm`, `clip_ratio`,
-    `skipped_steps` (so far), `tokens`, `tokens_per_second` (all ranks), `step_time` (s), `data_wait` (part of the time
-    spent waiting for the loader), `mfu_bf16` (`flops.py`; only for GPUs whose peak is known) and `memory_gb` (peak
-    allocated, GiB). Validation, sampling and the first step (compilation, calibration) are not in the time.
+    `skipped_steps` and `bf16_reruns` (so far), `tokens`, `tokens_per_second` (all ranks), `step_time` (s), `data_wait`
+    (part of the time spent waiting for the loader), `mfu_bf16` (`flops.py`; only for GPUs whose peak is known) and
+    `memory_gb` (peak allocated, GiB). Validation, sampling and the first step (compilation, calibration) are not in the
+    time.
     """
 
     def __init__(self, config: RunConfig, vocab_size: int):
@@ -30,11 +31,12 @@ class Throughput(pl.Callback):
         self.flops_per_token = flops_per_token(config.model, padded_vocabulary(vocab_size))
         self.rates: list[float] = []  # tokens per second of every interval
         self.train_loss: float | None = None
-        self.skipped_steps = 0
+        self.skipped_steps = self.reruns = 0
         self._clock: float | None = None
         self._waited = 0.0  # at the start of the interval
         self._paused: float | None = None
-        self._steps = 0
+        self._peak_gb = 0.0
+        self._steps = self._kept = 0  # of the interval
 
     @property
     def median_rate(self) -> float | None:
@@ -43,20 +45,23 @@ class Throughput(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start from nothing."""
-        self._clock, self._steps = None, 0
+        self._clock, self._steps, self._kept = None, 0, 0
         self._losses = torch.zeros((), device=pl_module.device)
-        self._skipped = torch.zeros((), device=pl_module.device)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         """Add the step to the interval; at its end, read the device and log."""
         result = pl_module.last_step
-        self._losses += torch.where(result.skipped > 0, 0.0, result.loss)
-        self._skipped += result.skipped
         self._steps += 1
+        self.reruns += result.first is not None
+        if result.read().skipped:
+            self.skipped_steps += 1
+        else:
+            self._kept += 1
+            self._losses += result.loss
         step = trainer.global_step
         if step % self.every_n_steps and step < trainer.max_steps and self._clock is not None:
             return
-        values = torch.stack([self._losses, self._skipped, result.grad_norm, result.clip_ratio]).tolist()
+        values = torch.stack([self._losses, result.grad_norm, result.clip_ratio]).tolist()
         metrics = self._metrics(trainer, values, result.lr)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
@@ -64,24 +69,22 @@ class Throughput(pl.Callback):
         pl_module.log_dict(shown, prog_bar=True, logger=False)
 
     def _metrics(self, trainer: pl.Trainer, values: list[float], lr: float) -> dict[str, float]:
-        losses, skipped, grad_norm, clip_ratio = values
-        kept = self._steps - int(skipped)
-        self.train_loss = losses / kept if kept else math.nan
-        self.skipped_steps += int(skipped)
+        losses, grad_norm, clip_ratio = values
+        self.train_loss = losses / self._kept if self._kept else math.nan
         metrics = {
             "train_loss": self.train_loss,
             "lr": lr,
             "grad_norm": grad_norm,
             "clip_ratio": clip_ratio,
             "skipped_steps": self.skipped_steps,
+            "bf16_reruns": self.reruns,
             "tokens": trainer.global_step * self.tokens_per_step,
         }
         now, wait = time.perf_counter(), trainer.datamodule.wait_seconds  # type: ignore[attr-defined]
         if self._clock is not None:
             metrics |= self._speed(trainer, now - self._clock, wait - self._waited)
-        self._clock, self._waited, self._steps = now, wait, 0
+        self._clock, self._waited, self._steps, self._kept = now, wait, 0, 0
         self._losses.zero_()
-        self._skipped.zero_()
         return metrics
 
     def _speed(self, trainer: pl.Trainer, seconds: float, waited: float) -> dict[str, float]:
@@ -92,7 +95,8 @@ class Throughput(pl.Callback):
             peak = peak_bf16_flops(torch.cuda.get_device_name())
             if peak is not None:
                 metrics["mfu_bf16"] = rate / trainer.world_size * self.flops_per_token / peak
-            metrics["memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+            self._peak_gb = max(self._peak_gb, torch.cuda.max_memory_allocated() / 2**30)  # others reset it
+            metrics["memory_gb"] = self._peak_gb
         return metrics
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,13 +1,15 @@
-"""Which checkpoints a run keeps: the newest few, the best by validation loss, and two pointers to them.
+"""Which checkpoints a run takes, and when. What becomes of them on the disk is `checkpoint/writer.py`'s.
 
-A folder becomes durable, then the pointer moves, then what is superseded goes: at no moment is there nothing to resume
-from. A disk that is full costs the checkpoints that do not fit, not the run.
+Saving is collective: every rank comes here at the same step, rank 0 copies the state and writes it, and what became of
+the checkpoints before goes to all ranks with the save, so that a step without one costs nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,80 +17,125 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from gpt2_fp8.checkpoint import durable, files, loops, pointers
+from gpt2_fp8.checkpoint import loops, pointers
 from gpt2_fp8.checkpoint.pointers import Pointer
+from gpt2_fp8.checkpoint.writer import Outcome, Writer, finite
 from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.config.schema import CallbacksConfig
 
 log = logging.getLogger(__name__)
 
+_CLOCK_STEPS = 10  # the ranks agree on the time at every so many steps
+
 
 class Tiers(Checkpoint):
-    """Saves every `every_n_steps` optimizer steps (0: at the end alone), at the end, and at every best validation.
+    """Saves every `every_n_steps` optimizer steps, by the clock, at the end, and at every best validation.
 
     Args:
         folder: where the checkpoints and `last.json`, `best.json` lie.
-        every_n_steps: the interval; 0 leaves the one at the end.
+        every_n_steps: the interval; 0: not by steps.
         keep: how many of the newest stay (at least one); the best stays besides.
         monitor: the metric whose lowest finite value is the best.
+        every_minutes: besides, so long after the last one; 0: not by the clock.
+        keep_every_n_steps: one is taken every so many steps, and stays for good; 0: none.
+        asynchronous: written by a thread while training goes on; the step waits for a copy in host memory alone.
 
     Attributes: `best` (a Pointer, or None), `saved_step` (of the newest checkpoint in the folder that this process
-    wrote or resumed from) and `validated_step` (the last step that has a validation result).
+    has written or resumed from, as far as this rank knows) and `validated_step` (the last step that has a validation
+    result).
 
     A checkpoint taken at the end of a step whose validation is still due resumes into that validation.
     """
 
-    def __init__(self, folder: Path, every_n_steps: int, keep: int, monitor: str = "val_loss") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        every_n_steps: int,
+        keep: int,
+        monitor: str = "val_loss",
+        every_minutes: float = 0.0,
+        keep_every_n_steps: int = 0,
+        asynchronous: bool = True,
+    ) -> None:
         self.folder = Path(folder)
-        self.every_n_steps = every_n_steps
-        self.keep = max(1, keep)
+        self.every_n_steps, self.every_minutes, self.keep_every_n_steps = (
+            every_n_steps, every_minutes, keep_every_n_steps,
+        )  # fmt: skip
         self.monitor = monitor
+        self.writer = Writer(self.folder, keep, keep_every_n_steps, asynchronous)
         self.best: Pointer | None = None
         self.saved_step: int | None = None
         self.validated_step: int | None = None
+        self._taken_step: int | None = None  # of the newest checkpoint that is saved or will be
+        self._taken_at = time.monotonic()
+        self._leaving = False  # by an exception
+        self._best_pending = False  # `best` is what the writer was asked for, and not yet known to be on the disk
         self._val_loss: float | None = None  # of `validated_step`
-        self._validation_due = False  # in the checkpoint that is being written
-        self._warned = False
+        self._validation_due = False  # in the checkpoint that is being taken
+
+    @classmethod
+    def from_config(cls, folder: Path, config: CallbacksConfig) -> Tiers:
+        """As `callbacks` of a run's configuration says; `folder` is that of the checkpoints."""
+        return cls(
+            folder,
+            config.checkpoint_every_n_steps,
+            config.keep_checkpoints,
+            every_minutes=config.checkpoint_every_minutes,
+            keep_every_n_steps=config.keep_every_n_steps,
+            asynchronous=config.async_checkpoints,
+        )
 
     def save(self, trainer: Trainer) -> bool:
-        """Checkpoint the present step, unless it is saved already; whether it is now. To be called on every rank.
+        """Checkpoint the present step, unless that was done already; whether it is. To be called on every rank.
 
-        Outside `fit` there is nothing to resume from, so nothing is saved. An OSError (a full disk) is a warning.
+        True of a checkpoint that is still being written, too. Outside `fit` there is nothing to resume from, so nothing
+        is saved. An OSError (a full disk) is a warning.
         """
         step = trainer.global_step
-        if self.saved_step == step:
+        if self._taken_step == step:
             return True
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or step == 0:
             return False
+        self._taken_step, self._taken_at = step, time.monotonic()
         self._validation_due = self._is_validation_due(trainer)
-        problem = self._write(trainer, self.folder / pointers.folder_name(step))
-        if problem is None:
-            self.saved_step, self._warned = step, False
-        elif not self._warned:
-            log.warning("step %d could not be saved, training goes on: %s", step, problem)
-            self._warned = True
-        return problem is None
+        path = self.folder / pointers.folder_name(step)
+        trainer.save_checkpoint(path, weights_only=False, storage_options=partial(self._hand_over, trainer))
+        self._learn(trainer.strategy.broadcast(self.writer.outcome))
+        return self._taken_step == step
+
+    def save_now(self, trainer: Trainer) -> bool:
+        """`save`, and wait for the disk; whether the step is there. For the ends of a run, on every rank."""
+        return self.save(trainer) and self._is_saved(trainer)
 
     # ---- when ----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget an earlier `fit`: Lightning restores what is to be known of it after this."""
+        if stage == "fit":
+            self._leaving = False
+            self.best = self.saved_step = self.validated_step = self._taken_step = self._val_loss = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tidy the folder, and take its `best.json` for the truth: the checkpoint may be older than it.
 
         Lightning has restored this callback by now, and gets here also when there is nothing left to train.
         """
-        best = self.best
         if trainer.is_global_zero:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            files.sweep(self.folder)
-            best = self._reconciled_best()
-        self.best = trainer.strategy.broadcast(best)
+            self.writer.begin(self.saved_step, self.best)
+            if 0 < trainer.max_steps <= (self.saved_step or 0):
+                log.info("already complete: step %d of %d is saved", self.saved_step, trainer.max_steps)
+        self._learn(trainer.strategy.broadcast(self.writer.outcome))
+        self._settle_best()
+        self._taken_at = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save at the interval, and at the last step."""
+        """Save at the intervals, and at the last step."""
+        self.writer.check()
         step = trainer.global_step
-        at_interval = self.every_n_steps > 0 and step % self.every_n_steps == 0
-        if at_interval or 0 < trainer.max_steps <= step:
+        by_steps = any(n > 0 and step % n == 0 for n in (self.every_n_steps, self.keep_every_n_steps))
+        if by_steps or 0 < trainer.max_steps <= step or self._is_time(trainer):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -97,22 +144,47 @@ class Tiers(Checkpoint):
             return
         step = trainer.global_step
         metric = trainer.callback_metrics.get(self.monitor)
+        if self._best_pending and self.writer.outcome.best != self.best:
+            self.writer.wait()  # what the new one is compared with has to be on the disk
         # Without sync_dist every rank has a value of its own, and all of them must save or none.
-        value = trainer.strategy.broadcast(math.nan if metric is None else float(metric))
+        found = (math.nan if metric is None else float(metric), self.writer.outcome)
+        value, outcome = trainer.strategy.broadcast(found)
+        self._learn(outcome)
+        self._settle_best()
         self.validated_step, self._val_loss = step, value
         before = self.best
-        better = math.isfinite(value) and (before is None or before.val_loss is None or value < before.val_loss)
+        better = math.isfinite(value) and (
+            before is None or before.val_loss is None or value < before.val_loss
+            or before.step == step  # after a step back: what was the best here has been written anew
+        )  # fmt: skip
         if better:
             self.best = Pointer(pointers.folder_name(step), step, value)
-            if not self.save(trainer):  # with the new best in its state
+            self._best_pending = self.save(trainer)  # with the new best in its state
+            if not self._best_pending:
                 self.best, better = before, False
-        if self.saved_step == step and trainer.is_global_zero:
-            self._note_validation(trainer, better)
+        if self._taken_step == step and trainer.is_global_zero:
+            self._note(trainer, better)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the end, if it is not saved yet. Raises RunError when it cannot be."""
-        if trainer.global_step and not self.save(trainer):
-            raise RunError(f"the end of the run (step {trainer.global_step}) could not be saved in {self.folder}")
+        """Save the end, if it is not saved yet, and wait for it. Raises RunError when it cannot be."""
+        step = trainer.global_step
+        if step and not any(self.save_now(trainer) for _ in range(2)):
+            raise RunError(f"the end of the run (step {step}) could not be saved in {self.folder}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Finish what is being written, and let nothing that goes wrong with it hide `exception`."""
+        self._leaving = True  # another callback may save after this, and nobody would wait for it
+        try:
+            self.writer.close()
+        except Exception as error:
+            log.error("a checkpoint was lost: %s: %s", type(error).__name__, error)
+        if trainer.is_global_zero:
+            self._learn(self.writer.outcome)
+            self._settle_best()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Finish what is being written: the end of a `fit`, or the note of a validation after it."""
+        self.writer.close()
 
     # ---- what Lightning keeps for it -----------------------------------------------------------------------------
 
@@ -134,7 +206,7 @@ class Tiers(Checkpoint):
         """
         state, path = checkpoint["callbacks"].get(self.state_key), Path(str(trainer.ckpt_path))
         if path.parent.resolve() == self.folder.resolve():
-            self.saved_step = checkpoint["global_step"]
+            self.saved_step = self._taken_step = checkpoint["global_step"]
         if state and state["validation_due"]:
             if (path / loops.VALIDATION).exists():
                 state["validated_step"] = checkpoint["global_step"]
@@ -143,62 +215,60 @@ class Tiers(Checkpoint):
 
     # ---- how -----------------------------------------------------------------------------------------------------
 
+    def _is_time(self, trainer: Trainer) -> bool:
+        """Whether rank 0's clock says so; the same on all ranks, for one small reduction in so many steps."""
+        if not self.every_minutes or trainer.global_step % _CLOCK_STEPS:
+            return False
+        late = time.monotonic() - self._taken_at >= 60 * self.every_minutes
+        return trainer.strategy.reduce_boolean_decision(late and trainer.is_global_zero, all=False)
+
     def _is_validation_due(self, trainer: Trainer) -> bool:
         if self.validated_step == trainer.global_step:
             return False
         loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
         return fetcher is not None and loop._should_check_val_fx(fetcher)  # also true in the midst of it
 
-    def _write(self, trainer: Trainer, path: Path) -> str | None:
-        """Write the folder and move `last`; what went wrong on the rank that writes, told to all of them."""
-        problem = None
-        try:
-            trainer.save_checkpoint(path, weights_only=False)
-        except OSError as error:
-            problem = str(error)
-            trainer.strategy.barrier()  # the one at the end of save_checkpoint, where the other ranks wait
-        if problem is None and trainer.is_global_zero:
-            step = trainer.global_step
-            try:
-                _flush_logs(trainer)
-                pointers.write(self.folder, "last", Pointer(path.name, step, self._val_loss_at(step)))
-                self._prune(step)
-            except OSError as error:
-                problem = str(error)
-        return trainer.strategy.broadcast(problem)
-
-    def _note_validation(self, trainer: Trainer, better: bool) -> None:
+    def _hand_over(self, trainer: Trainer, path: Path, checkpoint: dict[str, Any]) -> None:
+        """Give the state to the writer: on rank 0, in `Trainer.save_checkpoint`, where the other ranks wait."""
         step = trainer.global_step
-        name, value = pointers.folder_name(step), self._val_loss_at(step)
         try:
             _flush_logs(trainer)
-            if better:
-                pointers.write(self.folder, "best", Pointer(name, step, value))
-            pointers.write(self.folder, "last", Pointer(name, step, value))
-            durable.write_json(self.folder / name / loops.VALIDATION, {"step": step, self.monitor: value})
-            self._prune(step)
+        except OSError as error:
+            self.writer.fail(step, error)
+        else:
+            self.writer.save(checkpoint, Pointer(path.name, step, self._val_loss_at(step)))
+            if self._leaving:
+                self.writer.close()
+
+    def _note(self, trainer: Trainer, better: bool) -> None:
+        step = trainer.global_step
+        try:
+            _flush_logs(trainer)
         except OSError as error:
             log.warning("the validation of step %d could not be noted in %s: %s", step, self.folder, error)
+        else:
+            self.writer.note(Pointer(pointers.folder_name(step), step, self._val_loss_at(step)), better)
+
+    def _is_saved(self, trainer: Trainer) -> bool:
+        """Wait for everything; whether the present step is on the disk then. To be called on every rank."""
+        self.writer.wait()
+        self._learn(trainer.strategy.broadcast(self.writer.outcome))
+        self._settle_best()
+        return self.saved_step == trainer.global_step
+
+    def _learn(self, outcome: Outcome) -> None:
+        """Take rank 0's word for what has been written. A step that could not be is to be taken again when it is due,
+        or at the end."""
+        self._outcome, self.saved_step = outcome, outcome.saved_step
+        if outcome.failed_step is not None and outcome.failed_step == self._taken_step:
+            self._taken_step = outcome.saved_step
+
+    def _settle_best(self) -> None:
+        """Everything that was asked for is done: the best is the one on the disk."""
+        self.best, self._best_pending = self._outcome.best, False
 
     def _val_loss_at(self, step: int) -> float | None:
-        value = self._val_loss
-        return value if self.validated_step == step and value is not None and math.isfinite(value) else None
-
-    def _prune(self, step: int) -> None:
-        """Delete what newer checkpoints supersede. Later steps than this one (of a branch left behind) stay."""
-        found = {s: path for s, path in pointers.steps(self.folder).items() if s <= step}
-        kept = set(sorted(found)[-self.keep :]) | ({self.best.step} if self.best else set())
-        for superseded in found.keys() - kept:
-            files.remove(found[superseded])
-
-    def _reconciled_best(self) -> Pointer | None:
-        on_disk = pointers.read(self.folder, "best")
-        if on_disk and files.is_checkpoint(self.folder / on_disk.checkpoint):
-            return on_disk
-        if self.best and files.is_checkpoint(self.folder / self.best.checkpoint):
-            pointers.write(self.folder, "best", self.best)
-            return self.best
-        return None  # this folder's run starts its own: the state may be another run's
+        return finite(self._val_loss) if self.validated_step == step else None
 
 
 def _flush_logs(trainer: Trainer) -> None:

@@ -1,68 +1,114 @@
-"""From `ckpt_path=last|best|PATH` to a folder that can be read. Changes nothing on the disk."""
+"""From `ckpt_path=last|best|PATH` to a folder that holds what was written. Changes nothing on the disk."""
 
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from gpt2_fp8.checkpoint import pointers
-from gpt2_fp8.checkpoint.manifest import CheckpointError, is_checkpoint, read_manifest
+from gpt2_fp8.checkpoint.errors import CheckpointError, escaped, unreadable
+from gpt2_fp8.checkpoint.pointers import Pointer
+from gpt2_fp8.checkpoint.verify import verified
 
 log = logging.getLogger(__name__)
 
 
 def resolve(ckpt_path: str, checkpoints_dir: Path) -> Path | None:
-    """The checkpoint that `ckpt_path` means for the run whose checkpoints lie in `checkpoints_dir`.
+    """The checkpoint that `ckpt_path` means for the run whose checkpoints lie in `checkpoints_dir`, verified.
 
-    last: where `last.json` points; if that cannot be read, the readable folder of the highest step, said so in the
-    log. None: there is no checkpoint at all, so that the run starts afresh.
+    last: where `last.json` points; if that is damaged, the highest step before it that is whole; then those after it,
+    which are of a branch that the run left behind. Without a usable `last.json`, the highest step that is whole. Each
+    that is passed over is named in the log, with the reason. None: there is no checkpoint at all, so that the run
+    starts afresh.
     best: where `best.json` points. Anything else is a path.
 
-    Raises CheckpointError: nothing readable is left, there is no best, or the path is no checkpoint.
+    Raises CheckpointError: nothing whole is left, there is no best or it is damaged, or the path is no checkpoint.
     """
     if ckpt_path == "last":
         return _last(checkpoints_dir)
     if ckpt_path == "best":
         return _best(checkpoints_dir)
     path = Path(ckpt_path).expanduser()
-    read_manifest(path)
+    verified(path)
     return path
 
 
 def _last(folder: Path) -> Path | None:
-    pointer = pointers.read(folder, "last")
-    if pointer and is_checkpoint(folder / pointer.checkpoint):
-        return folder / pointer.checkpoint
-    candidates = _candidates(folder)
-    for path in candidates:
-        if is_checkpoint(path):
-            log.warning("%s does not lead to a readable checkpoint; %s is the newest", folder / "last.json", path.name)
-            return path
-    if not candidates and not (folder / "last.json").exists():
+    pointer, problem = _pointer(folder)
+    candidates = _candidates(folder, pointer)
+    if not candidates and not os.path.lexists(folder / "last.json"):
         return None
-    names = ", ".join(path.name for path in candidates) or "none is left"
+    if problem:
+        log.warning("%s is passed over: %s", escaped(str(folder / "last.json")), problem)
+    reasons = []
+    for path in candidates:
+        try:
+            _verified_here(path)
+        except CheckpointError as error:
+            reasons.append(error.problems[0].cause)
+            log.warning("passed over: %s", reasons[-1])
+            continue
+        if problem or reasons:
+            log.warning("%s is the newest checkpoint that is whole", escaped(str(path)))
+        if pointer and _step(path) <= pointer.step:
+            for later in (other.name for other in candidates if _step(other) > pointer.step):
+                log.info("passed over: %s, of a branch left behind, as last.json names step %d", later, pointer.step)
+        return path
     raise CheckpointError.of(
-        f"no checkpoint in {folder} can be read ({names})",
+        f"{folder} has no whole checkpoint left: {'; '.join(reasons) or problem}",
         "restore one from a copy, or start afresh under another run_name",
     )
 
 
 def _best(folder: Path) -> Path:
-    pointer = pointers.read(folder, "best")
-    if pointer is None:
+    try:
+        pointer = pointers.follow(folder, "best")
+    except FileNotFoundError:
         raise CheckpointError.of(
             f"{folder} has no best checkpoint: no validation of this run has given a finite loss yet",
             "use ckpt_path=last, or the path of a checkpoint",
-        )
-    read_manifest(folder / pointer.checkpoint)
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError.of(
+            f"{folder / 'best.json'} cannot be used: {error}", "use ckpt_path=last, or the path of a checkpoint"
+        ) from None
+    _verified_here(folder / pointer.checkpoint)
     return folder / pointer.checkpoint
 
 
-def _candidates(folder: Path) -> list[Path]:
-    """Folders that may be checkpoints, the highest step first; one that a killed writer moved aside counts too."""
-    found = [(step, 1, path) for step, path in pointers.steps(folder).items()]
-    for path in folder.glob(".step-*.old"):
-        step = pointers.step_of(path.stem.removeprefix("."))
-        if step is not None:
-            found.append((step, 0, path))
-    return [path for _, _, path in sorted(found, reverse=True)]
+def _pointer(folder: Path) -> tuple[Pointer | None, str | None]:
+    """What `last.json` says; where it is of no use, why."""
+    try:
+        pointer = pointers.follow(folder, "last")
+    except FileNotFoundError:
+        return None, "there is no such file"
+    except (OSError, ValueError) as error:
+        return None, escaped(str(error))
+    gone = not os.path.lexists(folder / pointer.checkpoint)
+    return pointer, f"{pointer.checkpoint}, which it names, is gone" if gone else None
+
+
+def _candidates(folder: Path, pointer: Pointer | None) -> list[Path]:
+    """What is named as a checkpoint, the best choice first; one that a killed writer moved aside counts too."""
+    found = [path for path in folder.iterdir() if _step(path) >= 0] if folder.is_dir() else []
+
+    def rank(path: Path) -> tuple[bool, int, bool]:
+        step = _step(path)
+        return pointer is None or step <= pointer.step, step, path.suffix != ".old"
+
+    return sorted(found, key=rank, reverse=True)
+
+
+def _step(path: Path) -> int:
+    """The step of `step-00000004` and of `.step-00000004.old`; -1 for any other name."""
+    name = path.name[1:-4] if path.name.startswith(".") and path.suffix == ".old" else path.name
+    step = pointers.step_of(name)
+    return -1 if step is None else step
+
+
+def _verified_here(path: Path) -> None:
+    """Verify a checkpoint of a run's own folder, which a link could lead out of. Raises CheckpointError."""
+    if path.is_symlink():
+        raise unreadable(path, "it is a link; to use what it leads to, give that path")
+    verified(path)

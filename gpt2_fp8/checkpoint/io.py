@@ -13,10 +13,15 @@ class FolderCheckpointIO(CheckpointIO):
     """Saves and loads checkpoints as folders of safetensors and JSON. Nothing is pickled or unpickled."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write `checkpoint` as the folder `path` (`files.write`). Lightning calls it on global rank zero alone."""
-        if storage_options is not None:
-            raise TypeError("FolderCheckpointIO takes no storage_options")
-        files.write(path, checkpoint)
+        """Write `checkpoint` as the folder `path`, or hand it to `storage_options`, a function (path, checkpoint).
+
+        Lightning calls it on global rank zero alone, and passes on what `Trainer.save_checkpoint` was given. Without a
+        function it is `files.write`: complete and durable when it returns.
+        """
+        if storage_options is not None and not callable(storage_options):
+            raise TypeError("FolderCheckpointIO's storage_options is a function of a path and a checkpoint, or None")
+        write = files.write if storage_options is None else storage_options
+        write(path, checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the folder `path` (`files.read`). `weights_only` is about unpickling, which never happens here."""

@@ -1,7 +1,12 @@
-"""What a checkpoint's folder says about itself, and whether it is all there."""
+"""What a checkpoint's folder says about itself, and whether it is all there.
+
+Version 1 gave each file's size. Version 2 adds each file's SHA-256, and one of the manifest itself, so that no bit of
+either can change unnoticed. `verify` compares the files with it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from collections.abc import Iterable
@@ -10,75 +15,73 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_fp8 import __version__
-from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.checkpoint import bounded
+from gpt2_fp8.checkpoint.digest import digests
+from gpt2_fp8.checkpoint.errors import CheckpointError, unreadable
 
 FORMAT = "gpt2_fp8 checkpoint"
-VERSION = 1
+VERSION = 2
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
 SKELETON, MANIFEST = "state.json", "manifest.json"
+SEAL = "sha256"  # the manifest's own digest
+_PLACES = {"state_dict.": MODEL, "optimizer_states.": OPTIMIZER, "": STATE}  # by how a tensor's path begins
 
 
-class CheckpointError(UserError):
-    """A folder that was named as a checkpoint cannot be read as one."""
+def place(name: str) -> tuple[str, str]:
+    """(file, key inside it) of a tensor named by its path in the checkpoint."""
+    prefix = next(prefix for prefix in _PLACES if name.startswith(prefix))
+    return _PLACES[prefix], name.removeprefix(prefix)
 
 
-def describe(folder: Path, names: Iterable[str], step: int) -> dict[str, Any]:
-    """The manifest of a checkpoint of `step` whose files `names` lie in `folder`.
+def describe(folder: Path, names: Iterable[str], step: int, precision: str | None) -> dict[str, Any]:
+    """The manifest of a checkpoint of `step` whose files `names` lie in `folder`; `precision`: what it was trained in.
 
-    Each file has an object of its own, so that later versions can say more about it than its size.
+    Each file has an object of its own, so that later versions can say more about it.
     """
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "global_step": step,
-        "written_by": {
-            "gpt2_fp8": __version__,
-            "torch": metadata.version("torch"),
-            "lightning": metadata.version("lightning"),
-            "python": platform.python_version(),
-        },
-        "files": {name: {"size": (folder / name).stat().st_size} for name in names},
-    }
+    written_by = {"gpt2_fp8": __version__, "python": platform.python_version()}
+    for package in ("torch", "lightning", "transformer_engine"):
+        try:
+            written_by[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # Transformer Engine may be absent
+            continue
+    sha256 = digests(folder, names)
+    manifest: dict[str, Any] = {"format": FORMAT, "version": VERSION, "global_step": step}
+    if precision is not None:
+        manifest["precision"] = precision
+    files = {name: {"size": (folder / name).stat().st_size, "sha256": sha256[name]} for name in sha256}
+    return sealed({**manifest, "written_by": written_by, "files": files})
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """`manifest` with its own digest: that of the rest as JSON with sorted keys and no spaces."""
+    rest = {key: value for key, value in manifest.items() if key != SEAL}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return {**rest, SEAL: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def read_manifest(path: Path | str) -> dict[str, Any]:
-    """The manifest, after seeing that its format is known and that every file it lists is there in full.
+    """The manifest, after seeing that it is unchanged, its format known, and every file it lists there at full length.
 
-    Raises CheckpointError.
+    Not that the files hold what was written: `verify.verified` sees to that. Raises CheckpointError.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise unreadable(path, "it is not a folder" if path.exists() else "there is no such folder")
-    manifest = read_json(path, MANIFEST)
     try:
-        known, version = manifest["format"] == FORMAT, int(manifest["version"])
-        sizes = {str(name): int(entry["size"]) for name, entry in manifest["files"].items()}
-        step = manifest["global_step"]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise unreadable(path, f"{MANIFEST} lacks what it should hold ({error!r})") from None
-    if not known or type(step) is not int:
-        raise unreadable(path, f"{MANIFEST} is not one of a gpt2_fp8 checkpoint")
-    if version > VERSION:
-        raise CheckpointError.of(
-            f"{path} is of checkpoint format {version}; this gpt2_fp8 {__version__} reads up to {VERSION}",
-            f"use gpt2_fp8 {manifest.get('written_by', {}).get('gpt2_fp8', 'of a newer version')} or later",
-        )
-    for name in {MODEL, SKELETON} - sizes.keys():
-        raise unreadable(path, f"{MANIFEST} does not list {name}")
-    for name, size in sizes.items():
-        if name not in (MODEL, OPTIMIZER, STATE, SKELETON):
-            raise unreadable(path, f"{MANIFEST} lists {name!r}, which is no part of a checkpoint")
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            raise unreadable(path, f"{name} is missing" if found is None else f"{name} has {found} bytes of {size}")
+        if not path.is_dir():
+            raise unreadable(path, _why_no_folder(path))
+        manifest = read_json(path, MANIFEST)
+        _check(path, manifest)
+        for name, entry in manifest["files"].items():
+            _check_size(path, name, entry["size"])
+    except (OSError, RecursionError) as error:
+        raise unreadable(path, str(error)) from None
     return manifest
 
 
 def is_checkpoint(path: Path | str) -> bool:
-    """Whether `path` is a complete checkpoint of a format that this version reads."""
+    """Whether `path` is a checkpoint of a format that this version reads, all of whose files have their full length."""
     try:
         read_manifest(path)
-    except (CheckpointError, OSError):
+    except CheckpointError:
         return False
     return True
 
@@ -86,14 +89,58 @@ def is_checkpoint(path: Path | str) -> bool:
 def read_json(path: Path, name: str) -> Any:
     """The JSON file `name` of the checkpoint `path`. Raises CheckpointError."""
     try:
-        return json.loads((path / name).read_text(encoding="utf-8"))
+        return bounded.read_json(path / name)
     except FileNotFoundError:
         raise unreadable(path, f"it has no {name}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise unreadable(path, f"{name} cannot be read ({error})") from None
 
 
-def unreadable(path: Path, why: str) -> CheckpointError:
-    """The error that says why the folder `path` is no readable checkpoint."""
-    remedy = "give the folder of a whole checkpoint (RUN/checkpoints/step-NNNNNNNN), or ckpt_path=last"
-    return CheckpointError([Problem(f"{path} cannot be read as a checkpoint: {why}", remedy)])
+def _check(path: Path, manifest: Any) -> None:
+    """Raise CheckpointError for a manifest that is not one of ours, unchanged, in a version that is known here."""
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise unreadable(path, f"{MANIFEST} is not one of a gpt2_fp8 checkpoint")
+    version, files = manifest.get("version"), manifest.get("files")
+    if type(version) is not int or version < 1:
+        raise unreadable(path, f"{MANIFEST} has no version")
+    if version > VERSION:
+        written_by = manifest.get("written_by")
+        writer = written_by.get("gpt2_fp8") if isinstance(written_by, dict) else None
+        raise CheckpointError.of(
+            f"{path} is of checkpoint format {version}; this gpt2_fp8 {__version__} reads up to {VERSION}",
+            f"use gpt2_fp8 {writer} or later" if isinstance(writer, str) else "use the gpt2_fp8 that wrote it",
+        )
+    if version > 1 and sealed(manifest)[SEAL] != manifest.get(SEAL):
+        raise unreadable(path, f"{MANIFEST} was changed after it was written: its own SHA-256 does not fit")
+    if type(manifest.get("global_step")) is not int or not isinstance(files, dict):
+        raise unreadable(path, f"{MANIFEST} lacks what it should hold (global_step, files)")
+    for name in sorted({MODEL, SKELETON} - files.keys()):
+        raise unreadable(path, f"{MANIFEST} does not list {name}")
+    for name, entry in files.items():
+        if name not in (MODEL, OPTIMIZER, STATE, SKELETON):
+            raise unreadable(path, f"{MANIFEST} lists {name!r}, which is no part of a checkpoint")
+        whole = isinstance(entry, dict) and type(entry.get("size")) is int
+        if not whole or (version > 1 and not isinstance(entry.get("sha256"), str)):
+            raise unreadable(path, f"{MANIFEST} does not give the size and the SHA-256 of {name}")
+
+
+def _check_size(path: Path, name: str, size: int) -> None:
+    try:
+        found = bounded.regular_file(path / name).st_size
+    except FileNotFoundError:
+        raise unreadable(path, f"{name} is missing") from None
+    except OSError as error:
+        raise unreadable(path, f"{name}: {error}") from None
+    if found != size:
+        raise unreadable(path, f"{name} has {found} bytes of {size}")
+    if name == SKELETON:
+        try:
+            bounded.refuse_large(size)
+        except ValueError as error:
+            raise unreadable(path, f"{name} cannot be read ({error})") from None
+
+
+def _why_no_folder(path: Path) -> str:
+    if path.exists():
+        return "it is a file, and checkpoints are folders; pickles (.ckpt, .pt) are never opened"
+    return "it is a link that leads nowhere" if path.is_symlink() else "there is no such folder"

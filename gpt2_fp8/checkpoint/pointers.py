@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
+import reprlib
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.checkpoint import bounded, durable
 
 Kind = Literal["last", "best"]
 _NAME = re.compile(r"step-(\d{8,15})")
@@ -42,18 +43,28 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def read(folder: Path, kind: Kind) -> Pointer | None:
-    """The pointer of that kind; None where there is none, or its file holds anything but one.
+def follow(folder: Path, kind: Kind) -> Pointer:
+    """The pointer of that kind. Raises FileNotFoundError where there is none; OSError or ValueError, each saying why,
+    where its file holds anything else.
 
-    Its name is a bare folder's: a pointer cannot lead out of its folder.
+    Its name is a bare folder's, and no link is followed: a pointer cannot lead out of its folder.
     """
+    value = bounded.read_json(folder / f"{kind}.json")
+    if not isinstance(value, dict) or not {"checkpoint", "step", "val_loss"} <= value.keys():
+        raise ValueError("it lacks what it should hold (checkpoint, step, val_loss)")
+    name, step, val_loss = value["checkpoint"], value["step"], value["val_loss"]
+    if not isinstance(name, str) or type(step) is not int or step_of(name) != step:
+        raise ValueError(f"it names {reprlib.repr(name)}, which is not the folder of a step")
+    finite = type(val_loss) in (int, float) and abs(val_loss) <= sys.float_info.max
+    return Pointer(name, step, float(val_loss) if finite else None)
+
+
+def read(folder: Path, kind: Kind) -> Pointer | None:
+    """The pointer of that kind; None where there is none, or its file holds anything but one."""
     try:
-        value = json.loads((folder / f"{kind}.json").read_text(encoding="utf-8"))
-        name, step, val_loss = value["checkpoint"], value["step"], value["val_loss"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return follow(folder, kind)
+    except (OSError, ValueError):
         return None
-    good = isinstance(name, str) and type(step) is int and step_of(name) == step
-    return Pointer(name, step, float(val_loss) if isinstance(val_loss, (int, float)) else None) if good else None
 
 
 def write(folder: Path, kind: Kind, pointer: Pointer) -> None:

@@ -6,6 +6,7 @@ to type instead. Hydra then runs the job and composes again; `to_run_config` tur
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -42,6 +43,7 @@ def preflight(argv: list[str]) -> list[RunConfig]:
 
 def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> list[RunConfig]:
     """The configurations that a command line asks for. What is wrong is added to `problems`, and left out."""
+    catalog.variables |= {name for word in line.words for name in re.findall(r"oc\.env:\s*([^\s,}]+)", word)}
     try:
         request = overrides.sort(line, catalog, problems)
         return jobs.configs(request, catalog, problems)

@@ -2,11 +2,13 @@
 
 Hydra imports and calls what a `_target_` under its own `hydra` node names (a callback, a launcher, a log handler),
 whatever file put it there. So files that are not ours may say nothing about Hydra: refused by what they hold and, since
-YAML has many ways to spell a thing, by comparing the composed node with the one that our files alone compose to.
+YAML has many ways to spell a thing, by comparing the composed node with the one that our files alone compose to. Nor do
+they get at environment variables, where secrets are, unless the command line names these.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,14 +23,19 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.resolvers import oc
 
-from gpt2_fp8.config import hints, hydra_keys
+from gpt2_fp8.config import globs, hints, hydra_keys
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.typed import printable, show
 
-# What differs between any two compositions, and what a user may override, says nothing about a file's content.
-_OWN_TO_A_RUN = ("runtime", "overrides", "searchpath", "job")
+# What differs between any two compositions says nothing about a file's content.
+_OWN_TO_A_RUN = ("runtime", "overrides", "searchpath")
+_OWN_TO_A_JOB = ("config_name", "override_dirname", "id", "num")
 BENCH = "bench"  # bench.yaml: the settings of that program, and no run
-_PATTERNS = ("*.yaml", "*/*.yaml", "*/*/*.yaml", "*/*/*/*.yaml")
+_HEADER = re.compile(r"^[ \t]*#[ \t]*@package[ \t]+hydra\b", re.MULTILINE)
+_LARGEST = 1 << 20  # bytes of a file of settings; ours have a hundredth of that
+_MOST = 10_000  # values in it, once its aliases are written out
 
 
 class Composed(NamedTuple):
@@ -47,6 +54,7 @@ class Catalog:
         self._options: dict[tuple[str, ...], list[str]] = {}
         self.config_name = config_name
         self.folders: list[str] = []
+        self.variables: set[str] = set()  # of the environment, that the command line names
         self.refused_folder = False  # if so, choices may be missing that the user knows to be there
 
     @property
@@ -107,6 +115,12 @@ class Catalog:
             self._composed[key] = composed
         return self._composed[key]
 
+    def environment(self, name: str, *default: Any) -> Any:
+        """`${oc.env:NAME}`, wherever it stands. Raises ValueError where it is a file of the user's that reads it."""
+        if self.folders and name not in self.variables:
+            raise ValueError(f"{show(name)} of the environment is read, which only the command line may")
+        return oc.env(name, *default)
+
     def _search(self) -> list[str]:
         quoted = [QuotedString(folder, Quote.single).with_quotes() for folder in self.folders]
         return [f"hydra.searchpath=[{','.join(quoted)}]"] if quoted else []
@@ -128,8 +142,11 @@ def open_catalog(folder: Path, config_name: str) -> Iterator[Catalog]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), job_name="run", version_base="1.3"):
-            yield Catalog(GlobalHydra.instance().config_loader(), config_name)
+            catalog = Catalog(GlobalHydra.instance().config_loader(), config_name)
+            OmegaConf.register_new_resolver("oc.env", catalog.environment, replace=True)
+            yield catalog
     finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
         HydraConfig.instance().cfg = running
         GlobalHydra.instance().hydra = initialized
 
@@ -145,30 +162,55 @@ def _compose(config_name: str, overrides: list[str]) -> Composed:
         remedy = "correct the file that it names, or the choice that leads there"
         if ours:
             remedy += f"; or leave out {' '.join(ours)}"
-        raise UserError.of(f"the configuration cannot be composed: {' '.join(lines[:3])}", remedy) from error
+        said = printable(" ".join(lines[:3]))[:500]
+        raise UserError.of(f"the configuration cannot be composed: {said}", remedy) from error
 
 
 def _settings(composed: Composed) -> dict[str, Any]:
     """Hydra's own settings."""
-    return {key: value for key, value in composed.plain["hydra"].items() if key not in _OWN_TO_A_RUN}
+    hydra = composed.plain["hydra"]
+    job = {key: value for key, value in hydra["job"].items() if key not in _OWN_TO_A_JOB}
+    return {key: value for key, value in hydra.items() if key not in _OWN_TO_A_RUN} | {"job": job}
 
 
 def _refused(folder: Path) -> list[Problem]:
     """Files of a user's folder that could tell Hydra what to import, or that cannot be read."""
+    names = (Path(below, name) for below in globs.folders(str(folder)) for name in os.listdir(below))
     problems = []
-    for file in sorted(path for pattern in _PATTERNS for path in folder.glob(pattern)):
-        if any(part.startswith(".") for part in file.relative_to(folder).parts):
-            continue  # the .hydra folders of runs
+    for file in sorted(path for path in names if path.suffix in (".yaml", ".yml") and not path.name.startswith(".")):
+        shown = printable(str(file))
         try:
-            text = file.read_text()
-            content = list(yaml.safe_load_all(text))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            problems.append(Problem(f"{file} cannot be read: {' '.join(str(error).split())[:200]}", "correct the file"))
+            text, content = _read(file)
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+            reason = printable(" ".join(str(error).split()))[:200]
+            problems.append(Problem(f"{shown} cannot be read: {reason}", "correct the file"))
             continue
         what = next(filter(None, map(hydra_keys.refuse_content, content)), None)
-        if file.relative_to(folder).parts[0] == "hydra" or re.search(r"^\s*#\s*@package\s+hydra\b", text, re.MULTILINE):
+        if file.relative_to(folder).parts[0] == "hydra" or re.search(
+            r"^[ \t]*#[ \t]*@package[ \t]+hydra\b", text, re.M
+        ):
             what = "settings of Hydra's own"
         if what:
             remedy = "take it out, or leave out -cd; hydra.* settings are given on the command line"
-            problems.append(Problem(f"{file} holds {what}, which could make Hydra run other code", remedy))
+            problems.append(Problem(f"{shown} holds {what}, which could make Hydra run other code", remedy))
     return problems
+
+
+def _read(file: Path) -> tuple[str, list[Any]]:
+    """The text of a file of settings and the documents in it. Raises ValueError for one that is none, by its size."""
+    if not file.is_file():
+        raise ValueError("it is no regular file")
+    if file.stat().st_size > _LARGEST:
+        raise ValueError(f"it has more than {_LARGEST} bytes")
+    text = file.read_text()
+    content = list(yaml.safe_load_all(text))
+    left: list[Any] = [content]
+    most = _MOST
+    while left:  # an alias of an alias of an alias is small in the file and in memory, and huge written out
+        value = left.pop()
+        members: list[Any] = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        most -= len(members)
+        if most < 0:
+            raise ValueError(f"it has more than {_MOST} values")
+        left += [member for member in members if isinstance(member, (dict, list))]
+    return text, content

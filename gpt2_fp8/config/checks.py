@@ -63,7 +63,12 @@ RANGES: dict[str, _Rule] = {
     "trainer.log_every_n_steps": _COUNT,
     "trainer.overfit_batches": _OR_ZERO,
     "callbacks.checkpoint_every_n_steps": _OR_ZERO,
+    "callbacks.checkpoint_every_minutes": _OR_ZERO,
     "callbacks.keep_checkpoints": _COUNT,
+    "callbacks.keep_every_n_steps": _OR_ZERO,
+    "callbacks.nonfinite_limit": _COUNT,
+    "callbacks.divergence_sigma": _OR_ZERO,
+    "callbacks.divergence_steps": _COUNT,
     "callbacks.sample_tokens": _OR_ZERO,
 }
 
@@ -150,7 +155,8 @@ def _known_batch(config: RunConfig) -> Iterator[Finding]:
 
 
 def _batch(config: RunConfig, world_size: int) -> Iterator[Finding]:
-    whole, micro = config.global_batch_size, config.micro_batch_size
+    whole = config.global_batch_size
+    micro = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
     if whole % (micro * world_size) == 0:
         return
     larger = math.ceil(whole / (micro * world_size)) * micro * world_size

@@ -8,16 +8,19 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from gpt2_fp8.config import globs
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.schema import FileOrHubData, FilesData, RunConfig
-from gpt2_fp8.config.typed import show
+from gpt2_fp8.config.typed import key_paths, show
 
+_MAY_HOLD_ANYTHING = ("run_name", "callbacks.sample_prompt")  # of the texts; the first has a message of its own
 _EXAMPLE = "data.train_files='[/corpus/*.jsonl.zst]' (txt, jsonl, jsonl.zst and parquet)"
 
 
 def check(config: RunConfig) -> list[Finding]:
     """Everything that is wrong with the paths of a configuration."""
-    return [*_run_name(config.run_name), *_checkpoints(config), *_data(config)]
+    found = list(_texts(config))
+    return [*found, *_run_name(config.run_name), *(() if found else (*_checkpoints(config), *_data(config)))]
 
 
 def check_folder(path: str | Path, setting: str, key: str | None = None) -> list[Finding]:
@@ -26,6 +29,8 @@ def check_folder(path: str | Path, setting: str, key: str | None = None) -> list
     path = Path(path).expanduser()
     existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
     remedy = f"choose a folder that can be written: {setting}=FOLDER"
+    if not str(path).isprintable():
+        return [_finding(key, f"{setting}={show(str(path))}: has control characters", remedy)]
     if not os.path.isdir(existing):
         return [_finding(key, f"{setting}={show(str(path))}: {existing} is a file, not a folder", remedy)]
     try:
@@ -44,6 +49,18 @@ def check_untaken(folder: Path) -> list[Finding]:
     return [_finding("run_name", f"{folder} already holds a run, saved up to {saved[-1]}", remedy)]
 
 
+def _texts(config: RunConfig) -> Iterator[Finding]:
+    """Texts go into paths, requests and messages, where a NUL or a terminal's escape sequence does harm."""
+    for key in key_paths(RunConfig):
+        value: object = config
+        for part in key.split("."):
+            value = getattr(value, part, None)
+        texts = value if isinstance(value, list) else [value]
+        bad = next((text for text in texts if isinstance(text, str) and not text.isprintable()), None)
+        if bad is not None and key not in _MAY_HOLD_ANYTHING:
+            yield _finding(key, f"{key}: {show(bad)} has control characters", "leave them out")
+
+
 def _run_name(name: str) -> Iterator[Finding]:
     remedy = "choose a plain name, such as run_name=my_first_run"
     reason = None
@@ -54,7 +71,7 @@ def _run_name(name: str) -> Iterator[Finding]:
     elif name.startswith(("/", "~")) or "\\" in name or {"..", "."} & set(PurePosixPath(name).parts) or name == ".":
         reason = "leads out of outputs/"
         remedy = "choose a plain name; hydra.run.dir=FOLDER puts a run elsewhere"
-    elif any(len(part.encode()) > 200 for part in PurePosixPath(name).parts):
+    elif any(len(part.encode()) > 200 for part in PurePosixPath(name).parts) or len(name.encode()) > 1000:
         reason = "is too long for a folder's name"
     if reason:
         yield _finding("run_name", f"run_name={show(name)}: {reason}", remedy)
@@ -86,9 +103,13 @@ def _checkpoints(config: RunConfig) -> Iterator[Finding]:
 
 def _data(config: RunConfig) -> Iterator[Finding]:
     data = config.data
-    if isinstance(data, FileOrHubData) and data.path and os.path.isdir(Path(data.path).expanduser()):
-        remedy = f"data=text_files data.train_files='[{data.path}/*.txt]'"
-        yield _finding("data.path", f"data.path={show(data.path)}: is a folder, and one file is needed", remedy)
+    if isinstance(data, FileOrHubData) and data.path:
+        path = Path(data.path).expanduser()
+        if path.is_dir():
+            remedy = f"data=text_files data.train_files='[{data.path}/*.txt]'"
+            yield _finding("data.path", f"data.path={show(data.path)}: is a folder, and one file is needed", remedy)
+        elif os.path.lexists(path) and (reason := globs.why_not(path)):
+            yield _finding("data.path", f"data.path: {reason}", "name a file of text, or one that is not there")
     if isinstance(data, FilesData):
         if not data.train_files:
             yield _finding("data.train_files", "data.train_files is empty: nothing to train on", _EXAMPLE)
@@ -106,14 +127,18 @@ def _data(config: RunConfig) -> Iterator[Finding]:
 
 def _patterns(key: str, patterns: list[str]) -> Iterator[Finding]:
     for pattern in patterns:
-        path = Path(pattern).expanduser()
-        if pattern and os.path.isdir(path):
-            yield _finding(key, f"{key}: {show(pattern)} is a folder", f"name its files: {key}='[{pattern}/*.txt]'")
-        elif not pattern or not (
-            path.exists() or any(Path(m).is_file() for m in glob.iglob(str(path), recursive=True))
-        ):
+        matches = globs.find(pattern) if pattern else []
+        reasons = {path: reason for path in matches if (reason := globs.why_not(path))}
+        named = [path for path in reasons if not str(path).isprintable()]
+        if not matches:
             what = "matches no file" if glob.has_magic(pattern) else "does not exist"
             yield _finding(key, f"{key}: {show(pattern)} {what} (looked in {Path.cwd()})", "correct the path")
+        elif named:
+            yield _finding(key, f"{key}: {reasons[named[0]]}", "rename the file, or leave it out")
+        elif len(reasons) == len(matches):
+            first = next(iter(reasons))
+            remedy = f"name its files: {key}='[{first}/*.txt]'" if first.is_dir() else "name files that hold the text"
+            yield _finding(key, f"{key}: {reasons[first]}", remedy)
 
 
 def _finding(key: str, cause: str, remedy: str) -> Finding:

@@ -85,7 +85,7 @@ class DataConfig:
     num_workers: int  # processes that read and tokenise; 0: in the training process. Never changes the order
     seed: int  # of the order of the text; follows `seed` unless set
     val_sequences: int  # sequences of the validation split that are scored; 0: no validation
-    cache_dir: str | None  # keep tokenised units here and read them back on a later pass; null: keep nothing
+    cache_dir: str | None  # keep tokenised units here, and what a hub run needs to go on offline; null: keep nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +162,14 @@ class TrainerConfig:
 class CallbacksConfig:
     """What happens around the steps."""
 
-    checkpoint_every_n_steps: int  # 0: only at the end
+    checkpoint_every_n_steps: int  # 0: not by steps
+    checkpoint_every_minutes: float  # besides, since the last one; 0: not by the clock. There is always one at the end
+    async_checkpoints: bool  # a thread writes them while training goes on
     keep_checkpoints: int  # the newest N stay; the best by validation loss always does
+    keep_every_n_steps: int  # and so do those of every so many steps; 0: none
+    nonfinite_limit: int  # steps in a row with no finite loss and gradient, in bf16 either: back to the last checkpoint
+    divergence_sigma: float  # a loss so many standard deviations above the steps before it is too high; 0: never
+    divergence_steps: int  # so many in a row: back to the last checkpoint, in bf16, once
     sample_tokens: int  # length of the text written after each validation; 0: none
     sample_prompt: str
     progress_bar: bool
@@ -189,7 +195,7 @@ class RunConfig:
     cuda_graphs: bool | Literal["auto"]  # replay a micro-batch as one launch (fused layers, one GPU); auto: where small
     activation_checkpointing: Literal["none", "mlp"]  # mlp: its hidden layer is computed twice, and not kept
     global_batch_size: int  # sequences per optimizer step, over all GPUs
-    micro_batch_size: int  # sequences per GPU and forward pass; changes memory and speed, never the result
+    micro_batch_size: int | Literal["auto"]  # sequences per GPU and forward pass: memory and speed; auto: all that fit
     model: ModelConfig
     precision: PlainPrecisionConfig | FP8PrecisionConfig | AutoPrecisionConfig
     recipe: DelayedRecipe | StatelessRecipe | AutoRecipe
@@ -198,3 +204,9 @@ class RunConfig:
     trainer: TrainerConfig
     callbacks: CallbacksConfig
     logger: LoggerConfig
+
+    @property
+    def micro_batch(self) -> int:
+        """`micro_batch_size`, once it is a number: a run and the benchmark settle what was `auto`."""
+        assert self.micro_batch_size != "auto"
+        return self.micro_batch_size

@@ -53,10 +53,15 @@ def show(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
         return f"[{','.join(map(show, value))}]"
-    if isinstance(value, str) and (not value or value != value.strip() or not value.isprintable()):
-        return repr(value)
     text = str(value)
+    if isinstance(value, str) and (not value or value != value.strip() or not value.isprintable()):
+        text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with nothing that a terminal would obey: other people's words, for a message or the log."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class _Builder:

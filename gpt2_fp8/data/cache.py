@@ -2,7 +2,8 @@
 
 A unit is two files: `<key>.u16`, its tokens as little-endian uint16 and behind them the documents' ends as int64; and
 `<key>.json`, their numbers, the counts and a sha256. Both are written under another name and moved into place, the
-JSON last: what is there is whole, whoever was killed while writing. A file that does not fit its checksum is made anew.
+JSON last: what is there is whole, whoever was killed while writing. A file that does not fit its checksum is made anew,
+and so is one that holds what this tokenizer cannot have given, wherever it comes from.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class UnitCache:
 
     folder: Path
     tokenizer: str  # its fingerprint
+    vocab_size: int  # how many ids it has
 
     def check(self) -> None:
         """Make the folder. Raises UserError where nothing can be written to it."""
@@ -47,16 +49,20 @@ class UnitCache:
         """The unit as it was stored; None where it is not there, or is damaged (which is logged)."""
         path = self._path(unit)
         try:
-            about = json.loads(path.with_suffix(".json").read_bytes())
-            content = path.with_suffix(".u16").read_bytes()
+            about = json.loads(_content(path.with_suffix(".json")))
+            content = _content(path.with_suffix(".u16"))
             if hashlib.sha256(content).hexdigest() != about["sha256"]:
                 raise ValueError("the checksum differs")
             tokens = np.frombuffer(content, dtype="<u2", count=about["tokens"])
             ends = np.frombuffer(content, dtype="<i8", count=about["documents"], offset=tokens.nbytes)
+            if tokens.size and int(tokens.max()) >= self.vocab_size:
+                raise ValueError(f"it has the token {tokens.max()} of a vocabulary of {self.vocab_size}")
+            if np.any(np.diff(ends, prepend=0) <= 0) or (ends[-1] if ends.size else 0) != tokens.size:
+                raise ValueError("its documents do not make up its tokens")
             return TokenisedUnit(tokens, ends, DocumentCounts(**about["counts"]))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             log.warning("data: the cached %s is damaged (%s) and is made anew", path.name, error)
             return None
 
@@ -79,6 +85,12 @@ class UnitCache:
 
     def _path(self, unit: Unit) -> Path:
         return self.folder / unit.digest(self.tokenizer, FORMAT)[:32]
+
+
+def _content(path: Path) -> bytes:
+    if path.exists() and not path.is_file():
+        raise ValueError("no regular file")
+    return path.read_bytes()
 
 
 def _replace(path: Path, content: bytes) -> None:

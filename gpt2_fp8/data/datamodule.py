@@ -104,7 +104,7 @@ class TokenDataModule(LightningDataModule):
         tokenizer = fingerprint(self.tokenizer)  # a vocabulary that is missing is said before anything is downloaded
         cache = None
         if self.config.cache_dir is not None:
-            cache = UnitCache(Path(self.config.cache_dir).expanduser(), tokenizer)
+            cache = UnitCache(Path(self.config.cache_dir).expanduser(), tokenizer, self.vocab_size)
             cache.check()
         source = build_source(self.config)
         self._corpus = source.corpus()
@@ -143,6 +143,9 @@ class TokenDataModule(LightningDataModule):
         sequences = 0 if self._val is None else len(self._val)
         about = ", ".join(f"{name} {value}" for name, value in self._corpus.about.items())
         log.info("data: %s; %d units, %d lanes, %d validation sequences", about, len(units), lanes, sequences)
+        if (world := rank_and_world()[1]) > lanes:
+            log.warning("data: %d units are few for %d ranks: some read the same text, and each uses its own sequences "
+                        "of it; more and smaller files make reading faster", len(units), world)  # fmt: skip
 
     def train_dataloader(self) -> DataLoader[dict[str, Any]]:
         """Items {"ids": int32 [global_batch_size // ranks, n_positions + 1], "cursor": Cursor}, one a step."""

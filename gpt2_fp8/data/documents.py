@@ -6,6 +6,7 @@ A unit's tokens are its documents in their natural order, each followed by the e
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.typed import printable
 from gpt2_fp8.data.tokenizer import Tokens, encode
 from gpt2_fp8.data.units import Unit
 
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
     import tiktoken
 
 PIECE = 1 << 20  # characters encoded in one go: bounds the memory and the time that one document can take
+
+# So many broken lines of a unit are passed over, and so large a part of its lines; beyond both it is no text.
+MAX_BROKEN = 100
+MAX_BROKEN_PART = 0.1
 
 
 @dataclass
@@ -61,12 +68,17 @@ class TokenisedUnit:
 def tokenise(
     documents: Iterable[bytes | str | object], unit: Unit, encoding: tiktoken.Encoding, counts: DocumentCounts
 ) -> TokenisedUnit:
-    """Encode those of `documents` that are text and on the unit's side of a held-out split."""
+    """Encode those of `documents` that are text and on the unit's side of a held-out split.
+
+    Raises UserError where too many lines are broken.
+    """
     end_of_text = np.array([encoding.eot_token], dtype=np.uint16)
     pieces: list[Tokens] = []
-    ends: list[int] = []
-    length = 0
+    whole: list[Tokens] = []  # of many pieces each: an array takes a hundred bytes beside its tokens
+    ends = array("q")
+    length = rows = 0
     for document in documents:
+        rows += 1
         text = clean(document, counts)
         if text is None or not on_side(text, unit):
             continue
@@ -78,7 +90,15 @@ def tokenise(
         pieces.append(end_of_text)
         length += 1
         ends.append(length)
-    tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint16)
+        if len(pieces) >= 4096:
+            whole.append(np.concatenate(pieces))
+            pieces.clear()
+    if counts.broken > max(MAX_BROKEN, MAX_BROKEN_PART * (rows + counts.broken)):
+        raise UserError.of(
+            f"{printable(unit.name)}: {counts.broken} of {rows + counts.broken} lines are no JSON objects",
+            "repair the file, or leave it out",
+        )
+    tokens = np.concatenate([*whole, *pieces]) if whole or pieces else np.empty(0, dtype=np.uint16)
     return TokenisedUnit(tokens, np.array(ends, dtype=np.int64), counts)
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import glob
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpt2_fp8.config import globs
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.typed import show
 from gpt2_fp8.data import formats
 from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.retry import LOCAL_WAITS
 from gpt2_fp8.data.units import Corpus, Unit
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -32,7 +37,8 @@ class FilesSource:
         """The units of all files, in the order of the patterns and of the sorted names within each.
 
         Raises:
-            UserError: every pattern that matches nothing, ending that is unknown, and file without a text column.
+            UserError: every pattern that matches nothing, name with control characters, ending that is unknown, and
+                file without a text column. Empty files are passed over, and logged.
         """
         problems: list[Problem] = []
         if not self.train_files:
@@ -44,8 +50,9 @@ class FilesSource:
         train = [path for path in self._resolve(self.train_files, problems) if path.resolve() not in held_out]
         for path in [*train, *val]:
             problems += formats.problems(path, self.text_column)
-        if self.train_files and not train and not problems:
-            problems.append(Problem("data.val_files takes every file of data.train_files", "leave some to train on"))
+        if val and self.train_files and not train and not problems:
+            what = "data.val_files takes every file of data.train_files that is not empty"
+            problems.append(Problem(what, "leave some to train on"))
         if problems:
             raise UserError(problems)
         about: dict[str, str | int] = {"kind": "files", "files": len(train) + len(val)}
@@ -65,14 +72,22 @@ class FilesSource:
         """The files that `patterns` name, each once."""
         found: dict[Path, None] = {}
         for pattern in patterns:
-            path = Path(pattern).expanduser()
-            matches = [path] if path.is_file() else [Path(m) for m in sorted(glob.glob(str(path), recursive=True))]
-            matches = [match for match in matches if match.is_file()]
+            matches = globs.find(pattern)
+            reasons = [reason for path in matches if (reason := globs.why_not(path))]
+            named = [path for path in matches if not str(path).isprintable()]
+            files = [path for path in matches if globs.why_not(path) is None]
             if not matches:
                 what = "glob matches no file" if glob.has_magic(pattern) else "file does not exist"
-                problems.append(Problem(f"{what}: {pattern} (from {Path.cwd()})", "correct the path"))
-            found.update(dict.fromkeys(matches))
-        return list(found)
+                problems.append(Problem(f"{what}: {show(pattern)} (from {Path.cwd()})", "correct the path"))
+            elif named:
+                problems.append(Problem(str(globs.why_not(named[0])), "rename the file, or leave it out"))
+            elif not files:
+                problems.append(Problem(reasons[0], "name files that hold the text"))
+            found.update(dict.fromkeys(files))
+        empty = [path for path in found if path.stat().st_size == 0 and formats.ending(path)]
+        if empty:
+            log.warning("data: %d files are empty and are passed over: %s", len(empty), ", ".join(map(str, empty[:5])))
+        return [path for path in found if path not in empty]
 
 
 def _whole(paths: list[Path]) -> list[Unit]:

@@ -4,6 +4,8 @@
 .jsonl    a document a line, under the text column's key; units are ranges of about `RANGE` bytes
 .jsonl.zst  the same; a unit is the whole file, since it cannot be entered in the middle
 .parquet  a document a row; a unit is a row group
+
+Files come from strangers: what a small one unfolds to is bounded, and so is the memory that a line takes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.typed import printable
+from gpt2_fp8.data import bounds
 from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.units import Unit
 
@@ -36,11 +40,15 @@ def problems(path: Path, column: str) -> list[Problem]:
         return [Problem(f"unknown kind of file: {path}", f"give files that end in {', '.join(ENDINGS)}")]
     try:
         names = _text_columns(path) if kind == ".parquet" else _first_keys(path) if "jsonl" in kind else {column}
+        if kind == ".parquet":
+            _check_declared(path, column)
+    except UserError as error:
+        return error.problems
     except (OSError, ValueError) as error:  # Arrow's errors are ValueErrors
-        return [Problem(f"cannot read {path}: {error}", "repair the file or leave it out")]
+        return [Problem(f"cannot read {path}: {printable(str(error))}", "repair the file or leave it out")]
     if names is None or column in names:  # None: not one JSON object; its lines are skipped and counted
         return []
-    have = ", ".join(sorted(names)) or "none"
+    have = printable(", ".join(sorted(names)))[:300] or "none"
     return [Problem(f"{path} has no text column {column!r}", f"set data.text_column to one of its own: {have}")]
 
 
@@ -56,8 +64,11 @@ def units(path: Path) -> list[Unit]:
         cuts = [0, size]
     else:
         with path.open("rb") as file:
-            inner = (cut_after_newline(file, at, hard=kind == ".txt") for at in range(RANGE, size - RANGE // 2, RANGE))
-            cuts = sorted({0, *inner, size})
+            cuts = [0]
+            for at in range(RANGE, size - RANGE // 2, RANGE):
+                if at > cuts[-1]:  # or else that cut is where the first line from here on starts
+                    cuts.append(cut_after_newline(file, at, hard=kind == ".txt"))
+            cuts = sorted({*cuts, size})
     version = f"{size} {stat.st_mtime_ns}"
     return [Unit(f"{path.name} {size} [{a}:{b}]", str(path), a, b, version) for a, b in pairwise(cuts)]
 
@@ -88,13 +99,12 @@ def cut_after_newline(file: BinaryIO, at: int, *, hard: bool) -> int:
     if at <= 0:
         return 0
     file.seek(at - 1)  # where a newline makes `at` itself the start of a line
-    window = file.read(1 << 20) if hard else file.readline()
-    newline = window.find(b"\n")
-    if newline >= 0:
-        return at + newline
-    if not hard:
-        return at - 1 + len(window)
-    return at + next((i for i, byte in enumerate(window[1:5]) if byte & 0xC0 != 0x80), 0)
+    window = first = file.readline(1 << 20)
+    while window and not window.endswith(b"\n") and not hard:
+        window = file.readline(1 << 20)
+    if window.endswith(b"\n") or not hard:
+        return file.tell()
+    return at + next((i for i, byte in enumerate(first[1:5]) if byte & 0xC0 != 0x80), 0)
 
 
 def read(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[object]:
@@ -103,10 +113,18 @@ def read(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[object]:
     if kind == ".parquet":
         import pyarrow.parquet as pq
 
-        file = pq.ParquetFile(unit.path)
-        groups = list(range(unit.start, unit.stop))
-        for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=[column]):
-            yield from as_documents(batch.column(0))
+        with pq.ParquetFile(unit.path) as file:
+            left = max(
+                bounds.allowed(_chunk(file.metadata, group, column)[0]) for group in range(unit.start, unit.stop)
+            )
+            groups = list(range(unit.start, unit.stop))
+            # Few rows at once: where a long value is repeated, the file has it once, and a batch as often as it occurs.
+            for batch in file.iter_batches(batch_size=16, row_groups=groups, columns=[column]):
+                for document in as_documents(batch.column(0)):
+                    left -= bounds.ROW + len(document or b"")
+                    if left < 0:
+                        raise bounds.unfolds(unit.path)
+                    yield document
     elif kind == ".txt":
         with open(unit.path, "rb") as text:
             text.seek(unit.start)
@@ -124,35 +142,64 @@ def as_documents(column: Any) -> list[bytes | None]:
     return column.cast(pa.large_binary()).to_pylist()
 
 
-def json_documents(lines: Iterable[bytes], column: str, counts: DocumentCounts) -> Iterator[object]:
-    """The text of each line; lines that are no JSON object are counted as broken, blank ones passed over."""
+def json_documents(lines: Iterable[bytes | None], column: str, counts: DocumentCounts) -> Iterator[object]:
+    """The text of each line. Those that are no JSON object, or too long, are counted as broken; blank ones are not."""
     for line in lines:
-        if not line.strip():
+        if line is not None and not line.strip():
             continue
-        try:
-            # surrogateescape: bytes that are no UTF-8 reach `documents.clean`, which repairs and counts them
-            row = json.loads(line.decode(errors="surrogateescape"))
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            yield row.get(column)
-        else:
+        row = _row(line)
+        del line  # it may be as large as the document
+        if row is None:
             counts.broken += 1
+        else:
+            yield row.get(column)
 
 
-def _lines(unit: Unit) -> Iterator[bytes]:
+def _row(line: bytes | None) -> dict[str, object] | None:
+    try:
+        # surrogateescape: bytes that are no UTF-8 reach `documents.clean`, which repairs and counts them
+        row = None if line is None else json.loads(line.decode(errors="surrogateescape"))
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _lines(unit: Unit) -> Iterator[bytes | None]:
+    """The lines of a unit; None in place of one of more than `bounds.LINE` bytes. Raises UserError for too many."""
     if ending(unit.path) == ".jsonl":
         with open(unit.path, "rb") as file:
             file.seek(unit.start)
-            left = unit.stop - unit.start
-            while left > 0 and (line := file.readline(left)):
-                left -= len(line)
-                yield line
+            yield from (line for line, _ in bounds.lines(file, unit.stop - unit.start))
         return
     import pyarrow as pa
 
     with pa.OSFile(unit.path) as raw, pa.CompressedInputStream(raw, "zstd") as stream:  # reads files of many frames too
-        yield from io.BufferedReader(stream, 1 << 20)
+        left = bounds.allowed(raw.size())
+        for line, length in bounds.lines(io.BufferedReader(stream, 1 << 20), left):
+            left -= bounds.ROW + length
+            if left < 0:
+                raise bounds.unfolds(unit.path)
+            yield line
+
+
+def _chunk(metadata: Any, group: int, column: str) -> tuple[int, int]:
+    """The bytes that a column of a row group takes in its file, and unpacked, as the file has it."""
+    row_group = metadata.row_group(group)
+    chunks = [row_group.column(i) for i in range(row_group.num_columns)]
+    own = [chunk for chunk in chunks if chunk.path_in_schema == column]
+    return sum(c.total_compressed_size for c in own), sum(c.total_uncompressed_size for c in own)
+
+
+def _check_declared(path: Path, column: str) -> None:
+    """Raises UserError where a .parquet announces more than `read` would give, before anything is made ready for it."""
+    import pyarrow.parquet as pq
+
+    metadata, size = pq.read_metadata(path), path.stat().st_size
+    for group in range(metadata.num_row_groups):
+        stored, unpacked = _chunk(metadata, group, column)
+        rows, most = metadata.row_group(group).num_rows, bounds.allowed(stored)
+        if not (0 <= stored <= size and 0 <= unpacked <= most and 0 <= rows * bounds.ROW <= most):
+            raise bounds.unfolds(path)
 
 
 def _text_columns(path: Path) -> set[str]:
@@ -168,11 +215,5 @@ def _text_columns(path: Path) -> set[str]:
 def _first_keys(path: Path) -> set[str] | None:
     """The keys of the first JSON object among the first hundred lines; None where there is none."""
     lines = _lines(Unit(path.name, str(path), 0, path.stat().st_size))
-    for _, line in zip(range(100), lines, strict=False):
-        try:
-            row = json.loads(line.decode(errors="surrogateescape"))
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            return set(row)
-    return None
+    rows = (_row(line) for _, line in zip(range(100), lines, strict=False))
+    return next((set(row) for row in rows if row is not None), None)

@@ -1,4 +1,8 @@
-"""A data set of the Hugging Face hub, streamed through `datasets`. A unit is a parquet row group, or another file."""
+"""A data set of the Hugging Face hub, streamed through `datasets`. A unit is a parquet row group, or another file.
+
+What the hub was found to hold is kept in `data.cache_dir` beside the tokens, so that a run whose units are all there
+needs no hub: with HF_HUB_OFFLINE=1, or where it does not answer.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,24 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
+from gpt2_fp8.config.typed import printable
 from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.formats import as_documents
+from gpt2_fp8.data.listing import Listing
 from gpt2_fp8.data.retry import HUB_WAITS, with_retries
 from gpt2_fp8.data.units import Corpus, Unit
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+TIMEOUT = 10.0  # seconds without a byte, after which a request has failed; the hub's client waits for ever in places
 
 
 @dataclass
@@ -35,18 +45,50 @@ class HubSource:
     val_files: list[str]
     text_column: str
     waits: tuple[float, ...] = HUB_WAITS
+    cache_dir: Path | None = None  # where listings are kept
+    _listing: Listing | None = None
     _splits: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def corpus(self) -> Corpus:
-        """Ask the hub what there is.
+        """Ask the hub what there is; where it is out of reach, what there was when it was asked last.
 
         Raises:
             UserError: the hub knows no such data set, revision, file or column, or does not let this user read it.
             DataSourceLost: the hub does not answer.
         """
-        first = self.waits[:2]  # nothing is lost yet: the user is told soon, and not after the long waits of a run
+        asked = [self.repo, self.revision, *self.train_files, "", *self.val_files, "", self.text_column]
+        known = Listing.load(self.cache_dir, asked)
+        if known is None or not _is_offline():
+            try:
+                known = self._ask()
+                known.store(self.cache_dir, asked)
+            except DataSourceLost as error:
+                if known is None:
+                    raise
+                log.warning("data: %s; going on with what %s was at %s", error, self.repo, known.commit)
+        self._listing = known
+        log.info("data: %s at %s, %d files", self.repo, known.commit, sum(map(len, known.files.values())))
+        about: dict[str, str | int] = {"kind": "hub", "repo": self.repo, "commit": known.commit}
+        return Corpus(self._units("train", known), self._units("val", known), about)
+
+    def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[object]:
+        """The rows of one shard, read anew from its start."""
+        _import_datasets()  # in a worker, before an unpickled data set is used
+        split, listing = unit.path, self._listing
+        assert listing is not None, "corpus() comes first"
+        if split not in self._splits:  # the hub was out of reach
+            self._splits[split] = self._guarded(lambda: self._open(listing.commit, listing.files[split]))
+        shards = self._splits[split]
+        tables = shards.shard(shards.num_shards, unit.start).with_format("arrow").iter(batch_size=1024)
+        while (table := self._guarded(lambda: next(tables, None))) is not None:
+            if self.text_column not in table.column_names:
+                raise self._no_column(split, table.column_names)
+            yield from as_documents(table.column(self.text_column))
+
+    def _ask(self) -> Listing:
+        """What the hub holds now."""
+        first = self.waits[:4]  # nothing is lost yet: the user is told soon, and not after the long waits of a run
         (commit, files), _ = with_retries(lambda: self._guarded(self._files), f"the list of {self.repo}", first)
-        log.info("data: %s at %s, %d files", self.repo, commit, sum(map(len, files.values())))
         for split, paths in files.items():
             if paths:
                 self._splits[split], _ = with_retries(
@@ -54,37 +96,33 @@ class HubSource:
                     f"the {split} files of {self.repo}",
                     first,
                 )
-        units = {split: self._units(split, commit, paths) for split, paths in files.items()}
-        about: dict[str, str | int] = {"kind": "hub", "repo": self.repo, "commit": commit}
-        return Corpus(units["train"], units["val"], about)
-
-    def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[object]:
-        """The rows of one shard, read anew from its start."""
-        split, shards = unit.path, self._splits[unit.path]
-        tables = shards.shard(shards.num_shards, unit.start).with_format("arrow").iter(batch_size=1024)
-        while (table := self._guarded(lambda: next(tables, None))) is not None:
-            if self.text_column not in table.column_names:
-                raise self._no_column(split, table.column_names)
-            yield from as_documents(table.column(self.text_column))
+        return Listing(commit, files, {split: opened.num_shards for split, opened in self._splits.items()})
 
     def _files(self) -> tuple[str, dict[str, list[str]]]:
         """The commit that the revision names, and the files of each split at that commit."""
         from huggingface_hub import HfApi, HfFileSystem
 
-        commit = HfApi().dataset_info(self.repo, revision=self.revision).sha
+        _import_datasets()
+        commit = HfApi().dataset_info(self.repo, revision=self.revision, timeout=TIMEOUT).sha
         assert commit
         root, fs = f"datasets/{self.repo}@{commit}/", HfFileSystem()
-        problems = []
+        problems: list[Problem] = []
+        empty = 0
         found: dict[str, list[str]] = {"train": [], "val": []}
         for split, patterns in (("train", self.train_files), ("val", self.val_files)):
             for pattern in patterns:
-                matches = sorted(path.removeprefix(root) for path in fs.glob(root + pattern))
-                found[split] += [path for path in matches if path not in found[split]]
+                entries: Any = fs.glob(root + pattern, detail=True)
+                matches = sorted(path for path, entry in entries.items() if entry["type"] == "file" and entry["size"])
+                empty += sum(entry["type"] == "file" for entry in entries.values()) - len(matches)
+                names = [path.removeprefix(root) for path in matches]
+                found[split] += [path for path in names if path not in found[split]]
                 if not matches:
                     what = f"{self.repo} has no file {pattern} at revision {self.revision}"
                     problems.append(Problem(what, f"correct data.{split}_files; the names are on the data set's page"))
         if problems:
             raise UserError(problems)
+        if empty:
+            log.warning("data: %d files of %s are empty and are passed over", empty, self.repo)
         found["train"] = [path for path in found["train"] if path not in found["val"]]
         if not found["train"]:
             raise UserError.of("data.val_files takes every file of data.train_files", "leave some to train on")
@@ -102,20 +140,18 @@ class HubSource:
             raise self._no_column(paths[0], list(opened.features))
         return opened.reshard()
 
-    def _units(self, split: str, commit: str, paths: list[str]) -> list[Unit]:
-        if not paths:
-            return []
-        n = self._splits[split].num_shards
-        files = hashlib.sha256("\n".join(paths).encode()).hexdigest()[:16]
+    def _units(self, split: str, listing: Listing) -> list[Unit]:
+        n, commit = listing.shards.get(split, 0), listing.commit
+        files = hashlib.sha256("\n".join(listing.files[split]).encode()).hexdigest()[:16]
         return [
             Unit(f"{self.repo}@{commit} {files} {self.text_column} {i}/{n}", split, i, i + 1, version=commit)
             for i in range(n)
         ]
 
     def _no_column(self, where: str, columns: list[str]) -> UserError:
-        have = f"one of {', '.join(columns)}" if columns else "the name of its text column"
+        have = f"one of {printable(', '.join(columns))[:300]}" if columns else "the name of its text column"
         return UserError.of(
-            f"{self.repo} has no column {self.text_column!r} in {where}", f"set data.text_column to {have}"
+            f"{self.repo} has no column {self.text_column!r} in {printable(where)}", f"set data.text_column to {have}"
         )
 
     def _guarded(self, action: Callable[[], Result]) -> Result:
@@ -126,13 +162,13 @@ class HubSource:
             remedy = _remedy(error)
             if remedy is None:
                 raise
-            message = " ".join(str(error).split())[:300]
+            message = printable(" ".join(str(error).split()))[:300]
             raise UserError.of(f"the hub refuses {self.repo} at {self.revision}: {message}", remedy) from error
 
 
 def _import_datasets() -> ModuleType:
-    """`datasets` without its torch part, which keeps a tensor in every data set: unpickling one would import torch in
-    every worker, for seconds and 300 MB each."""
+    """`datasets` with a client that does not wait for ever, and without its torch part, which keeps a tensor in every
+    data set: unpickling one would import torch in every worker, for seconds and 300 MB each."""
     before = os.environ.get("USE_TORCH")
     os.environ["USE_TORCH"] = "0"
     try:
@@ -141,7 +177,27 @@ def _import_datasets() -> ModuleType:
         os.environ.pop("USE_TORCH")
         if before is not None:
             os.environ["USE_TORCH"] = before
+    _limit_waits()
     return datasets
+
+
+@cache
+def _limit_waits() -> None:
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils import _http
+
+    def factory() -> Any:
+        client = _http.default_client_factory()
+        client.timeout = TIMEOUT
+        return client
+
+    set_client_factory(factory)
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import is_offline_mode
+
+    return is_offline_mode()
 
 
 def _remedy(error: BaseException) -> str | None:
@@ -150,8 +206,11 @@ def _remedy(error: BaseException) -> str | None:
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RevisionNotFoundError
 
-    if isinstance(error, OfflineModeIsEnabled):
-        return "unset HF_HUB_OFFLINE, or train on local files: data=text_files"
+    if isinstance(error, OfflineModeIsEnabled) or (isinstance(error, ConnectionError) and _is_offline()):
+        return (
+            "unset HF_HUB_OFFLINE; or train on local files: data=text_files. What a run with data.cache_dir=FOLDER has "
+            "read once, the same run reads there"
+        )
     if isinstance(error, RevisionNotFoundError):
         return "set data.revision to a commit, branch or tag that the data set has"
     if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils.data import IterableDataset
 
-from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.config.errors import DataSourceLost, RunError
 from gpt2_fp8.data.packing import Batches, LaneState
 from gpt2_fp8.data.tokenizer import Tokens
 
@@ -63,6 +63,10 @@ class Steps(IterableDataset[dict[str, Any]]):
                 step += 1
                 cursor: Cursor = {"step": step, "lanes": {} if kept else batches.state()}
                 yield {"ids": ids, "cursor": cursor}
+        except DataSourceLost as error:
+            batches.close()
+            remedy = "when it answers again: under the same run_name, ckpt_path=last continues"
+            raise DataSourceLost(f"{error}\n{remedy}") from error
         except RunError:  # or else the exit would wait for workers that are in the middle of their own retries
             batches.close()
             raise

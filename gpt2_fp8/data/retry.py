@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from gpt2_fp8.config.errors import DataSourceLost, RunError
+from gpt2_fp8.config.typed import printable
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,14 @@ HUB_WAITS = (2.0, 5.0, 15.0, 30.0, 60.0, 120.0, 240.0)  # on top of the hub clie
 # Errors that waiting does not mend: the user's, ours, and memory. Everything else (OSError, the HTTP client's and
 # Arrow's errors, a decompressor's) may be the source's passing trouble.
 _FINAL = (RunError, AssertionError, LookupError, TypeError, AttributeError, NameError, ImportError, MemoryError)
+
+
+_waiting = False
+
+
+def is_waiting() -> bool:
+    """Whether this process waits before another attempt: it is alive then, although it does nothing."""
+    return _waiting
 
 
 def with_retries(action: Callable[[], Result], what: str, waits: tuple[float, ...]) -> tuple[Result, int]:
@@ -40,10 +49,24 @@ def with_retries(action: Callable[[], Result], what: str, waits: tuple[float, ..
         except Exception as error:
             if failures == len(waits):
                 raise DataSourceLost(
-                    f"cannot read {what}, after {failures + 1} attempts: {type(error).__name__}: {error}"
+                    f"cannot read {what}, after {failures + 1} attempts: {type(error).__name__}: {_said(error)}"
                 ) from error
             wait = waits[failures] * (1 + _jitter.random() / 4)
             failures += 1
-            log.warning("cannot read %s (%s: %s); attempt %d in %.1f s", what, type(error).__name__, error,
+            log.warning("cannot read %s (%s: %s); attempt %d in %.1f s", what, type(error).__name__, _said(error),
                         failures + 1, wait)  # fmt: skip
-            time.sleep(wait)
+            _sleep(wait)
+
+
+def _sleep(seconds: float) -> None:
+    global _waiting
+    _waiting = True
+    try:
+        time.sleep(seconds)
+    finally:
+        _waiting = False
+
+
+def _said(error: Exception) -> str:
+    """A server's words, without what a terminal would obey."""
+    return printable(str(error))[:300]

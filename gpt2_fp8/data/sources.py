@@ -24,6 +24,8 @@ def build_source(config: DataSettings) -> Source:
         return files.FilesSource([config.path], [], config.val_fraction, config.text_column)
     if isinstance(config, FileOrHubData):
         log.info("data: there is no file %s; reading %s from the hub", config.path, config.repo)
+    cache_dir = None if config.cache_dir is None else Path(config.cache_dir).expanduser()
     return hub.HubSource(
-        config.repo, config.revision, config.train_files, config.val_files, config.text_column, waits=retry.HUB_WAITS
-    )
+        config.repo, config.revision, config.train_files, config.val_files, config.text_column,
+        waits=retry.HUB_WAITS, cache_dir=cache_dir,
+    )  # fmt: skip

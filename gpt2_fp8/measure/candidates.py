@@ -77,7 +77,7 @@ def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
     All that has no part in speed or numbers is alike for every run, so that what is left is the key of an answer; a
     key that the schema gains takes part.
     """
-    micro, model, steps = config.micro_batch_size, config.model, WARMUP + STEPS
+    micro, model, steps = config.micro_batch, config.model, WARMUP + STEPS
     base = replace(
         config,
         seed=0,

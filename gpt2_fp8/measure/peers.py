@@ -56,7 +56,7 @@ def measure(name: str, config: RunConfig, steps: int, warmup: int) -> Row:
     peer = PEERS[name][0](config.model, vocab_size, device)
     shape = (config.global_batch_size, config.model.n_positions + 1)
     batches = [torch.randint(vocab_size, shape, device=device) for _ in range(min(BATCHES, warmup + steps))]
-    loop = Loop(peer, config.optim, config.micro_batch_size)
+    loop = Loop(peer, config.optim, config.micro_batch)
     for i in range(warmup):
         loop.step(batches[i % len(batches)])
     if device == "cuda":
@@ -119,7 +119,7 @@ def _size(config: RunConfig) -> str:
     model = config.model
     return (
         f"on the CPU with n_layer={model.n_layer}, n_positions={model.n_positions}, "
-        f"global_batch_size={config.global_batch_size}, micro_batch_size={config.micro_batch_size}"
+        f"global_batch_size={config.global_batch_size}, micro_batch_size={config.micro_batch}"
     )
 
 

@@ -31,7 +31,7 @@ class Measured:
     @property
     def work(self) -> tuple[str, int]:
         """Model and micro-batch: cases with the same can be compared."""
-        return self.config.model.name, self.config.micro_batch_size
+        return self.config.model.name, self.config.micro_batch
 
     @property
     def recipe(self) -> str | None:
@@ -70,10 +70,10 @@ def case_rows(every: Sequence[Measured]) -> list[Row]:
     rows = []
     for measured in every:
         config, result = measured.config, measured.result
-        micro_batches = config.global_batch_size // config.micro_batch_size
+        micro_batches = config.global_batch_size // config.micro_batch
         row: Row = {
             "model": config.model.name,
-            "micro-batch": f"{config.micro_batch_size} x {micro_batches}",
+            "micro-batch": f"{config.micro_batch} x {micro_batches}",
             "precision": config.precision.name,
             "recipe": measured.recipe,
             "layers": measured.layers,

@@ -57,6 +57,13 @@ class FP8Precision(BF16Precision):
         with self.autocast_context_manager(), fp8:
             yield
 
+    @contextmanager
+    def bf16_context(self) -> Iterator[None]:
+        """bfloat16 autocast alone, for a forward of a step that is run again: no layer of Transformer Engine uses FP8
+        in it."""
+        with self.autocast_context_manager():
+            yield
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Nothing to convert: the model was built of FP8 layers. Remembers it for the state."""
         self._model = module

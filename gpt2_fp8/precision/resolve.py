@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.fused import several
@@ -25,6 +26,7 @@ class Plan:
     backend: Backend
     compile: bool
     graphs: bool = False  # micro-batches are replayed as CUDA graphs
+    fell_back: bool = False  # it began in FP8, and went on in bf16 after a rollback
 
     @property
     def fp8(self) -> bool:
@@ -55,9 +57,29 @@ def resolve(config: RunConfig, device: Literal["cuda", "cpu"]) -> Plan:
         else:
             ran = lesser
     backend = _backend(config) if ran.startswith("fp8") else "reference"
-    wanted = device == "cuda" if config.compile == "auto" else config.compile
-    compiled = wanted and backend == "reference"
+    compiled = _compiled(config, device) and backend == "reference"
     return Plan(device, asked, ran, reason, backend, compiled, graphs=_graphs(config, backend))
+
+
+def fallen_back(plan: Plan, config: RunConfig, reason: str) -> Plan:
+    """The plan of an FP8 run that goes on in bf16 for `reason`; any other as it is."""
+    if not plan.fp8:
+        return plan
+    compiled = _compiled(config, plan.device)
+    return replace(plan, ran="bf16", reason=reason, backend="reference", compile=compiled, graphs=False, fell_back=True)
+
+
+def as_before(plan: Plan, config: RunConfig, saved: Mapping[str, Any]) -> Plan:
+    """The plan of a run that continues from a checkpoint whose `precision` is `saved`: one that has fallen back to bf16
+    stays there, unless another precision is asked for than then."""
+    if not saved.get("fell_back") or saved.get("asked") != plan.asked:
+        return plan
+    return replace(fallen_back(plan, config, str(saved.get("reason"))), fell_back=True)  # also where FP8 cannot run
+
+
+def _compiled(config: RunConfig, device: Literal["cuda", "cpu"]) -> bool:
+    """Whether the plain-torch layers are compiled."""
+    return device == "cuda" if config.compile == "auto" else config.compile
 
 
 def _backend(config: RunConfig) -> Backend:
@@ -79,7 +101,7 @@ def _graphs(config: RunConfig, backend: Backend) -> bool:
     ):  # in bf16, since FP8 cannot run, there are none: that was allowed
         cause = f"cuda_graphs=true records the fused FP8 layers alone, and this run has the layers {backend!r}"
         raise UserError.of(cause, "cuda_graphs=auto, or precision=fp8_hybrid recipe=delayed on a Hopper GPU")
-    small = config.micro_batch_size * config.model.n_positions <= SMALL
+    small = config.micro_batch * config.model.n_positions <= SMALL
     wanted = small if config.cuda_graphs == "auto" else config.cuda_graphs
     return wanted and backend == "fused" and not several(config)
 

@@ -57,6 +57,13 @@ def clear_histories(model: nn.Module) -> None:
         state.amax_history.zero_()
 
 
+def forget_nonfinite(model: nn.Module) -> None:
+    """Let magnitudes that are not finite count for nothing, as in a step that is run again in bf16. Scales are never
+    taken from them, but as long as Transformer Engine has one in a history it keeps the scale as it is."""
+    for _, state in _states(model):
+        state.amax_history.nan_to_num_(nan=0.0, posinf=0.0)
+
+
 def update_scales(model: nn.Module) -> None:
     """Turn the amaxes seen so far into scales now. Transformer Engine's layers do so by themselves after each pass."""
     for module in model.modules():

@@ -52,16 +52,23 @@ def assert_same(folder, whole):
         assert pointers.read(folder / "checkpoints", kind) == pointers.read(reference / "checkpoints", kind)
 
 
-@pytest.mark.parametrize("length", [1000, 12], ids=["long-loader", "loader-as-long-as-the-run"])
-def test_three_legs_stopped_by_signals(tmp_path, whole, length):
+LEGS = {
+    "long-loader": {"length": 1000},
+    "loader-as-long-as-the-run": {"length": 12},
+    "written-in-the-step": {"asynchronous": False},
+}
+
+
+@pytest.mark.parametrize("options", LEGS.values(), ids=LEGS)
+def test_three_legs_stopped_by_signals(tmp_path, whole, options):
     with pytest.raises(Stopped) as stopped:
-        run(tmp_path, length=length, callbacks=[At("on_train_batch_start", 2, kill(signal.SIGTERM))])
+        run(tmp_path, callbacks=[At("on_train_batch_start", 2, kill(signal.SIGTERM))], **options)
     assert stopped.value.exit_code == 143
     assert pointers.read(tmp_path / "checkpoints", "last").step == 3  # not at the interval: the stop saved it
     with pytest.raises(Stopped):
-        run(tmp_path, length=length, callbacks=[At("on_train_batch_start", 7, kill(signal.SIGINT))])
+        run(tmp_path, callbacks=[At("on_train_batch_start", 7, kill(signal.SIGINT))], **options)
     assert pointers.read(tmp_path / "checkpoints", "last").step == 8  # at a validation, which is still to be done
-    module, _, _ = run(tmp_path, length=length)
+    module, _, _ = run(tmp_path, **options)
     assert module.validated == [8, 12]
     assert min(module.losses) == 9
     assert_same(tmp_path, whole)

@@ -118,17 +118,18 @@ class At(Callback):
 
 
 def run(
-    folder, max_steps=12, ckpt_path="last", every=2, keep=3, val=4, length=1000, callbacks=(), val_losses=None, ranks=1
-):
+    folder, max_steps=12, ckpt_path="last", every=2, keep=3, val=4, length=1000, callbacks=(), val_losses=None, ranks=1,
+    **tiers_options,
+):  # fmt: skip
     """One leg of a run in `folder`; (module, trainer, tiers). `ckpt_path` is as the user gives it."""
     warnings.filterwarnings("ignore")
     folder = Path(folder)
     path = find.resolve(ckpt_path, folder / "checkpoints") if ckpt_path else None
     torch.manual_seed(0)
     module = Tiny(length, val_losses)
-    tiers = Tiers(folder / "checkpoints", every, keep)
+    tiers = Tiers(folder / "checkpoints", every, keep, **tiers_options)
     step = read_manifest(path)["global_step"] if path else None
-    with GracefulStop(tiers.save) as stop:
+    with GracefulStop(tiers.save_now) as stop:
         trainer = Trainer(
             accelerator="cpu",
             devices=ranks,

@@ -6,7 +6,8 @@ import os
 import pytest
 import torch
 
-from gpt2_fp8.checkpoint import files, pointers
+from gpt2_fp8.checkpoint import files, pointers, verify
+from gpt2_fp8.checkpoint.digest import digests
 from gpt2_fp8.checkpoint.files import CheckpointError
 from gpt2_fp8.checkpoint.find import resolve
 
@@ -40,23 +41,87 @@ def test_without_a_good_pointer_the_newest_by_step(tmp_path, caplog):
     corrupt(tmp_path / "step-100000000")
     with caplog.at_level(logging.WARNING):
         assert resolve("last", tmp_path).name == "step-00000010"
+    assert "step-100000000 cannot be read as a checkpoint: model.safetensors has 0 bytes" in caplog.text
     assert "step-00000010 is the newest" in caplog.text
     (tmp_path / "last.json").write_text("{")
     assert resolve("last", tmp_path).name == "step-00000010"
+
+
+def test_a_branch_left_behind_comes_after_what_is_whole(tmp_path, caplog):
+    save(tmp_path, 2, 6, 8, 4)
+    with caplog.at_level(logging.INFO):
+        assert resolve("last", tmp_path).name == "step-00000004"
+    assert [message.split()[2] for message in caplog.messages] == ["step-00000008,", "step-00000006,"]
+    corrupt(tmp_path / "step-00000004")
+    assert resolve("last", tmp_path).name == "step-00000002"
+    corrupt(tmp_path / "step-00000002")
+    assert resolve("last", tmp_path).name == "step-00000008"
+
+
+def test_what_a_killed_writer_moved_aside_counts(tmp_path):
+    save(tmp_path, 2, 4)
+    (tmp_path / "step-00000004").rename(tmp_path / ".step-00000004.old")
+    assert resolve("last", tmp_path).name == ".step-00000004.old"
+
+
+def test_a_run_s_own_checkpoint_is_no_link(tmp_path, caplog):
+    save(tmp_path / "elsewhere", 4)
+    save(tmp_path, 2)
+    (tmp_path / "step-00000004").symlink_to(tmp_path / "elsewhere" / "step-00000004")
+    for kind in ("last", "best"):
+        pointers.write(tmp_path, kind, pointers.Pointer("step-00000004", 4, 0.5))
+    assert resolve("last", tmp_path).name == "step-00000002"
+    assert "it is a link" in caplog.text
+    with pytest.raises(CheckpointError, match="it is a link"):
+        resolve("best", tmp_path)
+    assert resolve(str(tmp_path / "step-00000004"), tmp_path).name == "step-00000004"  # a path is the user's own word
+
+
+def test_each_file_is_hashed_once(tmp_path, monkeypatch):
+    hashed = []
+
+    def counted(folder, names):
+        hashed.extend(names)
+        return digests(folder, names)
+
+    monkeypatch.setattr(verify, "digests", counted)
+    monkeypatch.setattr(verify, "_SETTLED_SECONDS", -1)
+    save(tmp_path, 2)
+    path = resolve("last", tmp_path)
+    assert sorted(hashed) == ["model.safetensors", "state.json"]
+    files.read(path)
+    files.read_weights(path)
+    assert len(hashed) == 2
+    model = path / "model.safetensors"
+    before = model.stat()
+    model.write_bytes(b"\xff" * before.st_size)
+    os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(CheckpointError, match="changed after it was written"):
+        files.read(path)
+
+
+def test_what_was_just_written_is_not_taken_for_unchanged(tmp_path, monkeypatch):
+    """Two writes within a time stamp's resolution look like one."""
+    monkeypatch.setattr(verify, "_SETTLED_SECONDS", 3600)
+    save(tmp_path, 2)
+    path = resolve("last", tmp_path)
+    assert not [seen for seen in verify._seen if seen[1] == (path / "model.safetensors").stat().st_ino]
 
 
 def test_checkpoints_of_which_none_is_good_are_an_error(tmp_path):
     save(tmp_path, 2, 4)
     corrupt(tmp_path / "step-00000002")
     corrupt(tmp_path / "step-00000004")
-    with pytest.raises(CheckpointError, match="step-00000004, step-00000002") as error:
+    with pytest.raises(
+        CheckpointError, match=r"no whole checkpoint left: .*step-00000004 .*; .*step-00000002 "
+    ) as error:
         resolve("last", tmp_path)
     assert error.value.exit_code == 2
 
 
 def test_a_pointer_to_nothing_is_an_error_not_a_fresh_start(tmp_path):
     pointers.write(tmp_path, "last", pointers.Pointer("step-00000002", 2, None))
-    with pytest.raises(CheckpointError, match="none is left"):
+    with pytest.raises(CheckpointError, match="no whole checkpoint left: step-00000002, which it names, is gone"):
         resolve("last", tmp_path)
 
 
@@ -75,6 +140,6 @@ def test_a_path_is_a_path(tmp_path):
     save(tmp_path, 2)
     assert resolve(str(tmp_path / "step-00000002"), tmp_path / "elsewhere") == tmp_path / "step-00000002"
     (tmp_path / "old.ckpt").touch()
-    for wrong, message in [("typo", "no such folder"), ("old.ckpt", "not a folder"), ("", "it has no manifest.json")]:
+    for wrong, message in [("typo", "no such folder"), ("old.ckpt", "it is a file"), ("", "it has no manifest.json")]:
         with pytest.raises(CheckpointError, match=message):
             resolve(str(tmp_path / wrong), tmp_path)

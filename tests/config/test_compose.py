@@ -161,12 +161,12 @@ def test_a_package_header_counts_as_a_hydra_node(tmp_path):
 
 
 def test_what_escapes_the_reading_of_files_is_seen_in_what_they_compose_to(tmp_path):
-    deep = tmp_path / "evil/experiment/a/b/c/d/evil.yaml"  # deeper than files are read
+    deep = tmp_path / "evil/experiment/.x/evil.yaml"  # hidden folders are not read
     write(deep, f"# @package _global_\nhydra:\n  callbacks:\n    {EVIL}\n")
-    (cause,) = causes("-cd", "evil", "experiment=a/b/c/d/evil")
+    (cause,) = causes("-cd", "evil", "experiment=.x/evil")
     assert "sets hydra.callbacks" in cause
     write(deep, "# @package _global_\nhydra:\n  job_logging:\n    handlers: {console: {class: os.system}}\n")
-    (cause,) = causes("-cd", "evil", "experiment=a/b/c/d/evil")
+    (cause,) = causes("-cd", "evil", "experiment=.x/evil")
     assert "sets hydra.job_logging" in cause
 
 

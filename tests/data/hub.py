@@ -3,22 +3,27 @@
     with Hub({"org/name": {"data/train-0.parquet": b"..."}}) as hub:
         ... HF_ENDPOINT=hub.url, set before huggingface_hub is imported ...
 
-`hub.faults` is a list of faults for the next requests of a data file's bytes: "500", "429", "reset" (the connection
-ends in the middle of the body) or "truncated" (a body shorter than its own honest Content-Length announces).
+`hub.faults` is a list of faults for the next requests of a data file's bytes: "" for none, a status such as "500",
+"reset" (the connection breaks in the middle of the body), "truncated" (half the body, under a Content-Length that says
+so), "short" (half of what Content-Length says) or "stall" (nothing comes for `Hub.stall` seconds). With
+`hub.rate` above 0 every request, whatever it is for, meets a fault by that probability, drawn from a seed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 import socket
 import struct
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 Repos = dict[str, dict[str, bytes]]
+KINDS = ("500", "503", "429", "reset", "truncated", "short", "stall")
 
 
 class Hub:
@@ -27,6 +32,11 @@ class Hub:
     def __init__(self, repos: Repos):
         self.repos = repos
         self.faults: list[str] = []
+        self.rate = 0.0
+        self.stall = 2.0  # seconds
+        self.refuse: int | None = None  # the status of every answer from now on
+        self.happened: list[str] = []  # the faults by `rate`
+        self._random = random.Random(0)
         self.requests: list[str] = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.server.daemon_threads = True
@@ -40,6 +50,16 @@ class Hub:
         self.server.shutdown()
         self.server.server_close()
 
+    def draw(self, body: bool) -> str | None:
+        """A fault for the next request, or none; some need a body of data."""
+        if self._random.random() >= self.rate:
+            return None
+        kind = self._random.choice([k for k in KINDS if body or k not in ("truncated", "short")])
+        if kind == "stall" and self.happened.count("stall") >= 2:  # each costs its seconds
+            kind = "500"
+        self.happened.append(kind)
+        return kind
+
     def commit(self, repo: str) -> str:
         """The one commit that a repository has, under the names `main`, `refs/convert/parquet` and its own."""
         return hashlib.sha1(repo.encode()).hexdigest()
@@ -47,6 +67,7 @@ class Hub:
 
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
+    fault: str | None  # of this request
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
@@ -66,6 +87,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: dict | None = None) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
+        self.fault = None
+        if self.hub.rate and not path.endswith(".md"):
+            self.fault = self.hub.draw(body=self.command == "GET" and "/resolve/" in path)
+        if self.fault == "stall":
+            time.sleep(self.hub.stall)
+        if self.hub.refuse or self.fault in ("500", "503", "429"):
+            headers = {"Retry-After": "1"} if self.fault == "429" else {}
+            return self._send(self.hub.refuse or int(str(self.fault)), b"no", headers)
         known = next((r for r in self.hub.repos if re.match(rf"(/api)?/datasets/{re.escape(r)}(/|$)", path)), None)
         if known is None:
             return self._refuse("RepoNotFound", 401 if path.startswith("/api") else 404)
@@ -106,23 +135,30 @@ class _Handler(BaseHTTPRequestHandler):
             stop = min(stop, int(wanted[2]) + 1) if wanted[2] else stop
         part = content[start:stop]
         is_data = self.command == "GET" and not name.endswith(".md")
-        fault = self.hub.faults.pop(0) if is_data and self.hub.faults else None
-        if fault in ("500", "429"):
+        fault = self.hub.faults.pop(0) if is_data and self.hub.faults else self.fault
+        if fault in ("500", "503", "429", "403"):
             return self._send(int(fault), b"no", {})
+        if fault == "stall" and fault != self.fault:
+            time.sleep(self.hub.stall)
         headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if wanted:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
         if fault == "truncated":
             part = part[: len(part) // 2]
-        return self._send(206 if wanted else 200, part, headers, cut=len(part) // 2 if fault == "reset" else None)
+        cut = len(part) // 2 if fault in ("reset", "short") else None
+        return self._send(206 if wanted else 200, part, headers, cut, reset=fault == "reset")
 
     def _json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+        body = json.dumps(value).encode()
+        cut = len(body) // 2 if self.fault == "reset" else None
+        self._send(200, body, {"Content-Type": "application/json"}, cut)
 
     def _refuse(self, code: str, status: int) -> None:
         self._send(status, b'{"error": "refused"}', {"X-Error-Code": code, "X-Error-Message": code})
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None) -> None:
+    def _send(
+        self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None, reset: bool = True
+    ) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
@@ -130,10 +166,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         self.wfile.write(body[:cut])
-        if cut is not None:  # SO_LINGER 0: the client sees a reset
+        if cut is not None:
             self.wfile.flush()
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
+            if reset:  # SO_LINGER 0: the client sees a reset, and not an end
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.shutdown(socket.SHUT_RDWR) if not reset else self.connection.close()
             self.close_connection = True
 
 

@@ -2,125 +2,27 @@
 
 from __future__ import annotations
 
-import io
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from gpt2_fp8.data.documents import TokenisedUnit
-from gpt2_fp8.data.order import Order, lane_count
-from gpt2_fp8.data.packing import Batches, Lane, lane_start
 from tests.data.hub import Hub
-
-ROOT = Path(__file__).parents[2]
-FILES = 4
-ROWS = 90  # in row groups of 10
-TEXTS = [[f"file {f} row {i} " + "word " * (i % 9) for i in range(ROWS)] for f in range(FILES)]
-WEB = {"repo": "Org/web", "train_files": ["sample/10BT/*.parquet"], "val_files": ["sample/10BT/003_00000.parquet"]}
-PAJAMA = {"repo": "Org/pajama", "train_files": ["train/**/*.jsonl.zst"]}
-
-
-def parquet(texts: list[str]) -> bytes:
-    """As FineWeb-Edu has it: other columns beside the text; and invalid UTF-8 in one row."""
-    values = pa.array([text.encode().replace(b"row 13 ", b"row 13\xe9") for text in texts], pa.binary())
-    text = pa.StringArray.from_buffers(len(values), values.buffers()[1], values.buffers()[2])
-    out = io.BytesIO()
-    pq.write_table(pa.table({"text": text, "id": [str(i) for i in range(len(texts))]}), out, row_group_size=10)
-    return out.getvalue()
-
-
-def jsonl_zst(texts: list[str]) -> bytes:
-    lines = "".join(json.dumps({"text": text, "meta": {"redpajama_set_name": "C4"}}) + "\n" for text in texts)
-    return pa.Codec("zstd").compress(lines.encode(), asbytes=True)
+from tests.data.hub_runs import PAJAMA, TEXTS, WEB, Client, expected, repos, web_units
 
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
-    card = (
-        b"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: sample/*/*\n---\n# card\n"
-    )
-    repos = {
-        "Org/web": {"README.md": card} | {f"sample/10BT/00{f}_00000.parquet": parquet(TEXTS[f]) for f in range(FILES)},
-        "Org/pajama": {"README.md": b"# card\n"}
-        | {f"train/chunk{f}/part.jsonl.zst": jsonl_zst(TEXTS[f]) for f in range(FILES)},
-    }
-    with Hub(repos) as served:
+    with Hub(repos()) as served:
         yield served
-
-
-class Client:
-    """`hub_client` in a process of its own."""
-
-    def __init__(self, hub: Hub, home: Path, endpoint: str):
-        environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
-        environment.pop("HF_HUB_OFFLINE", None)
-        command = [sys.executable, "-m", "tests.data.hub_client"]
-        self.hub = hub
-        self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
-
-    def ask(self, data: dict[str, Any], faults: Sequence[str] = (), steps: int = 30) -> Any:
-        """The answer, where `faults` happen to what is requested after `setup`."""
-        answer = self._exchange(json.dumps({"data": data, "steps": steps}))
-        if answer == "ready":
-            self.hub.faults[:] = faults
-            answer = self._exchange("go")
-            self.left, self.hub.faults[:] = len(self.hub.faults), []
-        return json.loads(answer)
-
-    def _exchange(self, line: str) -> str:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
-
-    def close(self) -> None:
-        self.process.communicate()
 
 
 @pytest.fixture(scope="module")
 def client(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    opened = Client(hub, tmp_path_factory.mktemp("hf"), hub.url)
+    opened = Client(hub, tmp_path_factory.mktemp("hf"))
     yield opened
     opened.close()
-
-
-def expected(units: list[list[str]], steps: int = 30) -> str:
-    """The sha of the ids when the same units are read with no hub at all."""
-    import hashlib
-
-    class Local:
-        def ask(self, unit: Any) -> Any:
-            return unit
-
-        def take(self, unit: Any) -> TokenisedUnit:
-            from gpt2_fp8.data.documents import DocumentCounts
-
-            parts = [np.frombuffer(text.encode() + b"\0", np.uint8).astype(np.uint16) for text in unit]
-            tokens = np.concatenate(parts)
-            tokens[tokens == 0] = 256
-            return TokenisedUnit(tokens, np.cumsum([len(part) for part in parts]), DocumentCounts())
-
-    order = Order(7, len(units), lane_count(8, len(units)))
-    lanes = {i: Lane(i, order, units, Local(), 16, lane_start()) for i in range(order.lanes)}  # type: ignore[arg-type]
-    batches = Batches(lanes, order.lanes, 8, 16, 0, 1)
-    return hashlib.sha256(b"".join(batches.next().tobytes() for _ in range(steps))).hexdigest()
-
-
-def web_units(files: int) -> list[list[str]]:
-    texts = [[text.replace("row 13 ", "row 13\ufffd") for text in TEXTS[f]] for f in range(files)]
-    return [texts[f][i : i + 10] for f in range(files) for i in range(0, ROWS, 10)]
 
 
 def test_parquet_by_row_groups_with_a_file_held_out(hub: Hub, client: Client) -> None:
@@ -135,6 +37,7 @@ def test_parquet_by_row_groups_with_a_file_held_out(hub: Hub, client: Client) ->
 def test_compressed_lines_through_workers(client: Client) -> None:
     answer = client.ask({**PAJAMA, "num_workers": 1})
     assert answer["sha"] == expected(TEXTS)
+    assert answer["workers"] == 1
     assert not answer["torch_in_worker"]  # hundreds of MB and seconds of each worker's start
 
 
@@ -160,7 +63,7 @@ def test_faults_in_compressed_lines(client: Client) -> None:
 def test_a_hub_that_stays_dead_is_said_so(hub: Hub, client: Client, tmp_path: Path) -> None:
     answer = client.ask(WEB, ["500"] * 10_000, steps=200)
     assert answer["error"] == "DataSourceLost"
-    assert "after 4 attempts" in answer["message"]
+    assert "after 8 attempts" in answer["message"]
     nowhere = Client(hub, tmp_path, "http://127.0.0.1:9")
     answer = nowhere.ask(WEB)
     nowhere.close()

@@ -1,0 +1,81 @@
+"""An engine's work in batches that fit into memory: what is too large is halved and done again. Plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from gpt2_fp8 import exchange
+from gpt2_fp8.engine import Engine
+from gpt2_fp8.memory import Fitting
+
+Context = Callable[[], AbstractContextManager]
+
+
+class Attempts:
+    """The gradients of a step and the sums of an evaluation, each with a batch size of its own, which only falls.
+
+    Tokens per step, their order and the schedule do not depend on any of them. `backward` is called with each
+    micro-batch's loss, inside `no_sync`: ranks average their gradients afterwards, once all have succeeded.
+    """
+
+    def __init__(self, engine: Engine, backward: Callable[[Tensor], None], no_sync: Context):
+        self.engine, self._backward, self._no_sync = engine, backward, no_sync
+        self._asked = engine.micro_batch_size
+        self.training = Fitting(self._asked, "micro_batch_size")
+        self._in_bf16: Fitting | None = None
+        self._evaluation: Fitting | None = None
+
+    def gradients(self, ids: Tensor, context: Context) -> Tensor:
+        """As `Engine.gradients`, averaged over the ranks, which all call this at once."""
+
+        def of(size: int) -> Tensor:
+            self.engine.micro_batch_size = size
+            with self._no_sync():
+                return self.engine.gradients(ids, context, self._backward)
+
+        return self._of_all_ranks(self.training, of, ids)
+
+    def gradients_in_bf16(self, ids: Tensor, context: Context) -> Tensor:
+        """As `Engine.gradients_in_bf16`, likewise; its layers may keep more than those that compute in FP8."""
+
+        def of(size: int) -> Tensor:
+            with self._no_sync():
+                return self.engine.gradients_in_bf16(ids, context, self._backward, size)
+
+        if self._in_bf16 is None:
+            self._in_bf16 = Fitting(self.training.size, "micro_batch_size in bf16")
+        return self._of_all_ranks(self._in_bf16, of, ids)
+
+    def _of_all_ranks(self, sizes: Fitting, of: Callable[[int], Tensor], ids: Tensor) -> Tensor:
+        loss = sizes(of, len(ids), self.engine.forget, ids.device, ranks=True)
+        exchange.average(self.engine.parameters)
+        return loss
+
+    def evaluate(self, ids: Tensor) -> Tensor:
+        """float64 [2]: the sum of the losses of this rank's `ids` [sequences, n_positions + 1], and how many targets
+        that were. In the forward context, without gradients."""
+
+        def of(size: int) -> Tensor:
+            return torch.stack([self._sums(part) for part in ids.split(size)]).sum(0)
+
+        if self._evaluation is None:
+            self._evaluation = Fitting(len(ids), "the batch of a validation")
+        return self._evaluation(of, len(ids), lambda: None, ids.device, ranks=False)
+
+    def _sums(self, ids: Tensor) -> Tensor:
+        count = (ids[:, 1:] >= 0).sum()
+        total = self.engine.loss(ids).double() * count
+        return torch.stack([torch.where(count > 0, total, 0.0), count.double()])
+
+    def state_dict(self) -> dict[str, int]:
+        """The micro-batch that was asked for, and the one that fits."""
+        return {"asked": self._asked, "fits": self.training.size}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begin with what fitted before, where the same was asked for then."""
+        if state["asked"] == self._asked:
+            self.training.size = self.engine.micro_batch_size = state["fits"]

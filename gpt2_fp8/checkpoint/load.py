@@ -1,0 +1,87 @@
+"""Reading a checkpoint's folder. Everything in it may be a stranger's: nothing is unpickled, imported or called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gpt2_fp8.checkpoint import tree
+from gpt2_fp8.checkpoint.errors import unreadable
+from gpt2_fp8.checkpoint.manifest import MANIFEST, SKELETON, place, read_json
+from gpt2_fp8.checkpoint.verify import verified
+
+_LARGEST_HEADER = 16 * 2**20  # bytes; 100 for each tensor are usual, and reading takes 16 times as many
+
+
+def read(path: Path | str, map_location: Any = None) -> dict[str, Any]:
+    """The dictionary that `files.write` was given, its tensors on `map_location` (a device or its name; else the CPU).
+
+    Every file is verified before any tensor is made. Raises CheckpointError.
+    """
+    return _assemble(Path(path), _device(map_location))
+
+
+def read_weights(path: Path | str, map_location: Any = None) -> dict[str, Tensor]:
+    """The module's state dict alone, tied names included. Raises CheckpointError."""
+    weights = _assemble(Path(path), _device(map_location), only=["state_dict"])["state_dict"]
+    return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+
+
+def _assemble(path: Path, device: str, only: list[str] | None = None) -> dict[str, Any]:
+    """The checkpoint, or what it holds under the names `only`."""
+    manifest = verified(path)
+    skeleton = read_json(path, SKELETON)
+    try:
+        if skeleton.get("global_step", 0) != manifest["global_step"]:
+            raise ValueError(f"{SKELETON} is of another step than {MANIFEST}")
+        with _tensors(path, manifest["files"].keys(), device) as load:
+            value = tree.unflatten({key: skeleton[key] for key in only or skeleton}, load)
+        if not isinstance(value["state_dict"], dict):
+            raise ValueError(f"{SKELETON} holds no weights")
+        return value
+    except (SafetensorError, OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise unreadable(path, f"its files do not fit together ({error})") from error
+
+
+@contextmanager
+def _tensors(path: Path, files: Collection[str], device: str) -> Iterator[Callable[[str], Tensor]]:
+    """A function from a tensor's path to the tensor, each read on demand out of its memory-mapped file.
+
+    `files` are those that were verified: no other is opened.
+    """
+    with ExitStack() as stack:
+        opened: dict[str, Any] = {}
+
+        def load(name: str) -> Tensor:
+            file, key = place(name)
+            if file not in opened:
+                if file not in files:
+                    raise ValueError(f"{name!r} would be in {file}, which the manifest does not list")
+                _check_header(path / file)
+                opened[file] = stack.enter_context(safe_open(path / file, framework="pt", device=device))
+            tensor = opened[file].get_tensor(key)
+            if tensor.dtype not in tree.DTYPES:
+                raise ValueError(f"{name!r} is of {tensor.dtype}, which no checkpoint holds")
+            # On the CPU it is a view of the map: owning a copy frees the file, whatever happens to it later.
+            return tensor.clone() if device == "cpu" else tensor
+
+        yield load
+
+
+def _check_header(path: Path) -> None:
+    """Raise ValueError for a header that would take much memory; the library sees to all else in it."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > _LARGEST_HEADER:
+        raise ValueError(f"{path.name} is no safetensors file of ours: its header would have {size:,} bytes")
+
+
+def _device(map_location: Any) -> str:
+    """The device as safetensors wants it. Lightning may pass a function or a dict for pickles: then the CPU."""
+    return str(map_location) if isinstance(map_location, (str, torch.device)) else "cpu"

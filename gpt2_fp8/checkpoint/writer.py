@@ -1,0 +1,185 @@
+"""What is written into a run's checkpoint folder, in one order: a checkpoint, its pointer, then the deletions.
+
+A folder becomes durable, then the pointer moves, then what is superseded goes: at no moment is there nothing to resume
+from. That holds in the step as in a thread beside it, because both run the same jobs, one after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpt2_fp8.checkpoint import durable, files, loops, pointers
+from gpt2_fp8.checkpoint.pointers import Pointer
+from gpt2_fp8.checkpoint.snapshot import Snapshots
+
+log = logging.getLogger(__name__)
+
+REMINDER = 5  # failures in a row after which the warning is repeated
+
+
+class Outcome(NamedTuple):
+    """What has become of the jobs so far."""
+
+    saved_step: int | None = None  # the newest checkpoint that is durable and pointed at
+    failed_step: int | None = None  # the newest one, where it could not be written
+    best: Pointer | None = None  # what `best.json` says
+
+
+class Writer:
+    """Writes the checkpoints of one run, on the one process that does.
+
+    Args:
+        folder: where the checkpoints and their pointers lie.
+        keep: how many of the newest stay (at least one); the best stays besides.
+        keep_every_n_steps: those of every so many steps stay for good; 0: none do.
+        asynchronous: write in a thread, from a copy in host memory. A GPU's tensors are in page-locked buffers that
+            are used again, so that a checkpoint waits for the one before it; where it has to, the log says so once.
+
+    A disk that will not take a checkpoint costs that checkpoint: it is a warning, `outcome.failed_step`, and nothing
+    else, however often it happens. A process that leaves without `close` may lose the newest one, but no older one.
+    """
+
+    def __init__(self, folder: Path, keep: int, keep_every_n_steps: int = 0, asynchronous: bool = True) -> None:
+        self.folder = Path(folder)
+        self.keep = max(1, keep)
+        self.keep_every_n_steps = keep_every_n_steps
+        self.asynchronous = asynchronous
+        self.outcome = Outcome()
+        self._snapshots = Snapshots()
+        self._thread: ThreadPoolExecutor | None = None
+        self._jobs: list[Future[None]] = []
+        self._failures = 0  # in a row
+        self._said_slow = False
+
+    def begin(self, saved_step: int | None, best: Pointer | None) -> None:
+        """Make the folder, tidy it, and take its `best.json` for the truth: a checkpoint's `best` may be older.
+
+        `saved_step` is that of the checkpoint in the folder which the run continues from, or None. Raises OSError.
+        """
+        self.wait()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files.sweep(self.folder)
+        self.outcome = Outcome(saved_step, None, self._reconciled(best))
+        self._failures = 0
+
+    def save(self, checkpoint: dict[str, Any], pointer: Pointer) -> None:
+        """Write `checkpoint` as the folder that `pointer` names, and point `last` there.
+
+        It may change as soon as this returns. Raises what a job before it raised (`wait`).
+        """
+        if self.asynchronous:
+            if not self._said_slow and any(not job.done() for job in self._jobs):
+                log.warning("step %d waits for the checkpoint before it: the disk is slower than the interval",
+                            pointer.step)  # fmt: skip
+                self._said_slow = True
+            self.wait()
+            checkpoint = self._snapshots.take(checkpoint)
+        self.outcome = self.outcome._replace(failed_step=None)  # or this one, tried again, would be taken for failed
+        self._do(self._save, checkpoint, pointer)
+
+    def note(self, pointer: Pointer, better: bool) -> None:
+        """Write down the validation of a step that was saved before, and point `best` to it where it is `better`.
+
+        `pointer.val_loss` is None for a loss that is not finite. Nothing happens where the step could not be saved.
+        """
+        self._do(self._note, pointer, better)
+
+    def fail(self, step: int, error: Exception) -> None:
+        """Count a checkpoint that could not be written; say so the first time, and now and then."""
+        self._failures += 1
+        self.outcome = self.outcome._replace(failed_step=step)
+        if self._failures == 1:
+            log.warning("step %d could not be saved, training goes on: %s", step, error)
+        elif self._failures % REMINDER == 0:
+            newest = "none" if self.outcome.saved_step is None else f"of step {self.outcome.saved_step}"
+            log.warning("step %d could not be saved either, the %dth in a row; the newest checkpoint is %s: %s",
+                        step, self._failures, newest, error)  # fmt: skip
+
+    def check(self) -> None:
+        """Raise what a finished job raised, without waiting. A full disk is not among that."""
+        while self._jobs and self._jobs[0].done():
+            self._jobs.pop(0).result()
+
+    def wait(self) -> None:
+        """Return when everything that was handed over is done. Raises what a job raised; the others stay queued."""
+        while self._jobs:
+            self._jobs.pop(0).result()
+
+    def close(self) -> None:
+        """Finish everything, and end the thread; a later `save` begins another. Raises what a job raised."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+
+    def _do(self, job: Callable[..., None], *arguments: Any) -> None:
+        if not self.asynchronous:
+            job(*arguments)
+            return
+        self.check()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._jobs.append(self._thread.submit(job, *arguments))
+
+    # ---- the jobs ------------------------------------------------------------------------------------------------
+
+    def _save(self, checkpoint: dict[str, Any], pointer: Pointer) -> None:
+        try:
+            files.write(self.folder / pointer.checkpoint, checkpoint)
+            pointers.write(self.folder, "last", pointer)
+        except OSError as error:
+            self.fail(pointer.step, error)
+            return
+        self._failures = 0
+        self.outcome = self.outcome._replace(saved_step=pointer.step, failed_step=None)
+        self._prune(pointer.step)
+
+    def _note(self, pointer: Pointer, better: bool) -> None:
+        step = pointer.step
+        if self.outcome.saved_step != step:
+            return
+        try:
+            if better:
+                pointers.write(self.folder, "best", pointer)
+                self.outcome = self.outcome._replace(best=pointer)
+            pointers.write(self.folder, "last", pointer)
+            note = {"step": step, "val_loss": pointer.val_loss}
+            durable.write_json(self.folder / pointer.checkpoint / loops.VALIDATION, note)
+        except OSError as error:
+            log.warning("the validation of step %d could not be noted in %s: %s", step, self.folder, error)
+        self._prune(step)
+
+    def _prune(self, step: int) -> None:
+        """Delete what newer checkpoints supersede. Later steps than this one (of a branch left behind) stay."""
+        found = {s: path for s, path in pointers.steps(self.folder).items() if s <= step}
+        kept = set(sorted(found)[-self.keep :])
+        if self.keep_every_n_steps:
+            kept |= {s for s in found if s % self.keep_every_n_steps == 0}
+        if self.outcome.best is not None:
+            kept.add(self.outcome.best.step)
+        for superseded in found.keys() - kept:
+            try:
+                files.remove(found[superseded])
+            except OSError as error:
+                log.warning("%s is superseded and could not be deleted: %s", found[superseded], error)
+
+    def _reconciled(self, best: Pointer | None) -> Pointer | None:
+        on_disk = pointers.read(self.folder, "best")
+        if on_disk and files.is_checkpoint(self.folder / on_disk.checkpoint):
+            return on_disk
+        if best and files.is_checkpoint(self.folder / best.checkpoint):
+            pointers.write(self.folder, "best", best)
+            return best
+        return None  # this folder's run starts its own: the state may be another run's
+
+
+def finite(value: float | None) -> float | None:
+    """A validation loss as a pointer holds it."""
+    return value if value is not None and math.isfinite(value) else None

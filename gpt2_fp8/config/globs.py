@@ -1,0 +1,62 @@
+"""Which files a path or a glob names: each once, whatever links go round in circles."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpt2_fp8.config.typed import show
+
+
+def find(pattern: str) -> list[Path]:
+    """What there is under a name, or else matches it as a glob (`**` goes into folders), sorted; files or not."""
+    path = Path(pattern).expanduser()
+    return [path] if os.path.lexists(path) else [Path(match) for match in sorted(_expand(str(path)))]
+
+
+def why_not(path: Path) -> str | None:
+    """Why a path that `find` gave cannot be read as a file of text, or None. Opens nothing: a pipe would wait."""
+    if not str(path).isprintable():  # it would reach the terminal with every message about the file
+        return f"the name of {show(str(path))} has control characters"
+    if path.is_file():
+        return None
+    return f"{path} is {'a folder' if path.is_dir() else 'no regular file' if path.exists() else 'a link to nothing'}"
+
+
+def folders(top: str) -> Iterator[str]:
+    """`top` and the folders below it, without hidden ones; through links too, but each folder once."""
+    left, seen = [top], set()
+    while left:
+        folder = left.pop()
+        try:
+            about = os.stat(folder or ".")
+            entries = sorted(os.scandir(folder or "."), key=lambda entry: (entry.is_symlink(), entry.name))
+        except OSError:
+            continue
+        if (about.st_dev, about.st_ino) in seen:
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        yield folder
+        below = [entry.name for entry in entries if not entry.name.startswith(".") and _is_folder(entry)]
+        left += [os.path.join(folder, name) for name in reversed(below)]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _expand(pattern: str) -> set[str]:
+    """As `glob.glob(pattern, recursive=True)`, which visits a folder again for every way that links lead to it."""
+    parts = pattern.split(os.sep)
+    if "**" not in parts:
+        return set(glob.glob(pattern))
+    place = parts.index("**")
+    above, below = os.sep.join(parts[:place]), os.sep.join(parts[place + 1 :]) or "*"
+    tops = [os.sep] if parts[:place] == [""] else sorted(glob.glob(above)) if above else [""]
+    inside = (folder for top in tops for folder in folders(top))
+    return {match for folder in inside for match in _expand(os.path.join(glob.escape(folder), below))}

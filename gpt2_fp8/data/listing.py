@@ -1,0 +1,62 @@
+"""What a data set of the hub was found to hold, kept on disk for when the hub is out of reach."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The commit that a revision stood for; and of each split the files, and into how many shards they are cut."""
+
+    commit: str
+    files: dict[str, list[str]]
+    shards: dict[str, int]
+
+    @staticmethod
+    def load(folder: Path | None, asked: list[str]) -> Listing | None:
+        """What was stored for the same question; None where there is nothing, or nothing of this form."""
+        if folder is None or not (path := _path(folder, asked)).is_file():
+            return None
+        try:
+            listing = Listing(**json.loads(path.read_bytes()))
+            listing._check()
+            return listing
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            log.warning("data: %s is damaged (%s) and is not used", path, type(error).__name__)
+            return None
+
+    def store(self, folder: Path | None, asked: list[str]) -> None:
+        """Keep it. A failure is logged, and costs a later run that has no hub."""
+        if folder is None:
+            return
+        try:
+            handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
+            with os.fdopen(handle, "w") as file:
+                json.dump(asdict(self), file)
+            os.replace(name, _path(folder, asked))
+        except OSError as error:
+            log.warning("data: cannot keep a listing in data.cache_dir: %s", error)
+
+    def _check(self) -> None:
+        """Raises ValueError, TypeError or AttributeError where a stored listing is none."""
+        names = [name for paths in self.files.values() for name in paths]
+        if not re.fullmatch(r"[0-9a-f]{40}", self.commit) or not {"train", "val"} <= self.files.keys():
+            raise ValueError("no listing")
+        if not all(name.isprintable() for name in names) or not self.shards.keys() <= self.files.keys():
+            raise ValueError("no listing")
+        if not all(type(count) is int and 0 <= count < 1 << 24 for count in self.shards.values()):
+            raise ValueError("no listing")
+
+
+def _path(folder: Path, asked: list[str]) -> Path:
+    return folder / f"hub-{hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:32]}.json"

@@ -1,0 +1,109 @@
+"""What runs in a worker process: read the units that come through a pipe, answer with their tokens, and show life.
+
+Life is work: every second in which the process has used time on the CPU, or waits before another attempt, is reported
+by a thread of its own. A process that is stopped, or stuck in a read that never ends, reports nothing. Waiting for a
+network is life, since its clients give up and try again well within the time that is allowed (`crew.LIFE_SECONDS`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from typing import NamedTuple
+
+import numpy as np
+
+from gpt2_fp8.data.documents import DocumentCounts
+from gpt2_fp8.data.reader import UnitReader, WorkCounts
+from gpt2_fp8.data.retry import is_waiting
+from gpt2_fp8.data.units import Unit
+
+READY, ALIVE = "ready", "alive"  # what a worker sends besides its answers
+BEAT_SECONDS = 1.0
+_WORK = 0.001  # seconds of CPU time in a beat's; the interpreter itself needs less
+
+
+class Done(NamedTuple):
+    """A unit was read; its tokens are in the file `name`.
+
+    They go by a file because a process that is stopped in the middle of megabytes in a pipe would hold up whoever reads
+    them.
+    """
+
+    name: str
+    documents: DocumentCounts
+    work: WorkCounts
+
+
+class Failed(NamedTuple):
+    """A unit could not be read."""
+
+    error: Exception
+    where: str  # the traceback
+
+
+def run(connection: Connection, reader: bytes, spool: str) -> None:
+    """Read units until the pipe closes. `reader`: a pickled UnitReader; `spool`: where tokens go."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the group's: what ends workers is their parent
+        signal.signal(number, signal.SIG_IGN)
+    os.environ["USE_TORCH"] = "0"  # for `datasets`, see `hub._import_datasets`; hence the inner pickle
+    lock = threading.Lock()
+    threading.Thread(target=_show_life, args=(connection, lock, spool), daemon=True).start()
+    try:
+        read: UnitReader = pickle.loads(reader)
+        _send(connection, lock, READY)
+        while True:
+            unit = connection.recv()
+            _send(connection, lock, _answer(read, unit, spool))
+    except (EOFError, OSError):  # the parent is gone, or has closed its end
+        _end(spool)
+
+
+def _answer(read: UnitReader, unit: Unit, spool: str) -> Done | Failed:
+    try:
+        tokenised, work = read(unit)
+        handle, name = tempfile.mkstemp(dir=spool, suffix=".npz")
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, tokens=tokenised.tokens, ends=tokenised.ends)
+        return Done(name, tokenised.counts, work)
+    except Exception as error:
+        where = traceback.format_exc()
+        error.__cause__ = error.__context__ = None
+        try:
+            return Failed(pickle.loads(pickle.dumps(error)), where)
+        except Exception:  # an exception is made again from its message, which not every one can be
+            return Failed(RuntimeError(f"{type(error).__name__}: {error}"), where)
+
+
+def _send(connection: Connection, lock: threading.Lock, message: object) -> None:
+    with lock:
+        connection.send(message)
+
+
+def _show_life(connection: Connection, lock: threading.Lock, spool: str) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    last = 0.0
+    while not wait([parent.sentinel], timeout=BEAT_SECONDS):
+        used = time.process_time() - time.thread_time()  # without this thread's own
+        if used - last > _WORK or is_waiting():
+            last = used
+            try:
+                _send(connection, lock, ALIVE)
+            except OSError:
+                break
+    _end(spool)
+
+
+def _end(spool: str) -> None:
+    """A parent that is killed leaves no one to tidy up."""
+    shutil.rmtree(spool, ignore_errors=True)
+    os._exit(1)

@@ -1,0 +1,377 @@
+"""The writer's order of things, in the step and in a thread; the copy that it writes; room, and the run's lock."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from gpt2_fp8.checkpoint import durable, files, find, lock, pointers, snapshot, space, tree
+from gpt2_fp8.checkpoint.io import FolderCheckpointIO
+from gpt2_fp8.checkpoint.lock import RunLock
+from gpt2_fp8.checkpoint.pointers import Pointer
+from gpt2_fp8.checkpoint.snapshot import Snapshots
+from gpt2_fp8.checkpoint.writer import Outcome, Writer
+from gpt2_fp8.config.errors import UserError
+
+BOTH = pytest.mark.parametrize("asynchronous", [True, False], ids=["in a thread", "in the step"])
+
+
+def state(step, size=8):
+    return {"state_dict": {"w": torch.full((size,), float(step))}, "optimizer_states": [], "global_step": step}
+
+
+def at(step, val_loss=None):
+    return Pointer(pointers.folder_name(step), step, val_loss)
+
+
+@pytest.fixture
+def writer(tmp_path):
+    made = Writer(tmp_path / "c", keep=2)
+    made.begin(None, None)
+    yield made
+    made.close()
+
+
+def trace(monkeypatch, folder):
+    """The writer's calls that change the disk, in order."""
+    calls = []
+
+    def wrap(module, name, text):
+        original = getattr(module, name)
+
+        def traced(*args):
+            original(*args)
+            calls.append(f"{name} {text(*args)}")
+
+        monkeypatch.setattr(module, name, traced)
+
+    wrap(files, "write", lambda path, _: path.name[-1])
+    wrap(files, "remove", lambda path: path.name[-1])
+    wrap(pointers, "write", lambda _, kind, pointer: f"{kind}={pointer.step}")
+    wrap(durable, "write_json", lambda path, _: path.name)
+    return calls
+
+
+@BOTH
+def test_written_then_pointed_at_then_superseded_deleted(tmp_path, monkeypatch, asynchronous):
+    writer = Writer(tmp_path, keep=1, asynchronous=asynchronous)
+    writer.begin(None, None)
+    writer.save(state(1), at(1))
+    writer.wait()
+    calls = trace(monkeypatch, tmp_path)
+    writer.save(state(2), at(2))
+    writer.note(at(2, 5.0), better=True)
+    writer.save(state(3), at(3))
+    writer.close()
+    calls = [call for call in calls if not call.startswith("write_json")]
+    assert calls == [
+        "write 2", "write last=2", "remove 1", "write best=2", "write last=2", "write 3", "write last=3",
+    ]  # fmt: skip
+    assert list(pointers.steps(tmp_path)) == [2, 3]
+    assert writer.outcome == Outcome(3, None, at(2, 5.0))
+
+
+def test_training_goes_on_while_the_disk_writes_and_may_change_everything(writer, monkeypatch):
+    write, gate = files.write, threading.Event()
+
+    def slow(path, checkpoint):
+        assert threading.current_thread() is not threading.main_thread()
+        assert gate.wait(30)
+        write(path, checkpoint)
+
+    monkeypatch.setattr(files, "write", slow)
+    live = state(1)
+    writer.save(live, at(1))
+    live["state_dict"]["w"].fill_(99.0)
+    live["optimizer_states"].append("more")
+    assert find.resolve("last", writer.folder) is None  # nothing points at what is not durable yet
+    gate.set()
+    writer.wait()
+    kept = files.read(find.resolve("last", writer.folder))
+    assert kept["state_dict"]["w"].tolist() == [1.0] * 8
+    assert kept["optimizer_states"] == []
+
+
+def test_a_second_save_waits_for_the_first_and_says_so_once(writer, monkeypatch, caplog):
+    write, gates, busy, together = files.write, [threading.Event() for _ in range(3)], [0], []
+
+    def slow(path, checkpoint):
+        busy[0] += 1
+        together.append(busy[0])
+        assert gates[len(together) - 1].wait(30)
+        write(path, checkpoint)
+        busy[0] -= 1
+
+    monkeypatch.setattr(files, "write", slow)
+    with caplog.at_level(logging.WARNING, "gpt2_fp8"):
+        writer.save(state(1), at(1))
+        for step in (2, 3):
+            threading.Timer(0.05, gates[step - 2].set).start()  # while the next line waits
+            writer.save(state(step), at(step))
+            assert writer.outcome.saved_step == step - 1
+    gates[2].set()
+    writer.close()
+    assert together == [1, 1, 1]
+    assert [record.message for record in caplog.records] == [
+        "step 2 waits for the checkpoint before it: the disk is slower than the interval"
+    ]
+
+
+@BOTH
+def test_failures_are_said_once_and_every_fifth_time(tmp_path, monkeypatch, caplog, asynchronous):
+    writer = Writer(tmp_path, keep=1, asynchronous=asynchronous)
+    writer.begin(None, None)
+    writer.save(state(1), at(1))
+    writer.wait()
+    write = files.write
+
+    def full(path, checkpoint):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write", full)
+    with caplog.at_level(logging.WARNING, "gpt2_fp8"):
+        for step in range(2, 13):
+            writer.save(state(step), at(step))
+            writer.note(at(step, 0.1), better=True)
+            writer.wait()
+            assert writer.outcome == Outcome(1, step, None)
+    said = [record.message for record in caplog.records]
+    assert [message.split(",")[0] for message in said] == [
+        "step 2 could not be saved", "step 6 could not be saved either", "step 11 could not be saved either",
+    ]  # fmt: skip
+    assert "the newest checkpoint is of step 1: [Errno 28]" in said[1]
+    assert pointers.read(tmp_path, "best") is None
+    monkeypatch.setattr(files, "write", write)
+    writer.save(state(13), at(13))
+    writer.close()
+    assert writer.outcome == Outcome(13, None, None)
+    assert list(pointers.steps(tmp_path)) == [13]
+
+
+def test_a_deletion_that_fails_is_no_failed_checkpoint(writer, monkeypatch, caplog):
+    def refuse(path):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(files, "remove", refuse)
+    for step in (1, 2, 3):
+        writer.save(state(step), at(step))
+    writer.wait()
+    assert writer.outcome.saved_step == 3
+    assert "step-00000001 is superseded and could not be deleted" in caplog.text
+
+
+def test_a_fault_of_our_own_is_raised_and_the_thread_lives_on(writer):
+    writer.save(state(1) | {"odd": {1}}, at(1))
+    with pytest.raises(TypeError, match="odd is a builtins"):
+        writer.wait()
+    writer.save(state(2), at(2))
+    writer.close()
+    writer.save(state(3), at(3))  # a thread of its own
+    writer.wait()
+    assert writer.outcome.saved_step == 3
+    writer.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoints")]
+
+
+def test_lightnings_door_writes_or_hands_over(tmp_path):
+    handed, door = [], FolderCheckpointIO()
+    door.save_checkpoint(state(1), tmp_path / "one")
+    door.save_checkpoint(state(1), tmp_path / "two", lambda path, checkpoint: handed.append((path, checkpoint)))
+    assert door.load_checkpoint(tmp_path / "one")["global_step"] == 1
+    assert [path for path, _ in handed] == [tmp_path / "two"]
+    assert not (tmp_path / "two").exists()
+    with pytest.raises(TypeError, match="storage_options"):
+        door.save_checkpoint(state(1), tmp_path / "three", {"compression": 9})
+
+
+# ---- snapshots -------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_writes_what_the_original_would_have_written():
+    weight = torch.randn(4, 6, requires_grad=True)
+    buffer = torch.arange(12.0)
+    value = {
+        "tied": [weight, torch.nn.Parameter(weight.detach()), (weight.detach(),)],
+        "views": {"a": buffer[:6], "b": buffer[3:9], "transposed": weight.t()},
+        "empty": torch.empty(0, 3),
+        "bf16": torch.ones(2, dtype=torch.bfloat16),
+        "ordered": OrderedDict(x=1, y=[{"z": None}]),
+        7: float("nan"),
+    }
+    (before, tensors), copied = tree.flatten(value), Snapshots().take(value)
+    (after, copies) = tree.flatten(copied)
+    assert str(after) == str(before)  # as text: NaN is not equal to itself
+    assert tensors.keys() == copies.keys()
+    assert all(torch.equal(tensors[name], copies[name]) for name in tensors)
+    originals = {tensor.untyped_storage().data_ptr() for tensor in (weight, buffer, value["bf16"])}
+    assert not originals & {tensor.untyped_storage().data_ptr() for tensor in copies.values()}
+    assert copied["tied"][0] is copied["tied"][1] is copied["tied"][2][0]
+    assert type(copied["ordered"]) is OrderedDict
+
+
+def test_a_snapshot_keeps_what_it_cannot_copy_for_tree_to_refuse():
+    odd = {"s": {1, 2}, "sparse": torch.eye(3).to_sparse(), "meta": torch.empty(2, device="meta")}
+    copied = Snapshots().take(odd)
+    assert copied["s"] == {1, 2}
+    assert copied["s"] is not odd["s"]
+    for name in odd:
+        with pytest.raises(TypeError, match=name[0]):
+            tree.flatten({name: copied[name]})
+
+
+def test_page_locked_buffers_are_used_again_where_shapes_agree(monkeypatch):
+    """On a machine without a GPU: a tensor that says it is on one, and buffers that are not page-locked."""
+    made, waited = [], []
+    real = torch.Tensor.is_cuda
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: self.numel() == 3 or real.__get__(self)))
+    monkeypatch.setattr(snapshot, "_page_locked", lambda like: made.append(like) or torch.empty_like(like))
+
+    class Stream:
+        def synchronize(self):
+            waited.append(1)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    take = Snapshots().take
+    value = {"a": torch.ones(3), "b": torch.full((3,), 2.0), "host": torch.zeros(2)}
+    first = take(value)
+    pointers_of_first = {name: tensor.data_ptr() for name, tensor in first.items()}
+    value["a"].fill_(5.0)
+    second = take(value)
+    assert {name: tensor.tolist() for name, tensor in second.items()} == {
+        "a": [5.0] * 3,
+        "b": [2.0] * 3,
+        "host": [0.0] * 2,
+    }
+    assert second["a"].data_ptr() == pointers_of_first["a"] != second["b"].data_ptr()
+    assert (len(made), len(waited)) == (2, 2)
+    take(value | {"c": torch.ones(3)})
+    assert len(made) == 3
+
+
+def test_without_page_locked_memory_ordinary_memory_does(monkeypatch, caplog):
+    empty = torch.empty
+
+    def refuse(*args, pin_memory=False, **kwargs):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nand more")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    assert snapshot._page_locked(torch.ones(2, 3, dtype=torch.float16)).shape == (2, 3)
+    assert "ordinary memory, which is slower: CUDA error: out of memory" in caplog.text
+
+
+# ---- room ------------------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    def __init__(self, free):
+        self.free = free
+
+
+def test_room_is_the_peak_less_what_is_there(tmp_path, monkeypatch):
+    assert space.checkpoint_bytes(124_000_000) == 1_489_000_000
+    assert space.peak_bytes(124_000_000, keep=2) == 4 * 1_489_000_000
+    assert space.peak_bytes(124_000_000, keep=2, permanent=3) == 7 * 1_489_000_000
+    folder = tmp_path / "not" / "there" / "yet"
+    needed = space.peak_bytes(124_000_000, keep=2)
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: Disk(needed if path == tmp_path else 0))
+    space.require(folder, needed)
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: Disk(needed - 1))
+    with pytest.raises(UserError) as error:
+        space.require(folder, needed)
+    assert str(error.value) == (
+        f"error: {folder}: the checkpoints of this run need 5.96 GB, and 5.96 GB are free\n"
+        "  fix: fewer of them: callbacks.keep_checkpoints=1 callbacks.keep_every_n_steps=0; or another folder: "
+        "hydra.run.dir=FOLDER"
+    )
+
+
+def test_room_for_one_more_is_needed_however_many_are_there(tmp_path, monkeypatch):
+    for step in (1, 2):
+        files.write(tmp_path / pointers.folder_name(step), state(step, size=1000))
+    size = max(space._size(path) for path in pointers.steps(tmp_path).values())
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: Disk(size))
+    space.require(tmp_path, 3 * size)
+    space.require(tmp_path, 0)
+    with pytest.raises(UserError, match="GB that are there"):
+        space.require(tmp_path, 3 * size + 1000)
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: Disk(size - 1))
+    with pytest.raises(UserError):
+        space.require(tmp_path, 0)
+
+
+# ---- the lock --------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_says_who_and_goes_with_the_holder(tmp_path):
+    folder = tmp_path / "run"
+    with RunLock(folder):
+        said = json.loads((folder / lock.NAME).read_text())
+        assert (said["pid"], said["host"]) == (os.getpid(), socket.gethostname())
+        with pytest.raises(UserError) as refused, RunLock(folder):
+            pass
+        assert f"process {os.getpid()} on '{socket.gethostname()}', since '{said['since']}'" in str(refused.value)
+        with RunLock(tmp_path / "other"):
+            pass
+        assert (folder / lock.NAME).exists()  # who was refused did not take it away
+    assert list(folder.iterdir()) == []
+    with RunLock(folder):
+        pass
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", '{"pid": "x"}', '{"pid": 1, "host": "\\u001b[2J", "since": 1}', "[" * 10**5]
+)
+def test_a_lock_file_that_says_nothing_is_still_a_lock(tmp_path, text):
+    with RunLock(tmp_path):
+        (tmp_path / lock.NAME).write_text(text)
+        with pytest.raises(UserError, match="another run is at work") as refused, RunLock(tmp_path):
+            pass
+        assert "\x1b" not in str(refused.value)
+
+
+def test_a_lock_on_a_deleted_file_is_not_one(tmp_path, monkeypatch):
+    """The last holder leaves between another's open and flock: that one must look again."""
+    flock, first = fcntl.flock, [True]
+
+    def late(descriptor, operation):
+        if first:
+            first.clear()
+            (tmp_path / lock.NAME).unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with RunLock(tmp_path):
+        monkeypatch.undo()
+        with pytest.raises(UserError), RunLock(tmp_path):
+            pass
+
+
+def test_where_there_are_no_locks_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    def unsupported(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with RunLock(tmp_path), RunLock(tmp_path):
+        pass
+    assert "nothing keeps a second run out of it" in caplog.text
+
+
+def test_programs_that_the_run_starts_do_not_hold_it(tmp_path):
+    with RunLock(tmp_path):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        with RunLock(tmp_path):
+            assert child.poll() is None
+    finally:
+        child.communicate(b"\n", timeout=30)

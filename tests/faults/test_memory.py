@@ -1,0 +1,184 @@
+"""Out of memory in training, in validation, in the way to bf16, on one rank: pretended on a CPU by an engine that has
+room for so many sequences at once."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gpt2_fp8.bf16 import BF16Gradients
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.engine import Engine
+from gpt2_fp8.memory import is_out_of_memory
+from tests.faults.pretended import NAN, Faults, going_wrong
+from tests.runs import SMALL, checkpoint, metrics, record_steps, summary, train, train_until
+
+STEPS = ["trainer.max_steps=6", "trainer.val_check_interval=3", "callbacks.checkpoint_every_n_steps=2"]
+TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def room_for(monkeypatch, training=None, validation=None, from_step=0, in_backward=False):
+    """Have the engine's loss end in an error for more sequences than that; returns the sizes that it was asked for."""
+    loss, seen, done = Engine.loss, [], {"forwards": 0}
+
+    def limited(self, ids, is_first_microbatch=None, scale=1.0):
+        training_now = torch.is_grad_enabled()
+        seen.append((training_now, len(ids)))
+        limit = training if training_now else validation
+        late = done["forwards"] < from_step
+        done["forwards"] += training_now
+        if limit is None or len(ids) <= limit or late:
+            return loss(self, ids, is_first_microbatch, scale)
+        if in_backward:
+            return Fails.apply(loss(self, ids, is_first_microbatch, scale))
+        raise torch.OutOfMemoryError(TEXT)
+
+    monkeypatch.setattr(Engine, "loss", limited)
+    return seen
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError(TEXT)
+
+
+def tokens(steps):
+    return [(step, hashed) for step, hashed, _ in steps]
+
+
+def losses(steps):
+    return [float.fromhex(loss) for _, _, loss in steps]
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    """The steps and metrics of a run with room for all."""
+    with pytest.MonkeyPatch.context() as patch:
+        steps = record_steps(patch)
+        folder = tmp_path_factory.mktemp("clean") / "run"
+        train(folder, *STEPS)
+    return steps, metrics(folder)
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+def test_64_training_goes_on_in_smaller_micro_batches(tmp_path, monkeypatch, caplog, clean, in_backward):
+    steps = record_steps(monkeypatch)
+    seen = room_for(monkeypatch, training=2, from_step=4, in_backward=in_backward)  # two steps of 4 + 4 before
+    train(tmp_path / "run", *STEPS)
+    assert [size for training, size in seen if training] == [4] * 5 + [2] * 16
+    assert tokens(steps) == tokens(clean[0])
+    assert losses(steps) == pytest.approx(losses(clean[0]), rel=1e-5)
+    own, theirs = metrics(tmp_path / "run"), clean[1]
+    for column in ("lr", "tokens"):
+        assert own[column] == theirs[column]
+    said = [r.message for r in caplog.records if "out of memory" in r.message]
+    assert said == [f"out of memory: micro_batch_size 2 instead of 4 from here on ({TEXT})"]
+
+
+def test_64_auto_begins_with_a_whole_share_and_finds_what_fits(tmp_path, monkeypatch, clean):
+    steps = record_steps(monkeypatch)
+    seen = room_for(monkeypatch, training=3)
+    train(tmp_path / "run", *STEPS, "micro_batch_size=auto")
+    assert [size for training, size in seen if training][:6] == [8, 4, 2, 2, 2, 2]
+    assert tokens(steps) == tokens(clean[0])
+    assert losses(steps) == pytest.approx(losses(clean[0]), rel=1e-5)
+
+
+RANKS = """
+import sys
+from gpt2_fp8.engine import Engine
+import torch, torch.distributed as dist
+loss = Engine.loss
+def limited(self, ids, first=None, scale=1.0):
+    if torch.is_grad_enabled() and dist.get_rank() == 1 and len(ids) > 1:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return loss(self, ids, first, scale)
+Engine.loss = limited
+from gpt2_fp8 import run
+sys.exit(run.main(sys.argv[1:]))
+"""
+
+
+def test_65_one_rank_makes_all_of_them_halve(tmp_path, clean):
+    script = tmp_path / "limited.py"
+    script.write_text(RANKS)
+    two = ["run_name=ranks", "trainer.devices=2", "trainer.strategy=ddp", "micro_batch_size=2"]
+    command = [sys.executable, str(script), *SMALL, *STEPS, *two]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "micro_batch_size 1 instead of 2" in done.stdout + done.stderr
+    assert summary(tmp_path / "outputs/ranks")["steps"] == 6
+    own, theirs = metrics(tmp_path / "outputs/ranks"), clean[1]
+    assert own["lr"] == theirs["lr"]
+    assert own["val_loss"][6] == pytest.approx(theirs["val_loss"][6], rel=1e-4)
+
+
+def test_66_validation_has_a_size_of_its_own(tmp_path, monkeypatch, caplog, clean):
+    steps = record_steps(monkeypatch)
+    seen = room_for(monkeypatch, validation=1)
+    train(tmp_path / "run", *STEPS)
+    assert {size for training, size in seen if training} == {4}
+    assert [size for training, size in seen if not training] == [4, 2, *[1] * 8, *[1] * 8]
+    assert steps == clean[0], "training has not noticed"
+    assert metrics(tmp_path / "run")["val_loss"] == pytest.approx(clean[1]["val_loss"], rel=1e-6)
+    assert sum("the batch of a validation" in record.message for record in caplog.records) == 2
+
+
+def test_67_a_single_sequence_that_does_not_fit_ends_with_advice(tmp_path, monkeypatch):
+    room_for(monkeypatch, training=0, from_step=6)  # after three steps
+    with pytest.raises(UserError) as ended:
+        train(tmp_path / "run", *STEPS)
+    assert ended.value.exit_code == 2
+    assert "micro_batch_size=1" in str(ended.value)
+    assert "activation_checkpointing=mlp" in str(ended.value)
+    assert checkpoint(tmp_path / "run", 2).is_dir(), "what was saved stays"
+
+
+@pytest.mark.parametrize("text", ["CUDA error: out of memory", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"])
+def test_68_its_texts_are_known_and_other_errors_come_through(text):  # the table of them: tests/test_memory.py
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_69_a_resumed_run_keeps_what_fitted(tmp_path, monkeypatch, caplog, clean):
+    seen = room_for(monkeypatch, training=2)
+    train_until(4, tmp_path / "run", *STEPS)
+    seen.clear()
+    caplog.clear()
+    caplog.set_level(logging.INFO)
+    train(tmp_path / "run", *STEPS, "ckpt_path=last")
+    assert {size for training, size in seen if training} == {2}
+    assert not [record for record in caplog.records if "out of memory" in record.message]
+    assert summary(tmp_path / "run")["steps"] == 6
+    assert metrics(tmp_path / "run")["lr"] == clean[1]["lr"]
+
+
+def test_70_the_way_to_bf16_has_a_size_of_its_own(tmp_path, caplog):
+    class Once(Faults):
+        def loss(self, module, step, precision):
+            return NAN if (step, precision) == (3, "fp8") else 1.0
+
+    sizes, plain = [], BF16Gradients._loss
+
+    def limited(self, ids, first, scale):
+        sizes.append(len(ids))
+        if len(ids) > 1:
+            raise torch.OutOfMemoryError(TEXT)
+        return plain(self, ids, first, scale)
+
+    with going_wrong(Once()) as patch:
+        patch.setattr(BF16Gradients, "_loss", limited)
+        train(tmp_path / "run", *STEPS, "precision=fp8_hybrid")
+    assert sizes == [4, 2, *[1] * 8]
+    assert summary(tmp_path / "run")["fallback"]["reruns"] == 1
+    said = [r.message for r in caplog.records if "out of memory" in r.message]
+    assert [line.split(" from")[0] for line in said] == [
+        f"out of memory: micro_batch_size in bf16 {to} instead of {of}" for of, to in ((4, 2), (2, 1))
+    ]

@@ -1,0 +1,323 @@
+"""Faults 29 to 37: numbers that are not finite, and training that diverges. FP8 is pretended: see `pretended`."""
+
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpt2_fp8 import compose, ladder
+from gpt2_fp8.checkpoint.files import read, read_weights
+from gpt2_fp8.config.errors import Diverged
+from gpt2_fp8.layers.scales import DelayedScaling, Scales
+from gpt2_fp8.optim import learning_rate_factor
+from gpt2_fp8.precision import state
+from gpt2_fp8.precision.resolve import Plan, as_before, fallen_back
+from tests.faults.pretended import NAN, Faults, going_wrong
+from tests.runs import assert_same_checkpoint, checkpoint, metrics, summary, train, train_until
+from tests.test_ddp import TWO, run
+
+QUIET = ["trainer.val_check_interval=12", "precision=fp8_hybrid"]  # 12 steps, a checkpoint every four
+
+
+def fallback(folder):
+    return summary(folder)["fallback"]
+
+
+def happened(folder):
+    return [(event["step"], event["what"]) for event in fallback(folder)["events"]]
+
+
+def assert_finite(path):
+    assert all(torch.isfinite(weight).all() for weight in read_weights(path).values())
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    """A run in which nothing goes wrong, in pretended FP8."""
+    folder = tmp_path_factory.mktemp("clean") / "run"
+    with going_wrong(Faults()):
+        train(folder, *QUIET)
+    assert fallback(folder) == {"events": [], "reruns": 0, "skipped": 0, "rollbacks": 0}
+    return folder
+
+
+class InFP8Alone(Faults):
+    """A loss that is NaN in step 3, a gradient that is infinite in step 5."""
+
+    def loss(self, module, step, precision):
+        return NAN if (step, precision) == (3, "fp8") else 1.0
+
+    def gradient(self, module, step, precision):
+        return math.inf if (step, precision) == (5, "fp8") else 1.0
+
+
+@pytest.fixture(scope="module")
+def rerun(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rerun") / "run"
+    with going_wrong(InFP8Alone()):
+        train(folder, *QUIET)
+    return folder
+
+
+def test_29_a_loss_that_is_nan_in_fp8_is_computed_again_in_bf16(rerun, clean):
+    assert happened(rerun)[0] == (3, "rerun")
+    assert "its loss was not finite in FP8" in fallback(rerun)["events"][0]["reason"]
+    assert metrics(rerun)["bf16_reruns"][3] == 1
+    assert metrics(rerun)["train_loss"][3] == metrics(clean)["train_loss"][3]
+
+
+def test_30_a_gradient_that_is_infinite_in_fp8_is_computed_again_in_bf16(rerun, clean):
+    assert happened(rerun)[1:] == [(5, "rerun")]
+    assert "its gradient was not finite in FP8" in fallback(rerun)["events"][1]["reason"]
+    counts = fallback(rerun)
+    assert (counts["reruns"], counts["skipped"], counts["rollbacks"]) == (2, 0, 0)
+    assert metrics(rerun)["grad_norm"] == metrics(clean)["grad_norm"]
+
+
+def test_30_a_step_run_again_counts_once_and_leaves_no_trace(rerun, clean):
+    assert summary(rerun)["steps"] == 12
+    assert metrics(rerun)["lr"] == metrics(clean)["lr"]
+    assert summary(rerun)["precision"]["ran"] == "fp8_hybrid"
+    assert_same_checkpoint(checkpoint(rerun, 12), checkpoint(clean, 12))
+
+
+def test_30_magnitudes_that_are_not_finite_count_for_nothing():
+    model = torch.nn.Module()
+    model.scales = Scales(DelayedScaling(2, 0, False, torch.float8_e4m3fn, torch.float8_e5m2))
+    model.scales.reserve("forward")
+    model.scales.reserve("gradient")
+    model.scales.allocate(torch.device("cpu"))
+    model.scales.history.copy_(torch.tensor([[NAN, math.inf], [3.0, 4.0]]))
+    state.forget_nonfinite(model)
+    assert model.scales.history.tolist() == [[0, 0], [3, 4]]
+    assert model.scales.scale.tolist() == [1, 1], "scales are as they were"
+
+
+class NanWeight(Faults):
+    """Once: a weight is NaN after the update of step 6, which is then saved."""
+
+    happened = False
+
+    def after(self, module, step):
+        if step == 6 and not self.happened:
+            self.happened = True
+            with torch.no_grad():
+                module.model.positions.weight[0, 0] = NAN
+
+
+def test_31_a_nan_weight_is_noticed_and_left_behind_for_a_checkpoint_without_it(tmp_path):
+    keys = ["precision=fp32", "callbacks.nonfinite_limit=2", "callbacks.checkpoint_every_n_steps=2"]
+    keys.append("trainer.val_check_interval=12")
+    train(tmp_path / "clean", *keys)
+    with going_wrong(NanWeight()):
+        train(tmp_path / "run", *keys)
+    assert happened(tmp_path / "run") == [(7, "skip"), (8, "skip"), (8, "rollback")]
+    counts = fallback(tmp_path / "run")
+    assert (counts["reruns"], counts["skipped"], counts["rollbacks"]) == (0, 2, 1), "only FP8 is run again in bf16"
+    assert summary(tmp_path / "run")["precision"]["ran"] == "fp32", "there is nothing to fall back to"
+    assert_same_checkpoint(checkpoint(tmp_path / "run", 12), checkpoint(tmp_path / "clean", 12))
+    assert metrics(tmp_path / "run")["train_loss"] == metrics(tmp_path / "clean")["train_loss"]
+
+
+class PoisonedBatch(Faults):
+    """Step 7's, in any precision."""
+
+    def loss(self, module, step, precision):
+        return NAN if step == 7 else 1.0
+
+
+def test_32_a_batch_that_is_bad_in_bf16_too_is_left_out_and_counts_as_a_step(tmp_path, caplog, clean):
+    weights = {}
+
+    class Watched(PoisonedBatch):
+        def before(self, module, step):
+            weights[step] = module.model.positions.weight.detach().clone()
+
+    with going_wrong(Watched()):
+        train(tmp_path / "run", *QUIET)
+    assert torch.equal(weights[7], weights[8])
+    assert not torch.equal(weights[8], weights[9])
+    report = summary(tmp_path / "run")
+    assert (report["steps"], report["skipped_steps"]) == (12, 1)
+    assert happened(tmp_path / "run") == [(7, "skip")]
+    assert (fallback(tmp_path / "run")["reruns"], fallback(tmp_path / "run")["skipped"]) == (1, 1)
+    assert [r.getMessage() for r in caplog.records if "counts as a step" in r.getMessage()] == [
+        "step 7: its loss was not finite, in FP8 and in bf16; the batch is left out and counts as a step"
+    ]
+    assert metrics(tmp_path / "run")["lr"] == metrics(clean)["lr"]
+    ours, theirs = (read(checkpoint(folder, 12))["TokenDataModule"] for folder in (tmp_path / "run", clean))
+    assert ours["lanes"] == theirs["lanes"], "the text went on"
+
+
+class Spike(Faults):
+    """Step 9's loss is ten times what it is."""
+
+    def loss(self, module, step, precision):
+        return 10.0 if step == 9 else 1.0
+
+
+def test_33_one_spike_is_said_and_nothing_else(tmp_path, monkeypatch, caplog, clean):
+    monkeypatch.setattr(ladder, "WARM_UP", 4)
+    with going_wrong(Spike()):
+        train(tmp_path / "run", *QUIET, "callbacks.divergence_steps=2")
+    assert happened(tmp_path / "run") == [(9, "spike")]
+    assert "standard deviations" in caplog.text
+    assert_same_checkpoint(checkpoint(tmp_path / "run", 12), checkpoint(clean, 12))
+
+
+class HotRate(Faults):
+    """A learning rate a thousand times too high from step 13 to 32; in FP8 alone, or always."""
+
+    def __init__(self, always):
+        self.always = always
+
+    def before(self, module, step):
+        if 13 <= step <= 32 and (self.always or module.plan.fp8):
+            for group in module.optimizers().param_groups:
+                group["lr"] *= 1000
+
+
+DIVERGING = [
+    "precision=fp8_hybrid", "trainer.max_steps=36", "trainer.val_check_interval=36", "callbacks.divergence_steps=6",
+    "callbacks.checkpoint_every_n_steps=6", "optim.lr=0.003",
+]  # fmt: skip
+
+
+def test_34_a_run_that_diverges_goes_back_once_and_on_in_bf16(tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder, "WARM_UP", 8)
+    with going_wrong(HotRate(always=False)):
+        train(tmp_path / "run", *DIVERGING)
+    (spike, since), (step, what) = happened(tmp_path / "run")
+    assert (since, what) == ("spike", "rollback")
+    assert 14 <= spike <= 18
+    assert step == spike + 5
+    report = summary(tmp_path / "run")
+    assert (report["status"], report["steps"]) == ("completed", 36)
+    assert report["precision"]["ran"] == "bf16"
+    assert report["precision"]["reason"].startswith(f"fallback at step {step}: the loss has stayed more than 6")
+    table = metrics(tmp_path / "run")
+    assert list(table["train_loss"]) == list(range(1, 37)), "each step once in the log"
+    assert table["train_loss"][36] < table["train_loss"][12]
+    assert table["lr"][15] == pytest.approx(0.003 * learning_rate_factor(14, 2, 36, 0.1)), "that of after the rollback"
+
+
+def test_35_a_run_that_diverges_again_ends_with_exit_3(tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder, "WARM_UP", 8)
+    with going_wrong(HotRate(always=True)), pytest.raises(Diverged, match=r"one way back.*a lower optim\.lr"):
+        train(tmp_path / "run", *DIVERGING)
+    report = summary(tmp_path / "run")
+    assert (report["status"], report["exit_code"]) == ("diverged", 3)
+    assert [what for _, what in happened(tmp_path / "run")] == ["spike", "rollback", "spike"]
+    assert report["precision"]["ran"] == "bf16"
+
+
+class BadInFP8(Faults):
+    """Steps 6 and 7 are not finite as long as the run is one in FP8, whatever they are computed in."""
+
+    def loss(self, module, step, precision):
+        return NAN if module.plan.fp8 and step in (6, 7) else 1.0
+
+
+@pytest.fixture(scope="module")
+def fallen(tmp_path_factory):
+    """A run that fell back to bf16 in step 7, and ended after step 10 without a word."""
+    folder = tmp_path_factory.mktemp("fallen") / "run"
+    with going_wrong(BadInFP8()):
+        train_until(10, folder, *QUIET, "callbacks.nonfinite_limit=2")
+    return folder
+
+
+def test_36_it_went_back_to_the_checkpoint_before_and_saved_its_next_step(fallen):
+    assert happened(fallen) == [(6, "skip"), (7, "skip"), (7, "rollback")]
+    assert summary(fallen)["precision"]["ran"] == "bf16"
+    steps = {5, 8}  # the first after the rollback to step 4, and the interval's
+    assert {path.name for path in (fallen / "checkpoints").glob("step-*")} == {f"step-{n:08d}" for n in steps}
+    saved = read(checkpoint(fallen, 5))
+    assert saved["precision"] == {
+        "asked": "fp8_hybrid", "ran": "bf16", "recipe": None, "fell_back": True,
+        "reason": "fallback at step 7: the last 2 steps had no finite loss and gradient",
+    }  # fmt: skip
+    assert saved["callbacks"]["Fallback"]["rollbacks"] == 1
+
+
+def test_36_a_resumed_run_stays_in_bf16_and_says_so(fallen, clean, caplog):
+    caplog.set_level(logging.INFO)
+    with going_wrong(BadInFP8()):
+        train(fallen, *QUIET, "ckpt_path=last")
+    assert "has fallen back to bf16, and stays there" in caplog.text
+    report = summary(fallen)
+    assert (report["steps"], report["precision"]["ran"]) == (12, "bf16")
+    assert happened(fallen) == [(6, "skip"), (7, "skip"), (7, "rollback")], "from the checkpoint"
+    # Pretended FP8 is bf16: the run ends where one ends to which nothing happened.
+    assert_same_checkpoint(checkpoint(fallen, 12), checkpoint(clean, 12))
+
+
+def test_36_another_precision_on_the_command_line_is_obeyed(fallen):
+    with going_wrong(Faults()):
+        train(fallen, *QUIET, "precision=fp8_e4m3", "trainer.max_steps=13", "ckpt_path=last")
+    assert summary(fallen)["precision"]["ran"] == "fp8_e4m3"
+
+
+def test_36_whether_it_stays_depends_on_what_is_asked_for():
+    (config,) = compose.preflight(["precision=fp8_hybrid"])
+    plan = Plan("cuda", "fp8_hybrid", "fp8_hybrid", None, "fused", compile=False, graphs=True)
+    fell = fallen_back(plan, config, "fallback at step 3: why")
+    assert fell == Plan(
+        "cuda", "fp8_hybrid", "bf16", "fallback at step 3: why", "reference", compile=True, graphs=False, fell_back=True
+    )
+    saved = {"asked": "fp8_hybrid", "ran": "bf16", "reason": "fallback at step 3: why", "fell_back": True}
+    assert as_before(plan, config, saved) == fell
+    assert as_before(plan, config, saved | {"asked": "fp8_e4m3"}) == plan
+    assert as_before(plan, config, saved | {"fell_back": False}) == plan, "FP8 could not run on that machine"
+    assert as_before(plan, config, {}) == plan, "of a checkpoint of before there was a ladder"
+    elsewhere = replace(plan, ran="fp32", backend="reference", graphs=False)
+    assert as_before(elsewhere, config, saved) == replace(elsewhere, fell_back=True), "to be known again on a GPU"
+
+
+ONE_RANK = """
+import os
+import pytest, torch
+sys.path.insert(0, REPOSITORY)
+from tests.faults.pretended import NAN, Faults, pretend, put
+
+class OnRankOne(Faults):
+    def loss(self, module, step, precision):
+        here = module.global_rank == 1 and module.plan.fp8
+        return NAN if here and (step in (6, 7) or (step, precision) == (2, "fp8")) else 1.0
+
+    def gradient(self, module, step, precision):
+        return NAN if module.global_rank == 1 and (step, precision) == (3, "fp8") else 1.0
+
+patch = pytest.MonkeyPatch()
+pretend(patch)
+put(OnRankOne(), patch)
+end = GPT2Module.on_train_batch_end
+
+def on_train_batch_end(self, *args):
+    end(self, *args)
+    norms = [float(p.detach().double().norm()) for p in self.model.parameters()]
+    with Path(f"rank-{self.global_rank}").open("a") as file:
+        file.write(f"{self.global_step} {self.plan.ran} {norms}\\n")
+
+GPT2Module.on_train_batch_end = on_train_batch_end
+"""
+
+
+def test_37_two_ranks_decide_alike_whichever_of_them_it_happens_to(tmp_path, request):
+    script = ONE_RANK.replace("REPOSITORY", repr(str(request.config.rootpath)))
+    keys = [word for word in TWO if "val_check" not in word]
+    keys += [*QUIET, "callbacks.nonfinite_limit=2", "run_name=run"]
+    code, output = run(tmp_path, *keys, patch=script)
+    assert code == 0, output
+    folder = tmp_path / "outputs/run"
+    expected = [(2, "rerun"), (3, "rerun"), (6, "skip"), (7, "skip"), (7, "rollback")]
+    assert happened(folder) == expected
+    one, other = ((tmp_path / f"rank-{rank}").read_text() for rank in (0, 1))
+    assert one == other, "weights after every step, to the last bit of their norms"
+    steps = [tuple(line.split()[:2]) for line in one.splitlines()]
+    in_fp8 = [(str(n), "fp8_hybrid") for n in range(1, 7)]
+    assert steps == in_fp8 + [(str(n), "bf16") for n in range(5, 13)]
+    assert output.count("step 7: going back to") == 1, "rank 0 speaks for all"
+    assert_finite(checkpoint(folder, 12))

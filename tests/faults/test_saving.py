@@ -1,0 +1,538 @@
+"""Faults 01 to 05, 18 to 24 and 26 to 28: kills, full disks, resumes, retention, two runs in a folder, late writes."""
+
+import errno
+import json
+import logging
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from gpt2_fp8.checkpoint import durable, files, find, lock, pointers, space
+from gpt2_fp8.checkpoint.lock import RunLock
+from gpt2_fp8.checkpoint.pointers import Pointer
+from gpt2_fp8.checkpoint.writer import Writer
+from gpt2_fp8.config.errors import RunError, Stopped, UserError
+from tests.callbacks import tiny_run
+from tests.callbacks.tiny_run import At
+from tests.runs import SMALL, assert_same_checkpoint, checkpoint, record_steps, summary, train, train_until
+
+HERE = Path(__file__).resolve().parent
+ELSEWHERE = Path("/dev/shm")  # memory: another filesystem than the one that tests write on
+
+
+def state(step):
+    return {"state_dict": {"w": torch.full((8,), float(step))}, "optimizer_states": [], "global_step": step}
+
+
+def at(step, val_loss=None):
+    return Pointer(pointers.folder_name(step), step, val_loss)
+
+
+def begun(folder, **options):
+    writer = Writer(folder, **{"keep": 2, "asynchronous": False} | options)
+    last = find.resolve("last", folder)
+    writer.begin(last and pointers.step_of(last.name), None)
+    return writer
+
+
+def until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+# ---- 01 to 03: kills -------------------------------------------------------------------------------------------------
+
+
+def kill(folder, kills, what, **environment):
+    command = [sys.executable, HERE / "killing.py", folder, str(kills), "1", what]
+    path = {"PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | path | environment, timeout=3000)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def other_filesystem(folder):
+    if not ELSEWHERE.is_dir() or ELSEWHERE.stat().st_dev == folder.stat().st_dev:
+        pytest.skip("there is no second filesystem here")
+    return {"TMPDIR": str(ELSEWHERE)}
+
+
+def test_01_killed_in_a_save_the_last_one_loads(tmp_path):
+    found = kill(tmp_path / "c", 10, "writer")
+    assert found["killed"] == 10
+    assert found["midst"] >= 3
+
+
+def test_02_so_it_does_with_temporary_files_elsewhere(tmp_path):
+    found = kill(tmp_path / "c", 10, "writer", **other_filesystem(tmp_path))
+    assert found["killed"] == 10
+    assert found["midst"] >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["writer", "run"])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["one filesystem", "two filesystems"])
+def test_01_02_two_hundred_kills_lose_nothing(tmp_path, what, elsewhere):
+    """A hundred of each kind: together 200 of the writer alone, and 200 of runs that end as one in peace does."""
+    found = kill(tmp_path / "c", 100, what, **other_filesystem(tmp_path) if elsewhere else {})
+    assert found["killed"] == 100
+    assert found["midst"] >= 20
+
+
+class Killed(BaseException):
+    """Ends a save at once, without any of the tidying that an error has."""
+
+
+@pytest.mark.parametrize("before", [("pointers", "write"), ("files", "remove")], ids=["the pointer", "the deletion"])
+def test_03_killed_between_rename_and_pointer_there_is_an_old_or_a_new_one(tmp_path, monkeypatch, before):
+    writer = begun(tmp_path, keep=1)
+    writer.save(state(1), at(1))
+
+    def stop(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr({"pointers": pointers, "files": files}[before[0]], before[1], stop)
+        with pytest.raises(Killed):
+            writer.save(state(2), at(2))
+    assert list(pointers.steps(tmp_path)) == [1, 2]  # at no moment less than one
+    expected = 1 if before[0] == "pointers" else 2
+    assert files.read(find.resolve("last", tmp_path))["global_step"] == expected
+    writer = begun(tmp_path, keep=1)  # the run again, which comes to step 2 once more
+    writer.save(state(2), at(2))
+    assert list(pointers.steps(tmp_path)) == [2]
+    assert files.read(find.resolve("last", tmp_path))["state_dict"]["w"][0] == 2
+
+
+# ---- 04, 05: disks that are full -------------------------------------------------------------------------------------
+
+
+class Ballast(Callback):
+    """A megabyte more in each checkpoint than in any log."""
+
+    def state_dict(self):
+        return {"ballast": torch.zeros(1 << 18)}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["in a thread", "in the step"])
+def test_04_a_disk_that_is_full_for_a_while(tmp_path, caplog, asynchronous):
+    """`ulimit -f`: the kernel itself refuses what is larger, as a full disk does, in the middle of a file."""
+    folder, limits = tmp_path / "checkpoints", resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill():
+        until(lambda: (last := pointers.read(folder, "last")) is not None and last.step == 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, limits[1]))
+
+    def empty():
+        assert find.resolve("last", folder).name == "step-00000002"
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    hooks = [Ballast(), At("on_train_batch_start", 3, fill), At("on_train_batch_start", 8, empty_later(empty, folder))]
+    try:
+        with caplog.at_level(logging.WARNING, "gpt2_fp8"):
+            module, _, tiers = tiny_run.run(
+                tmp_path, max_steps=10, val=100, callbacks=hooks, asynchronous=asynchronous
+            )  # fmt: skip
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(module.losses) == 10
+    warnings = [r.message for r in caplog.records if "could not be saved" in r.message]
+    assert len(warnings) == 1  # of steps 4, 6 and 8
+    assert "step 4 could not be saved, training goes on" in warnings[0]
+    assert "File too large" in warnings[0]
+    assert list(pointers.steps(folder)) == [2, 10]
+    assert not list(folder.glob(".*"))
+    assert tiers.saved_step == 10
+
+
+def empty_later(empty, folder):
+    """Step 8 may still be in the writer's hands: it fails before the disk has room again."""
+
+    def action():
+        until(lambda: not list(folder.glob(".*")))
+        empty()
+
+    return action
+
+
+def test_04_an_end_that_finds_no_room_is_an_error_and_the_old_one_stays(tmp_path, monkeypatch):
+    write = files.write
+
+    def full(path, checkpoint):
+        if checkpoint["global_step"] > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, checkpoint)
+
+    monkeypatch.setattr(files, "write", full)
+    with pytest.raises(RunError, match=r"the end of the run \(step 6\) could not be saved"):
+        tiny_run.run(tmp_path, max_steps=6, val=100)
+    assert files.read(find.resolve("last", tmp_path / "checkpoints"))["global_step"] == 2
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT, errno.EFBIG], ids=errno.errorcode.get)
+def test_05_an_fsync_that_fails_is_a_save_that_failed(tmp_path, monkeypatch, caplog, code):
+    writer, fsync, count = begun(tmp_path, keep=1), os.fsync, [0]
+    writer.save(state(1), at(1))
+    stages = 0
+    while True:  # the first, the second, ... fsync of a save, until there are no more
+        stages += 1
+
+        def fail(descriptor, stages=stages):
+            count[0] += 1
+            if count[0] == stages:
+                raise OSError(code, os.strerror(code))
+            fsync(descriptor)
+
+        count[0] = 0
+        monkeypatch.setattr(os, "fsync", fail)
+        writer.save(state(2), at(2))
+        if count[0] < stages:
+            break
+        last = files.read(find.resolve("last", tmp_path))["global_step"]
+        # Only the very last one, of the folder in which the pointer was renamed, comes when 2 is in place.
+        assert last == 1 or (last == 2 and pointers.read(tmp_path, "last").step == 2)
+        assert 1 in pointers.steps(tmp_path)
+        assert not list(tmp_path.glob(".*"))
+    assert stages > 5
+    assert writer.outcome.saved_step == 2
+    assert f"step 2 could not be saved, training goes on: [Errno {code}]" in caplog.text
+
+
+# ---- 18 to 22: resuming ----------------------------------------------------------------------------------------------
+
+SHORT = [*SMALL, "trainer.max_steps=6", "trainer.val_check_interval=3", "callbacks.checkpoint_every_n_steps=2",
+         "micro_batch_size=2", "model.dropout=0.1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run in peace: its folder and its steps, each with the hash of its tokens and its loss."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        steps = record_steps(patch)
+        train(folder, base=SHORT)
+    return folder, list(steps)
+
+
+def assert_as_whole(folder, steps, whole):
+    assert steps == whole[1]
+    assert_same_checkpoint(checkpoint(folder, 6), checkpoint(whole[0], 6))
+
+
+def test_18_three_legs_with_and_without_workers_are_one_run(tmp_path, monkeypatch, whole):
+    steps = record_steps(monkeypatch)
+    train_until(2, tmp_path / "run", base=SHORT)
+    train_until(4, tmp_path / "run", "ckpt_path=last", "data.num_workers=2", base=SHORT)
+    train(tmp_path / "run", "ckpt_path=last", base=SHORT)
+    assert_as_whole(tmp_path / "run", steps, whole)
+
+
+def test_19_resumed_at_the_last_step_it_is_already_complete(monkeypatch, caplog, whole):
+    steps, before = record_steps(monkeypatch), summary(whole[0])
+    with caplog.at_level(logging.INFO, "gpt2_fp8"):
+        train(whole[0], "ckpt_path=last", base=SHORT)
+    assert steps == []
+    assert "already complete: step 6 of 6 is saved" in caplog.text
+    after = summary(whole[0])
+    assert (after["exit_code"], after["steps"], after["last_val_loss"]) == (0, 6, before["last_val_loss"])
+
+
+def interrupt(monkeypatch, step, micro_batch, action):
+    """Do something before the backward of one micro-batch (from 1) of one step (the count of those before it)."""
+    from gpt2_fp8.module import GPT2Module
+
+    original, count = GPT2Module.manual_backward, [0]
+
+    def manual_backward(self, loss, *args, **kwargs):
+        if self.trainer.global_step == step:
+            count[0] += 1
+            if count[0] == micro_batch:
+                action()
+        original(self, loss, *args, **kwargs)
+
+    monkeypatch.setattr(GPT2Module, "manual_backward", manual_backward)
+
+
+def test_20_stopped_in_the_second_of_four_micro_batches(tmp_path, monkeypatch, whole):
+    steps = record_steps(monkeypatch)
+    with monkeypatch.context() as patch:
+        interrupt(patch, 2, 2, lambda: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(Stopped) as stopped:
+            train(tmp_path / "run", base=SHORT)
+    assert stopped.value.exit_code == 143
+    assert find.resolve("last", tmp_path / "run" / "checkpoints") == checkpoint(tmp_path / "run", 3)  # the step's end
+    train(tmp_path / "run", "ckpt_path=last", base=SHORT)
+    assert_as_whole(tmp_path / "run", steps, whole)
+
+
+class BrokenError(RuntimeError):
+    """A fault inside a step."""
+
+
+def test_21_the_batch_that_was_in_flight_is_trained_on_again(tmp_path, monkeypatch, whole):
+    """The state of a boundary that was saved is what is left, and what was being written is finished."""
+
+    def fall():
+        raise BrokenError
+
+    steps = record_steps(monkeypatch)
+    with monkeypatch.context() as patch:
+        interrupt(patch, 4, 3, fall)
+        with pytest.raises(BrokenError):
+            train(tmp_path / "run", base=SHORT)
+    assert find.resolve("last", tmp_path / "run" / "checkpoints") == checkpoint(tmp_path / "run", 4)
+    assert summary(tmp_path / "run")["checkpoint"]["last"] == str(checkpoint(tmp_path / "run", 4))
+    train(tmp_path / "run", "ckpt_path=last", base=SHORT)
+    assert_as_whole(tmp_path / "run", steps, whole)
+
+
+FAILURES = {
+    "a full disk": OSError(errno.ENOSPC, "No space left on device"),
+    "a fault of ours": ZeroDivisionError("in the writer"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
+def test_22_a_save_that_fails_does_not_hide_the_error_before_it(tmp_path, monkeypatch, caplog, failure):
+    gate, write = threading.Event(), files.write
+
+    class Open(Callback):
+        def on_exception(self, *_):  # other callbacks come before the one that waits for the writer
+            gate.set()
+
+    def fail(path, checkpoint):
+        if checkpoint["global_step"] == 2:
+            write(path, checkpoint)
+        else:
+            assert gate.wait(30)
+            raise failure
+
+    def fall():
+        raise BrokenError("the first")
+
+    monkeypatch.setattr(files, "write", fail)
+    with pytest.raises(BrokenError, match="the first"):
+        tiny_run.run(tmp_path, val=100, callbacks=[Open(), At("on_train_batch_start", 4, fall)])
+    assert str(failure) in caplog.text
+    assert files.read(find.resolve("last", tmp_path / "checkpoints"))["global_step"] == 2
+
+
+def test_22_nor_the_exit_code_of_a_signal(tmp_path, monkeypatch):
+    def full(path, checkpoint):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write", full)
+    with pytest.raises(Stopped) as stopped:
+        tiny_run.run(tmp_path, val=100, callbacks=[At("on_train_batch_start", 4, tiny_run.kill(signal.SIGINT))])
+    assert stopped.value.exit_code == 130
+
+
+# ---- 23, 24: what is kept --------------------------------------------------------------------------------------------
+
+
+def test_23_two_hundred_saves_leave_a_bounded_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing is killed here
+    other = begun(tmp_path / "other")
+    other.save(state(50), at(50))
+    writer = begun(tmp_path / "run")
+    for step in (7, 250):  # what it resumes from, and a later step of a branch that it leaves behind
+        writer.save(state(step), at(step))
+    writer = Writer(tmp_path / "run", keep=3, keep_every_n_steps=50, asynchronous=True)
+    writer.begin(7, None)
+    best = None
+    for step in range(8, 208):
+        writer.save(state(step), at(step))
+        if step % 10 == 0:
+            loss = abs(step - 93) + 1.0
+            better = best is None or loss < best.val_loss
+            best = at(step, loss) if better else best
+            writer.note(at(step, loss), better)
+        writer.wait()
+        kept = set(pointers.steps(tmp_path / "run"))
+        newest = set(range(max(8, step - 2), step + 1)) | ({7} if step < 10 else set())
+        permanent = {s for s in (50, 100, 150, 200) if s <= step}
+        assert kept == newest | permanent | {250} | ({best.step} if best else set()), step
+        assert find.resolve("last", tmp_path / "run").name == pointers.folder_name(step)
+    writer.close()
+    assert pointers.read(tmp_path / "run", "best") == at(90, 4.0)
+    assert list(pointers.steps(tmp_path / "other")) == [50]
+    assert {path.name for path in (tmp_path / "run").iterdir() if path.is_file()} == {"last.json", "best.json"}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_24_no_loss_that_is_not_finite_becomes_the_best(tmp_path, bad):
+    _, _, tiers = tiny_run.run(tmp_path, val_losses={4: bad, 8: 2.0, 12: bad})
+    assert tiers.best == pointers.read(tmp_path / "checkpoints", "best") == Pointer("step-00000008", 8, 2.0)
+    assert pointers.read(tmp_path / "checkpoints", "last") == Pointer("step-00000012", 12, None)
+
+
+def test_24_nor_does_one_that_is_missing(tmp_path):
+    _, _, tiers = tiny_run.run(tmp_path, max_steps=4, monitor="no_such_metric")
+    assert tiers.best is None
+    assert pointers.read(tmp_path / "checkpoints", "best") is None
+    assert pointers.read(tmp_path / "checkpoints", "last") == Pointer("step-00000004", 4, None)
+
+
+# ---- 26, 27: folders -------------------------------------------------------------------------------------------------
+
+HOLD = "import sys; from pathlib import Path; from gpt2_fp8.checkpoint.lock import RunLock\n"
+HOLD += "with RunLock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+
+
+def test_26_a_second_run_in_a_folder_is_refused_until_the_first_is_dead(tmp_path):
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(UserError) as refused, RunLock(tmp_path):
+            pass
+        assert refused.value.exit_code == 2
+        (problem,) = refused.value.problems
+        assert f"process {first.pid} on '{os.uname().nodename}', since '20" in problem.cause
+        assert "run_name" in problem.remedy
+    finally:
+        first.kill()
+        first.communicate()
+    assert (tmp_path / lock.NAME).exists()  # it had no time to take its file away
+    with RunLock(tmp_path):
+        assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == os.getpid()
+
+
+def test_27_a_folder_that_cannot_be_written_is_told_before_torch_is_loaded(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    wrong = [tmp_path / "file", tmp_path / "file" / "c", tmp_path / "dangling" / "c", Path("/proc/run/checkpoints")]
+    program = (
+        "import sys; from pathlib import Path; from gpt2_fp8.checkpoint import space\n"
+        "from gpt2_fp8.config.errors import UserError\n"
+        "for folder in map(Path, sys.argv[1:]):\n"
+        "    try: space.require_writable(folder)\n"
+        "    except UserError as error: print(error)\n"
+        "assert not {'torch', 'lightning'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *wrong], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 8
+    assert [line.split(":")[0] for line in lines] == ["error", "  fix"] * 4
+    for folder, cause, reason in zip(wrong, lines[::2], ["is a file", "is a file", "not a folder", "cannot be written"],
+                                     strict=True):  # fmt: skip
+        assert cause.startswith(f"error: {folder}: ")
+        assert reason in cause
+    assert all("hydra.run.dir=" in line for line in lines[1::2])
+
+
+def test_27_a_folder_that_can_be_made_is_fine_and_not_made_yet(tmp_path):
+    space.require_writable(tmp_path / "a" / "b")
+    space.require_writable(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_27_a_disk_without_room_for_the_run_is_told_with_numbers(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: usage(10**10, 8 * 10**9, 2 * 10**9))
+    space.require(tmp_path, space.peak_bytes(40_000_000, keep=2))
+    with pytest.raises(UserError, match=r"need 5\.98 GB, and 2 GB are free") as refused:
+        space.require(tmp_path, space.peak_bytes(124_475_904, keep=2))
+    assert "callbacks.keep_checkpoints=1" in refused.value.problems[0].remedy
+
+
+# ---- 28: leaving while something is being written --------------------------------------------------------------------
+
+
+def test_28_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
+    gate, write, folder = threading.Event(), files.write, tmp_path / "checkpoints"
+    seen = []
+
+    class Open(Callback):
+        def on_exception(self, *_):
+            seen.append(pointers.read(folder, "last"))
+            gate.set()
+
+    def slow(path, checkpoint):
+        assert checkpoint["global_step"] == 2 or gate.wait(30)
+        write(path, checkpoint)
+
+    def fall():
+        raise BrokenError
+
+    monkeypatch.setattr(files, "write", slow)
+    with pytest.raises(BrokenError):
+        tiny_run.run(tmp_path, val=100, callbacks=[Open(), At("on_train_batch_start", 5, fall)])
+    assert [pointer.step for pointer in seen] == [2]  # step 4 was not on the disk when the error was raised
+    assert files.read(find.resolve("last", folder))["global_step"] == 4
+
+
+LEAVE = """
+import os, sys, threading, torch
+from pathlib import Path
+from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.checkpoint.pointers import Pointer
+from gpt2_fp8.checkpoint.writer import Writer
+folder, how = Path(sys.argv[1]), sys.argv[2]
+writer = Writer(folder, keep=1)
+writer.begin(None, None)
+def save(step):
+    writer.save({"state_dict": {"w": torch.ones(8)}, "global_step": step}, Pointer(f"step-{step:08d}", step, None))
+save(1)
+writer.wait()
+reached, gate, fsync = threading.Event(), threading.Event(), durable.fsync
+def slow(path):
+    reached.set()
+    gate.wait(60)
+    fsync(path)
+durable.fsync = slow
+save(2)
+reached.wait(60)
+if how == "os._exit":  # what a second signal does
+    os._exit(130)
+gate.set()
+if how == "close":  # what every end of a run does
+    writer.close()
+"""
+
+WAYS = [("close", 0, {2}), ("neither", 0, {1, 2}), ("os._exit", 130, {1})]
+
+
+@pytest.mark.parametrize(("how", "code", "steps"), WAYS, ids=[way[0] for way in WAYS])
+def test_28_however_a_process_leaves_the_last_one_is_whole(tmp_path, how, code, steps):
+    done = subprocess.run([sys.executable, "-c", LEAVE, tmp_path, how], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    step = pointers.read(tmp_path, "last").step
+    assert step in steps
+    assert files.read(find.resolve("last", tmp_path))["global_step"] == step
+    begun(tmp_path)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_28_the_pointer_moves_after_everything_is_durable(tmp_path, monkeypatch):
+    writer, calls, fsync, write = begun(tmp_path), [], durable.fsync, pointers.write
+
+    def traced(path):
+        fsync(path)
+        calls.append(Path(path).name.removeprefix("."))
+
+    def move(folder, kind, pointer):
+        calls.append(kind)
+        write(folder, kind, pointer)
+
+    monkeypatch.setattr(durable, "fsync", traced)
+    monkeypatch.setattr(pointers, "write", move)
+    writer.save(state(1), at(1))
+    before = calls[: calls.index("last")]
+    assert "model.safetensors" in before
+    assert before[-1] == tmp_path.name  # the folder in which the checkpoint got its name
+    assert before.index("model.safetensors") < before.index("step-00000001.tmp") < len(before) - 1

@@ -1,0 +1,377 @@
+"""Faults 41 to 46: signals in every phase of a run, and SLURM's. What is saved, how it ends, how it goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from gpt2_fp8 import signals, slurm
+from gpt2_fp8.checkpoint import files, find
+from gpt2_fp8.config.errors import Stopped
+from gpt2_fp8.data import workers as workers_module
+from gpt2_fp8.data.workers import UnitPool
+from tests.callbacks import tiny_run
+from tests.callbacks.tiny_run import At, kill, rows, run
+from tests.data.corpora import write_jsonl
+from tests.runs import SMALL, assert_equal, checkpoint, record_steps, summary, train
+
+ALONE = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+SLURM = {
+    "SLURM_NTASKS": "1", "SLURM_JOB_ID": "4242", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_JOB_NAME": "train",
+}  # fmt: skip
+END = "step-00000012"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that nobody interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder)
+    return folder
+
+
+def continues_like(whole, folder):
+    """Continue, and compare: every logged value, and the last checkpoint bit for bit."""
+    run(folder)
+    assert rows(folder) == rows(whole)
+    left, right = (files.read(path / "checkpoints" / END) for path in (folder, whole))
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
+        assert_equal(left[key], right[key], key)
+    loops = [state["loops"]["fit_loop"] for state in (left, right)]
+    for key in ("epoch_loop.batch_progress", "epoch_loop.state_dict"):
+        assert_equal(loops[0][key], loops[1][key], key)
+    assert_equal(left["rng"][0]["torch"], right["rng"][0]["torch"], "rng")
+
+
+def last_step(folder):
+    """The step that `last` names, once everything that a thread is writing is there."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("checkpoints"):
+            thread.join(0.5)  # it waits for more when it is done
+    return files.read(find.resolve("last", folder / "checkpoints"))["global_step"]
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_41_ctrl_c_finishes_the_step_and_the_run_goes_on_later(tmp_path, whole, step):
+    with pytest.raises(Stopped) as stopped:
+        run(tmp_path, callbacks=[At("on_train_batch_start", step, kill(signal.SIGINT))])
+    assert stopped.value.exit_code == 130
+    assert last_step(tmp_path) == step + 1
+    continues_like(whole, tmp_path)
+
+
+def test_43_sigterm_does_the_same(tmp_path, whole):
+    with pytest.raises(Stopped) as stopped:
+        run(tmp_path, callbacks=[At("on_train_batch_start", 6, kill(signal.SIGTERM))])
+    assert stopped.value.exit_code == 143
+    assert last_step(tmp_path) == 7
+    continues_like(whole, tmp_path)
+
+
+def test_42_a_second_ctrl_c_in_a_slow_save_leaves_last_as_it_was(tmp_path):
+    """The first one comes in step 4, the second while step 5 is being written, which would take a minute."""
+    code = f"""
+import signal, sys, threading, time
+sys.path.insert(0, {str(Path(tiny_run.__file__).parent)!r})
+import tiny_run
+from gpt2_fp8.checkpoint import files
+from tests.callbacks.tiny_run import At, kill, run
+
+write = files.write
+def slow(path, *arguments, **options):
+    if "5" in str(path.name):
+        main = threading.main_thread().ident
+        threading.Timer(1.0, signal.pthread_kill, [main, signal.SIGINT]).start()
+        time.sleep(60)
+    return write(path, *arguments, **options)
+
+files.write = slow
+run({str(tmp_path)!r}, callbacks=[At("on_train_batch_start", 4, kill(signal.SIGINT))])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55, env=ALONE)
+    assert done.returncode == 130, done.stderr
+    assert "once more to leave at once" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert last_step(tmp_path) == 4
+    run(tmp_path, max_steps=6)
+    assert last_step(tmp_path) == 6
+
+
+# ---- SLURM -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """A job of SLURM's, with a `scontrol` that writes down how it is called; returns where."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    calls = tmp_path / "calls"
+    (folder / "scontrol").write_text(
+        f'#!/bin/sh\necho "$@" >> {calls}\nls {tmp_path}/checkpoints >> {calls}.saved || true\n'
+    )
+    (folder / "scontrol").chmod(0o755)
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return calls
+
+
+def requeue_at(step, folder):
+    return run(folder, callbacks=[At("on_train_batch_start", step, kill(signal.SIGUSR1))])
+
+
+def test_44_slurm_requeues_once_what_is_saved(tmp_path, whole, scontrol):
+    with pytest.raises(slurm.Requeued) as stopped:
+        requeue_at(5, tmp_path)
+    assert stopped.value.exit_code == 0
+    assert scontrol.read_text() == "requeue 4242\n"
+    assert "step-00000006" in Path(f"{scontrol}.saved").read_text()
+    assert not list(tmp_path.glob("hpc_ckpt*")), "Lightning's own handler ran too"
+    continues_like(whole, tmp_path)
+    assert scontrol.read_text() == "requeue 4242\n"
+
+
+def test_44_a_task_of_an_array_is_requeued_by_its_own_number(tmp_path, scontrol, monkeypatch):
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4000")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+    assert slurm.ended(signal.SIGUSR1).exit_code == 0
+    assert scontrol.read_text() == "requeue 4000_7\n"
+
+
+def test_44_one_rank_of_a_job_requeues_it(scontrol, monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert slurm.ended(signal.SIGUSR1).exit_code == 0
+    assert not scontrol.exists()
+
+
+@pytest.mark.parametrize("number", ["4242; touch /tmp/x", ""])
+def test_44_what_is_not_a_job_is_not_requeued(number, scontrol, monkeypatch, caplog):
+    monkeypatch.setenv("SLURM_JOB_ID", number)
+    assert slurm.ended(signal.SIGUSR1).exit_code == 128 + signal.SIGUSR1
+    assert "could not be requeued" in caplog.text
+    assert not scontrol.exists()
+
+
+def test_44_a_scontrol_that_fails_is_said(scontrol, caplog):
+    (scontrol.parent / "bin/scontrol").write_text("#!/bin/sh\necho no such job >&2; exit 1\n")
+    assert slurm.ended(signal.SIGUSR1).exit_code == 128 + signal.SIGUSR1
+    assert "no such job" in caplog.text
+
+
+def test_44_sigterm_is_no_wish_for_another_turn(tmp_path, scontrol):
+    with pytest.raises(Stopped) as stopped:
+        run(tmp_path, callbacks=[At("on_train_batch_start", 2, kill(signal.SIGTERM))])
+    assert stopped.value.exit_code == 143
+    assert not scontrol.exists()
+
+
+def test_44_a_shell_on_a_node_is_like_anywhere_else(scontrol, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
+    before = signal.getsignal(signal.SIGUSR1)
+    with signals.handled():
+        assert signal.getsignal(signal.SIGUSR1) is before
+    assert slurm.ended(signal.SIGTERM).exit_code == 143
+
+
+# ---- phases ------------------------------------------------------------------------------------------------------
+
+
+class Waiting(tiny_run.Tiny):
+    """Waits for the data of the step after `step`, and is told to stop meanwhile."""
+
+    def __init__(self, length, step, signum):
+        super().__init__(length)
+        self.step, self.signum = step, signum
+
+    def train_dataloader(self):
+        loader, step, signum = super().train_dataloader(), self.step, self.signum
+
+        class Loader(type(loader)):
+            def __iter__(self):
+                for batch in super().__iter__():
+                    if self.position == step + 1:
+                        self.position -= 1  # it has not been handed out
+                        threading.Timer(0.2, os.kill, [os.getpid(), signum]).start()
+                        with signals.interruptible():
+                            time.sleep(60)
+                    yield batch
+
+        return Loader(self.length)
+
+
+@pytest.mark.parametrize("step", [3, 4, 8])  # after a validation (4, 8), and between two of them
+def test_45_in_a_wait_for_data_the_last_step_is_saved(tmp_path, whole, monkeypatch, step):
+    with monkeypatch.context() as patched:
+        patched.setattr(tiny_run, "Tiny", lambda length, losses: Waiting(length, step, signal.SIGTERM))
+        with pytest.raises(Stopped) as stopped:
+            run(tmp_path, every=0)
+    assert stopped.value.exit_code == 143
+    assert last_step(tmp_path) == step
+    continues_like(whole, tmp_path)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_45_in_a_wait_for_a_unit(tmp_path, monkeypatch, workers):
+    """The real data: what blocks is the reading of a unit, in this process or in a worker. Nothing of it is lost."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(40):
+        write_jsonl(folder / f"{i:02d}.jsonl", [f"<{i}>" + "abc" * 100])
+    words = ["data=text_files", f"data.train_files=[{folder}/*.jsonl]", "data.tokenizer=bytes", "data.val_sequences=0",
+             "data.cache_dir=null", "logger=none", "callbacks.checkpoint_every_n_steps=0"]  # fmt: skip
+    monkeypatch.setattr(workers_module, "KEEP_BYTES", 0)
+    steps = record_steps(monkeypatch)
+    train(tmp_path / "whole", *words)
+    whole, steps[:] = steps[:], []
+    with monkeypatch.context() as patched:
+        patched.setattr(UnitPool, "take", blocks_after(5, steps, UnitPool.take))
+        with pytest.raises(Stopped) as stopped:
+            train(tmp_path / "run", *words, f"data.num_workers={workers}")
+    assert stopped.value.exit_code == 143
+    assert summary(tmp_path / "run")["steps"] == len(steps) >= 5
+    train(tmp_path / "run", *words, "ckpt_path=last")
+    assert steps == whole
+
+
+def blocks_after(step, steps, take):
+    """`UnitPool.take` that gets no answer from the first unit on that is asked for after `step`."""
+
+    def blocked(self, ticket):
+        if len(steps) < step:
+            return take(self, ticket)
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        if ticket.future is not None:
+            ticket.future = Future()
+        self._kept.clear()
+        self.reader = lambda unit: time.sleep(60)
+        return take(self, ticket)
+
+    return blocked
+
+
+def test_45_a_signal_just_before_a_wait_ends_it_too():
+    with signals.handled() as handlers:
+        handlers.hold()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(signals.Interrupted), signals.interruptible():
+            time.sleep(60)
+
+
+def test_45_in_validation(tmp_path, whole):
+    with pytest.raises(Stopped) as stopped:
+        run(tmp_path, every=0, callbacks=[At("on_validation_batch_start", 8, kill(signal.SIGINT))])
+    assert stopped.value.exit_code == 130
+    assert last_step(tmp_path) == 8
+    continues_like(whole, tmp_path)
+
+
+def test_45_in_a_save(tmp_path, whole, monkeypatch):
+    write = files.write
+
+    def written(path, *arguments, **options):
+        if path.name == "step-00000004":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return write(path, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write", written)
+        with pytest.raises(Stopped) as stopped:
+            run(tmp_path)
+    assert stopped.value.exit_code == 143
+    assert last_step(tmp_path) >= 4
+    continues_like(whole, tmp_path)
+
+
+START_UP = """
+import signal, sys, time
+
+def wait(*_, **__):
+    print("waiting", flush=True)
+    try:
+        time.sleep(60)
+    except Exception:  # as whoever tries something again does
+        time.sleep(60)
+
+{patch}
+from gpt2_fp8 import run
+if __name__ == "__main__":
+    sys.exit(run.main(sys.argv[1:]))
+"""
+PATCHES = {
+    "imports": "import builtins\noriginal = builtins.__import__\n"
+    "builtins.__import__ = lambda name, *a: wait() if name == 'torch' else original(name, *a)",
+    "data": "from gpt2_fp8.data.datamodule import TokenDataModule\nTokenDataModule.setup = wait",
+}
+
+
+@pytest.mark.parametrize(("phase", "number", "code"), [("imports", signal.SIGINT, 130), ("data", signal.SIGTERM, 143)])
+def test_45_in_start_up(tmp_path, phase, number, code):
+    (tmp_path / "script.py").write_text(START_UP.format(patch=PATCHES[phase]))
+    process = subprocess.Popen(
+        [sys.executable, "script.py", *SMALL, "run_name=run"], cwd=tmp_path, text=True,
+        env=ALONE | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        for line in process.stdout:
+            if "waiting" in line:
+                break
+        time.sleep(0.2)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=50)
+    finally:
+        process.kill()
+    assert process.returncode == code, output
+    assert "Traceback" not in output
+    assert "stopped by signal" in output
+    assert find.resolve("last", tmp_path / "outputs/run/checkpoints") is None
+
+
+# ---- the whole group ---------------------------------------------------------------------------------------------
+
+FILES = [word for word in SMALL if not word.startswith("trainer.max_steps")]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130)])
+def test_46_a_signal_to_the_group_leaves_no_traceback_and_no_process(tmp_path, number, code):
+    """Ctrl-C: parent and workers get it alike."""
+    folder = tmp_path / "outputs/run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gpt2_fp8.run", *FILES, "trainer.max_steps=4000", "run_name=run", "data.num_workers=2"],
+        cwd=tmp_path, text=True, env=ALONE, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 90
+        while not (folder / "metrics.csv").exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        os.killpg(process.pid, number)
+        output, _ = process.communicate(timeout=60)
+        until = time.monotonic() + 20
+        while group_is_alive(process.pid) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not group_is_alive(process.pid), "a process is left"
+    finally:
+        if group_is_alive(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == code, output
+    assert "Traceback" not in output
+    assert "worker process" not in output, "a worker has died of it"
+    report = summary(folder)
+    assert (report["status"], report["exit_code"]) == ("stopped", code)
+    assert checkpoint(folder, report["steps"]).is_dir()
+
+
+def group_is_alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

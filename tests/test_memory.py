@@ -1,0 +1,87 @@
+"""Out of memory: recognised in all its texts, and answered by halving."""
+
+import logging
+
+import pytest
+import torch
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.memory import Fitting, halved, is_out_of_memory
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139 GiB"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory: you tried to"),
+        RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"),
+        MemoryError(),
+    ],
+)
+def test_every_text_of_it_is_recognised(error):
+    assert is_out_of_memory(error)
+    outer = ValueError("a step failed")
+    outer.__cause__ = error
+    assert is_out_of_memory(outer)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED when calling cublasLtMatmul"),
+        RuntimeError("expected all tensors to be on the same device"),
+        ValueError("out of memory"),  # no allocator says it so
+        KeyboardInterrupt(),
+    ],
+)
+def test_nothing_else_is_taken_for_it(error):
+    assert not is_out_of_memory(error)
+
+
+def test_sizes_stay_divisors():
+    assert [halved(64, 64), halved(64, 96), halved(10, 30), halved(3, 9), halved(7, 7)] == [32, 32, 5, 1, 1]
+
+
+def full_above(limit, calls):
+    def work(size):
+        calls.append(size)
+        if size > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return size * 10
+
+    return work
+
+
+def test_the_size_is_halved_until_it_fits_and_stays_there(caplog):
+    caplog.set_level(logging.WARNING)
+    calls, forgotten = [], []
+    fitting = Fitting(64, "micro_batch_size")
+    assert fitting(full_above(20, calls), 64, lambda: forgotten.append(1), CPU, ranks=False) == 160
+    assert calls == [64, 32, 16]
+    assert len(forgotten) == 2
+    assert fitting(full_above(20, calls), 64, lambda: forgotten.append(1), CPU, ranks=False) == 160
+    assert calls == [64, 32, 16, 16]
+    assert [record.message for record in caplog.records] == [
+        f"out of memory: micro_batch_size {a} instead of {b} from here on "
+        "(CUDA out of memory. Tried to allocate 2.00 GiB)" for b, a in ((64, 32), (32, 16))
+    ]  # fmt: skip
+
+
+def test_a_single_sequence_that_does_not_fit_ends_with_advice():
+    with pytest.raises(UserError, match=r"micro_batch_size=1: CUDA out of memory(.|\n)*fix: activation_checkpointing"):
+        Fitting(4, "micro_batch_size")(full_above(0, []), 4, lambda: None, CPU, ranks=False)
+
+
+def test_other_errors_come_through_at_once():
+    def work(size):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        Fitting(4, "micro_batch_size")(work, 4, lambda: pytest.fail("nothing to forget"), CPU, ranks=False)
