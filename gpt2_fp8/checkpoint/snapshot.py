@@ -84,7 +84,7 @@ class _Snapshot:
 def _page_locked(like: Tensor) -> Tensor:
     """An empty host tensor; an ordinary one, which is copied into more slowly, where no more pages can be locked."""
     try:
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
     except RuntimeError as error:
         log.warning("checkpoints are copied through ordinary memory, which is slower: %s", str(error).splitlines()[0])
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")

@@ -61,6 +61,7 @@ class Training:
         loss = self.engine.gradients(ids, self.context, Tensor.backward)
         parameters = self.engine.model.parameters()
         result = update(self.optimizer, self.optimizer.step, parameters, loss, self.max_grad_norm)
+        result.read()  # as a run does, before the next step
         self.schedule.step()
         return result
 
@@ -130,7 +131,7 @@ def _timed(
     step: Callable[[Tensor], StepResult], batches: list[Tensor], device: str
 ) -> tuple[list[StepResult], list[float]]:
     """The results of steps, and the seconds that each took. On a GPU the time is the GPU's own, between marks in its
-    queue: the host runs ahead, as in a run, and waits at the end alone."""
+    queue; the host waits for a step's verdict, as in a run, and at the end."""
     results = []
     if device == "cpu":
         clock = [time.perf_counter()]

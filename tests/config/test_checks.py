@@ -242,7 +242,7 @@ def test_a_key_that_follows_another_is_not_blamed():
 
 def test_a_bad_value_is_not_compared():
     assert [p.cause for p in refusals("micro_batch_size=x global_batch_size=12")] == [
-        "micro_batch_size=x: must be a whole number"
+        "micro_batch_size=x: must be a whole number or auto"
     ]
 
 

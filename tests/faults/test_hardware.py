@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,14 +29,20 @@ BROKEN = {
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A GPU that could do FP8."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A GPU that could do FP8; no module of a pretended Transformer Engine outlives the test."""
+    for name in _imported():
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
-    return monkeypatch
+    yield monkeypatch
+    for name in _imported():
+        del sys.modules[name]
+
+
+def _imported() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]
 
 
 @pytest.fixture(scope="module")

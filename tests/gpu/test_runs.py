@@ -101,7 +101,7 @@ SWITCHES = {
 @pytest.mark.parametrize(
     "switch", [pytest.param(s, marks=hopper if "fused" in s or "graphs" in s else ()) for s in SWITCHES]
 )
-def test_a_checkpoint_continues_in_another_precision_or_other_layers(tmp_path, switch):
+def test_39_a_checkpoint_continues_in_another_precision_or_other_layers(tmp_path, switch):
     (words, base), (then, other) = SWITCHES[switch]
     train_until(8, tmp_path / "run", *words, base=base)
     train(tmp_path / "run", "ckpt_path=last", *then, base=other)
