@@ -1,4 +1,4 @@
-"""Faults 13 to 17: a checkpoint continued with another model, other text, another schedule, another number of workers."""
+"""Faults 13 to 17: continued with another model, other text, another schedule, another number of workers."""
 
 import pytest
 
