@@ -29,6 +29,21 @@ class Attempts:
         self._in_bf16: Fitting | None = None
         self._evaluation: Fitting | None = None
 
+    def calibrate(self, ids: Tensor, context: Context) -> None:
+        """As `Engine.calibrate`: the first thing that a run of an FP8 recipe computes, and so the first that may not
+        fit. Of several ranks none begins again here, since each of its passes waits for the others."""
+
+        def of(size: int) -> Tensor:
+            self.engine.micro_batch_size = size
+            with self._no_sync(), torch.enable_grad():
+                self.engine.calibrate(ids, context)
+            return ids  # nothing is asked for, and None would be no result
+
+        if exchange.several():
+            of(self.training.size)
+        else:
+            self.training(of, len(ids), self.engine.forget, ids.device, ranks=False)
+
     def gradients(self, ids: Tensor, context: Context) -> Tensor:
         """As `Engine.gradients`, averaged over the ranks, which all call this at once."""
 
@@ -77,5 +92,5 @@ class Attempts:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin with what fitted before, where the same was asked for then."""
-        if state["asked"] == self._asked:
+        if state["asked"] == self._asked and self._asked % state["fits"] == 0:
             self.training.size = self.engine.micro_batch_size = state["fits"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor
 
 from gpt2_fp8 import layers
@@ -83,6 +84,8 @@ class Engine:
         """Let go of what a step that did not come to its end has left: gradients, and graphs with their memory."""
         self._graphed = None
         self.model.zero_grad(set_to_none=True)
+        if self.plan.compile:
+            torch._dynamo.reset()  # or else it would compile the other size for sizes of every kind, which are slower
 
     def calibrate(self, ids: Tensor, context: Context) -> None:
         """Find delayed scaling's first scales, from one micro-batch of an optimizer step's `ids`."""

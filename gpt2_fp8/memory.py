@@ -23,6 +23,7 @@ R = TypeVar("R")
 SIGNS = (
     "out of memory",
     "cublas_status_alloc_failed",
+    "cublas_status_not_initialized",  # of cublasCreate, which finds no workspace
     "cudnn_status_alloc_failed",
     "cusolver_status_alloc_failed",
     "cuda_error_out_of_memory",

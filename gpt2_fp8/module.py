@@ -39,6 +39,7 @@ class GPT2Module(pl.LightningModule):
         self.automatic_optimization = False
         self.config, self.plan, self.vocab_size = config, plan, vocab_size
         self.last_step: StepResult | None = None
+        self.val_loss: float | None = None  # the newest, on the host
         self._weights = weights
         self._rng: list[Any] | None = None
         self._validation = ExitStack()
@@ -107,8 +108,7 @@ class GPT2Module(pl.LightningModule):
         self._first_step = False
         plugin = self.trainer.precision_plugin
         if isinstance(plugin, FP8Precision) and plugin.scaling is not None and not plugin.restore_scales():
-            with self._no_sync(), torch.enable_grad():
-                self.engine.calibrate(ids, plugin.forward_context)
+            self.attempts.calibrate(ids, plugin.forward_context)
             plugin.scales_found = True
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -143,11 +143,16 @@ class GPT2Module(pl.LightningModule):
             self._validation.enter_context(state.unchanged(self.model))
         self._sums += self.attempts.evaluate(batch["ids"])
 
+    def leave_validation(self) -> None:
+        """Put delayed scaling's history back as it was before the validation, if there is one under way: what is saved
+        now is training's."""
+        self._validation.close()
+
     def on_validation_epoch_end(self) -> None:
         """Log `val_loss`: the mean over every scored token of every rank."""
-        self._validation.close()
+        self.leave_validation()
         total, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
-        val_loss = (total / count).item()
+        self.val_loss = val_loss = (total / count).item()
         self.log("val_loss", val_loss, prog_bar=True, logger=False)
         for logger in self.trainer.loggers:  # by ourselves: Lightning would count this step from 0
             logger.log_metrics({"val_loss": val_loss}, step=self.trainer.global_step)

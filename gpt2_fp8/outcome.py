@@ -20,10 +20,9 @@ def validation_missing(parts: Parts, tiers: Tiers) -> bool:
 
 def last_val_loss(parts: Parts, tiers: Tiers) -> float | None:
     """The newest validation loss, or None where there was no validation."""
-    value = parts.trainer.callback_metrics.get("val_loss")
-    if value is None and (last := pointers.read(tiers.folder, "last")):
+    if parts.module.val_loss is None and (last := pointers.read(tiers.folder, "last")):
         return last.val_loss
-    return None if value is None else float(value)
+    return parts.module.val_loss
 
 
 def fill(summary: Summary, parts: Parts, fallback: Fallback, tiers: Tiers) -> None:
@@ -46,4 +45,5 @@ def fill(summary: Summary, parts: Parts, fallback: Fallback, tiers: Tiers) -> No
     if parts.plan.device == "cuda":
         summary.device = torch.cuda.get_device_name()
         summary.peak_memory_gb = max(summary.peak_memory_gb or 0.0, parts.memory.peak_gb or 0.0)
+        summary.training_memory_gb = parts.memory.training_gb
         summary.validation_memory_gb = parts.memory.validation_gb or summary.validation_memory_gb

@@ -72,7 +72,8 @@ class Summary:
     best_val_loss_step: int | None = None
     tokens_per_second: float | None = None  # the median over this process's steps
     peak_memory_gb: float | None = None  # of GPU memory; None on a CPU
-    validation_memory_gb: float | None = None  # the peak of validation alone
+    training_memory_gb: float | None = None  # the peaks of training and of validation apart
+    validation_memory_gb: float | None = None
     skipped_steps: int = 0
     fallback: Fallbacks = field(default_factory=Fallbacks)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)

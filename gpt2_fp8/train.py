@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gpt2_fp8 import startup
 from gpt2_fp8.build import Parts, build
@@ -59,7 +59,7 @@ def _run(config: RunConfig, folder: Path) -> float | None:
 
     ranks = Ranks(farewell)
     try:
-        with GracefulStop(tiers.save_now) as stop:
+        with GracefulStop(lambda trainer: _stop_here(trainer, tiers)) as stop:
             device = startup.device(config)
             world_size = startup.devices(config, device) * config.trainer.num_nodes
             check_batch(config, world_size)
@@ -91,7 +91,8 @@ def _run(config: RunConfig, folder: Path) -> float | None:
         if parts is not None:
             parts.data.say_documents()
             parts.data.teardown()  # Lightning leaves it out where `fit` raises
-            fill(summary, parts, fallback, tiers)
+            with nullcontext() if error is None else suppress(Exception):  # a GPU that has failed answers nothing more
+                fill(summary, parts, fallback, tiers)
         summary.finish(error)
         refused = isinstance(error, UserError) and pointers.steps(tiers.folder)
         if rank() == 0 and not refused:  # what a run has reached is not replaced by a line that was not accepted
@@ -102,6 +103,12 @@ def _run(config: RunConfig, folder: Path) -> float | None:
             ranks.end_children()  # the same processes, from when `Ranks` watches them
         ranks.close()
         forget()
+
+
+def _stop_here(trainer: Any, tiers: Tiers) -> None:
+    """Save the run for a signal, which may have come in the midst of a validation."""
+    trainer.lightning_module.leave_validation()
+    tiers.save_now(trainer)
 
 
 def _fit(parts: Parts, checkpoint: Path | None) -> RollBack | None:

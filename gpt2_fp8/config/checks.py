@@ -205,6 +205,12 @@ def _tokens(config: RunConfig) -> Iterator[Finding]:
         yield _finding(config, "model.n_positions", reason, remedy)
 
 
+def _auto(config: RunConfig) -> Iterator[Finding]:
+    if isinstance(config.precision, AutoPrecisionConfig) and config.micro_batch_size == "auto":
+        reason = "the speed of a precision is measured at a size, and what fits depends on the precision"
+        yield _finding(config, "micro_batch_size precision.name", reason, "give one of the two: micro_batch_size=16")
+
+
 def _width_multiple(config: RunConfig) -> int:
     return FP8_MULTIPLE if isinstance(config.precision, FP8PrecisionConfig) else 1
 
@@ -225,4 +231,5 @@ _ACROSS: list[tuple[Callable[[RunConfig], Iterator[Finding]], set[str]]] = [
     (fused.check, {"model.dropout"}),
     (_width, {"model.n_embd", "model.n_head"}),
     (_tokens, {"model.n_positions"}),
+    (_auto, set()),
 ]

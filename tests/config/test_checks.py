@@ -64,6 +64,7 @@ TABLE = [
     ("cuda_graphs=true precision=bf16", "and this is precision=bf16", "cuda_graphs=auto"),
     ("cuda_graphs=true precision.layers=te", "and this is precision.layers=te", "cuda_graphs=auto"),
     ("cuda_graphs=true recipe=block", "not recipe=block", "cuda_graphs=auto"),
+    ("precision=auto recipe=auto micro_batch_size=auto", "what fits depends on the precision", "micro_batch_size=16"),
     ("cuda_graphs=true trainer=ddp", "this is a run on several", "cuda_graphs=auto"),
     ("cuda_graphs=true trainer.strategy=ddp", "this is a run on several", "cuda_graphs=auto"),
     ("precision.fast_accumulation=true precision.layers=te", "and this is precision.layers=te", "leave it out"),

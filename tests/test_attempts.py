@@ -1,0 +1,93 @@
+"""What an engine is asked to do in batches that fit: sizes are remembered, gradients of a failed attempt are not."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpt2_fp8.attempts import Attempts
+from gpt2_fp8.config.errors import UserError
+
+IDS = torch.zeros(8, 5, dtype=torch.int32)
+
+
+class Engine:
+    """Holds `room` sequences at a time; says what it was asked for."""
+
+    parameters = ()
+
+    def __init__(self, room, size=8):
+        self.room, self.micro_batch_size, self.asked, self.forgotten = room, size, [], 0
+
+    def _try(self, what, size):
+        self.asked.append((what, size))
+        if size > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def calibrate(self, ids, context):
+        assert torch.is_grad_enabled()
+        self._try("calibrate", self.micro_batch_size)
+
+    def gradients(self, ids, context, backward):
+        self._try("gradients", self.micro_batch_size)
+        return torch.tensor(1.0)
+
+    def forget(self):
+        self.forgotten += 1
+
+
+def attempts(engine):
+    return Attempts(engine, torch.Tensor.backward, nullcontext)
+
+
+def test_a_calibration_that_does_not_fit_is_the_first_to_halve():
+    engine = Engine(room=2)
+    of = attempts(engine)
+    with torch.no_grad():  # as in a validation that comes first
+        of.calibrate(IDS, nullcontext)
+    of.gradients(IDS, nullcontext)
+    assert engine.asked == [("calibrate", 8), ("calibrate", 4), ("calibrate", 2), ("gradients", 2)]
+    assert engine.forgotten == 2
+
+
+def test_a_calibration_for_which_nothing_is_small_enough_ends_with_advice():
+    with pytest.raises(UserError, match="micro_batch_size=1"):
+        attempts(Engine(room=0)).calibrate(IDS, nullcontext)
+
+
+def test_ranks_do_not_begin_a_calibration_again(monkeypatch):
+    monkeypatch.setattr("gpt2_fp8.exchange.several", lambda: True)
+    engine = Engine(room=4)
+    with pytest.raises(torch.OutOfMemoryError):
+        attempts(engine).calibrate(IDS, nullcontext)
+    assert engine.asked == [("calibrate", 8)]
+
+
+@pytest.mark.parametrize(
+    ("saved", "begins"),
+    [({"asked": 8, "fits": 2}, 2), ({"asked": 4, "fits": 2}, 8), ({"asked": 8, "fits": 3}, 8)],
+    ids=["as it was", "something else is asked for", "no equal parts"],
+)
+def test_what_fitted_before_is_taken_where_the_same_is_asked_for(saved, begins):
+    engine = Engine(room=8)
+    of = attempts(engine)
+    of.load_state_dict(saved)
+    of.gradients(IDS, nullcontext)
+    assert engine.asked == [("gradients", begins)]
+    assert of.state_dict() == {"asked": 8, "fits": begins}
+
+
+def test_an_evaluation_counts_no_padding():
+    """Rows of padding have no target, and their mean is no number."""
+    ids = torch.tensor([[1, 2, 3], [1, -1, -1], [-1, -1, -1], [-1, -1, -1]], dtype=torch.int32)
+
+    def loss(part):
+        counted = part[:, 1:] >= 0
+        return torch.tensor(2.0) if counted.any() else torch.tensor(float("nan"))
+
+    engine = SimpleNamespace(loss=loss, micro_batch_size=4, forget=lambda: None)
+    of = attempts(engine)
+    assert of.evaluate(ids).tolist() == [4.0, 2.0]
+    of._evaluation.size = 1
+    assert of.evaluate(ids).tolist() == [4.0, 2.0]
