@@ -152,7 +152,7 @@ class GPT2Module(pl.LightningModule):
         """Log `val_loss`: the mean over every scored token of every rank."""
         self.leave_validation()
         total, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
-        self.val_loss = val_loss = (total / count).item()
+        self.val_loss = val_loss = (total / count).float().item()  # as Lightning keeps it beside the checkpoints
         self.log("val_loss", val_loss, prog_bar=True, logger=False)
         for logger in self.trainer.loggers:  # by ourselves: Lightning would count this step from 0
             logger.log_metrics({"val_loss": val_loss}, step=self.trainer.global_step)
