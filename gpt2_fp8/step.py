@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gpt2_fp8 import exchange
+
 LossOf = Callable[[Tensor, bool | None, float], Tensor]
 
 
@@ -89,7 +91,7 @@ def _agreed(loss: Tensor, grad_norm: Tensor) -> Tensor:
     """[the mean loss of all ranks, how many of them have no finite loss and norm], float32 on the device."""
     bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
     seen = torch.stack([loss.detach().float(), bad.float()])
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if exchange.several():
         torch.distributed.all_reduce(seen)
         seen[0] /= torch.distributed.get_world_size()
     return seen

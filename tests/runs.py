@@ -81,6 +81,14 @@ def record_steps(monkeypatch):
     return steps
 
 
+def recorded(folder, *overrides):
+    """Run in this process; returns its steps, as `record_steps` notes them, and its log, as `metrics` reads it."""
+    with pytest.MonkeyPatch.context() as patch:
+        steps = record_steps(patch)
+        train(folder, *overrides)
+    return steps, metrics(folder)
+
+
 def summary(folder):
     return json.loads((Path(folder) / "summary.json").read_text())
 

@@ -43,7 +43,8 @@ HOUSE = {
     "measure.record": Row("measure measure.plot checkpoint config"),
     "measure.plot": Row("measure", "matplotlib"),
     "measure.worker": Row(
-        "build startup measure measure.profile measure.versions precision engine step optim model flops data config",
+        "build startup measure measure.profile measure.versions precision engine memory step optim model flops data "
+        "config",
         "torch",
     ),
     "measure.peers": Row("measure measure.timing measure.peer_models optim config", "torch"),
@@ -60,7 +61,7 @@ HOUSE = {
     "measure.auto": Row("measure measure.candidates measure.cache precision checkpoint config"),
     "measure.candidates": Row("measure measure.cache measure.versions kernels.nvrtc precision config", "torch"),
     "measure.cache": Row("measure precision checkpoint config"),
-    "measure.timing": Row("measure", "torch"),
+    "measure.timing": Row("measure memory", "torch"),
     "measure.profile": Row("measure", "torch"),
     "measure.versions": Row("", "torch"),
     "measure": Row("measure config"),
@@ -87,7 +88,7 @@ HOUSE = {
     "bf16": Row("step loss model layers config", "torch"),
     "compiling": Row("", "torch"),
     "graphs": Row("precision", "torch"),
-    "step": Row("", "torch"),
+    "step": Row("exchange", "torch"),
     "sampling": Row("", "torch"),
     "optim": Row("config", "torch"),
     "loss": Row("kernels", "torch"),

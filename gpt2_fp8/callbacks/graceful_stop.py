@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from gpt2_fp8 import signals, slurm
+from gpt2_fp8.checkpoint import loops
 from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.signals import Interrupted
 
@@ -99,20 +100,8 @@ class GracefulStop(Checkpoint):
             self._save_last_step(trainer)
 
     def _save_last_step(self, trainer: Trainer) -> None:
-        """Save between two steps what the last hook of the step, or of its validation, would have saved.
-
-        Lightning's counters have gone on since: to a step that is complete, and perhaps to the next one, made ready.
-        What they say decides whether a resumed run validates, so they are set back to what they were at that hook.
-        """
-        loop: Any = trainer.fit_loop.epoch_loop
-        counts = (loop.batch_progress.total, loop.batch_progress.current)
-        if counts[1].processed:
-            loop._batches_that_stepped -= 1
-            for count in counts:
-                count.ready = count.started = count.processed
-            if not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
-                for count in counts:
-                    count.completed = count.processed - 1
+        """Save between two steps what the last hook of the step, or of its validation, would have saved."""
+        loops.set_back_to_last_step(trainer)
         self._save(trainer)
 
     def _agreed(self, trainer: Trainer) -> int:

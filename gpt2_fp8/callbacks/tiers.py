@@ -97,7 +97,7 @@ class Tiers(Checkpoint):
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or step == 0:
             return False
         self._taken_step, self._taken_at = step, time.monotonic()
-        self._validation_due = self._is_validation_due(trainer)
+        self._validation_due = self.validated_step != step and loops.is_validation_due(trainer)
         path = self.folder / pointers.folder_name(step)
         trainer.save_checkpoint(path, weights_only=False, storage_options=partial(self._hand_over, trainer))
         self._learn(trainer.strategy.broadcast(self.writer.outcome))
@@ -221,12 +221,6 @@ class Tiers(Checkpoint):
             return False
         late = time.monotonic() - self._taken_at >= 60 * self.every_minutes
         return trainer.strategy.reduce_boolean_decision(late and trainer.is_global_zero, all=False)
-
-    def _is_validation_due(self, trainer: Trainer) -> bool:
-        if self.validated_step == trainer.global_step:
-            return False
-        loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-        return fetcher is not None and loop._should_check_val_fx(fetcher)  # also true in the midst of it
 
     def _hand_over(self, trainer: Trainer, path: Path, checkpoint: dict[str, Any]) -> None:
         """Give the state to the writer: on rank 0, in `Trainer.save_checkpoint`, where the other ranks wait."""

@@ -1,4 +1,7 @@
-"""Making Lightning resume into a validation that a checkpoint was taken before."""
+"""What Lightning's loops count, and what a checkpoint is to say of it, so that a resumed run validates when it should.
+
+All of it is private to Lightning 2.6.
+"""
 
 from __future__ import annotations
 
@@ -22,3 +25,27 @@ def resume_into_validation(fit_loop: dict[str, Any]) -> None:
     for count in (validated["total"], validated["current"]):
         count.update(ready=1, started=1, processed=0, completed=0)
     validated["is_last_batch"] = False
+
+
+def is_validation_due(trainer: Any) -> bool:
+    """Whether the step that was trained last is to be validated; also in the midst of that validation."""
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    return fetcher is not None and loop._should_check_val_fx(fetcher)
+
+
+def set_back_to_last_step(trainer: Any) -> None:
+    """Between two steps, make the counters what they were at the last hook of the step, or of its validation.
+
+    They have gone on since: to a step that is complete, and perhaps to the next one, made ready. What they say decides
+    whether a resumed run validates.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    counts = (loop.batch_progress.total, loop.batch_progress.current)
+    if not counts[1].processed:
+        return
+    loop._batches_that_stepped -= 1
+    for count in counts:
+        count.ready = count.started = count.processed
+    if not is_validation_due(trainer):
+        for count in counts:
+            count.completed = count.processed - 1

@@ -32,6 +32,7 @@ from gpt2_fp8.measure import profile
 from gpt2_fp8.measure.case import Case, Result
 from gpt2_fp8.measure.children import one_line
 from gpt2_fp8.measure.versions import versions
+from gpt2_fp8.memory import is_out_of_memory
 from gpt2_fp8.model import initialise, padded_vocabulary
 from gpt2_fp8.optim import build_optimizer, build_schedule
 from gpt2_fp8.precision.plugin import build_plugin
@@ -75,7 +76,7 @@ def run(case: Case) -> Result:
         return Result(status="refused", message="; ".join(problem.cause for problem in error.problems), **known)
     except Exception as error:
         traceback.print_exc()
-        if "out of memory" in str(error).lower() or "can't allocate memory" in str(error) or _is_oom(error):
+        if is_out_of_memory(error):
             return Result(status="out of memory", message=_wanted(error), **known)
         return Result(status="failed", message=one_line(f"{type(error).__name__}: {error}"), **known)
     return Result(status="ok", **known)
@@ -146,10 +147,6 @@ def _timed(
         mark.record()
     torch.cuda.synchronize()
     return results, [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
-
-
-def _is_oom(error: Exception) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "ALLOC_FAILED" in str(error)
 
 
 def _wanted(error: Exception) -> str:

@@ -9,7 +9,7 @@ enters `forward_context` itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -57,12 +57,10 @@ class FP8Precision(BF16Precision):
         with self.autocast_context_manager(), fp8:
             yield
 
-    @contextmanager
-    def bf16_context(self) -> Iterator[None]:
+    def bf16_context(self) -> AbstractContextManager[None]:
         """bfloat16 autocast alone, for a forward of a step that is run again: no layer of Transformer Engine uses FP8
         in it."""
-        with self.autocast_context_manager():
-            yield
+        return super().forward_context()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Nothing to convert: the model was built of FP8 layers. Remembers it for the state."""

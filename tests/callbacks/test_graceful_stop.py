@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -10,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_run import At, kill, run
+from tiny_run import At, kill, run, two_ranks
 
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.checkpoint import files, find
@@ -30,27 +29,7 @@ def test_exit_codes_and_a_last_that_loads(tmp_path, name, code):
 
 
 def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(tmp_path), "SIGTERM", "5"]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=os.environ | common | {"RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    ranks, outputs = two_ranks([sys.executable, str(SCRIPT), str(tmp_path), "SIGTERM", "5"])
     assert [rank.returncode for rank in ranks] == [143, 143], outputs
     checkpoint = files.read(find.resolve("last", tmp_path / "checkpoints"))
     assert checkpoint["global_step"] == 5  # before the step, when the ranks ask each other

@@ -6,8 +6,6 @@ import logging
 import math
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import At, run
+from tiny_run import At, run, two_ranks
 
 from gpt2_fp8.callbacks import tiers as tiers_module
 from gpt2_fp8.callbacks.tiers import Tiers
@@ -320,26 +318,7 @@ print(json.dumps([tiers.saved_step, tiers.best.step, tiers.best.val_loss, tiers.
 
 def test_two_ranks_know_the_same_and_never_wait_for_each_other_in_vain(tmp_path):
     """Saves by steps, by the clock, at the best and at the end; some fail, on the rank that writes alone."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path)],
-            env=os.environ | common | {"RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        outputs = [rank.communicate(timeout=90) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    _, outputs = two_ranks([sys.executable, "-c", RANK, str(tmp_path)])
     known = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
     assert known[0] == known[1], outputs
     assert known[0] == [12, 8, 2.0, 12]

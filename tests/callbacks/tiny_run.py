@@ -10,6 +10,8 @@ from __future__ import annotations
 import csv
 import os
 import signal
+import socket
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -27,6 +29,30 @@ from gpt2_fp8.checkpoint.io import FolderCheckpointIO
 from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.loggers import build_loggers
+
+
+def two_ranks(command):
+    """Run `command` as two ranks, as torchrun would; returns their processes, ended, and [stdout, stderr] of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=os.environ | common | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        return ranks, [rank.communicate(timeout=90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 class Loader:

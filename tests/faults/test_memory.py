@@ -13,7 +13,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine import Engine
 from gpt2_fp8.memory import is_out_of_memory
 from tests.faults.pretended import NAN, Faults, going_wrong
-from tests.runs import SMALL, checkpoint, metrics, record_steps, summary, train, train_until
+from tests.runs import SMALL, checkpoint, metrics, record_steps, recorded, summary, train, train_until
 
 STEPS = ["trainer.max_steps=6", "trainer.val_check_interval=3", "callbacks.checkpoint_every_n_steps=2"]
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -60,11 +60,7 @@ def losses(steps):
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory):
     """The steps and metrics of a run with room for all."""
-    with pytest.MonkeyPatch.context() as patch:
-        steps = record_steps(patch)
-        folder = tmp_path_factory.mktemp("clean") / "run"
-        train(folder, *STEPS)
-    return steps, metrics(folder)
+    return recorded(tmp_path_factory.mktemp("clean") / "run", *STEPS)
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])

@@ -3,7 +3,7 @@
 import pytest
 
 from gpt2_fp8.config.errors import UserError
-from tests.runs import checkpoint, metrics, record_steps, summary, train, train_until
+from tests.runs import checkpoint, metrics, record_steps, recorded, summary, train, train_until
 
 SHORT = ["trainer.max_steps=6", "trainer.val_check_interval=6", "callbacks.checkpoint_every_n_steps=2"]
 
@@ -19,11 +19,7 @@ def begun(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The same run in one piece: its steps, and its log."""
-    with pytest.MonkeyPatch.context() as patch:
-        steps = record_steps(patch)
-        folder = tmp_path_factory.mktemp("whole") / "run"
-        train(folder, *SHORT)
-    return steps, metrics(folder)
+    return recorded(tmp_path_factory.mktemp("whole") / "run", *SHORT)
 
 
 def refused(tmp_path, begun, *overrides):
