@@ -1,4 +1,4 @@
-"""An engine's work in batches that fit into memory: what is too large is halved and done again. Plain torch."""
+"""An engine's work in batches that fit into memory: what is too large is done again in smaller ones. Plain torch."""
 
 from __future__ import annotations
 
@@ -42,17 +42,25 @@ class Attempts:
         if exchange.several():
             of(self.training.size)
         else:
-            self.training(of, len(ids), self.engine.forget, ids.device, ranks=False)
+            self.training(of, len(ids), self.engine.forget, ids.device, ranks=False, settles=False)
 
     def gradients(self, ids: Tensor, context: Context) -> Tensor:
         """As `Engine.gradients`, averaged over the ranks, which all call this at once."""
 
         def of(size: int) -> Tensor:
+            moments = [] if self.training.settled else self._like_moments()
             self.engine.micro_batch_size = size
             with self._no_sync():
-                return self.engine.gradients(ids, context, self._backward)
+                loss = self.engine.gradients(ids, context, self._backward)
+            del moments
+            return loss
 
         return self._of_all_ranks(self.training, of, ids)
+
+    def _like_moments(self) -> list[Tensor]:
+        """As much memory as the first update will allocate for AdamW's moments, so that what fits without them is not
+        taken for what fits."""
+        return [torch.empty_like(parameter) for parameter in self.engine.parameters for _ in range(2)]
 
     def gradients_in_bf16(self, ids: Tensor, context: Context) -> Tensor:
         """As `Engine.gradients_in_bf16`, likewise; its layers may keep more than those that compute in FP8."""
@@ -94,3 +102,4 @@ class Attempts:
         """Begin with what fitted before, where the same was asked for then."""
         if state["asked"] == self._asked and self._asked % state["fits"] == 0:
             self.training.size = self.engine.micro_batch_size = state["fits"]
+            self.training.settled = True

@@ -44,29 +44,34 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def halved(micro_batch_size: int, sequences: int) -> int:
-    """The largest divisor of `sequences` (a rank's share of a step) that is at most half of `micro_batch_size`: with
-    equal micro-batches, CUDA graphs can be recorded anew, and every sequence counts the same."""
-    return next(size for size in range(micro_batch_size // 2, 0, -1) if sequences % size == 0)
+def largest_divisor(sequences: int, most: int) -> int:
+    """The largest divisor of `sequences` (a rank's share of a step) that is at most `most`: with equal micro-batches,
+    CUDA graphs can be recorded anew, and every sequence counts the same."""
+    return next(size for size in range(most, 0, -1) if sequences % size == 0)
 
 
 class Fitting:
-    """A number of sequences that is halved until what it is needed for fits into memory.
+    """A number of sequences that becomes smaller until what it is needed for fits into memory.
 
     Args:
         size: to begin with.
         what: how the log speaks of it, for instance "micro_batch_size".
+
+    Attributes: `settled`, whether a size has fitted yet. Until then the next smaller one is tried, so that the largest
+    is found; where it does not any more, memory has become scarce, and it is halved.
     """
 
     def __init__(self, size: int, what: str):
         self.size, self.what = size, what
+        self.settled = False
 
     def __call__(
-        self, work: Callable[[int], R], sequences: int, forget: Callable[[], None], device: torch.device, ranks: bool
-    ) -> R:
-        """`work(size)`; where memory runs out, `forget()`, halve and begin again. `sequences`: what there is to do in
-        all, of which the halved sizes are divisors. `ranks`: all of them call this at once and go on with the same
-        size; then `work` itself must wait for no other rank.
+        self, work: Callable[[int], R], sequences: int, forget: Callable[[], None], device: torch.device, ranks: bool,
+        settles: bool = True,
+    ) -> R:  # fmt: skip
+        """`work(size)`; where memory runs out, `forget()`, and begin again with less. `sequences`: what there is to do
+        in all, of which the smaller sizes are divisors. `ranks`: all of them call this at once and go on with the same
+        size; then `work` itself must wait for no other rank. `settles`: `work` is all that the size is for.
 
         Raises UserError where a single sequence does not fit; any other error of `work` as it is.
         """
@@ -74,13 +79,14 @@ class Fitting:
             result, reason = self._attempt(work)
             if not (any_rank(reason is not None, device) if ranks else reason is not None):
                 assert result is not None
+                self.settled |= settles
                 return result[0]
             del result
             forget()
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._halve(reason or "another rank ran out of memory", sequences)
+            self._shrink(reason or "another rank ran out of memory", sequences)
 
     def _attempt(self, work: Callable[[int], R]) -> tuple[tuple[R] | None, str | None]:
         try:
@@ -90,11 +96,12 @@ class Fitting:
                 raise
             return None, " ".join(str(error).split())[:200]
 
-    def _halve(self, reason: str, sequences: int) -> None:
+    def _shrink(self, reason: str, sequences: int) -> None:
         if self.size == 1:
             raise UserError.of(
                 f"out of memory with {self.what}=1: {reason}",
                 "activation_checkpointing=mlp, a smaller model, or a shorter model.n_positions",
             )
-        before, self.size = self.size, halved(self.size, sequences)
+        before, most = self.size, self.size // 2 if self.settled else self.size - 1
+        self.size = largest_divisor(sequences, most)
         log.warning("out of memory: %s %d instead of %d from here on (%s)", self.what, self.size, before, reason)

@@ -18,6 +18,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.flops import flops_per_token, parameter_count, peak_bf16_flops
 from gpt2_fp8.kernels.nvrtc import missing
 from gpt2_fp8.layers.attention import kernels
+from gpt2_fp8.memory import largest_divisor
 from gpt2_fp8.model import padded_vocabulary
 from gpt2_fp8.precision.resolve import Plan
 
@@ -50,13 +51,13 @@ def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
 
 
 def settle_micro_batch(config: RunConfig, world_size: int, on: Literal["cuda", "cpu"]) -> RunConfig:
-    """With a number for `micro_batch_size=auto`: a GPU begins with its whole share of a step, which is halved until it
-    fits; a CPU, whose memory ends in the system's swap and not in an error, with at most `ON_CPU`."""
+    """With a number for `micro_batch_size=auto`: a GPU begins with its whole share of a step, and takes the largest
+    part of it that fits; a CPU, whose memory ends in the system's swap and not in an error, with at most `ON_CPU`."""
     if config.micro_batch_size != "auto":
         return config
     share = config.global_batch_size // world_size
     most = share if on == "cuda" else min(share, ON_CPU)
-    return replace(config, micro_batch_size=max(size for size in range(1, most + 1) if share % size == 0))
+    return replace(config, micro_batch_size=largest_divisor(share, most))
 
 
 def check_room(config: RunConfig, checkpoints: Path) -> None:

@@ -66,7 +66,7 @@ HOUSE = {
     "measure.versions": Row("", "torch"),
     "measure": Row("measure config"),
     "build": Row(f"startup {PARTS}", "torch lightning"),
-    "startup": Row("checkpoint precision model layers.attention kernels.nvrtc flops config", "torch"),
+    "startup": Row("checkpoint precision memory model layers.attention kernels.nvrtc flops config", "torch"),
     # what Lightning calls
     "module": Row("attempts engine step sampling optim model flops precision rng config", "torch lightning"),
     "callbacks": Row(

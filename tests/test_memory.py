@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.memory import Fitting, halved, is_out_of_memory
+from gpt2_fp8.memory import Fitting, is_out_of_memory, largest_divisor
 
 CPU = torch.device("cpu")
 
@@ -46,7 +46,8 @@ def test_nothing_else_is_taken_for_it(error):
 
 
 def test_sizes_stay_divisors():
-    assert [halved(64, 64), halved(64, 96), halved(10, 30), halved(3, 9), halved(7, 7)] == [32, 32, 5, 1, 1]
+    found = [largest_divisor(n, most) for n, most in ((64, 32), (96, 47), (30, 5), (9, 2), (7, 6), (96, 96))]
+    assert found == [32, 32, 5, 1, 1, 96]
 
 
 def full_above(limit, calls):
@@ -72,6 +73,17 @@ def test_the_size_is_halved_until_it_fits_and_stays_there(caplog):
         f"out of memory: micro_batch_size {a} instead of {b} from here on "
         "(CUDA out of memory. Tried to allocate 2.00 GiB)" for b, a in ((64, 32), (32, 16))
     ]  # fmt: skip
+
+
+def test_until_a_size_has_fitted_the_next_smaller_one_is_tried():
+    calls = []
+    fitting = Fitting(96, "micro_batch_size")
+    fitting(full_above(47, calls), 96, lambda: None, CPU, ranks=False, settles=False)
+    assert calls == [96, 48, 32], "divisors of the share"
+    fitting(full_above(25, calls), 96, lambda: None, CPU, ranks=False)
+    assert calls[3:] == [32, 24], "that was not all that it is for"
+    fitting(full_above(23, calls), 96, lambda: None, CPU, ranks=False)
+    assert calls[5:] == [24, 12], "halved, once a size has fitted"
 
 
 def test_a_single_sequence_that_does_not_fit_ends_with_advice():
