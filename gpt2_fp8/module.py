@@ -31,7 +31,10 @@ class GPT2Module(pl.LightningModule):
     """GPT-2 under Lightning, with manual optimization: a batch is a rank's share of one optimizer step.
 
     Batches are `{"ids": int32 [sequences, n_positions + 1], "cursor": ...}`; ids of -1 are padding. The data module is
-    told of a batch (`advance(cursor)`) only after it was trained on. `last_step` is the newest step's result.
+    told of a batch (`advance(cursor)`) only after it was trained on.
+
+    A step ends late, in `finish_step`. `last_step` is the newest finished one's result, and callbacks with a method
+    `on_step_finished(trainer, module)` are called then, in their order.
     """
 
     def __init__(self, config: RunConfig, plan: Plan, vocab_size: int, weights: Mapping[str, Tensor] | None = None):
@@ -44,6 +47,7 @@ class GPT2Module(pl.LightningModule):
         self._rng: list[Any] | None = None
         self._validation = ExitStack()
         self._first_step = True
+        self._unfinished: tuple[dict[str, Any], StepResult] | None = None  # a batch and what its step was like
 
     # Building
 
@@ -81,20 +85,41 @@ class GPT2Module(pl.LightningModule):
             self._prepare_scales(ids)
         optimizer = cast(LightningOptimizer, self.optimizers())
         loss = self.attempts.gradients(ids, plugin.forward_context)
-        self.last_step = self._update(optimizer.optimizer, optimizer.step, loss)
-        # Whether this step counts is to be known before the next one, so here the host waits, once a step. It costs
-        # what the host needs from here to the next step's first kernel, less the update, which runs meanwhile.
-        if self.last_step.read().skipped and isinstance(plugin, FP8Precision):
-            self._run_again_in_bf16(ids, plugin, optimizer.optimizer, self.last_step.read())
+        self._unfinished = batch, self._update(optimizer.optimizer, optimizer.step, loss)
+
+    def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """The next batch is here: now the host may wait."""
+        self.finish_step()
+
+    def finish_step(self) -> None:
+        """What is left to do of a step once the host knows whether its update was made: run it again in bf16 where
+        not, move on the schedule and the data, tell the callbacks. Nothing where it is done.
+
+        Before the next step the host has to wait for that, and the GPU has only the update left to do meanwhile. So
+        what the host can do without knowing comes before it: Lightning's own work between steps, and the next batch.
+        Whatever looks at the run's state calls this first, on all ranks at the same place: the log, a validation, a
+        checkpoint. Raises what callbacks raise: a run may have to go back.
+        """
+        if self._unfinished is None:
+            return
+        (batch, result), self._unfinished = self._unfinished, None
+        verdict, plugin = result.read(), self.trainer.precision_plugin
+        if verdict.skipped and isinstance(plugin, FP8Precision):
+            result = self._run_again_in_bf16(batch["ids"], plugin, verdict)
+        self.last_step = result
         cast(LRScheduler, self.lr_schedulers()).step()
         self.trainer.datamodule.advance(batch["cursor"])  # type: ignore[attr-defined]  # Lightning sets it in `fit`
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if told := getattr(callback, "on_step_finished", None):
+                told(self.trainer, self)
 
-    def _run_again_in_bf16(self, ids: Tensor, plugin: FP8Precision, optimizer: Optimizer, first: Verdict) -> None:
+    def _run_again_in_bf16(self, ids: Tensor, plugin: FP8Precision, first: Verdict) -> StepResult:
         """The step once more, from the same weights: its update was left out. All ranks come here, or none."""
         state.forget_nonfinite(self.model)
         loss = self.attempts.gradients_in_bf16(ids, plugin.bf16_context)
         # Not through Lightning, which counts its optimizer's steps: this one is counted.
-        self.last_step = replace(self._update(optimizer, optimizer.step, loss), first=first)
+        optimizer = cast(LightningOptimizer, self.optimizers()).optimizer
+        return replace(self._update(optimizer, optimizer.step, loss), first=first)
 
     def _update(self, optimizer: Optimizer, apply: Callable[[], object], loss: Tensor) -> StepResult:
         return update(optimizer, apply, self.engine.parameters, loss, self.config.optim.max_grad_norm)
@@ -117,6 +142,11 @@ class GPT2Module(pl.LightningModule):
             self.trainer.should_stop = True
 
     # Validation
+
+    def on_validation_model_eval(self) -> None:
+        """Lightning's first call before a validation: of the weights that the last step has led to."""
+        self.finish_step()
+        super().on_validation_model_eval()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

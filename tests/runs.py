@@ -70,14 +70,18 @@ def record_steps(monkeypatch):
     from gpt2_fp8.module import GPT2Module
 
     steps = []
-    original = GPT2Module.training_step
+    original = GPT2Module.finish_step
 
-    def training_step(self, batch, batch_idx):
-        original(self, batch, batch_idx)
-        tokens = hashlib.sha256(batch["ids"].cpu().numpy().tobytes()).hexdigest()[:16]
-        steps.append((self.trainer.global_step, tokens, self.last_step.loss.item().hex()))
+    def finish_step(self):
+        unfinished = self._unfinished
+        try:
+            original(self)
+        finally:
+            if unfinished is not None:
+                tokens = hashlib.sha256(unfinished[0]["ids"].cpu().numpy().tobytes()).hexdigest()[:16]
+                steps.append((self.trainer.global_step, tokens, self.last_step.loss.item().hex()))
 
-    monkeypatch.setattr(GPT2Module, "training_step", training_step)
+    monkeypatch.setattr(GPT2Module, "finish_step", finish_step)
     return steps
 
 

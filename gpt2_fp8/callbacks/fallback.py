@@ -43,10 +43,13 @@ class Fallback(pl.Callback):
         """Ranks decide alike: one of them says so."""
         self._says = trainer.is_global_zero
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Judge the step, by what the host has been told of it already."""
+    def on_step_finished(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Judge the step, by what the host has been told of it."""
         result = pl_module.last_step
         self.ladder.judge(trainer.global_step, result.read(), result.first)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """The first step after a rollback is saved, once it is judged."""
         if self._save_next:
             self._save(trainer)
             self._save_next = False

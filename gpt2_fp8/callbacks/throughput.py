@@ -48,8 +48,8 @@ class Throughput(pl.Callback):
         self._clock, self._steps, self._kept = None, 0, 0
         self._losses = torch.zeros((), device=pl_module.device)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Add the step to the interval; at its end, read the device and log."""
+    def on_step_finished(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Add the step to the interval."""
         result = pl_module.last_step
         self._steps += 1
         self.reruns += result.first is not None
@@ -58,9 +58,14 @@ class Throughput(pl.Callback):
         else:
             self._kept += 1
             self._losses += result.loss
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        """At the end of an interval, read the device and log."""
         step = trainer.global_step
         if step % self.every_n_steps and step < trainer.max_steps and self._clock is not None:
             return
+        pl_module.finish_step()
+        result = pl_module.last_step
         values = torch.stack([self._losses, result.grad_norm, result.clip_ratio]).tolist()
         metrics = self._metrics(trainer, values, result.lr)
         for logger in trainer.loggers:

@@ -96,6 +96,7 @@ class Tiers(Checkpoint):
             return True
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or step == 0:
             return False
+        trainer.lightning_module.finish_step()
         self._taken_step, self._taken_at = step, time.monotonic()
         self._validation_due = self.validated_step != step and loops.is_validation_due(trainer)
         path = self.folder / pointers.folder_name(step)

@@ -53,18 +53,20 @@ class Training:
         self.optimizer = build_optimizer(self.engine.model, config.optim)
         self.schedule = build_schedule(self.optimizer, config.optim, config.trainer.max_steps)
         self.needs_scales = plan.fp8 and isinstance(config.recipe, DelayedRecipe)
+        self.last: StepResult | None = None
 
     def step(self, ids: Tensor) -> StepResult:
         """One optimizer step on int32 [global_batch_size, n_positions + 1]; calibrates before the first."""
         if self.needs_scales:
             self.engine.calibrate(ids, self.context)
             self.needs_scales = False
+        if self.last is not None:
+            self.last.read()  # as a run does, before the next step
         loss = self.engine.gradients(ids, self.context, Tensor.backward)
         parameters = self.engine.model.parameters()
-        result = update(self.optimizer, self.optimizer.step, parameters, loss, self.max_grad_norm)
-        result.read()  # as a run does, before the next step
+        self.last = update(self.optimizer, self.optimizer.step, parameters, loss, self.max_grad_norm)
         self.schedule.step()
-        return result
+        return self.last
 
 
 def run(case: Case) -> Result:
