@@ -1,25 +1,77 @@
-"""What the processes of a run tell each other once a step. Plain torch; nothing where there is only one."""
+"""What the processes of a run tell each other once a step. Plain torch; nothing where there is only one.
+
+Numbers of the host (did memory run out, was there a signal) go from host to host, through gloo: the GPU, which has work
+queued for a long while, is not asked. Tensors go from GPU to GPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 import torch
 from torch import Tensor, distributed
 
+# A rank that is gone is known within a minute (`callbacks/ranks.py`), so this is no watch. It has to be longer than
+# what a rank may do alone while the others wait: compile, read data from a source that does not answer, save. As long
+# as the wait for gradients may last, which Lightning sets to half an hour.
+PATIENCE = timedelta(minutes=30)
+
 
 def several() -> bool:
     """Whether this process is one of several that train together."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return rank_and_world()[1] > 1
 
 
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether the flag is set on any rank, told to all of them."""
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and how many there are; (0, 1) outside of torch.distributed."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank, told to all of them: see `largest`."""
+    return bool(largest(int(flag)))
+
+
+def largest(value: int) -> int:
+    """The largest of all ranks' values, told to all of them. To be called on all of them at once; the host waits for
+    the other hosts, and for no GPU."""
     if not several():
-        return flag
-    agreed = torch.tensor(float(flag), device=device)
-    distributed.all_reduce(agreed, op=distributed.ReduceOp.MAX)
-    return bool(agreed.item())
+        return value
+    told = torch.tensor(value, device="cpu")  # said, because Lightning sets a default device at times
+    distributed.all_reduce(told, op=distributed.ReduceOp.MAX, group=_Hosts.group())
+    return int(told)
+
+
+class _Hosts:
+    """The process group of the hosts, made at the first use, once for a default group.
+
+    Making it is collective. It needs no place of its own for that: ranks do everything that is collective in one order,
+    so the first call of `largest` on one rank meets the first call on every other. In a run that is the question for a
+    signal at the start of `fit`, and where signals are not handled the one after the first step's gradients. A rank
+    that leaves a wait for data because of a signal asks too, where the others ask before their step.
+
+    torch keeps groups until they are destroyed, all at once. Here they are only looked at: whoever holds the last
+    reference to a group of gloo when the interpreter ends waits for its threads, and they for the interpreter.
+    """
+
+    _default: weakref.ref[distributed.ProcessGroup] | None = None
+    _made: weakref.ref[distributed.ProcessGroup] | None = None
+
+    @classmethod
+    def group(cls) -> distributed.ProcessGroup:
+        default = distributed.group.WORLD
+        assert default is not None
+        if distributed.get_backend() == "gloo":
+            return default
+        made = cls._made() if cls._made and cls._default and cls._default() is default else None
+        if made is None:
+            made = distributed.new_group(backend="gloo", timeout=PATIENCE)
+            cls._default, cls._made = weakref.ref(default), weakref.ref(made)
+        return made
 
 
 def average(parameters: Iterable[Tensor]) -> None:
@@ -36,3 +88,20 @@ def average(parameters: Iterable[Tensor]) -> None:
     for work in works:
         work.wait()
     torch._foreach_div_(gradients, distributed.get_world_size())
+
+
+def maximum(tensors: Sequence[Tensor]) -> None:
+    """Replace every element by the largest of all ranks, in one exchange. Tensors of one dtype on one device, of the
+    same shapes on every rank, and without NaN, which has no order. To be called on all of them at once."""
+    if not tensors or not several():
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    distributed.all_reduce(flat, op=distributed.ReduceOp.MAX)
+    put_apart(flat, tensors)
+
+
+def put_apart(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy the elements of `flat` [n], one after the other, into `tensors` of n elements in all."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    shaped = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    torch._foreach_copy_(list(tensors), shaped)

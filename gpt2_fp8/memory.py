@@ -77,7 +77,7 @@ class Fitting:
         """
         while True:
             result, reason = self._attempt(work)
-            if not (any_rank(reason is not None, device) if ranks else reason is not None):
+            if not (any_rank(reason is not None) if ranks else reason is not None):
                 assert result is not None
                 self.settled |= settles
                 return result[0]

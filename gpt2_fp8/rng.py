@@ -8,6 +8,8 @@ from typing import Any
 import numpy
 import torch
 
+from gpt2_fp8 import exchange
+
 
 def capture() -> dict[str, Any]:
     """This process's generators: Python, numpy's global one, torch's CPU one and, once CUDA is in use, its device's.
@@ -44,10 +46,11 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def gather() -> list[dict[str, Any]]:
-    """Every rank's `capture()`, in the order of ranks, on every rank. Collective once torch.distributed is in use."""
-    if not _distributed():
+    """Every rank's `capture()`, in the order of ranks, on every rank. Collective."""
+    _, world = exchange.rank_and_world()
+    if world == 1:
         return [capture()]
-    states: list[Any] = [None] * torch.distributed.get_world_size()
+    states: list[Any] = [None] * world
     torch.distributed.all_gather_object(states, capture())
     return states
 
@@ -57,12 +60,8 @@ def restore_rank(states: list[dict[str, Any]]) -> bool:
 
     False, with nothing changed, when the states are of fewer ranks than there are now: the rank keeps its own seed.
     """
-    rank = torch.distributed.get_rank() if _distributed() else 0
+    rank, _ = exchange.rank_and_world()
     if rank >= len(states):
         return False
     restore(states[rank])
     return True
-
-
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

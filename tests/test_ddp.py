@@ -74,7 +74,8 @@ GPT2Module.training_step = training_step
 WAIT = """
 import os, signal, threading, time
 from gpt2_fp8 import signals
-from gpt2_fp8.data.loaders import Steps, rank_and_world
+from gpt2_fp8.data.loaders import Steps
+from gpt2_fp8.exchange import rank_and_world
 
 items = Steps._items
 def _items(self):

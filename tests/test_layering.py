@@ -70,9 +70,9 @@ HOUSE = {
     # what Lightning calls
     "module": Row("attempts engine step sampling optim model flops precision rng config", "torch lightning"),
     "callbacks": Row(
-        "ladder signals slurm checkpoint sampling model flops precision config", "torch lightning"
+        "ladder signals slurm checkpoint exchange sampling model flops precision config", "torch lightning"
     ),  # not each other
-    "data.datamodule": Row("data signals config", "torch lightning tiktoken"),
+    "data.datamodule": Row("data exchange signals config", "torch lightning tiktoken"),
     "precision.plugin": Row("precision config", "torch lightning transformer_engine"),
     "checkpoint.io": Row("checkpoint", "lightning"),
     "loggers": Row("config", "lightning"),
@@ -83,7 +83,6 @@ HOUSE = {
     "ladder": Row("step config"),
     "attempts": Row("engine memory exchange", "torch"),
     "memory": Row("exchange config", "torch"),
-    "exchange": Row("", "torch"),
     "engine": Row("compiling graphs bf16 step loss model layers precision config", "torch"),
     "bf16": Row("step loss model layers config", "torch"),
     "compiling": Row("", "torch"),
@@ -92,10 +91,11 @@ HOUSE = {
     "sampling": Row("", "torch"),
     "optim": Row("config", "torch"),
     "loss": Row("kernels", "torch"),
-    "precision": Row("precision layers config", "torch transformer_engine"),
+    "precision": Row("precision layers exchange config", "torch transformer_engine"),
     # the text
     "data": Row(
-        "data signals config", "torch numpy pyarrow datasets huggingface_hub tiktoken requests zstandard fsspec"
+        "data exchange signals config",
+        "torch numpy pyarrow datasets huggingface_hub tiktoken requests zstandard fsspec",
     ),
     # the model
     "model": Row("layers config", "torch"),
@@ -107,8 +107,9 @@ HOUSE = {
     "layers": Row("layers kernels config", "torch"),
     "kernels.nvrtc": Row("", "torch cuda"),
     "kernels": Row("kernels kernels.nvrtc", "torch triton"),
-    "rng": Row("", "torch numpy"),
+    "rng": Row("exchange", "torch numpy"),
     # what everything stands on
+    "exchange": Row("", "torch"),
     "signals": Row("slurm"),
     "slurm": Row("config"),
     "config": Row("config"),

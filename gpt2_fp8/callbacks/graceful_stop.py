@@ -7,11 +7,10 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from gpt2_fp8 import signals, slurm
+from gpt2_fp8 import exchange, signals, slurm
 from gpt2_fp8.checkpoint import loops
 from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.signals import Interrupted
@@ -67,12 +66,12 @@ class GracefulStop(Checkpoint):
             self._signals.install()
         self._signals.hold()
         self._training = True
-        if signum := self._agreed(trainer):
+        if signum := self._agreed():
             raise Stopped(signum)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Before the step, learn whether another rank was told to stop while it waited for its data."""
-        if trainer.world_size > 1 and (signum := self._agreed(trainer)):
+        if exchange.several() and (signum := self._agreed()):
             self._save_last_step(trainer)
             raise Stopped(signum)
 
@@ -80,7 +79,7 @@ class GracefulStop(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stop here, after the step, if asked to."""
-        if signum := self._agreed(trainer):
+        if signum := self._agreed():
             self._save(trainer)
             # Lightning logs a step's metrics after this hook, which the exception skips. The resumed run will not.
             trainer._logger_connector.on_batch_end()
@@ -89,14 +88,14 @@ class GracefulStop(Checkpoint):
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Stop in the midst of a validation, which the resumed run will do from its beginning."""
-        if signum := self._agreed(trainer):
+        if signum := self._agreed():
             self._save(trainer)
             raise Stopped(signum)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the last step, where a signal has ended the wait for the next one's data."""
         if self._training and isinstance(exception, Interrupted):
-            self._agreed(trainer)  # the other ranks ask before their step
+            self._agreed()  # the other ranks ask before their step
             self._save_last_step(trainer)
 
     def _save_last_step(self, trainer: Trainer) -> None:
@@ -104,11 +103,6 @@ class GracefulStop(Checkpoint):
         loops.set_back_to_last_step(trainer)
         self._save(trainer)
 
-    def _agreed(self, trainer: Trainer) -> int:
-        """The signal that any rank has received, 0 for none; the same on all of them. One small reduction."""
-        signum = self._signals.received or 0
-        if trainer.world_size > 1:
-            agreed = torch.tensor(signum, device=trainer.strategy.root_device)
-            torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MAX)
-            signum = int(agreed.item())
-        return signum
+    def _agreed(self) -> int:
+        """The signal that any rank has received, 0 for none; the same on all of them."""
+        return exchange.largest(self._signals.received or 0)

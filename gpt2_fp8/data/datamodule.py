@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.data.cache import UnitCache
 from gpt2_fp8.data.corpus_check import check_trainable, validation_blocks
-from gpt2_fp8.data.loaders import Cursor, Steps, Validation, rank_and_world
+from gpt2_fp8.data.loaders import Cursor, Steps, Validation
 from gpt2_fp8.data.order import Order, lane_count
 from gpt2_fp8.data.packing import Batches, Lane, lane_start, lanes_of
 from gpt2_fp8.data.progress import Progress
@@ -29,6 +29,7 @@ from gpt2_fp8.data.sources import DataSettings, build_source
 from gpt2_fp8.data.tokenizer import Tokens, fingerprint, load_tokenizer
 from gpt2_fp8.data.units import Corpus
 from gpt2_fp8.data.workers import UnitPool
+from gpt2_fp8.exchange import rank_and_world
 
 if TYPE_CHECKING:
     import tiktoken

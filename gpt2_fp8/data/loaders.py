@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from gpt2_fp8.config.errors import DataSourceLost, RunError
 from gpt2_fp8.data.packing import Batches, LaneState
 from gpt2_fp8.data.tokenizer import Tokens
+from gpt2_fp8.exchange import rank_and_world
 
 PADDING = -1  # the id of every token of a row that only fills up a validation batch; its targets are ignored
 
@@ -93,10 +94,3 @@ class Validation(IterableDataset[dict[str, Tensor]]):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for i in range(self.length):
             yield {"ids": self.ids[i * self.rows : (i + 1) * self.rows]}
-
-
-def rank_and_world() -> tuple[int, int]:
-    """This process's rank and how many there are; (0, 1) outside of torch.distributed."""
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1

@@ -9,8 +9,9 @@ from torch import distributed
 
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.data.documents import DocumentCounts
-from gpt2_fp8.data.loaders import Cursor, rank_and_world
+from gpt2_fp8.data.loaders import Cursor
 from gpt2_fp8.data.packing import LaneState, lane_start, lanes_of
+from gpt2_fp8.exchange import rank_and_world
 
 Fingerprint = dict[str, str | int]
 
