@@ -263,7 +263,7 @@ def test_sums_are_promoted_where_the_settings_say_so(layer, fast):
     product, _, notes = layer(fits=False, fast=fast)
     product.forward(torch.zeros(64, 128))
     product.input_gradient(torch.zeros(64, 256))
-    product.weight_gradient(torch.nn.Parameter(torch.zeros(256, 128)), torch.zeros(256, 64), torch.zeros(128, 64))
+    product.add_weight_gradient(torch.nn.Parameter(torch.zeros(256, 128)), torch.zeros(256, 64), torch.zeros(128, 64))
     forward, gradient, weight = (more for _, more in notes)
     assert forward["fast_accumulate"] is True
     assert gradient["fast_accumulate"] is fast

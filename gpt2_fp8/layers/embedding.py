@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gpt2_fp8.layers.scales import distributed
-
 
 def embed(ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
     """tokens[ids] + positions, in plain torch; in the autocast dtype, or the parameters' without autocast.
@@ -23,10 +21,7 @@ def embed(ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
 
 def fused_embed(ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
     """The same in one kernel, to bfloat16, for tokens that are tied to the head. Their gradient here is added to what
-    the head's backward has left in `tokens.grad`, row by row: no dense gradient is made for it. Under data parallelism
-    gradients go through autograd, since ranks exchange what it delivers."""
-    if distributed():
-        return embed(ids, tokens, positions).to(torch.bfloat16)
+    the head's backward has left in `tokens.grad`, row by row: no dense gradient is made for it."""
     return _Embedding.apply(ids.contiguous(), [tokens], positions)
 
 

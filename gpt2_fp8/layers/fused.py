@@ -23,11 +23,9 @@ from gpt2_fp8.kernels.cast import cast_transpose
 from gpt2_fp8.kernels.layer_norm import Gradient, Statistics, layer_norm_backward, layer_norm_cast
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.attention import attention
-from gpt2_fp8.layers.product import Product, vector_gradient
+from gpt2_fp8.layers.product import Product, add_vector_gradient
 from gpt2_fp8.layers.reference import EPSILON
 from gpt2_fp8.layers.scales import Scales
-
-Gradients = dict[nn.Parameter | None, Tensor | None]  # what autograd is to get for a parameter: see `Product`
 
 
 class Block(nn.Module):
@@ -48,6 +46,10 @@ class Block(nn.Module):
         self.products = Products(*(Product(scales) for _ in range(4)))
         self.below = [below]  # in a list: it is no part of this module
         self.received: Gradient | None = None  # the gradient of the output, cast
+
+    def forget(self) -> None:
+        """Let go of what a backward that did not come to its end has left here."""
+        self.received = None
 
     def refresh(self) -> None:
         """Cast the weights to FP8."""
@@ -92,7 +94,8 @@ class Hidden(NamedTuple):
 
 
 class _BlockFunction(torch.autograd.Function):
-    """A block by hand. The parameters are arguments so that autograd asks for their gradients."""
+    """A block by hand. The parameters are arguments so that autograd asks for their gradients; it is given none, since
+    they are added to `.grad` here."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: Block, training: bool, *parameters: nn.Parameter) -> Tensor:
@@ -109,7 +112,8 @@ class _BlockFunction(torch.autograd.Function):
         z8, hidden = block.hidden(middle)
         assert z8 is not None
         if training:
-            ctx.block, ctx.parameters, ctx.attention, ctx.statistics = block, parameters, (packed, attended), statistics
+            ctx.block, ctx.attention, ctx.statistics = block, (packed, attended), statistics
+            ctx.nothing = [None] * len(parameters)
             ctx.hidden = None if block.recompute else hidden
             ctx.save_for_backward(x, middle, y8t, o8t)
         return fc2.forward(z8, add=middle).view(shape)
@@ -120,13 +124,12 @@ class _BlockFunction(torch.autograd.Function):
         x, middle, y8t, o8t = ctx.saved_tensors
         block: Block = ctx.block
         assert ctx.attention is not None, "one backward only"
-        gradients: Gradients = {}
         dout = upstream[0].reshape(x.shape).contiguous()
         hidden = ctx.hidden or block.hidden(middle, again=True)[1]
         attention, ctx.hidden, ctx.attention = ctx.attention, None, None  # the graph outlives its backward
-        into_middle = _perceptron_backward(block, dout, middle, hidden, gradients)
-        dx = _attention_backward(block, into_middle, x, ctx.statistics, y8t, o8t, attention, gradients)
-        return dx.view(upstream[0].shape), None, None, *(gradients[p] for p in ctx.parameters)
+        into_middle = _perceptron_backward(block, dout, middle, hidden)
+        dx = _attention_backward(block, into_middle, x, ctx.statistics, y8t, o8t, attention)
+        return dx.view(upstream[0].shape), None, None, *ctx.nothing
 
 
 def _cast_output_gradient(block: Block, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,45 +140,45 @@ def _cast_output_gradient(block: Block, dout: Tensor) -> tuple[Tensor, Tensor, T
     return cast_transpose(dout, block.products.fc2.slot("gradient"), sums=True)
 
 
-def _perceptron_backward(block: Block, dout: Tensor, middle: Tensor, hidden: Hidden, gradients: Gradients) -> Gradient:
-    """From the gradient of a block's output, [M, d], to that of its middle; the parameters' into `gradients`."""
+def _perceptron_backward(block: Block, dout: Tensor, middle: Tensor, hidden: Hidden) -> Gradient:
+    """From the gradient of a block's output, [M, d], to that of its middle; the parameters' into `.grad`."""
     mlp, fc1, fc2 = block.mlp, block.products.fc1, block.products.fc2
     g8, g8t, sums = _cast_output_gradient(block, dout)
-    gradients[mlp.fc2_bias] = vector_gradient(mlp.fc2_bias, sums)
+    add_vector_gradient(mlp.fc2_bias, sums)
     inner = fc2.input_gradient_gelu(g8, hidden.h, fc1.slot("gradient"))
-    gradients[mlp.fc2_weight] = fc2.weight_gradient(mlp.fc2_weight, g8t, inner.yt)
-    gradients[mlp.fc1_bias] = vector_gradient(mlp.fc1_bias, inner.sums)
-    gradients[mlp.fc1_weight] = fc1.weight_gradient(mlp.fc1_weight, inner.qt, hidden.y8t)
+    fc2.add_weight_gradient(mlp.fc2_weight, g8t, inner.yt)
+    add_vector_gradient(mlp.fc1_bias, inner.sums)
+    fc1.add_weight_gradient(mlp.fc1_weight, inner.qt, hidden.y8t)
     dy = fc1.input_gradient(inner.q)
     slot = block.products.projection.slot("gradient")
     result = layer_norm_backward(dy, middle, hidden.statistics, mlp.layer_norm_weight, dout, slot)
-    gradients[mlp.layer_norm_weight] = vector_gradient(mlp.layer_norm_weight, result.sums[:, 0])
-    gradients[mlp.layer_norm_bias] = vector_gradient(mlp.layer_norm_bias, result.sums[:, 1])
+    add_vector_gradient(mlp.layer_norm_weight, result.sums[:, 0])
+    add_vector_gradient(mlp.layer_norm_bias, result.sums[:, 1])
     return result
 
 
 def _attention_backward(
     block: Block, into_middle: Gradient, x: Tensor, statistics: Statistics, y8t: Tensor, o8t: Tensor,
-    attention: tuple[Tensor, Tensor], gradients: Gradients,
+    attention: tuple[Tensor, Tensor],
 ) -> Tensor:  # fmt: skip
-    """From the gradient of a block's middle to that of its input, [M, d]; the parameters' into `gradients`."""
+    """From the gradient of a block's middle to that of its input, [M, d]; the parameters' into `.grad`."""
     qkv, projection = block.products.qkv, block.products.projection
     weight, bias = block.projection.weight, block.projection.bias
-    gradients[bias] = vector_gradient(bias, into_middle.sums[:, 2])
-    gradients[weight] = projection.weight_gradient(weight, into_middle.qt, o8t)
+    add_vector_gradient(bias, into_middle.sums[:, 2])
+    projection.add_weight_gradient(weight, into_middle.qt, o8t)
     packed, attended = attention
     dattended = projection.input_gradient(into_middle.q).view(attended.shape)
     (dpacked,) = torch.autograd.grad(attended, packed, dattended)
     g8, g8t, sums = cast_transpose(dpacked.reshape(x.shape[0], -1), qkv.slot("gradient"), sums=True)
     norm = block.qkv
-    gradients[norm.bias] = vector_gradient(norm.bias, sums)
-    gradients[norm.weight] = qkv.weight_gradient(norm.weight, g8t, y8t)
+    add_vector_gradient(norm.bias, sums)
+    qkv.add_weight_gradient(norm.weight, g8t, y8t)
     dy = qkv.input_gradient(g8)
     below = block.below[0]
     slot = None if below is None else below.products.fc2.slot("gradient")
     result = layer_norm_backward(dy, x, statistics, norm.layer_norm_weight, into_middle.dx, slot)
     if below is not None:
         below.received = result
-    gradients[norm.layer_norm_weight] = vector_gradient(norm.layer_norm_weight, result.sums[:, 0])
-    gradients[norm.layer_norm_bias] = vector_gradient(norm.layer_norm_bias, result.sums[:, 1])
+    add_vector_gradient(norm.layer_norm_weight, result.sums[:, 0])
+    add_vector_gradient(norm.layer_norm_bias, result.sums[:, 1])
     return result.dx

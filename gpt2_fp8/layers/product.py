@@ -19,7 +19,7 @@ from gpt2_fp8.kernels.gelu import Gradient, gelu_backward_cast, gelu_cast
 from gpt2_fp8.kernels.gemm import matmul
 from gpt2_fp8.kernels.product_gelu import Operands, fits, product_gelu, product_gelu_backward
 from gpt2_fp8.kernels.slot import Slot
-from gpt2_fp8.layers.scales import Scales, distributed
+from gpt2_fp8.layers.scales import Scales
 
 
 class Product(nn.Module):
@@ -85,29 +85,21 @@ class Product(nn.Module):
             return product_gelu_backward(Operands(g8, self.w8t, *scales), h, slot, self.slot("input"))
         return gelu_backward_cast(self.input_gradient(g8), h, slot, self.slot("input"))
 
-    def weight_gradient(self, weight: nn.Parameter, g8t: Tensor, x8t: Tensor) -> Tensor | None:
-        """g8t [N, M], x8t [K, M] -> what autograd is to add to `weight.grad`: None, since the product adds to it
-        itself. Under data parallelism the gradient [N, K] float32, since ranks exchange what autograd delivers."""
+    def add_weight_gradient(self, weight: nn.Parameter, g8t: Tensor, x8t: Tensor) -> None:
+        """g8t [N, M], x8t [K, M]: the product is added to `weight.grad`, float32 [N, K], by itself. Autograd has
+        nothing to add, and is given None."""
         scales = self.slot("gradient").scale_inv, self.slot("input").scale_inv
-        if distributed():
-            return matmul(g8t, x8t, torch.empty_like(weight), *scales)
         if weight.grad is None:
             weight.grad = matmul(g8t, x8t, torch.empty_like(weight), *scales)
         else:
             matmul(g8t, x8t, weight.grad, *scales, add=weight.grad)
-        return None
 
 
-def vector_gradient(parameter: nn.Parameter | None, partial: Tensor) -> Tensor | None:
-    """Partial column sums [P, N] -> as `Product.weight_gradient`, for a vector [N]."""
+def add_vector_gradient(parameter: nn.Parameter | None, partial: Tensor) -> None:
+    """Partial column sums [P, N]: as `Product.add_weight_gradient`, for a vector [N]."""
     if parameter is None:
-        return None
-    if distributed():
-        gradient = torch.empty_like(parameter)
-        reduce_columns(partial, gradient, add=False)
-        return gradient
+        return
     add = parameter.grad is not None
     if parameter.grad is None:
         parameter.grad = torch.empty_like(parameter)
     reduce_columns(partial, parameter.grad, add)
-    return None

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gpt2_fp8.engine import Engine
 from gpt2_fp8.layers import te
 from gpt2_fp8.layers.attention import FlashAttention, attention, flash_backward
 from gpt2_fp8.layers.reference import Attention
 from gpt2_fp8.loss import split
+from gpt2_fp8.model import initialise
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.plugin import build_plugin
 from gpt2_fp8.precision.resolve import resolve
@@ -317,22 +319,6 @@ def test_products_with_gelu_are_used_and_as_exact(monkeypatch):
     assert error(found[6], expected) == pytest.approx(error(found[0], expected), rel=0.05)
 
 
-def test_gradients_that_autograd_delivers_are_those_added_in_place(monkeypatch):
-    """Under data parallelism they go through autograd, since ranks exchange those."""
-    from gpt2_fp8.layers import embedding, product
-
-    found = []
-    for several in (False, True):
-        monkeypatch.setattr(product, "distributed", lambda several=several: several)
-        monkeypatch.setattr(embedding, "distributed", lambda several=several: several)
-        model, fp8 = calibrated("fused")
-        found.append(gradients(model, tokens(), True, fp8.forward_context, first=True)[1])
-    here, delivered = found
-    for name in ("tokens.weight", "positions.weight"):  # torch sums these in another order
-        torch.testing.assert_close(delivered.pop(name), here.pop(name), rtol=1e-3, atol=1e-6)
-    common.assert_same_gradients(delivered, here)
-
-
 def test_a_gradient_that_is_not_the_block_aboves_is_cast_again():
     """A block's output with a second use: its gradient is the sum of two."""
     gradient = {}
@@ -349,6 +335,30 @@ def test_a_gradient_that_is_not_the_block_aboves_is_cast_again():
     torch.testing.assert_close(
         gradient[True] - gradient[False], torch.full_like(gradient[True], 25600.0), rtol=0.02, atol=0
     )
+
+
+def test_a_gradient_that_waits_for_a_backward_that_failed_is_forgotten():
+    config = composed("precision.layers=fused", "cuda_graphs=false")
+    with torch.device("cuda"):
+        engine = Engine(config, resolve(config, "cuda"), VOCAB)
+    initialise(engine.model, seed=1)
+    fp8, batch = build_plugin(config, engine.plan), tokens(12, n_positions=128)
+    engine.calibrate(batch, fp8.forward_context)
+    before = state.capture(engine.model)
+
+    def no_memory(gradient):
+        raise torch.OutOfMemoryError
+
+    lowest = engine.model.blocks[0]
+    lowest.register_forward_hook(lambda _, __, out: out.register_hook(no_memory) and None)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.gradients(batch, fp8.forward_context, torch.Tensor.backward)
+    assert lowest.received is not None
+    engine.forget()
+    assert lowest.received is None
+    after = state.capture(engine.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(parameter.grad is None for parameter in engine.model.parameters())
 
 
 # Attention
