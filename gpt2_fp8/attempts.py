@@ -31,7 +31,7 @@ class Attempts:
 
     def calibrate(self, ids: Tensor, context: Context) -> None:
         """As `Engine.calibrate`: the first thing that a run of an FP8 recipe computes, and so the first that may not
-        fit. Of several ranks none begins again here, since each of its passes waits for the others."""
+        fit. All ranks call this at once, and have the same scales then."""
 
         def of(size: int) -> Tensor:
             self.engine.micro_batch_size = size
@@ -39,10 +39,8 @@ class Attempts:
                 self.engine.calibrate(ids, context)
             return ids  # nothing is asked for, and None would be no result
 
-        if exchange.several():
-            of(self.training.size)
-        else:
-            self.training(of, len(ids), self.engine.forget, ids.device, ranks=False, settles=False)
+        self.training(of, len(ids), self.engine.forget, ids.device, ranks=True, settles=False)
+        self.engine.agree()
 
     def gradients(self, ids: Tensor, context: Context) -> Tensor:
         """As `Engine.gradients`, averaged over the ranks, which all call this at once."""
@@ -76,6 +74,7 @@ class Attempts:
     def _of_all_ranks(self, sizes: Fitting, of: Callable[[int], Tensor], ids: Tensor) -> Tensor:
         loss = sizes(of, len(ids), self.engine.forget, ids.device, ranks=True)
         exchange.average(self.engine.parameters)
+        self.engine.agree()
         return loss
 
     def evaluate(self, ids: Tensor) -> Tensor:

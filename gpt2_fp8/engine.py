@@ -18,6 +18,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.graphs import GraphedGradients
 from gpt2_fp8.loss import cross_entropy, split
 from gpt2_fp8.model import GPT2
+from gpt2_fp8.precision import state
 from gpt2_fp8.precision.calibrate import calibrate
 from gpt2_fp8.precision.recipes import delayed_scaling
 from gpt2_fp8.precision.resolve import Plan
@@ -44,6 +45,7 @@ class Engine:
         self._loss_of = compiled(self._loss) if plan.compile else self._loss
         self._graphed: GraphedGradients | None = None
         self._in_bf16: BF16Gradients | None = None
+        self._begin_again: Callable[[], None] = _nothing
 
     def _loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
         inputs, targets = split(ids)
@@ -64,6 +66,7 @@ class Engine:
         """Gradients of the mean loss over one optimizer step's `ids`, into `.grad`, in micro-batches of
         `micro_batch_size`; returns that loss. See `step.accumulate`; where the plan says CUDA graphs, they are replayed
         instead, and `backward` is not called."""
+        self._remember()
         if self.plan.graphs:
             if self._graphed is None:
                 self._graphed = GraphedGradients(self.model, self.loss, context)
@@ -75,19 +78,40 @@ class Engine:
     ) -> Tensor:
         """The same in bf16, for a step of an FP8 run that has to be run again: see `bf16.BF16Gradients`. `context` is
         bf16 autocast alone. Nothing of FP8's is used, and no scale or history changes."""
+        self._begin_again = _nothing
         if self._in_bf16 is None:
             own = self._loss if self.plan.backend == "te" else None  # outside of te.autocast they are bf16 layers
             self._in_bf16 = BF16Gradients(self.config, self.model, own)
         return self._in_bf16(ids, context, backward, micro_batch_size)
 
+    def _remember(self) -> None:
+        self._begin_again = _nothing  # should there be no memory for the next line: not another step's
+        if self.plan.fp8:
+            self._begin_again = state.kept(self.model)
+
     def forget(self) -> None:
-        """Let go of what a step that did not come to its end has left: gradients, and graphs with their memory."""
+        """Let go of what a step that did not come to its end, or that another rank's did not, has left: gradients, and
+        graphs with their memory. Scales and histories are again as the step found them."""
         self._graphed = None
         self.model.zero_grad(set_to_none=True)
+        for block in self.model.blocks:
+            if callable(forget := getattr(block, "forget", None)):  # the fused layers'
+                forget()
+        self._begin_again()
+        self._begin_again = _nothing
         if self.plan.compile:
             torch._dynamo.reset()  # or else it would compile the other size for sizes of every kind, which are slower
 
     def calibrate(self, ids: Tensor, context: Context) -> None:
         """Find delayed scaling's first scales, from one micro-batch of an optimizer step's `ids`."""
         part = ids[: self.micro_batch_size]
+        self._remember()
         calibrate(self.model, self.loss, part, context, share=len(part) / len(ids))
+
+    def agree(self) -> None:
+        """Make all ranks' scales and histories one: see `state.agree`."""
+        state.agree(self.model)
+
+
+def _nothing() -> None:
+    """There is nothing to put back."""

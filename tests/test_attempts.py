@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gpt2_fp8 import memory
 from gpt2_fp8.attempts import Attempts
 from gpt2_fp8.config.errors import UserError
 
 IDS = torch.zeros(8, 5, dtype=torch.int32)
+AGREE = ("agree", None)
 
 
 class Engine:
@@ -36,6 +38,9 @@ class Engine:
     def forget(self):
         self.forgotten += 1
 
+    def agree(self):
+        self.asked.append(AGREE)
+
 
 def attempts(engine):
     return Attempts(engine, torch.Tensor.backward, nullcontext)
@@ -47,7 +52,8 @@ def test_a_calibration_that_does_not_fit_is_the_first_to_halve():
     with torch.no_grad():  # as in a validation that comes first
         of.calibrate(IDS, nullcontext)
     of.gradients(IDS, nullcontext)
-    assert engine.asked == [("calibrate", 8), ("calibrate", 4), ("calibrate", 2), ("gradients", 2)]
+    tried = [("calibrate", 8), ("calibrate", 4), ("calibrate", 2), AGREE]
+    assert engine.asked == [*tried, ("gradients", 2), AGREE]
     assert engine.forgotten == 2
 
 
@@ -56,12 +62,15 @@ def test_a_calibration_for_which_nothing_is_small_enough_ends_with_advice():
         attempts(Engine(room=0)).calibrate(IDS, nullcontext)
 
 
-def test_ranks_do_not_begin_a_calibration_again(monkeypatch):
-    monkeypatch.setattr("gpt2_fp8.exchange.several", lambda: True)
-    engine = Engine(room=4)
-    with pytest.raises(torch.OutOfMemoryError):
-        attempts(engine).calibrate(IDS, nullcontext)
-    assert engine.asked == [("calibrate", 8)]
+@pytest.mark.parametrize("what", ["calibrate", "gradients"])
+def test_ranks_agree_once_all_have_succeeded(monkeypatch, what):
+    """Here there is room, and the first answer is that another rank had none."""
+    answers = [True, False]
+    monkeypatch.setattr(memory, "any_rank", lambda flag: flag or answers.pop(0))
+    engine = Engine(room=8)
+    getattr(attempts(engine), what)(IDS, nullcontext)
+    assert engine.asked == [(what, 8), (what, 4), AGREE]
+    assert engine.forgotten == 1
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,7 @@ def test_what_fitted_before_is_taken_where_the_same_is_asked_for(saved, begins):
     of = attempts(engine)
     of.load_state_dict(saved)
     of.gradients(IDS, nullcontext)
-    assert engine.asked == [("gradients", begins)]
+    assert engine.asked == [("gradients", begins), AGREE]
     assert of.state_dict() == {"asked": 8, "fits": begins}
 
 

@@ -10,12 +10,16 @@ from gpt2_fp8 import compose, engine, layers
 from gpt2_fp8.bf16 import twin_of
 from gpt2_fp8.engine import Engine
 from gpt2_fp8.graphs import GraphedGradients
+from gpt2_fp8.layers.scales import Place
 from gpt2_fp8.model import GPT2, initialise
 from gpt2_fp8.precision.calibrate import PASSES
 from gpt2_fp8.precision.resolve import Plan, resolve
+from gpt2_fp8.precision.state import capture
 from gpt2_fp8.step import accumulate
 from tests.common import VOCAB, ids, loss_of
+from tests.precision.test_state import Layer
 from tests.runs import SMALL
+from tests.test_scales import scales
 
 POSITIONS = 32
 PLAN = Plan("cpu", "fp32", "fp32", None, "reference", compile=False)
@@ -180,6 +184,112 @@ def test_calibration_takes_one_micro_batch_and_leaves_no_gradient(monkeypatch):
     of.calibrate(batch(), nullcontext)
     assert seen == [4] * PASSES
     assert all(p.grad is None for p in of.model.parameters())
+
+
+# A step that has to begin again
+
+
+def with_scales():
+    """An engine whose model keeps delayed scaling's state in both ways, and sees the magnitudes of a block's output and
+    its gradient: once a step, as the fused layers, and after every forward, as Transformer Engine's."""
+    of = build(composed())
+    of.plan = replace(PLAN, ran="fp8_hybrid")
+    of._loss_of = lambda ids, first, scale: plain(ids, first, scale)
+    plain = loss_of(of.model)
+    of.model.scales, of.model.layer = scales(forward=1, gradient=1), Layer()
+    of.model.layer.init_fp8_metadata(1)
+    of.model.blocks[0].register_forward_hook(lambda _, __, out: _see(of.model, out))
+    return of
+
+
+def _see(model, out):
+    if not out.requires_grad:
+        return
+    _raise(model.scales.slot(Place("forward", 0)).amax, out)
+    out.register_hook(lambda gradient: _raise(model.scales.slot(Place("gradient", 0)).amax, gradient))
+    own = model.layer.fp8_meta["scaling_fwd"]
+    own.amax_history[0] = out.detach().abs().max()
+    own.scale.copy_(448 / own.amax_history.amax(0))
+    own.amax_history.copy_(own.amax_history.roll(-1, 0))
+    own.amax_history[0] = 0
+
+
+def _raise(amax, tensor):
+    amax.copy_(torch.maximum(amax, tensor.detach().abs().max()))
+
+
+def gradients_in(of, sizes, fails=lambda size, part: False):
+    """A step in micro-batches of the first of `sizes` that does not fail in one of its parts; as `Attempts` does it."""
+    loss, part = of._loss_of, iter(range(100))
+
+    def limited(ids, first, scale):
+        if fails(len(ids), next(part)):
+            raise torch.OutOfMemoryError
+        return loss(ids, first, scale)
+
+    of._loss_of = limited
+    of.model.zero_grad(set_to_none=True)
+    for size in sizes:
+        of.micro_batch_size = size
+        try:
+            return of.gradients(batch(), nullcontext, torch.Tensor.backward)
+        except torch.OutOfMemoryError:
+            of.forget()
+        finally:
+            of._loss_of = loss
+    raise AssertionError("nothing fits")
+
+
+@pytest.mark.parametrize("fails_in", [0, 1, None], ids=["first part", "second part", "another rank's"])
+def test_a_step_that_begins_again_leaves_scales_and_histories_of_the_smaller_size(fails_in):
+    states = []
+    for again in (True, False):
+        of = with_scales()
+        for _ in range(2):
+            gradients_in(of, [4])
+        before = capture(of.model)
+        if again and fails_in is None:
+            gradients_in(of, [4])
+            of.forget()
+        sizes = [4, 2] if again and fails_in is not None else [2]
+        loss = gradients_in(of, sizes, lambda size, part: size == 4 and part == fails_in)
+        states.append({"loss": loss, **capture(of.model), **grads(of.model)})
+    assert states[0].keys() == states[1].keys()
+    assert [name for name in states[0] if not torch.equal(states[0][name], states[1][name])] == []
+    assert any(not torch.equal(before[name], states[0][name]) for name in before)
+
+
+def grads(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_a_step_in_bf16_that_begins_again_puts_nothing_back():
+    """What the attempt in FP8 has seen stays seen, but for what was not finite."""
+    of = with_scales()
+    gradients_in(of, [4])
+    seen = capture(of.model)
+    again(of)
+    of.forget()
+    after = capture(of.model)
+    assert all(torch.equal(seen[name], after[name]) for name in seen)
+
+
+def test_what_blocks_have_handed_on_is_forgotten_too():
+    of, forgotten = build(composed()), []
+    of.model.blocks[0].forget = lambda: forgotten.append(1)
+    of.forget()
+    assert forgotten == [1]
+
+
+def test_a_calibration_that_begins_again_finds_the_same_scales():
+    found = []
+    for stray in (1.0, 64.0):
+        of = with_scales()
+        of.model.scales.scale.fill_(stray)
+        of.model.scales.history.fill_(stray)
+        of.calibrate(batch(), nullcontext)
+        found.append(capture(of.model))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 # A step in bf16

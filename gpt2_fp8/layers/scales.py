@@ -1,7 +1,8 @@
 """Delayed scaling: every FP8 tensor of a model is cast with a scale taken from its largest magnitudes of past steps.
 
 One row of tensors holds the whole model's state, so that a step's update is a handful of launches. Scales change once
-an optimizer step, at its first forward, and are the same in all its micro-batches.
+an optimizer step, at its first forward, and are the same in all its micro-batches, and on all ranks: those have agreed
+about the magnitudes at the end of the step before (`precision.state.agree`).
 """
 
 from __future__ import annotations
@@ -38,12 +39,6 @@ class DelayedScaling:
     forward: torch.dtype  # of activations and weights
     gradient: torch.dtype
     fast_accumulation: bool = False
-
-
-def distributed() -> bool:
-    """Whether other processes train too: magnitudes are exchanged, and gradients must go through autograd, which is
-    what data parallelism listens to."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class Scales(nn.Module):
@@ -111,8 +106,6 @@ class Scales(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             self.scale_inv.copy_((1 / self.scale)[:, None])  # they may just have come from a checkpoint
         elif is_first_microbatch is not False:
-            if distributed():
-                torch.distributed.all_reduce(self.history[0], op=torch.distributed.ReduceOp.MAX)
             self.update()
             self.history.copy_(self.history.roll(1, 0))
             self.history[0].zero_()

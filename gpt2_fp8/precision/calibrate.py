@@ -35,10 +35,12 @@ def calibrate(
 
     ids: [micro-batch, tokens + 1]; `loss_of(ids)` is the mean loss over its targets. `share`: the micro-batch's part of
     a step's sequences, by which training will multiply its loss. Leaves gradients as None and the
-    random number generators as they were. Does nothing lasting under a stateless recipe.
+    random number generators as they were. Does nothing lasting under a stateless recipe. Ranks calibrate each by its
+    own text, and agree afterwards (`state.agree`).
     """
     factor = 2.0 ** math.ceil(math.log2(ids[:, 1:].numel()))
     devices = [ids.device] if ids.is_cuda else []
+    state.reset(model)  # of a calibration that ran out of memory
     with torch.random.fork_rng(devices=devices):
         for _ in range(PASSES):
             state.clear_histories(model)

@@ -23,6 +23,7 @@ def build_recipe(precision: FP8PrecisionConfig, recipe: DelayedRecipe | Stateles
             fp8_format=fp8_format,
             amax_history_len=recipe.amax_history_len,
             amax_compute_algo=recipe.amax_compute_algo,
+            reduce_amax=False,  # ranks agree at the end of a step: see `state.agree`
         )
     classes = {"current": te.Float8CurrentScaling, "block": te.Float8BlockScaling, "mxfp8": te.MXFP8BlockScaling}
     return classes[recipe.name](fp8_format=fp8_format)

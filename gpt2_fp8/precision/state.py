@@ -5,17 +5,24 @@ Transformer Engine keeps it in `module.fp8_meta["scaling_fwd" | "scaling_bwd"]`,
 gradients). Row 0 of the history is the slot being filled, the last row the newest finished one. The fused layers keep
 one such state for the whole model, under `scales` (`layers.scales`; the rows in the other order). The stateless recipes
 have neither, and everything here finds nothing to do.
+
+When Transformer Engine's change (2.20): at the end of each micro-batch's forward, which is the end of its region, from
+magnitudes of activations and weights; and at the end of its backward, in that of the first layer, from those of
+gradients. Each time the history is moved on by a row. So at the end of a step nothing is pending. The fused layers'
+change once a step, at its first forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gpt2_fp8 import exchange
 from gpt2_fp8.layers.scales import Scales
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
@@ -49,6 +56,34 @@ def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
     for name, state in _states(model):
         state.scale.copy_(saved[f"{name}.scale"])
         state.amax_history.copy_(saved[f"{name}.amax_history"])
+
+
+def agree(model: nn.Module) -> None:
+    """Give all ranks one state: the largest of their magnitudes, the smallest of their scales, in a single exchange.
+    To be called on all of them at once, at the end of a step or of a calibration.
+
+    Not within a forward, as Transformer Engine would (`reduce_amax`): a rank that runs out of memory would leave the
+    others waiting there. What ranks may differ in, under Transformer Engine's layers, are the scales from a step's
+    second micro-batch on, each taken from the text that this rank has seen; it ends with the step, so that rank 0's
+    state in a checkpoint is that of all.
+    """
+    if not exchange.several():
+        return
+    states = [state for _, state in _states(model)]
+    # A magnitude that is NaN has no order. Infinity, for which no scale is taken either, has one.
+    magnitudes = [state.amax_history.nan_to_num(nan=torch.inf, posinf=torch.inf) for state in states]
+    negated = [-state.scale for state in states]
+    exchange.maximum([*magnitudes, *negated])
+    for state, history, scale in zip(states, magnitudes, negated, strict=True):
+        state.amax_history.copy_(history)
+        state.scale.copy_(-scale)
+
+
+def reset(model: nn.Module) -> None:
+    """Every scale 1, no magnitude seen, in the layers that have a state."""
+    for _, state in _states(model):
+        state.scale.fill_(1.0)
+        state.amax_history.zero_()
 
 
 def clear_histories(model: nn.Module) -> None:
@@ -88,14 +123,59 @@ def unchanged(model: nn.Module) -> AbstractContextManager[None]:
 
 def restored(model: nn.Module) -> AbstractContextManager[None]:
     """Leave scales and histories as they were found, also where training passes run in between."""
-    return _put_back([tensor for _, state in _states(model) for tensor in (state.scale, state.amax_history)])
+    return _put_back(_tensors(model))
+
+
+def kept(model: nn.Module) -> Callable[[], None]:
+    """Remember scales and histories. What is returned puts them back, for a step that has to begin again: passes that
+    did not come to their end have moved the histories on, and Transformer Engine has more to forget of them."""
+    put_back, forget = _kept(_tensors(model)), _unfinished_passes()
+
+    def begin_again() -> None:
+        put_back()
+        forget()
+
+    return begin_again
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [tensor for _, state in _states(model) for tensor in (state.scale, state.amax_history)]
 
 
 @contextmanager
 def _put_back(tensors: list[Tensor]) -> Iterator[None]:
-    kept = [tensor.clone() for tensor in tensors]
+    put_back = _kept(tensors)
     try:
         yield
     finally:
-        if kept:
-            torch._foreach_copy_(tensors, kept)
+        put_back()
+
+
+def _kept(tensors: list[Tensor]) -> Callable[[], None]:
+    """Copy `tensors`; what is returned puts the copies back. One tensor holds them: a model has hundreds."""
+    if not tensors:
+        return lambda: None
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return lambda: exchange.put_apart(flat, tensors)
+
+
+def _unfinished_passes() -> Callable[[], None]:
+    """What Transformer Engine remembers of forwards whose backward never comes. To be called outside of its regions;
+    what is returned forgets it.
+
+    Where it computes a layer again in the backward (`activation_checkpointing=mlp`), the scales of each forward wait in
+    a queue: one too many, and every later backward takes another forward's. And such a backward sets the region by
+    hand, which an error leaves set: bf16 layers would compute in FP8.
+    """
+    if "transformer_engine.pytorch" not in sys.modules:
+        return lambda: None
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    region = FP8GlobalStateManager.get_autocast_state()
+
+    def forget() -> None:
+        FP8GlobalStateManager.set_autocast_state(region)
+        for waiting in FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer:
+            waiting.clear()
+
+    return forget

@@ -1,8 +1,10 @@
 """Delayed scaling's state, on stand-ins for Transformer Engine's layers (tests/gpu has the real ones)."""
 
+import sys
+from collections import deque
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +89,33 @@ def test_unchanged_puts_histories_back_and_leaves_scales():
         assert all(torch.count_nonzero(t) == 0 for name, t in state.capture(of).items() if "history" in name)
     after = state.capture(of)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_transformer_engine_keeps_of_unfinished_passes_is_forgotten(monkeypatch):
+    """On a stand-in of its global state: queues of scales for layers computed again, and a region set by hand."""
+
+    class Manager:
+        quantization_state = SimpleNamespace(fp8_tensors_recompute_buffer=[deque(), deque()])
+        region = "outside"
+
+        @classmethod
+        def get_autocast_state(cls):
+            return cls.region
+
+        @classmethod
+        def set_autocast_state(cls, region):
+            cls.region = region
+
+    names = "transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.quantization"
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[names[-1]].FP8GlobalStateManager = Manager
+    begin_again = state.kept(model(ran=True))
+    Manager.quantization_state.fp8_tensors_recompute_buffer[1].append("scales")
+    Manager.region = "inside"
+    begin_again()
+    assert not any(Manager.quantization_state.fp8_tensors_recompute_buffer)
+    assert Manager.region == "outside"
 
 
 def test_gradient_amaxes_are_divided_exactly_and_alone():
