@@ -68,12 +68,14 @@ class GraphedGradients:
         stream = _stream(torch.cuda.current_device())
         with state.restored(self.model):
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):
-                    for first in (True, False):
-                        self._pass(first, scale)
-                    self._forget()
-            torch.cuda.synchronize()
+            try:
+                with torch.cuda.stream(stream):
+                    for _ in range(WARM_UP):
+                        for first in (True, False):
+                            self._pass(first, scale)
+                        self._forget()
+            finally:  # where memory runs out, scales are put back and memory is freed from the other stream
+                torch.cuda.synchronize()
             pool = torch.cuda.graph_pool_handle()
             graphs = {}
             for first in (True, False):
