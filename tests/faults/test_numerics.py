@@ -277,7 +277,7 @@ def test_36_whether_it_stays_depends_on_what_is_asked_for():
 
 
 ONE_RANK = """
-import os
+import hashlib, os
 import pytest, torch
 sys.path.insert(0, REPOSITORY)
 from tests.faults.pretended import NAN, Faults, pretend, put
@@ -297,9 +297,9 @@ end = GPT2Module.on_train_batch_end
 
 def on_train_batch_end(self, *args):
     end(self, *args)
-    norms = [float(p.detach().double().norm()) for p in self.model.parameters()]
+    weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())).hexdigest()
     with Path(f"rank-{self.global_rank}").open("a") as file:
-        file.write(f"{self.global_step} {self.plan.ran} {norms}\\n")
+        file.write(f"{self.global_step} {self.plan.ran} {self.trainer.ckpt_path} {weights}\\n")
 
 GPT2Module.on_train_batch_end = on_train_batch_end
 """
@@ -315,7 +315,9 @@ def test_37_two_ranks_decide_alike_whichever_of_them_it_happens_to(tmp_path, req
     expected = [(2, "rerun"), (3, "rerun"), (6, "skip"), (7, "skip"), (7, "rollback")]
     assert happened(folder) == expected
     one, other = ((tmp_path / f"rank-{rank}").read_text() for rank in (0, 1))
-    assert one == other, "weights after every step, to the last bit of their norms"
+    assert one == other, "where they went on from, and the weights after every step"
+    origins = {line.split()[2] for line in one.splitlines() if line.split()[1] == "bf16"}
+    assert origins == {str(checkpoint(folder, 4))}
     steps = [tuple(line.split()[:2]) for line in one.splitlines()]
     in_fp8 = [(str(n), "fp8_hybrid") for n in range(1, 7)]
     assert steps == in_fp8 + [(str(n), "bf16") for n in range(5, 13)]
