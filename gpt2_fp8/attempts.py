@@ -25,6 +25,7 @@ class Attempts:
     def __init__(self, engine: Engine, backward: Callable[[Tensor], None], no_sync: Context):
         self.engine, self._backward, self._no_sync = engine, backward, no_sync
         self._asked = engine.micro_batch_size
+        self._share = engine.config.global_batch_size // exchange.rank_and_world()[1]  # of a step, this rank's
         self.training = Fitting(self._asked, "micro_batch_size")
         self._in_bf16: Fitting | None = None
         self._evaluation: Fitting | None = None
@@ -39,7 +40,8 @@ class Attempts:
                 self.engine.calibrate(ids, context)
             return ids  # nothing is asked for, and None would be no result
 
-        self.training(of, len(ids), self.engine.forget, ids.device, ranks=True, settles=False)
+        # `ids` may be a validation's, but the sizes to come to are those that training can go on with.
+        self.training(of, self._share, self.engine.forget, ids.device, ranks=True, settles=False)
         self.engine.agree()
 
     def gradients(self, ids: Tensor, context: Context) -> Tensor:
@@ -72,7 +74,7 @@ class Attempts:
         return self._of_all_ranks(self._in_bf16, of, ids)
 
     def _of_all_ranks(self, sizes: Fitting, of: Callable[[int], Tensor], ids: Tensor) -> Tensor:
-        loss = sizes(of, len(ids), self.engine.forget, ids.device, ranks=True)
+        loss = sizes(of, self._share, self.engine.forget, ids.device, ranks=True)
         exchange.average(self.engine.parameters)
         self.engine.agree()
         return loss
@@ -99,6 +101,6 @@ class Attempts:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin with what fitted before, where the same was asked for then."""
-        if state["asked"] == self._asked and self._asked % state["fits"] == 0:
+        if state["asked"] == self._asked and self._share % state["fits"] == 0:
             self.training.size = self.engine.micro_batch_size = state["fits"]
             self.training.settled = True

@@ -7,7 +7,7 @@ queued for a long while, is not asked. Tensors go from GPU to GPU.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -90,18 +90,8 @@ def average(parameters: Iterable[Tensor]) -> None:
     torch._foreach_div_(gradients, distributed.get_world_size())
 
 
-def maximum(tensors: Sequence[Tensor]) -> None:
-    """Replace every element by the largest of all ranks, in one exchange. Tensors of one dtype on one device, of the
-    same shapes on every rank, and without NaN, which has no order. To be called on all of them at once."""
-    if not tensors or not several():
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    distributed.all_reduce(flat, op=distributed.ReduceOp.MAX)
-    put_apart(flat, tensors)
-
-
-def put_apart(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the elements of `flat` [n], one after the other, into `tensors` of n elements in all."""
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    shaped = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-    torch._foreach_copy_(list(tensors), shaped)
+def maximum(values: Tensor) -> None:
+    """Replace every element by the largest of all ranks. A contiguous tensor, of the same shape on every rank and
+    without NaN, which has no order. To be called on all of them at once."""
+    if several():
+        distributed.all_reduce(values, op=distributed.ReduceOp.MAX)

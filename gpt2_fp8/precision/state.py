@@ -67,16 +67,18 @@ def agree(model: nn.Module) -> None:
     second micro-batch on, each taken from the text that this rank has seen; it ends with the step, so that rank 0's
     state in a checkpoint is that of all.
     """
-    if not exchange.several():
+    states = [state for _, state in _states(model)] if exchange.several() else []
+    if not states:
         return
-    states = [state for _, state in _states(model)]
+    histories, scales = [state.amax_history for state in states], [state.scale for state in states]
+    flat = _flat([*histories, *scales])
+    magnitudes, negated = flat.split([sum(map(Tensor.numel, histories)), sum(map(Tensor.numel, scales))])
     # A magnitude that is NaN has no order. Infinity, for which no scale is taken either, has one.
-    magnitudes = [state.amax_history.nan_to_num(nan=torch.inf, posinf=torch.inf) for state in states]
-    negated = [-state.scale for state in states]
-    exchange.maximum([*magnitudes, *negated])
-    for state, history, scale in zip(states, magnitudes, negated, strict=True):
-        state.amax_history.copy_(history)
-        state.scale.copy_(-scale)
+    magnitudes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    negated.neg_()
+    exchange.maximum(flat)
+    negated.neg_()
+    _put_apart(flat, [*histories, *scales])
 
 
 def reset(model: nn.Module) -> None:
@@ -152,11 +154,21 @@ def _put_back(tensors: list[Tensor]) -> Iterator[None]:
 
 
 def _kept(tensors: list[Tensor]) -> Callable[[], None]:
-    """Copy `tensors`; what is returned puts the copies back. One tensor holds them: a model has hundreds."""
+    """Copy `tensors`, all into one, since a model has hundreds; what is returned puts the copies back."""
     if not tensors:
         return lambda: None
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    return lambda: exchange.put_apart(flat, tensors)
+    flat = _flat(tensors)
+    return lambda: _put_apart(flat, tensors)
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _put_apart(flat: Tensor, tensors: list[Tensor]) -> None:
+    """Copy the elements of `flat` back into the tensors that it was made of."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
 
 
 def _unfinished_passes() -> Callable[[], None]:

@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt2_fp8.engine import Engine
 from gpt2_fp8.layers import te
 from gpt2_fp8.layers.attention import FlashAttention, attention, flash_backward
 from gpt2_fp8.layers.reference import Attention
 from gpt2_fp8.loss import split
-from gpt2_fp8.model import initialise
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.plugin import build_plugin
 from gpt2_fp8.precision.resolve import resolve
@@ -335,30 +333,6 @@ def test_a_gradient_that_is_not_the_block_aboves_is_cast_again():
     torch.testing.assert_close(
         gradient[True] - gradient[False], torch.full_like(gradient[True], 25600.0), rtol=0.02, atol=0
     )
-
-
-def test_a_gradient_that_waits_for_a_backward_that_failed_is_forgotten():
-    config = composed("precision.layers=fused", "cuda_graphs=false")
-    with torch.device("cuda"):
-        engine = Engine(config, resolve(config, "cuda"), VOCAB)
-    initialise(engine.model, seed=1)
-    fp8, batch = build_plugin(config, engine.plan), tokens(12, n_positions=128)
-    engine.calibrate(batch, fp8.forward_context)
-    before = state.capture(engine.model)
-
-    def no_memory(gradient):
-        raise torch.OutOfMemoryError
-
-    lowest = engine.model.blocks[0]
-    lowest.register_forward_hook(lambda _, __, out: out.register_hook(no_memory) and None)
-    with pytest.raises(torch.OutOfMemoryError):
-        engine.gradients(batch, fp8.forward_context, torch.Tensor.backward)
-    assert lowest.received is not None
-    engine.forget()
-    assert lowest.received is None
-    after = state.capture(engine.model)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert all(parameter.grad is None for parameter in engine.model.parameters())
 
 
 # Attention
