@@ -18,6 +18,7 @@ class Engine:
     """Holds `room` sequences at a time; says what it was asked for."""
 
     parameters = ()
+    config = SimpleNamespace(global_batch_size=len(IDS))
 
     def __init__(self, room, size=8):
         self.room, self.micro_batch_size, self.asked, self.forgotten = room, size, [], 0
@@ -95,7 +96,8 @@ def test_an_evaluation_counts_no_padding():
         counted = part[:, 1:] >= 0
         return torch.tensor(2.0) if counted.any() else torch.tensor(float("nan"))
 
-    engine = SimpleNamespace(loss=loss, micro_batch_size=4, forget=lambda: None)
+    settings = SimpleNamespace(global_batch_size=4)
+    engine = SimpleNamespace(loss=loss, config=settings, micro_batch_size=4, forget=lambda: None)
     of = attempts(engine)
     assert of.evaluate(ids).tolist() == [4.0, 2.0]
     of._evaluation.size = 1
