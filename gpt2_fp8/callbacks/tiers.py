@@ -68,6 +68,7 @@ class Tiers(Checkpoint):
         self.validated_step: int | None = None
         self._taken_step: int | None = None  # of the newest checkpoint that is saved or will be
         self._taken_at = time.monotonic()
+        self._prepared = False  # the writer knows what it will be given
         self._leaving = False  # by an exception
         self._best_pending = False  # `best` is what the writer was asked for, and not yet known to be on the disk
         self._val_loss: float | None = None  # of `validated_step`
@@ -113,7 +114,7 @@ class Tiers(Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget an earlier `fit`: Lightning restores what is to be known of it after this."""
         if stage == "fit":
-            self._leaving = False
+            self._leaving = self._prepared = False
             self.best = self.saved_step = self.validated_step = self._taken_step = self._val_loss = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -133,6 +134,10 @@ class Tiers(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save at the intervals, and at the last step."""
+        if not self._prepared and trainer.is_global_zero:
+            # After the first step: the optimizer has its moments, and what is recorded as CUDA graphs has been.
+            self.writer.prepare([pl_module.state_dict(), *(optimizer.state_dict() for optimizer in trainer.optimizers)])
+            self._prepared = True
         self.writer.check()
         step = trainer.global_step
         by_steps = any(n > 0 and step % n == 0 for n in (self.every_n_steps, self.keep_every_n_steps))

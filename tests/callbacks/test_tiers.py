@@ -22,6 +22,7 @@ from tiny_run import At, run, two_ranks
 from gpt2_fp8.callbacks import tiers as tiers_module
 from gpt2_fp8.callbacks.tiers import Tiers
 from gpt2_fp8.checkpoint import files, find, pointers
+from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import CallbacksConfig
 
@@ -185,6 +186,23 @@ def test_the_clock_is_asked_every_ten_steps_and_starts_again_with_each_checkpoin
 
     run(tmp_path, max_steps=45, every=0, keep=9, val=100, every_minutes=1.7, callbacks=[Tick()])
     assert saved(tmp_path) == [20, 40, 45]  # 120 s after the start, and 120 s after that; 60 s are too few
+
+
+def test_the_writer_is_told_of_the_state_once_a_fit_after_its_first_step(tmp_path, monkeypatch):
+    """Before it there are no moments, and CUDA graphs may be recorded, which locking memory would spoil."""
+    told, prepare, save = [], Writer.prepare, Writer.save
+
+    def prepared(self, state):
+        weights, optimizer = state
+        told.append(("prepare", len(weights), sorted(optimizer["state"][0]), int(optimizer["state"][0]["step"])))
+        prepare(self, state)
+
+    monkeypatch.setattr(Writer, "prepare", prepared)
+    monkeypatch.setattr(Writer, "save", lambda self, *given: told.append("save") or save(self, *given))
+    run(tmp_path, max_steps=3, every=1, val=100)
+    run(tmp_path, max_steps=4, every=4, val=100)
+    moments = ["exp_avg", "exp_avg_sq", "step"]
+    assert told == [("prepare", 4, moments, 1), "save", "save", "save", ("prepare", 4, moments, 4), "save"]
 
 
 def test_a_step_that_nothing_is_due_at_asks_nobody(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The writer's order of things, in the step and in a thread; the copy that it writes; room, and the run's lock."""
+"""The writer's order of things, in the step and in a thread; room, and the run's lock."""
 
 import errno
 import fcntl
@@ -9,16 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 
 import pytest
 import torch
 
-from gpt2_fp8.checkpoint import durable, files, find, lock, pointers, snapshot, space, tree
+from gpt2_fp8.checkpoint import durable, files, find, lock, pointers, space
 from gpt2_fp8.checkpoint.io import FolderCheckpointIO
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.checkpoint.pointers import Pointer
-from gpt2_fp8.checkpoint.snapshot import Snapshots
 from gpt2_fp8.checkpoint.writer import Outcome, Writer
 from gpt2_fp8.config.errors import UserError
 
@@ -191,83 +189,6 @@ def test_lightnings_door_writes_or_hands_over(tmp_path):
     assert not (tmp_path / "two").exists()
     with pytest.raises(TypeError, match="storage_options"):
         door.save_checkpoint(state(1), tmp_path / "three", {"compression": 9})
-
-
-# ---- snapshots -------------------------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_writes_what_the_original_would_have_written():
-    weight = torch.randn(4, 6, requires_grad=True)
-    buffer = torch.arange(12.0)
-    value = {
-        "tied": [weight, torch.nn.Parameter(weight.detach()), (weight.detach(),)],
-        "views": {"a": buffer[:6], "b": buffer[3:9], "transposed": weight.t()},
-        "empty": torch.empty(0, 3),
-        "bf16": torch.ones(2, dtype=torch.bfloat16),
-        "ordered": OrderedDict(x=1, y=[{"z": None}]),
-        7: float("nan"),
-    }
-    (before, tensors), copied = tree.flatten(value), Snapshots().take(value)
-    (after, copies) = tree.flatten(copied)
-    assert str(after) == str(before)  # as text: NaN is not equal to itself
-    assert tensors.keys() == copies.keys()
-    assert all(torch.equal(tensors[name], copies[name]) for name in tensors)
-    originals = {tensor.untyped_storage().data_ptr() for tensor in (weight, buffer, value["bf16"])}
-    assert not originals & {tensor.untyped_storage().data_ptr() for tensor in copies.values()}
-    assert copied["tied"][0] is copied["tied"][1] is copied["tied"][2][0]
-    assert type(copied["ordered"]) is OrderedDict
-
-
-def test_a_snapshot_keeps_what_it_cannot_copy_for_tree_to_refuse():
-    odd = {"s": {1, 2}, "sparse": torch.eye(3).to_sparse(), "meta": torch.empty(2, device="meta")}
-    copied = Snapshots().take(odd)
-    assert copied["s"] == {1, 2}
-    assert copied["s"] is not odd["s"]
-    for name in odd:
-        with pytest.raises(TypeError, match=name[0]):
-            tree.flatten({name: copied[name]})
-
-
-def test_page_locked_buffers_are_used_again_where_shapes_agree(monkeypatch):
-    """On a machine without a GPU: a tensor that says it is on one, and buffers that are not page-locked."""
-    made, waited = [], []
-    real = torch.Tensor.is_cuda
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: self.numel() == 3 or real.__get__(self)))
-    monkeypatch.setattr(snapshot, "_page_locked", lambda like: made.append(like) or torch.empty_like(like))
-
-    class Stream:
-        def synchronize(self):
-            waited.append(1)
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    take = Snapshots().take
-    value = {"a": torch.ones(3), "b": torch.full((3,), 2.0), "host": torch.zeros(2)}
-    first = take(value)
-    pointers_of_first = {name: tensor.data_ptr() for name, tensor in first.items()}
-    value["a"].fill_(5.0)
-    second = take(value)
-    assert {name: tensor.tolist() for name, tensor in second.items()} == {
-        "a": [5.0] * 3,
-        "b": [2.0] * 3,
-        "host": [0.0] * 2,
-    }
-    assert second["a"].data_ptr() == pointers_of_first["a"] != second["b"].data_ptr()
-    assert (len(made), len(waited)) == (2, 2)
-    take(value | {"c": torch.ones(3)})
-    assert len(made) == 3
-
-
-def test_without_page_locked_memory_ordinary_memory_does(monkeypatch, caplog):
-    empty = torch.empty
-
-    def refuse(*args, pin_memory=False, **kwargs):
-        if pin_memory:
-            raise RuntimeError("CUDA error: out of memory\nand more")
-        return empty(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "empty", refuse)
-    assert snapshot._page_locked(torch.ones(2, 3, dtype=torch.float16)).shape == (2, 3)
-    assert "ordinary memory, which is slower: CUDA error: out of memory" in caplog.text
 
 
 # ---- room ------------------------------------------------------------------------------------------------------------
