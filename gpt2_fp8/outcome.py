@@ -34,6 +34,7 @@ def fill(summary: Summary, parts: Parts, fallback: Fallback, tiers: Tiers) -> No
     summary.tokens = trainer.global_step * throughput.tokens_per_step
     summary.last_train_loss, summary.last_val_loss = throughput.train_loss, last_val_loss(parts, tiers)
     summary.tokens_per_second = throughput.median_rate
+    summary.checkpoint_stall_seconds = tiers.longest_stall
     summary.fallback, summary.skipped_steps = Fallbacks(**fallback.ladder.report()), fallback.ladder.skipped
     if best is not None:
         summary.best_val_loss, summary.best_val_loss_step = best.val_loss, best.step

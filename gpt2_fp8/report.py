@@ -74,6 +74,7 @@ class Summary:
     peak_memory_gb: float | None = None  # of GPU memory; None on a CPU
     training_memory_gb: float | None = None  # the peaks of training and of validation apart
     validation_memory_gb: float | None = None
+    checkpoint_stall_seconds: float | None = None  # the longest of this process; None where none was taken
     skipped_steps: int = 0
     fallback: Fallbacks = field(default_factory=Fallbacks)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
@@ -106,6 +107,7 @@ class Summary:
         with suppress(OSError, ValueError):
             before = json.loads((Path(folder) / "summary.json").read_text())
             self.tokens_per_second = before.get("tokens_per_second")
+            self.checkpoint_stall_seconds = self.checkpoint_stall_seconds or before.get("checkpoint_stall_seconds")
             self.last_train_loss = self.last_train_loss or before.get("last_train_loss")
 
     def write(self, folder: Path) -> Path:

@@ -115,7 +115,8 @@ def test_resuming_a_finished_run_is_done_at_once(tmp_path, monkeypatch):
     before = summary(tmp_path / "run")
     train(tmp_path / "run", "ckpt_path=last")
     assert steps == []
-    for key in ("status", "steps", "tokens_per_second", "last_train_loss", "last_val_loss", "best_val_loss"):
+    kept = ("status", "steps", "tokens_per_second", "last_train_loss", "last_val_loss", "best_val_loss")
+    for key in (*kept, "checkpoint_stall_seconds"):
         assert summary(tmp_path / "run")[key] == before[key], key
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,8 +43,9 @@ class Tiers(Checkpoint):
         asynchronous: written by a thread while training goes on; the step waits for a copy in host memory alone.
 
     Attributes: `best` (a Pointer, or None), `saved_step` (of the newest checkpoint in the folder that this process
-    has written or resumed from, as far as this rank knows) and `validated_step` (the last step that has a validation
-    result).
+    has written or resumed from, as far as this rank knows), `validated_step` (the last step that has a validation
+    result) and `longest_stall` (of all `fit`s, the most seconds that training waited for a checkpoint: for the GPU to
+    finish the step, the ranks, the checkpoint before it and the copy, or without a thread the disk; None before one).
 
     A checkpoint taken at the end of a step whose validation is still due resumes into that validation.
     """
@@ -66,6 +69,7 @@ class Tiers(Checkpoint):
         self.best: Pointer | None = None
         self.saved_step: int | None = None
         self.validated_step: int | None = None
+        self.longest_stall: float | None = None
         self._taken_step: int | None = None  # of the newest checkpoint that is saved or will be
         self._taken_at = time.monotonic()
         self._prepared = False  # the writer knows what it will be given
@@ -101,8 +105,9 @@ class Tiers(Checkpoint):
         self._taken_step, self._taken_at = step, time.monotonic()
         self._validation_due = self.validated_step != step and loops.is_validation_due(trainer)
         path = self.folder / pointers.folder_name(step)
-        trainer.save_checkpoint(path, weights_only=False, storage_options=partial(self._hand_over, trainer))
-        self._learn(trainer.strategy.broadcast(self.writer.outcome))
+        with self._stalled():
+            trainer.save_checkpoint(path, weights_only=False, storage_options=partial(self._hand_over, trainer))
+            self._learn(trainer.strategy.broadcast(self.writer.outcome))
         return self._taken_step == step
 
     def save_now(self, trainer: Trainer) -> bool:
@@ -151,7 +156,8 @@ class Tiers(Checkpoint):
         step = trainer.global_step
         metric = trainer.callback_metrics.get(self.monitor)
         if self._best_pending and self.writer.outcome.best != self.best:
-            self.writer.wait()  # what the new one is compared with has to be on the disk
+            with self._stalled():
+                self.writer.wait()  # what the new one is compared with has to be on the disk
         # Without sync_dist every rank has a value of its own, and all of them must save or none.
         found = (math.nan if metric is None else float(metric), self.writer.outcome)
         value, outcome = trainer.strategy.broadcast(found)
@@ -227,6 +233,12 @@ class Tiers(Checkpoint):
             return False
         late = time.monotonic() - self._taken_at >= 60 * self.every_minutes
         return trainer.strategy.reduce_boolean_decision(late and trainer.is_global_zero, all=False)
+
+    @contextmanager
+    def _stalled(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.longest_stall = max(self.longest_stall or 0.0, time.perf_counter() - began)
 
     def _hand_over(self, trainer: Trainer, path: Path, checkpoint: dict[str, Any]) -> None:
         """Give the state to the writer: on rank 0, in `Trainer.save_checkpoint`, where the other ranks wait."""

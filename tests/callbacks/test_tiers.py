@@ -205,6 +205,29 @@ def test_the_writer_is_told_of_the_state_once_a_fit_after_its_first_step(tmp_pat
     assert told == [("prepare", 4, moments, 1), "save", "save", "save", ("prepare", 4, moments, 4), "save"]
 
 
+@BOTH
+def test_the_longest_stall_is_known(tmp_path, monkeypatch, asynchronous):
+    """What the step waits for: the copy and the hand-over, or all of the writing."""
+    now, save, write = [0.0], Writer.save, files.write
+    monkeypatch.setattr(tiers_module.time, "perf_counter", lambda: now[0])
+
+    def slow_save(self, checkpoint, pointer):
+        now[0] += {2: 1.0, 4: 3.0, 6: 2.0}[pointer.step]
+        save(self, checkpoint, pointer)
+        self.wait()
+
+    def slow_write(path, checkpoint):
+        if not asynchronous:  # in a thread it takes its time beside the steps, which no clock of a test shows
+            now[0] += 10.0
+        write(path, checkpoint)
+
+    monkeypatch.setattr(Writer, "save", slow_save)
+    monkeypatch.setattr(files, "write", slow_write)
+    assert Tiers(tmp_path, 2, 1).longest_stall is None
+    _, _, tiers = run(tmp_path, max_steps=6, val=100, asynchronous=asynchronous)
+    assert tiers.longest_stall == (3.0 if asynchronous else 13.0)
+
+
 def test_a_step_that_nothing_is_due_at_asks_nobody(tmp_path, monkeypatch):
     """No collective in a step without a checkpoint: each is a wait for the slowest rank."""
     calls = []
