@@ -1,7 +1,6 @@
-"""Which checkpoints a run takes, and when. What becomes of them on the disk is `checkpoint/writer.py`'s.
+"""Which checkpoints a run takes, and when. What becomes of them is `checkpoint/ledger.py`'s and the writer's.
 
-Saving is collective: every rank comes here at the same step, rank 0 copies the state and writes it, and what became of
-the checkpoints before goes to all ranks with the save, so that a step without one costs nothing.
+Saving is collective: every rank comes here at the same step, and rank 0 copies the state and writes it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from gpt2_fp8.checkpoint import loops, pointers
+from gpt2_fp8.checkpoint.ledger import Ledger
 from gpt2_fp8.checkpoint.pointers import Pointer
-from gpt2_fp8.checkpoint.writer import Outcome, Writer, finite
+from gpt2_fp8.checkpoint.writer import Writer, finite
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import CallbacksConfig
 
@@ -66,15 +66,11 @@ class Tiers(Checkpoint):
         )  # fmt: skip
         self.monitor = monitor
         self.writer = Writer(self.folder, keep, keep_every_n_steps, asynchronous)
-        self.best: Pointer | None = None
-        self.saved_step: int | None = None
+        self.ledger = Ledger(self.writer)
         self.validated_step: int | None = None
         self.longest_stall: float | None = None
-        self._taken_step: int | None = None  # of the newest checkpoint that is saved or will be
         self._taken_at = time.monotonic()
         self._prepared = False  # the writer knows what it will be given
-        self._leaving = False  # by an exception
-        self._best_pending = False  # `best` is what the writer was asked for, and not yet known to be on the disk
         self._val_loss: float | None = None  # of `validated_step`
         self._validation_due = False  # in the checkpoint that is being taken
 
@@ -90,6 +86,16 @@ class Tiers(Checkpoint):
             asynchronous=config.async_checkpoints,
         )
 
+    @property
+    def best(self) -> Pointer | None:
+        """The best validation so far."""
+        return self.ledger.best
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint that is known to be in the folder."""
+        return self.ledger.saved_step
+
     def save(self, trainer: Trainer) -> bool:
         """Checkpoint the present step, unless that was done already; whether it is. To be called on every rank.
 
@@ -97,30 +103,36 @@ class Tiers(Checkpoint):
         is saved. An OSError (a full disk) is a warning.
         """
         step = trainer.global_step
-        if self._taken_step == step:
+        if self.ledger.taken_step == step:
             return True
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or step == 0:
             return False
-        trainer.lightning_module.finish_step()
-        self._taken_step, self._taken_at = step, time.monotonic()
+        module: Any = trainer.lightning_module
+        module.finish_step()
+        self.ledger.taken_step, self._taken_at = step, time.monotonic()
         self._validation_due = self.validated_step != step and loops.is_validation_due(trainer)
         path = self.folder / pointers.folder_name(step)
         with self._stalled():
             trainer.save_checkpoint(path, weights_only=False, storage_options=partial(self._hand_over, trainer))
-            self._learn(trainer.strategy.broadcast(self.writer.outcome))
-        return self._taken_step == step
+            self.ledger.share(trainer.strategy.broadcast)
+        return self.ledger.taken_step == step
 
     def save_now(self, trainer: Trainer) -> bool:
         """`save`, and wait for the disk; whether the step is there. For the ends of a run, on every rank."""
-        return self.save(trainer) and self._is_saved(trainer)
+        if not self.save(trainer):
+            return False
+        self.writer.wait()
+        self.ledger.settle(trainer.strategy.broadcast)
+        return self.saved_step == trainer.global_step
 
     # ---- when ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget an earlier `fit`: Lightning restores what is to be known of it after this."""
         if stage == "fit":
-            self._leaving = self._prepared = False
-            self.best = self.saved_step = self.validated_step = self._taken_step = self._val_loss = None
+            self.ledger.clear()
+            self.validated_step = self._val_loss = None
+            self._prepared = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tidy the folder, and take its `best.json` for the truth: the checkpoint may be older than it.
@@ -131,8 +143,7 @@ class Tiers(Checkpoint):
             self.writer.begin(self.saved_step, self.best)
             if 0 < trainer.max_steps <= (self.saved_step or 0):
                 log.info("already complete: step %d of %d is saved", self.saved_step, trainer.max_steps)
-        self._learn(trainer.strategy.broadcast(self.writer.outcome))
-        self._settle_best()
+        self.ledger.settle(trainer.strategy.broadcast)
         self._taken_at = time.monotonic()
 
     def on_train_batch_end(
@@ -155,27 +166,18 @@ class Tiers(Checkpoint):
             return
         step = trainer.global_step
         metric = trainer.callback_metrics.get(self.monitor)
-        if self._best_pending and self.writer.outcome.best != self.best:
+        if self.ledger.is_best_missing():
             with self._stalled():
                 self.writer.wait()  # what the new one is compared with has to be on the disk
         # Without sync_dist every rank has a value of its own, and all of them must save or none.
-        found = (math.nan if metric is None else float(metric), self.writer.outcome)
-        value, outcome = trainer.strategy.broadcast(found)
-        self._learn(outcome)
-        self._settle_best()
+        value = self.ledger.settle(trainer.strategy.broadcast, math.nan if metric is None else float(metric))
         self.validated_step, self._val_loss = step, value
-        before = self.best
-        better = math.isfinite(value) and (
-            before is None or before.val_loss is None or value < before.val_loss
-            or before.step == step  # after a step back: what was the best here has been written anew
-        )  # fmt: skip
-        if better:
-            self.best = Pointer(pointers.folder_name(step), step, value)
-            self._best_pending = self.save(trainer)  # with the new best in its state
-            if not self._best_pending:
-                self.best, better = before, False
-        if self._taken_step == step and trainer.is_global_zero:
-            self._note(trainer, better)
+        better = self._is_better(step, value) and self.ledger.expect_best(
+            Pointer(pointers.folder_name(step), step, value), partial(self.save, trainer)
+        )
+        if self.ledger.taken_step == step and trainer.is_global_zero:
+            pointer = Pointer(pointers.folder_name(step), step, finite(value))
+            self.ledger.note(pointer, better, partial(_flush_logs, trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the end, if it is not saved yet, and wait for it. Raises RunError when it cannot be."""
@@ -185,14 +187,9 @@ class Tiers(Checkpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Finish what is being written, and let nothing that goes wrong with it hide `exception`."""
-        self._leaving = True  # another callback may save after this, and nobody would wait for it
-        try:
-            self.writer.close()
-        except Exception as error:
-            log.error("a checkpoint was lost: %s: %s", type(error).__name__, error)
+        self.ledger.leave()
         if trainer.is_global_zero:
-            self._learn(self.writer.outcome)
-            self._settle_best()
+            self.ledger.settle(lambda own: own)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finish what is being written: the end of a `fit`, or the note of a validation after it."""
@@ -208,7 +205,7 @@ class Tiers(Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a run where its checkpoint left it."""
         best = state_dict["best"]
-        self.best = best and Pointer(pointers.folder_name(best["step"]), best["step"], best["val_loss"])
+        self.ledger.best = best and Pointer(pointers.folder_name(best["step"]), best["step"], best["val_loss"])
         self.validated_step, self._val_loss = state_dict["validated_step"], None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -218,7 +215,7 @@ class Tiers(Checkpoint):
         """
         state, path = checkpoint["callbacks"].get(self.state_key), Path(str(trainer.ckpt_path))
         if path.parent.resolve() == self.folder.resolve():
-            self.saved_step = self._taken_step = checkpoint["global_step"]
+            self.ledger.resume(checkpoint["global_step"])
         if state and state["validation_due"]:
             if (path / loops.VALIDATION).exists():
                 state["validated_step"] = checkpoint["global_step"]
@@ -240,47 +237,19 @@ class Tiers(Checkpoint):
         yield
         self.longest_stall = max(self.longest_stall or 0.0, time.perf_counter() - began)
 
+    def _is_better(self, step: int, value: float) -> bool:
+        """Whether a validation's result is the best yet."""
+        best = self.best
+        if not math.isfinite(value):
+            return False
+        # After a step back: what was the best here has been written anew.
+        return best is None or best.val_loss is None or value < best.val_loss or best.step == step
+
     def _hand_over(self, trainer: Trainer, path: Path, checkpoint: dict[str, Any]) -> None:
         """Give the state to the writer: on rank 0, in `Trainer.save_checkpoint`, where the other ranks wait."""
         step = trainer.global_step
-        try:
-            _flush_logs(trainer)
-        except OSError as error:
-            self.writer.fail(step, error)
-        else:
-            self.writer.save(checkpoint, Pointer(path.name, step, self._val_loss_at(step)))
-            if self._leaving:
-                self.writer.close()
-
-    def _note(self, trainer: Trainer, better: bool) -> None:
-        step = trainer.global_step
-        try:
-            _flush_logs(trainer)
-        except OSError as error:
-            log.warning("the validation of step %d could not be noted in %s: %s", step, self.folder, error)
-        else:
-            self.writer.note(Pointer(pointers.folder_name(step), step, self._val_loss_at(step)), better)
-
-    def _is_saved(self, trainer: Trainer) -> bool:
-        """Wait for everything; whether the present step is on the disk then. To be called on every rank."""
-        self.writer.wait()
-        self._learn(trainer.strategy.broadcast(self.writer.outcome))
-        self._settle_best()
-        return self.saved_step == trainer.global_step
-
-    def _learn(self, outcome: Outcome) -> None:
-        """Take rank 0's word for what has been written. A step that could not be is to be taken again when it is due,
-        or at the end."""
-        self._outcome, self.saved_step = outcome, outcome.saved_step
-        if outcome.failed_step is not None and outcome.failed_step == self._taken_step:
-            self._taken_step = outcome.saved_step
-
-    def _settle_best(self) -> None:
-        """Everything that was asked for is done: the best is the one on the disk."""
-        self.best, self._best_pending = self._outcome.best, False
-
-    def _val_loss_at(self, step: int) -> float | None:
-        return finite(self._val_loss) if self.validated_step == step else None
+        val_loss = finite(self._val_loss) if self.validated_step == step else None
+        self.ledger.save(checkpoint, Pointer(path.name, step, val_loss), partial(_flush_logs, trainer))
 
 
 def _flush_logs(trainer: Trainer) -> None:

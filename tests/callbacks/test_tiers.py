@@ -353,7 +353,7 @@ def full(path, checkpoint):
 files.write = full
 losses = dict(zip((4, 8, 12), (1.0, 2.0, 3.0) if os.environ["RANK"] == "0" else (9.0, 8.0, 7.0)))
 _, _, tiers = run(sys.argv[1], max_steps=12, every=3, ranks=2, every_minutes=1e-9, val_losses=losses)
-print(json.dumps([tiers.saved_step, tiers.best.step, tiers.best.val_loss, tiers._taken_step]))
+print(json.dumps([tiers.saved_step, tiers.best.step, tiers.best.val_loss, tiers.ledger.taken_step]))
 """
 
 
@@ -374,7 +374,7 @@ def test_a_second_fit_knows_nothing_of_the_first(tmp_path):
     tiers.setup(trainer, trainer.lightning_module, "validate")
     assert tiers.saved_step == 4
     tiers.setup(trainer, trainer.lightning_module, "fit")
-    assert (tiers.saved_step, tiers._taken_step, tiers.best) == (None, None, None)
+    assert (tiers.saved_step, tiers.ledger.taken_step, tiers.best) == (None, None, None)
 
 
 def test_a_finished_run_still_knows_its_best(tmp_path):
