@@ -1,4 +1,4 @@
-"""Worker processes, and the thread that looks after them: it hands out units, takes answers, and replaces the dead.
+"""Several workers, and the thread that looks after them: it hands out units, has answers taken, and replaces the dead.
 
 A worker that is killed, ends, or shows no life for `LIFE_SECONDS` costs no more than the unit that it was reading being
 read again, by a new one. A unit that this happens to time and again is given up, with what it died of.
@@ -17,15 +17,13 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
 from multiprocessing import connection, resource_tracker
-from multiprocessing.context import SpawnProcess
 
 from gpt2_fp8.config.errors import Problem, RunError
 from gpt2_fp8.data.reader import UnitReader, WorkCounts
 from gpt2_fp8.data.units import Unit
-from gpt2_fp8.data.worker_process import READY, Done, Failed, run
+from gpt2_fp8.data.worker_handle import Job, Worker
+from gpt2_fp8.data.worker_process import Done
 
 log = logging.getLogger(__name__)
 
@@ -33,26 +31,6 @@ LIFE_SECONDS = 60.0  # that a worker may show no life
 START_SECONDS = 300.0  # likewise, until it is ready: its imports may come over a slow network
 MAX_DEATHS = 3  # of workers that were to read one and the same unit
 _TICK = 1.0
-
-
-@dataclass(eq=False)
-class Job:
-    """A unit to be read."""
-
-    unit: Unit
-    future: Future[Done] = field(default_factory=Future)
-    deaths: int = 0
-
-
-@dataclass(eq=False)
-class Worker:
-    """A process, this end of its pipe, and what it is doing."""
-
-    process: SpawnProcess
-    pipe: connection.Connection
-    job: Job | None = None
-    ready: bool = False
-    silence: float = 0.0  # seconds since it last showed life
 
 
 class Crew:
@@ -95,8 +73,7 @@ class Crew:
         for worker in self.workers:
             worker.process.kill()
         for worker in self.workers:
-            worker.process.join(5.0)  # one in an uninterruptible read stays until that ends
-            worker.pipe.close()
+            worker.end(5.0)
         shutil.rmtree(self.spool, ignore_errors=True)
 
     # ---- the thread ----------------------------------------------------------------------------------------------
@@ -128,57 +105,24 @@ class Crew:
                 job.future.set_exception(self._refused)
         idle = [worker for worker in self.workers if worker.job is None]
         for _ in range(min(self.number - len(self.workers), len(self._jobs) - len(idle))):
-            self._start()
+            self.workers.append(Worker.start(self._reader, self.spool))
         for worker in idle:
             if worker.ready and self._jobs:
-                worker.job, worker.silence = self._jobs.popleft(), 0.0
-                if worker.job.deaths == 0 and not worker.job.future.set_running_or_notify_cancel():
-                    worker.job = None
-                else:
-                    with suppress(OSError):  # it has ended, which is seen in a moment
-                        worker.pipe.send(worker.job.unit)
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")  # never fork: CUDA and threads do not survive it
-        ours, its = context.Pipe()
-        process = context.Process(target=run, args=(its, self._reader, self.spool), daemon=True)
-        process.start()
-        its.close()  # or its end would not be noticed
-        self.workers.append(Worker(process, ours))
+                worker.give(self._jobs.popleft())
 
     def _look_after(self, worker: Worker, passed: float) -> None:
-        silence = worker.silence + passed
-        try:
-            while worker.pipe.poll():
-                silence = 0.0
-                self._hear(worker, worker.pipe.recv())
-        except (EOFError, OSError):
-            worker.process.join(1.0)
-            self._bury(worker, _how(worker.process))
-            return
-        busy = worker.job is not None or not worker.ready
-        worker.silence = silence if busy else 0.0
-        if worker.silence > (LIFE_SECONDS if worker.ready else START_SECONDS):
-            self._bury(worker, f"showed no life for {worker.silence:.0f} s")
-
-    def _hear(self, worker: Worker, message: object) -> None:
-        if message == READY:
-            worker.ready, self._failed_starts = True, 0
-        elif isinstance(message, Done | Failed):
-            assert worker.job is not None
-            future, worker.job = worker.job.future, None
-            if isinstance(message, Done):
-                future.set_result(message)
-            else:
-                if not isinstance(message.error, RunError):
-                    message.error.add_note(f"in a worker process:\n{message.where}")
-                future.set_exception(message.error)
+        was_ready = worker.ready
+        lost = worker.listen(passed)
+        if worker.ready and not was_ready:
+            self._failed_starts = 0
+        if lost is None and worker.silence > (LIFE_SECONDS if worker.ready else START_SECONDS):
+            lost = f"showed no life for {worker.silence:.0f} s"
+        if lost is not None:
+            self._bury(worker, lost)
 
     def _bury(self, worker: Worker, how: str) -> None:
         """After the end of a worker: say so, and have its unit read again, unless that is hopeless."""
-        worker.process.kill()
-        worker.process.join(1.0)
-        worker.pipe.close()
+        worker.end(1.0)
         self.workers.remove(worker)
         self.counts.worker_deaths += 1
         job = worker.job
@@ -202,21 +146,6 @@ class Crew:
             if not job.future.done():
                 job.future.set_exception(error)
         self._jobs.clear()
-
-
-def _how(process: SpawnProcess) -> str:
-    """How a process has ended, in words."""
-    code = process.exitcode
-    if code is None:
-        return "closed its pipe"
-    return f"ended with exit code {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _no_start(how: str) -> Problem:
