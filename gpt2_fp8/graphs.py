@@ -80,7 +80,8 @@ class GraphedGradients:
             graphs = {}
             for first in (True, False):
                 graphs[first] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graphs[first], pool=pool, stream=stream):
+                # Another thread may be locking memory for checkpoints, which would end a global capture.
+                with torch.cuda.graph(graphs[first], pool=pool, stream=stream, capture_error_mode="thread_local"):
                     self._losses[first] = self._pass(first, scale)
             self._graphs = graphs
             self._gradients = [parameter.grad for parameter in self.model.parameters()]
