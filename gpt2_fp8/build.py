@@ -15,7 +15,7 @@ from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.checkpoint.files import read_weights
-from gpt2_fp8.checkpoint.io import FolderCheckpointIO
+from gpt2_fp8.checkpoint.io import FolderCheckpointIO, blame_checkpoints
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.loggers import build_loggers
@@ -79,7 +79,7 @@ def build_trainer(
 ) -> pl.Trainer:
     """Lightning's Trainer. A run is one Lightning epoch of `max_steps` batches, whatever the corpus' epochs are."""
     options = config.trainer
-    return pl.Trainer(
+    trainer = pl.Trainer(
         accelerator=plan.device,
         devices=startup.devices(config, plan.device),
         num_nodes=options.num_nodes,
@@ -104,3 +104,5 @@ def build_trainer(
         use_distributed_sampler=False,
         default_root_dir=folder,
     )
+    blame_checkpoints(trainer)
+    return trainer

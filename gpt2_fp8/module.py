@@ -16,11 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gpt2_fp8 import rng
 from gpt2_fp8.attempts import Attempts
+from gpt2_fp8.checkpoint.run_state import restoring
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import ModelConfig, RunConfig
 from gpt2_fp8.engine import Engine
 from gpt2_fp8.model import initialise
-from gpt2_fp8.optim import build_optimizer, build_schedule
+from gpt2_fp8.optim import build_optimizer, build_schedule, check_moments
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.plugin import FP8Precision
 from gpt2_fp8.precision.resolve import Plan
@@ -45,6 +46,7 @@ class GPT2Module(pl.LightningModule):
         self.val_loss: float | None = None  # the newest, on the host
         self._weights = weights
         self._rng: list[Any] | None = None
+        self._restored_from: Any = None  # the checkpoint that the run continues from
         self._validation = ExitStack()
         self._first_step = True
         self._unfinished: tuple[dict[str, Any], StepResult] | None = None  # a batch and what its step was like
@@ -75,7 +77,8 @@ class GPT2Module(pl.LightningModule):
     def on_train_start(self) -> None:
         """Put the random numbers where the checkpoint left them."""
         if self._rng is not None:
-            rng.restore_rank(self._rng)
+            with restoring(self._restored_from):
+                rng.restore_rank(self._rng)
             self._rng = None
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -132,9 +135,12 @@ class GPT2Module(pl.LightningModule):
         still due: the checkpoint's, or a calibration's on `ids`."""
         self._first_step = False
         plugin = self.trainer.precision_plugin
-        if isinstance(plugin, FP8Precision) and plugin.scaling is not None and not plugin.restore_scales():
-            self.attempts.calibrate(ids, plugin.forward_context)
-            plugin.scales_found = True
+        if isinstance(plugin, FP8Precision) and plugin.scaling is not None:
+            with restoring(self._restored_from):
+                found = plugin.restore_scales()
+            if not found:
+                self.attempts.calibrate(ids, plugin.forward_context)
+                plugin.scales_found = True
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Make Lightning validate after the last step, whatever the interval."""
@@ -217,17 +223,21 @@ class GPT2Module(pl.LightningModule):
         """
         if differences := list(_other_settings(self.config.model, checkpoint.get("model", {}))):
             raise UserError(differences)
-        self._rng = checkpoint["rng"]
+        self._rng, self._restored_from = checkpoint["rng"], self.trainer.ckpt_path
         if sizes := checkpoint.get("micro_batch_size"):  # not in checkpoints of format 1
             self.attempts.load_state_dict(sizes)
         optimizer = build_optimizer(self.model, self.config.optim)
         schedule = build_schedule(optimizer, self.config.optim, self.config.trainer.max_steps)
         step = checkpoint["lr_schedulers"][0]["last_epoch"]
         factor = schedule.lr_lambdas[0](step)
-        for saved, fresh in zip(checkpoint["optimizer_states"][0]["param_groups"], optimizer.param_groups, strict=True):
+        rates = [rate * factor for rate in schedule.base_lrs]
+        groups = checkpoint["optimizer_states"][0]["param_groups"]
+        for saved, fresh, lr in zip(groups, optimizer.param_groups, rates, strict=True):
             settings = {key: value for key, value in fresh.items() if key != "params"}
-            saved.update(settings, lr=fresh["initial_lr"] * factor)
-        checkpoint["lr_schedulers"][0]["base_lrs"] = schedule.base_lrs
+            saved.update(settings, lr=lr)
+        check_moments(optimizer, checkpoint["optimizer_states"][0])
+        counts = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
+        checkpoint["lr_schedulers"] = [schedule.state_dict() | counts]
 
 
 def _other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -22,6 +24,20 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
         {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
     ]
     return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def check_moments(optimizer: AdamW, saved: dict[str, Any]) -> None:
+    """Raise ValueError unless a saved state has moments, and each is of its parameter's shape: torch takes any over,
+    and its fused kernels trust them."""
+    named = [index for group in saved["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shapes = {index: parameter.shape for index, parameter in zip(named, parameters, strict=True)}
+    if not saved["state"] or not saved["state"].keys() <= shapes.keys():
+        raise ValueError(f"the optimizer's moments are of {len(saved['state'])} parameters, and it has {len(shapes)}")
+    for index, moments in saved["state"].items():
+        for name, shape in (("exp_avg", shapes[index]), ("exp_avg_sq", shapes[index]), ("step", torch.Size())):
+            if (found := moments[name].shape) != shape:
+                raise ValueError(f"the optimizer's {name} {index} is {tuple(found)}, and belongs to {tuple(shape)}")
 
 
 def learning_rate_factor(step: int, warmup_steps: int, max_steps: int, min_lr_ratio: float) -> float:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from gpt2_fp8.checkpoint import space
+from gpt2_fp8.checkpoint import run_state, space
 from gpt2_fp8.checkpoint.find import resolve as find_checkpoint
 from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config.checks import VOCABULARY
@@ -74,12 +74,13 @@ def check_room(config: RunConfig, checkpoints: Path) -> None:
 def checkpoint(config: RunConfig, folder: Path) -> Path | None:
     """The checkpoint to continue from, or None for a fresh start, said so where `last` found nothing.
 
-    Its files' digests are checked. Raises UserError where none is whole, or it does not fit the run.
+    Its files' digests are checked, and that it holds a run's state. Raises UserError where none is whole, or it does
+    not fit the run.
     """
     if config.ckpt_path is None:
         return None
     own = folder / "checkpoints"
-    found = find_checkpoint(config.ckpt_path, own)
+    found = find_checkpoint(config.ckpt_path, own, run_state.check)
     if found and found.resolve().parent != own.resolve() and any(own.glob("*/manifest.json")):
         raise UserError.of(
             f"ckpt_path={found} is of another run, and {folder} has checkpoints of its own", "give a new run_name"

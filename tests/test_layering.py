@@ -68,7 +68,7 @@ HOUSE = {
     "build": Row(f"startup {PARTS}", "torch lightning"),
     "startup": Row("checkpoint precision memory model layers.attention kernels.nvrtc flops config", "torch"),
     # what Lightning calls
-    "module": Row("attempts engine step sampling optim model flops precision rng config", "torch lightning"),
+    "module": Row("attempts engine step sampling optim model flops precision checkpoint rng config", "torch lightning"),
     "callbacks": Row(
         "ladder signals slurm checkpoint exchange sampling model flops precision config", "torch lightning"
     ),  # not each other

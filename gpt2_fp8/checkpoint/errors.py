@@ -26,6 +26,12 @@ def unreadable(path: Path, why: str) -> CheckpointError:
     return CheckpointError([Problem(f"{path} cannot be read as a checkpoint: {why}", remedy)])
 
 
+def unfit(path: Path, why: str) -> CheckpointError:
+    """The error that says why no run can continue from the folder `path`, whole as it is."""
+    remedy = "name another checkpoint (RUN/checkpoints/step-NNNNNNNN); or init_from=PATH, which takes weights alone"
+    return CheckpointError([Problem(f"{path} cannot be continued from: {why}", remedy)])
+
+
 def escaped(text: str) -> str:
     r"""`text` in one line of at most 1000 characters, with `\x1b` and the like for what does not print."""
     text = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

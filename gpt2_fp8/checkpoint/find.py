@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from gpt2_fp8.checkpoint import pointers
@@ -11,11 +12,15 @@ from gpt2_fp8.checkpoint.errors import CheckpointError, escaped, unreadable
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.verify import verified
 
+Check = Callable[[Path], object]
+
 log = logging.getLogger(__name__)
 
 
-def resolve(ckpt_path: str, checkpoints_dir: Path) -> Path | None:
-    """The checkpoint that `ckpt_path` means for the run whose checkpoints lie in `checkpoints_dir`, verified.
+def resolve(ckpt_path: str, checkpoints_dir: Path, check: Check = verified) -> Path | None:
+    """The checkpoint that `ckpt_path` means for the run whose checkpoints lie in `checkpoints_dir`.
+
+    It has passed `check`, which raises CheckpointError for a folder that cannot be used; "whole" below means that.
 
     last: where `last.json` points; if that is damaged, the highest step before it that is whole; then those after it,
     which are of a branch that the run left behind. Without a usable `last.json`, the highest step that is whole. Each
@@ -26,15 +31,15 @@ def resolve(ckpt_path: str, checkpoints_dir: Path) -> Path | None:
     Raises CheckpointError: nothing whole is left, there is no best or it is damaged, or the path is no checkpoint.
     """
     if ckpt_path == "last":
-        return _last(checkpoints_dir)
+        return _last(checkpoints_dir, check)
     if ckpt_path == "best":
-        return _best(checkpoints_dir)
+        return _best(checkpoints_dir, check)
     path = Path(ckpt_path).expanduser()
-    verified(path)
+    check(path)
     return path
 
 
-def _last(folder: Path) -> Path | None:
+def _last(folder: Path, check: Check) -> Path | None:
     pointer, problem = _pointer(folder)
     candidates = _candidates(folder, pointer)
     if not candidates and not os.path.lexists(folder / "last.json"):
@@ -44,7 +49,7 @@ def _last(folder: Path) -> Path | None:
     reasons = []
     for path in candidates:
         try:
-            _verified_here(path)
+            _check_here(path, check)
         except CheckpointError as error:
             reasons.append(error.problems[0].cause)
             log.warning("passed over: %s", reasons[-1])
@@ -61,7 +66,7 @@ def _last(folder: Path) -> Path | None:
     )
 
 
-def _best(folder: Path) -> Path:
+def _best(folder: Path, check: Check) -> Path:
     try:
         pointer = pointers.follow(folder, "best")
     except FileNotFoundError:
@@ -73,7 +78,7 @@ def _best(folder: Path) -> Path:
         raise CheckpointError.of(
             f"{folder / 'best.json'} cannot be used: {error}", "use ckpt_path=last, or the path of a checkpoint"
         ) from None
-    _verified_here(folder / pointer.checkpoint)
+    _check_here(folder / pointer.checkpoint, check)
     return folder / pointer.checkpoint
 
 
@@ -107,8 +112,8 @@ def _step(path: Path) -> int:
     return -1 if step is None else step
 
 
-def _verified_here(path: Path) -> None:
-    """Verify a checkpoint of a run's own folder, which a link could lead out of. Raises CheckpointError."""
+def _check_here(path: Path, check: Check) -> None:
+    """Check a checkpoint of a run's own folder, which a link could lead out of. Raises CheckpointError."""
     if path.is_symlink():
         raise unreadable(path, "it is a link; to use what it leads to, give that path")
-    verified(path)
+    check(path)

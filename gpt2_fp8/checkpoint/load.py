@@ -33,15 +33,21 @@ def read_weights(path: Path | str, map_location: Any = None) -> dict[str, Tensor
     return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
-def _assemble(path: Path, device: str, only: list[str] | None = None) -> dict[str, Any]:
-    """The checkpoint, or what it holds under the names `only`."""
+def read_structure(path: Path | str) -> dict[str, Any]:
+    """The dictionary of `read` with an empty tensor for each of its own, none of which is read; as verified."""
+    return _assemble(Path(path), "cpu", tensor=torch.empty(0))
+
+
+def _assemble(path: Path, device: str, only: list[str] | None = None, tensor: Tensor | None = None) -> dict[str, Any]:
+    """The checkpoint, or what it holds under the names `only`; with `tensor` in place of every tensor."""
     manifest = verified(path)
     skeleton = read_json(path, SKELETON)
     try:
         if skeleton.get("global_step", 0) != manifest["global_step"]:
             raise ValueError(f"{SKELETON} is of another step than {MANIFEST}")
         with _tensors(path, manifest["files"].keys(), device) as load:
-            value = tree.unflatten({key: skeleton[key] for key in only or skeleton}, load)
+            take = load if tensor is None else lambda name: tensor
+            value = tree.unflatten({key: skeleton[key] for key in only or skeleton}, take)
         if not isinstance(value["state_dict"], dict):
             raise ValueError(f"{SKELETON} holds no weights")
         return value

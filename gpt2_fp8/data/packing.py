@@ -111,6 +111,8 @@ class Lane:
         while len(self._asked) < self.ahead:
             self.ask()
         n_blocks = (length - 1) // self.n_positions
+        if self._block >= n_blocks:
+            raise self._changed(f"{self._block} sequences", str(n_blocks))
         # All units but the last came to n_positions tokens at most: the next segment's first token is in the last.
         offset = n_blocks * self.n_positions - before + (self._offset if len(parts) == 1 else 0)
         # A unit is counted by the segment in which its first token is an input.
@@ -125,8 +127,11 @@ class Lane:
     def _from_offset(self, tokens: Tokens) -> Tokens:
         if self._offset <= len(tokens):
             return tokens[self._offset :]
-        raise UserError.of(
-            f"the text changed under this run: a unit of which {self._offset} tokens were read has only {len(tokens)}",
+        raise self._changed(f"{self._offset} tokens", str(len(tokens)))
+
+    def _changed(self, read: str, there: str) -> UserError:
+        return UserError.of(
+            f"the text changed under this run: a unit of which {read} were read has only {there}",
             "restore the text, or start a new run",
         )
 

@@ -50,7 +50,8 @@ class Progress:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`. Raises UserError with everything in which its text or order was another."""
+        """Go on from a `state_dict`. Raises UserError with everything in which its text or order was another;
+        ValueError or TypeError for what is no state of this order."""
         was, now = state["fingerprint"], self.fingerprint
         changed = [key for key in now if was.get(key) != now[key]]
         if changed:
@@ -62,11 +63,18 @@ class Progress:
                 )
                 for key in changed
             )
+        if state["lanes"].keys() != self.lanes.keys():
+            raise ValueError(f"it has {len(state['lanes'])} lanes that are not the {len(self.lanes)} of this text")
+        _documents(state["lanes"])  # or their counts would not fit later
         self.step, self.lanes = state["step"], copy.deepcopy(state["lanes"])
 
     def documents(self) -> DocumentCounts:
         """Of all units that training has come to, over every epoch."""
-        return sum((DocumentCounts(**lane["documents"]) for lane in self.lanes.values()), DocumentCounts())
+        return _documents(self.lanes)
+
+
+def _documents(lanes: dict[str, LaneState]) -> DocumentCounts:
+    return sum((DocumentCounts(**lane["documents"]) for lane in lanes.values()), DocumentCounts())
 
 
 _WORDS = {
