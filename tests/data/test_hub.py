@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.data.hub import Hub
-from tests.data.hub_runs import PAJAMA, TEXTS, WEB, Client, expected, repos, web_units
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with Hub(repos()) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    opened = Client(hub, tmp_path_factory.mktemp("hf"))
-    yield opened
-    opened.close()
+from tests.data.hub_runs import PAJAMA, TEXTS, WEB, Client, expected, web_units
 
 
 def test_parquet_by_row_groups_with_a_file_held_out(hub: Hub, client: Client) -> None:

@@ -6,23 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.data.hub import Hub
-from tests.data.hub_runs import PAJAMA, ROOT, TEXTS, WEB, Client, expected, repos, web_units
+from tests.data.hub_runs import PAJAMA, ROOT, TEXTS, WEB, Client, expected, web_units
 from tests.runs import SMALL, metrics, summary
 
 STEPS = 60
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with Hub(repos()) as served:
-        yield served
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +26,6 @@ def _whole(hub: Hub) -> None:
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def client(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    opened = Client(hub, tmp_path_factory.mktemp("hf"))
-    yield opened
-    opened.close()
 
 
 def test_50_a_third_of_all_requests_fails_and_the_tokens_are_the_same(hub: Hub, client: Client) -> None:

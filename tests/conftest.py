@@ -1,0 +1,32 @@
+"""A hub on this machine and a client of it, for the tests of its data and of its faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:  # imported where they are used: most tests need no hub
+    from tests.data.hub import Hub
+    from tests.data.hub_runs import Client
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    """A hub with the data sets of `hub_runs.repos`."""
+    from tests.data.hub import Hub
+    from tests.data.hub_runs import repos
+
+    with Hub(repos()) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A process that reads from it."""
+    from tests.data.hub_runs import Client
+
+    opened = Client(hub, tmp_path_factory.mktemp("hf"))
+    yield opened
+    opened.close()
