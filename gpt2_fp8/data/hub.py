@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
 from gpt2_fp8.config.typed import printable
+from gpt2_fp8.data import hub_client
 from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.formats import as_documents
+from gpt2_fp8.data.hub_client import import_datasets
 from gpt2_fp8.data.listing import Listing
 from gpt2_fp8.data.retry import HUB_WAITS, with_retries
 from gpt2_fp8.data.units import Corpus, Unit
@@ -27,8 +26,6 @@ from gpt2_fp8.data.units import Corpus, Unit
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-TIMEOUT = 10.0  # seconds without a byte, after which a request has failed; the hub's client waits for ever in places
 
 
 @dataclass
@@ -73,7 +70,7 @@ class HubSource:
 
     def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[object]:
         """The rows of one shard, read anew from its start."""
-        _import_datasets()  # in a worker, before an unpickled data set is used
+        import_datasets()  # in a worker, before an unpickled data set is used
         split, listing = unit.path, self._listing
         assert listing is not None, "corpus() comes first"
         if split not in self._splits:  # the hub was out of reach
@@ -102,8 +99,8 @@ class HubSource:
         """The commit that the revision names, and the files of each split at that commit."""
         from huggingface_hub import HfApi, HfFileSystem
 
-        _import_datasets()
-        commit = HfApi().dataset_info(self.repo, revision=self.revision, timeout=TIMEOUT).sha
+        import_datasets()
+        commit = HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub_client.TIMEOUT).sha
         assert commit
         root, fs = f"datasets/{self.repo}@{commit}/", HfFileSystem()
         problems: list[Problem] = []
@@ -130,7 +127,7 @@ class HubSource:
 
     def _open(self, commit: str, paths: list[str]) -> Any:
         """The files as a streaming data set of one shard a unit."""
-        datasets = _import_datasets()
+        datasets = import_datasets()
         only_text = {"columns": [self.text_column]} if all(path.endswith(".parquet") for path in paths) else {}
         datasets.disable_progress_bars()
         opened = datasets.load_dataset(
@@ -166,34 +163,6 @@ class HubSource:
             raise UserError.of(f"the hub refuses {self.repo} at {self.revision}: {message}", remedy) from error
 
 
-def _import_datasets() -> ModuleType:
-    """`datasets` with a client that does not wait for ever, and without its torch part, which keeps a tensor in every
-    data set: unpickling one would import torch in every worker, for seconds and 300 MB each."""
-    before = os.environ.get("USE_TORCH")
-    os.environ["USE_TORCH"] = "0"
-    try:
-        import datasets
-    finally:
-        os.environ.pop("USE_TORCH")
-        if before is not None:
-            os.environ["USE_TORCH"] = before
-    _limit_waits()
-    return datasets
-
-
-@cache
-def _limit_waits() -> None:
-    from huggingface_hub import set_client_factory
-    from huggingface_hub.utils import _http
-
-    def factory() -> Any:
-        client = _http.default_client_factory()
-        client.timeout = TIMEOUT
-        return client
-
-    set_client_factory(factory)
-
-
 def _is_offline() -> bool:
     from huggingface_hub import is_offline_mode
 
@@ -202,7 +171,7 @@ def _is_offline() -> bool:
 
 def _remedy(error: BaseException) -> str | None:
     """What the user can do about an error of the hub's client; None where it may pass by itself."""
-    _import_datasets()
+    import_datasets()
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RevisionNotFoundError
 

@@ -55,10 +55,11 @@ def with_retries(action: Callable[[], Result], what: str, waits: tuple[float, ..
             failures += 1
             log.warning("cannot read %s (%s: %s); attempt %d in %.1f s", what, type(error).__name__, _said(error),
                         failures + 1, wait)  # fmt: skip
-            _sleep(wait)
+            sleep(wait)
 
 
-def _sleep(seconds: float) -> None:
+def sleep(seconds: float) -> None:
+    """Wait so that `is_waiting` tells of it."""
     global _waiting
     _waiting = True
     try:

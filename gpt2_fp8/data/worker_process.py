@@ -54,7 +54,7 @@ def run(connection: Connection, reader: bytes, spool: str) -> None:
     """Read units until the pipe closes. `reader`: a pickled UnitReader; `spool`: where tokens go."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the group's: what ends workers is their parent
         signal.signal(number, signal.SIG_IGN)
-    os.environ["USE_TORCH"] = "0"  # for `datasets`, see `hub._import_datasets`; hence the inner pickle
+    os.environ["USE_TORCH"] = "0"  # for `datasets`, see `hub_client.import_datasets`; hence the inner pickle
     lock = threading.Lock()
     threading.Thread(target=_show_life, args=(connection, lock, spool), daemon=True).start()
     try:

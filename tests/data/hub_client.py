@@ -1,14 +1,15 @@
 """Run in a process of its own (the hub's client reads HF_ENDPOINT when it is imported): asks the data layer.
 
 Reads lines of JSON, {"data": changes of the configuration, "steps": n}, and answers each with a line {"sha": of the
-steps' ids, "report": ..., "val": sequences} or {"error": class, "message": text}. Between setup and the first step it
-writes "ready" and waits for a line.
+steps' ids, "report": ..., "val": sequences} or {"error": class, "message": text}, and in either case {"waits": [seconds
+that it would have waited], "log": [warnings]}. Between setup and the first step it writes "ready" and waits for a line.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import multiprocessing
 import sys
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import HubData
-from gpt2_fp8.data import hub, retry
+from gpt2_fp8.data import hub_client
 
 
 def has_torch(pid: int) -> bool:
@@ -49,10 +50,19 @@ def main(changes: dict[str, object], steps: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    retry.HUB_WAITS = (0.0,) * 7
-    hub.TIMEOUT = 1.0
-    slept = time.sleep
-    time.sleep = lambda seconds: slept(min(seconds, 0.01))  # the hub client's own waits between its tries
+    hub_client.TIMEOUT = 1.0
+    slept, waits, log = time.sleep, [], []
+
+    def sleep(seconds: float) -> None:
+        """The hub client's own waits between its tries, and what a server asks for."""
+        waits.append(seconds)
+        slept(min(seconds, 0.01))
+
+    time.sleep = sleep
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gpt2_fp8").addHandler(handler)
     for line in sys.stdin:
+        waits.clear(), log.clear()
         request = json.loads(line)
-        print(json.dumps(main(request["data"], request["steps"])), flush=True)
+        print(json.dumps(main(request["data"], request["steps"]) | {"waits": waits, "log": log}), flush=True)

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gpt2_fp8.data import hub_client, retry
 from tests.data.hub import Hub
 from tests.data.hub_runs import PAJAMA, ROOT, TEXTS, WEB, Client, expected, web_units
 from tests.runs import SMALL, metrics, summary
@@ -43,6 +45,43 @@ def test_50_each_kind_of_fault_loses_and_repeats_nothing(client: Client, kind: s
     answer = client.ask(WEB, ["", kind, "", kind], steps=STEPS)
     assert answer.get("sha") == expected(web_units(3), STEPS), answer
     assert client.left == 0, "every fault happened"
+
+
+LONGEST = max(retry.HUB_WAITS)
+
+
+@pytest.mark.parametrize(
+    ("fault", "asked"),
+    [("429 retry-after: 86400", 86400), ("503 retry-after: 86400", 86400), ('429 ratelimit: "api";r=0;t=86400', 86400)],
+)
+def test_a_server_that_asks_for_a_day_gets_minutes(client: Client, fault: str, asked: int) -> None:
+    answer = client.ask(WEB, ["", fault, ""], steps=STEPS)
+    assert answer.get("sha") == expected(web_units(3), STEPS), answer
+    assert client.left == 0
+    assert max(answer["waits"]) == LONGEST == 240
+    (line,) = (line for line in answer["log"] if "asks for a wait" in line)
+    assert f"asks for a wait of {asked} s (HTTP {fault[:3]}); trying again in 240 s" in line
+
+
+def test_a_short_wait_is_granted_whole(client: Client) -> None:
+    answer = client.ask(WEB, ["503 retry-after: 37"], steps=STEPS)
+    assert 37 in answer["waits"]
+    assert max(answer["waits"]) == 37
+
+
+@pytest.mark.parametrize("told", ["Wed, 21 Oct 2025 07:28:00 GMT", "soon", "-1", "\u00b2", ""])
+def test_what_is_no_number_of_seconds_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+    monkeypatch.setattr(retry, "sleep", lambda seconds: pytest.fail("it waits"))
+    hub_client.wait_as_told(SimpleNamespace(status_code=503, headers={"retry-after": told}))
+
+
+def test_a_wait_that_a_server_asked_for_is_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a worker that waits for longer than a minute would be taken for stuck."""
+    alive = []
+    monkeypatch.setattr(retry.time, "sleep", lambda seconds: alive.append((seconds, retry.is_waiting())))
+    hub_client.wait_as_told(SimpleNamespace(status_code=429, headers={"retry-after": "100"}))
+    assert alive == [(100.0, True)]
+    assert not retry.is_waiting()
 
 
 MAINS = """
