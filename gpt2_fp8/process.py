@@ -1,4 +1,4 @@
-"""What a run changes in its process, and leaves to the next one; and the processes that Lightning starts for it."""
+"""What a run changes in its process, and leaves to the next one."""
 
 from __future__ import annotations
 
@@ -7,22 +7,9 @@ import logging
 import warnings
 
 import torch
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.precision import support
-
-
-def end_other_ranks(launcher: object) -> None:
-    """End the processes that a Trainer's launcher started: they may wait in a collective for this one, which failed.
-
-    Lightning 2.6 does so after a KeyboardInterrupt alone.
-    """
-    if isinstance(launcher, _SubprocessScriptLauncher):
-        processes = launcher.procs[:]
-        launcher.procs.clear()  # Lightning watches this list, and kills this process too when one of them has failed
-        for process in processes:
-            process.kill()
 
 
 def rank() -> int:

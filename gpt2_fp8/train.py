@@ -25,7 +25,7 @@ from gpt2_fp8.measure import auto
 from gpt2_fp8.outcome import fill, last_val_loss, validation_missing
 from gpt2_fp8.precision.choose import Choice
 from gpt2_fp8.precision.resolve import Plan, as_before, fallen_back, resolve
-from gpt2_fp8.process import end_other_ranks, forget, quiet, rank
+from gpt2_fp8.process import forget, quiet, rank
 from gpt2_fp8.recovery import checkpoint_before
 from gpt2_fp8.report import Precision, Summary
 
@@ -99,8 +99,8 @@ def _run(config: RunConfig, folder: Path) -> float | None:
             summary.take_over(folder)
             log.info("%s: %s", summary.status, summary.write(folder))
         if error is not None:
-            end_other_ranks(launcher)
-            ranks.end_children()  # the same processes, from when `Ranks` watches them
+            ranks.take_over(launcher)  # where the run did not come so far
+            ranks.end_children()
         ranks.close()
         forget()
 

@@ -66,11 +66,7 @@ class Ranks(Callback):
         self._ending = False  # after a rollback, a run's next trainer
         if trainer.world_size == 1 or self._store is not None:
             return
-        launcher = trainer.strategy.launcher
-        if isinstance(launcher, _SubprocessScriptLauncher):
-            # Lightning watches this list, and kills this process without a word when one of them has failed.
-            self.children += launcher.procs
-            launcher.procs.clear()
+        self.take_over(trainer.strategy.launcher)
         self._rank, self._world = trainer.global_rank, trainer.world_size
         store: Any = dist.distributed_c10d._get_default_store()
         # A connection of its own: the main thread's may be held for as long as a wait takes.
@@ -126,8 +122,16 @@ class Ranks(Callback):
                 return
             time.sleep(0.05)
 
+    def take_over(self, launcher: object) -> None:
+        """Take the processes that a Trainer's launcher has started out of its list: Lightning watches that, and kills
+        this process without a word when one of them has failed."""
+        if isinstance(launcher, _SubprocessScriptLauncher):
+            self.children += launcher.procs
+            launcher.procs.clear()
+
     def end_children(self) -> None:
-        """End the ranks that this one has started: they may wait in a collective for it, which has failed."""
+        """End the ranks that this one has started: they may wait in a collective for it, which has failed. Lightning
+        2.6 does so after a KeyboardInterrupt alone."""
         for child in self.children:
             child.kill()
 
