@@ -54,7 +54,8 @@ HOUSE = {
     "measure.gemm": Row("measure measure.timing model precision config", "torch"),
     "measure.attention": Row("measure measure.timing layers config", "torch"),
     # what puts a run together
-    "train": Row(f"build startup measure.auto process outcome recovery ladder {PARTS}", "torch"),
+    "train": Row(f"build startup measure.auto process outcome ending recovery ladder {PARTS}", "torch"),
+    "ending": Row(f"build process outcome {PARTS}"),
     "outcome": Row(f"build ladder {PARTS}", "torch"),
     "process": Row("precision", "torch lightning"),
     "recovery": Row("ladder checkpoint", "torch"),
