@@ -18,6 +18,19 @@ from torch import Tensor, distributed
 # as the wait for gradients may last, which Lightning sets to half an hour.
 PATIENCE = timedelta(minutes=30)
 
+_entered = 0
+
+
+def entered() -> int:
+    """How many exchanges within steps this process has entered: the same on ranks that stand at the same place."""
+    return _entered
+
+
+def enter() -> None:
+    """Count an exchange that this process is about to enter. Every rank does so at the same places of a step."""
+    global _entered
+    _entered += 1
+
 
 def several() -> bool:
     """Whether this process is one of several that train together."""
@@ -32,7 +45,9 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on any rank, told to all of them: see `largest`."""
+    """Whether the flag is set on any rank, told to all of them: see `largest`. Asked within steps."""
+    if several():
+        enter()
     return bool(largest(int(flag)))
 
 
@@ -83,6 +98,7 @@ def average(parameters: Iterable[Tensor]) -> None:
     """
     if not several():
         return
+    enter()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     works = [distributed.all_reduce(gradient, async_op=True) for gradient in gradients]
     for work in works:

@@ -92,6 +92,7 @@ def _agreed(loss: Tensor, grad_norm: Tensor) -> Tensor:
     bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
     seen = torch.stack([loss.detach().float(), bad.float()])
     if exchange.several():
+        exchange.enter()
         torch.distributed.all_reduce(seen)
         seen[0] /= torch.distributed.get_world_size()
     return seen

@@ -71,7 +71,7 @@ HOUSE = {
     # what Lightning calls
     "module": Row("attempts engine step sampling optim model flops precision checkpoint rng config", "torch lightning"),
     "callbacks": Row(
-        "ladder signals slurm checkpoint exchange sampling model flops precision config", "torch lightning"
+        "ladder stragglers exchange signals slurm checkpoint sampling model flops precision config", "torch lightning"
     ),  # not each other
     "data.datamodule": Row("data exchange signals config", "torch lightning tiktoken"),
     "precision.plugin": Row("precision config", "torch lightning transformer_engine"),
@@ -82,6 +82,7 @@ HOUSE = {
     "checkpoint": Row("checkpoint config", "torch safetensors"),
     # one optimizer step, in plain torch
     "ladder": Row("step config"),
+    "stragglers": Row(""),
     "attempts": Row("engine memory exchange", "torch"),
     "memory": Row("exchange config", "torch"),
     "engine": Row("compiling graphs bf16 step loss model layers precision config", "torch"),

@@ -2,7 +2,8 @@
 
 A rank that waits in a collective for another waits until the process group's timeout, half an hour, and NCCL's wait
 cannot be interrupted. So every rank has a thread that counts upwards in the store through which the ranks have met. It
-counts during a compilation, a download or a save too: only a process that is gone, stopped or frozen does not.
+counts during a compilation, a download or a save too: only a process that is gone, stopped or frozen does not. Where
+the main threads stand goes the same way, and tells of one that hangs in a step (`stragglers`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from gpt2_fp8 import exchange
 from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.stragglers import Place, Stragglers
 
 LIFE_SECONDS = 60.0  # that a rank may show no life
+STUCK_SECONDS = 600.0  # that the others may wait for a rank in the midst of a step: one of them may compile for itself
 GRACE_SECONDS = 5.0  # for this rank to end by itself, as all do where all see the same error
 FAREWELL_SECONDS = 10.0
 _BEAT = 1.0
@@ -59,6 +63,8 @@ class Ranks(Callback):
         self._to_post: str | None = None
         self._failure: RankLost | None = None  # of another rank, in its own words
         self._counts: list[int] = []  # each rank's beats, as last read
+        self._step = 0  # in which the main thread is; 0: between two
+        self._places: list[Place] = []  # each rank's, as last read
         self._store_lost = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -80,9 +86,17 @@ class Ranks(Callback):
         """Stop watching: this rank's part is done."""
         self.close()
 
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """The step begins: its data has come."""
+        self._step = trainer.global_step + 1
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """What comes next, a save, a validation or the wait for data, takes its time."""
+        self._step = 0
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """From here on this rank is on its way out, and takes its time to save."""
-        self._ending = True
+        self._ending, self._step = True, 0
 
     def explain(self, error: BaseException) -> BaseException:
         """`error`, and the other ranks are told of it; or where it is a torn connection to a lost rank, that loss.
@@ -146,6 +160,7 @@ class Ranks(Callback):
                 if self._to_post is not None:
                     store.compare_set("failed", "", self._to_post)
                 self._counts = [store.add(str(rank), 0) for rank in range(self._world)]
+                self._tell_place(store)
                 if self._failure is None and store.check(["failed"]):
                     told = json.loads(store.get("failed"))
                     if told["rank"] != self._rank:
@@ -153,10 +168,19 @@ class Ranks(Callback):
         except (RuntimeError, ValueError):  # the connection to rank 0, which has the store
             self._store_lost = True
 
+    def _tell_place(self, store: Any) -> None:
+        """Say where the main thread is, and read where the others' are."""
+        own = Place(self._step, exchange.entered())
+        store.set(f"place-{self._rank}", json.dumps(own))
+        keys = [f"place-{rank}" for rank in range(self._world)]
+        if store.check(keys):
+            self._places = [Place(*json.loads(store.get(key))) for key in keys]
+
     def _watch(self) -> None:
         """Once a second, look whether all are there. Seconds are this thread's own: those for which a whole job was
         stopped, to go on later, do not count."""
         over, before, silence, waited = self._over, [0] * self._world, [0.0] * self._world, 0.0
+        stragglers = Stragglers(self._world, STUCK_SECONDS)
         while not over.wait(_BEAT):
             counts = self._counts or before
             for rank, (new, old) in enumerate(zip(counts, before, strict=True)):
@@ -166,6 +190,9 @@ class Ranks(Callback):
             waited = 0.0 if lost is None else waited + _BEAT
             if lost is not None and waited > (LIFE_SECONDS if self._ending else GRACE_SECONDS):
                 self._leave(lost)
+            if self._places and (stuck := stragglers.look(self._places, _BEAT)) is not None:
+                where = f"stuck in step {self._places[stuck].step} for {STUCK_SECONDS:.0f} s"
+                self._leave(RankLost(f"rank {stuck} has been {where}, and the others wait for it"))
             # Where the store does not answer all seem silent, and it is rank 0, which has it, that is.
             if lost is None and max(silence) > LIFE_SECONDS:
                 self._leave(RankLost(f"rank {silence.index(max(silence))} has shown no life for {LIFE_SECONDS:.0f} s"))

@@ -18,10 +18,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from gpt2_fp8 import exchange
 from gpt2_fp8.callbacks import ranks
 from gpt2_fp8.config.errors import DataSourceLost, RunError
 
-ranks.LIFE_SECONDS, ranks.GRACE_SECONDS = 6.0, 3.0
+ranks.LIFE_SECONDS, ranks.GRACE_SECONDS, ranks.STUCK_SECONDS = 6.0, 3.0, 5.0
 STEPS, HARM_AT = 60, 20  # of a twentieth of a second at least
 
 
@@ -36,13 +37,20 @@ def harm(what):
         os.kill(os.getpid(), signal.SIGSTOP)
     if what == "busy":  # a compilation, a download, a save of one rank: the others wait for it, and it is alive
         time.sleep(1.5 * ranks.LIFE_SECONDS)
+    if what == "hang":
+        time.sleep(1000)
 
 
-def train(what, harmed, rank):
+def train(what, harmed, rank, watch):
+    """`hang` is in the midst of a step, the others' harm between two."""
     for step in range(STEPS):
-        if step == HARM_AT and rank == harmed:
+        if step == HARM_AT and rank == harmed and what != "hang":
             harm(what)
-        dist.all_reduce(torch.ones(10))
+        watch.on_train_batch_start(SimpleNamespace(global_step=step))
+        if step == HARM_AT and rank == harmed and what == "hang":
+            harm(what)
+        exchange.any_rank(False, torch.device("cpu"))
+        watch.on_train_batch_end(None)
         time.sleep(0.05)
 
 
@@ -55,7 +63,7 @@ def one(case, rank, port):
     trainer = SimpleNamespace(world_size=2, global_rank=rank, strategy=SimpleNamespace(launcher=None))
     watch.setup(trainer, None, "fit")
     try:
-        train(what, int(harmed), rank)
+        train(what, int(harmed), rank, watch)
     except Exception as caught:
         watch.on_exception(trainer, None, caught)
         error = watch.explain(caught)

@@ -13,6 +13,7 @@ from gpt2_fp8.callbacks import ranks
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.data import crew
 from gpt2_fp8.data.reader import UnitReader
+from gpt2_fp8.stragglers import Place, Stragglers
 from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.faults.unlucky import (
     Once,
@@ -141,7 +142,7 @@ def test_48_a_worker_that_waits_to_try_again_is_alive(made, corpus, monkeypatch,
 
 # ---- ranks -------------------------------------------------------------------------------------------------------
 
-CASES = ["raise-0", "raise-1", "data-1", "kill-0", "kill-1", "stop-0", "stop-1", "busy-1", "slow-0"]
+CASES = ["raise-0", "raise-1", "data-1", "kill-0", "kill-1", "stop-0", "stop-1", "busy-1", "slow-0", "hang-0", "hang-1"]
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +192,35 @@ def test_49_a_rank_without_life_ends_the_other_and_is_named(pairs, rank):
 @pytest.mark.parametrize("case", ["busy-1", "slow-0"])
 def test_49_a_rank_that_is_busy_or_done_is_left_in_peace(pairs, case):
     assert pairs[0][case] == [[0, ""], [0, ""]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_49_a_rank_whose_main_thread_hangs_in_a_step_is_named_by_all(pairs, rank):
+    """Its own thread that watches tells of it as well."""
+    ends = pairs[0][f"hang-{rank}"]
+    assert [code for code, _ in ends] == [1, 1]
+    words = f"rank {rank} has been stuck in step 21 for 5 s, and the others wait for it"
+    assert all(words in output for _, output in ends), ends
+
+
+STEP = [Place(7, 20), Place(7, 21)]
+
+
+@pytest.mark.parametrize(
+    ("looks", "found"),
+    [
+        ([STEP] * 5, [None, None, None, None, 0]),
+        ([STEP[::-1]] * 5, [None, None, None, None, 1]),
+        ([[Place(7, 21), Place(7, 21)]] * 9, [None] * 9),  # all of them wait for the device, or compute
+        ([[Place(0, 20), Place(7, 21)]] * 9, [None] * 9),  # it waits for its data
+        ([[Place(7, 20), Place(0, 21)]] * 9, [None] * 9),  # the other one saves
+        ([STEP, STEP, STEP, [Place(7, 21), Place(7, 22)], STEP, STEP, STEP], [None] * 7),  # slow, and it moves
+    ],
+    ids=["first", "second", "level", "data", "saving", "slow"],
+)
+def test_49_who_is_behind_in_a_step(looks, found):
+    watch = Stragglers(2, seconds=3.0)
+    assert [watch.look(places, 1.0) for places in looks] == found
 
 
 def test_49_a_child_that_was_killed_is_named():
