@@ -34,20 +34,19 @@ def read_weights(path: Path | str, map_location: Any = None) -> dict[str, Tensor
 
 
 def read_structure(path: Path | str) -> dict[str, Any]:
-    """The dictionary of `read` with an empty tensor for each of its own, none of which is read; as verified."""
-    return _assemble(Path(path), "cpu", tensor=torch.empty(0))
+    """The dictionary of `read` with tensors of no numbers (on the device `meta`, of their shapes). Raises as `read`."""
+    return _assemble(Path(path), "meta")
 
 
-def _assemble(path: Path, device: str, only: list[str] | None = None, tensor: Tensor | None = None) -> dict[str, Any]:
-    """The checkpoint, or what it holds under the names `only`; with `tensor` in place of every tensor."""
+def _assemble(path: Path, device: str, only: list[str] | None = None) -> dict[str, Any]:
+    """The checkpoint, or what it holds under the names `only`."""
     manifest = verified(path)
     skeleton = read_json(path, SKELETON)
     try:
         if skeleton.get("global_step", 0) != manifest["global_step"]:
             raise ValueError(f"{SKELETON} is of another step than {MANIFEST}")
         with _tensors(path, manifest["files"].keys(), device) as load:
-            take = load if tensor is None else lambda name: tensor
-            value = tree.unflatten({key: skeleton[key] for key in only or skeleton}, take)
+            value = tree.unflatten({key: skeleton[key] for key in only or skeleton}, load)
         if not isinstance(value["state_dict"], dict):
             raise ValueError(f"{SKELETON} holds no weights")
         return value
@@ -63,6 +62,7 @@ def _tensors(path: Path, files: Collection[str], device: str) -> Iterator[Callab
     """
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
+        reader = "cpu" if device == "meta" else device
 
         def load(name: str) -> Tensor:
             file, key = place(name)
@@ -70,7 +70,9 @@ def _tensors(path: Path, files: Collection[str], device: str) -> Iterator[Callab
                 if file not in files:
                     raise ValueError(f"{name!r} would be in {file}, which the manifest does not list")
                 _check_header(path / file)
-                opened[file] = stack.enter_context(safe_open(path / file, framework="pt", device=device))
+                opened[file] = stack.enter_context(safe_open(path / file, framework="pt", device=reader))
+            if device == "meta":
+                return torch.empty(opened[file].get_slice(key).get_shape(), device=device)
             tensor = opened[file].get_tensor(key)
             if tensor.dtype not in tree.DTYPES:
                 raise ValueError(f"{name!r} is of {tensor.dtype}, which no checkpoint holds")

@@ -2,7 +2,7 @@
 
 Digests show that a checkpoint is what somebody wrote, not that it is a run's. Lightning takes over what it finds
 without a look, so that a wrong type would come to light in the midst of training, as an error of ours. The table is
-asked where a run is resumed, without reading a tensor; what it cannot tell, whoever restores it finds out, under
+asked where a run is resumed, without reading a number; what it cannot tell, whoever restores it finds out, under
 `restoring`.
 """
 
