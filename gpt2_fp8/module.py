@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gpt2_fp8 import rng
+from gpt2_fp8 import resume, rng
 from gpt2_fp8.attempts import Attempts
 from gpt2_fp8.checkpoint.run_state import restoring
-from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.schema import ModelConfig, RunConfig
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine import Engine
 from gpt2_fp8.model import initialise
-from gpt2_fp8.optim import build_optimizer, build_schedule, check_moments
+from gpt2_fp8.optim import build_optimizer, build_schedule
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.plugin import FP8Precision
 from gpt2_fp8.precision.resolve import Plan
@@ -201,10 +200,7 @@ class GPT2Module(pl.LightningModule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights. Raises UserError listing what differs when they are another model's."""
-        own = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
-        given = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-        if own != given:
-            raise UserError([_difference(n, own.get(n), given.get(n)) for n in _first_differences(own, given)])
+        resume.refuse_other_weights(self.model.state_dict(), state_dict)
         return self.model.load_state_dict(state_dict, strict, assign)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -221,40 +217,8 @@ class GPT2Module(pl.LightningModule):
 
         Raises UserError where the checkpoint is another model's, with every difference.
         """
-        if differences := list(_other_settings(self.config.model, checkpoint.get("model", {}))):
-            raise UserError(differences)
+        resume.refuse_other_model(self.config.model, checkpoint.get("model", {}))
         self._rng, self._restored_from = checkpoint["rng"], self.trainer.ckpt_path
         if sizes := checkpoint.get("micro_batch_size"):  # not in checkpoints of format 1
             self.attempts.load_state_dict(sizes)
-        optimizer = build_optimizer(self.model, self.config.optim)
-        schedule = build_schedule(optimizer, self.config.optim, self.config.trainer.max_steps)
-        step = checkpoint["lr_schedulers"][0]["last_epoch"]
-        factor = schedule.lr_lambdas[0](step)
-        rates = [rate * factor for rate in schedule.base_lrs]
-        groups = checkpoint["optimizer_states"][0]["param_groups"]
-        for saved, fresh, lr in zip(groups, optimizer.param_groups, rates, strict=True):
-            settings = {key: value for key, value in fresh.items() if key != "params"}
-            saved.update(settings, lr=lr)
-        check_moments(optimizer, checkpoint["optimizer_states"][0])
-        counts = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
-        checkpoint["lr_schedulers"] = [schedule.state_dict() | counts]
-
-
-def _other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:
-    """What of the architecture is not as the checkpoint has it: weights of equal shapes may mean something else."""
-    for key, own in asdict(model).items():
-        if key not in ("name", "dropout") and key in given and given[key] != own:
-            cause = f"the checkpoint is of another model: model.{key} is {given[key]} there, {own} here"
-            yield Problem(cause, "use the model= that the checkpoint was trained with")
-
-
-def _first_differences(own: dict[str, Any], given: dict[str, Any], limit: int = 5) -> list[str]:
-    return [name for name in sorted(own.keys() | given.keys()) if own.get(name) != given.get(name)][:limit]
-
-
-def _difference(name: str, own: Any, given: Any) -> Problem:
-    words = {None: "nothing"}
-    return Problem(
-        f"the checkpoint does not fit the model: {name} is {words.get(given, given)} there, {words.get(own, own)} here",
-        "use the model= and data.tokenizer= that the checkpoint was trained with",
-    )
+        resume.keep_own_settings(checkpoint, self.model, self.config.optim, self.config.trainer.max_steps)

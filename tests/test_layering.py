@@ -69,7 +69,9 @@ HOUSE = {
     "build": Row(f"startup {PARTS}", "torch lightning"),
     "startup": Row("checkpoint precision memory model layers.attention kernels.nvrtc flops config", "torch"),
     # what Lightning calls
-    "module": Row("attempts engine step sampling optim model flops precision checkpoint rng config", "torch lightning"),
+    "module": Row(
+        "resume attempts engine step sampling optim model flops precision checkpoint rng config", "torch lightning"
+    ),
     "callbacks": Row(
         "ladder stragglers exchange signals slurm checkpoint sampling model flops precision config", "torch lightning"
     ),  # not each other
@@ -82,6 +84,7 @@ HOUSE = {
     "checkpoint": Row("checkpoint config", "torch safetensors"),
     # one optimizer step, in plain torch
     "ladder": Row("step config"),
+    "resume": Row("optim config", "torch"),
     "stragglers": Row(""),
     "attempts": Row("engine memory exchange", "torch"),
     "memory": Row("exchange config", "torch"),

@@ -49,7 +49,7 @@ def train(what, harmed, rank, watch):
         watch.on_train_batch_start(SimpleNamespace(global_step=step))
         if step == HARM_AT and rank == harmed and what == "hang":
             harm(what)
-        exchange.any_rank(False, torch.device("cpu"))
+        exchange.any_rank(False)
         watch.on_train_batch_end(None)
         time.sleep(0.05)
 

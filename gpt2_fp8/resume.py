@@ -1,0 +1,65 @@
+"""What a run takes from a checkpoint and what it does not: another model, settings that are its own. Plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.schema import ModelConfig, OptimConfig
+from gpt2_fp8.optim import build_optimizer, build_schedule, check_moments
+
+_SHOWN = 5  # weights that differ; a list of them all helps nobody
+
+
+def refuse_other_model(model: ModelConfig, given: dict[str, Any]) -> None:
+    """Raise UserError with every difference where a checkpoint's architecture, `given`, is not this one: weights of
+    equal shapes may mean something else. Of format 1 nothing is given."""
+    if differences := list(_other_settings(model, given)):
+        raise UserError(differences)
+
+
+def _other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:
+    for key, own in asdict(model).items():
+        if key not in ("name", "dropout") and key in given and given[key] != own:
+            cause = f"the checkpoint is of another model: model.{key} is {given[key]} there, {own} here"
+            yield Problem(cause, "use the model= that the checkpoint was trained with")
+
+
+def refuse_other_weights(model: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Raise UserError with the first differences where two state dicts have not the same names and shapes."""
+    here = {name: tuple(tensor.shape) for name, tensor in model.items()}
+    there = {name: tuple(tensor.shape) for name, tensor in given.items()}
+    names = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
+    if names:
+        raise UserError([_difference(name, here.get(name), there.get(name)) for name in names[:_SHOWN]])
+
+
+def _difference(name: str, own: Any, given: Any) -> Problem:
+    words = {None: "nothing"}
+    return Problem(
+        f"the checkpoint does not fit the model: {name} is {words.get(given, given)} there, {words.get(own, own)} here",
+        "use the model= and data.tokenizer= that the checkpoint was trained with",
+    )
+
+
+def keep_own_settings(checkpoint: dict[str, Any], model: nn.Module, config: OptimConfig, max_steps: int) -> None:
+    """Let the configuration, not the checkpoint, say what optimizer and schedule are set to: of the saved states, in
+    place, the moments and the step stay.
+
+    Raises ValueError for moments that are not the model's.
+    """
+    optimizer = build_optimizer(model, config)
+    schedule = build_schedule(optimizer, config, max_steps)
+    step = checkpoint["lr_schedulers"][0]["last_epoch"]
+    rates = [rate * schedule.lr_lambdas[0](step) for rate in schedule.base_lrs]
+    groups = checkpoint["optimizer_states"][0]["param_groups"]
+    for saved, fresh, lr in zip(groups, optimizer.param_groups, rates, strict=True):
+        settings = {key: value for key, value in fresh.items() if key != "params"}
+        saved.update(settings, lr=lr)
+    check_moments(optimizer, checkpoint["optimizer_states"][0])
+    counts = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
+    checkpoint["lr_schedulers"] = [schedule.state_dict() | counts]
