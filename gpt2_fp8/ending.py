@@ -65,7 +65,7 @@ class Ending:
         refused = isinstance(error, UserError) and pointers.steps(self.tiers.folder)
         if rank() == 0 and not refused:  # what a run has reached is not replaced by a line that was not accepted
             self._summary.take_over(self.folder)
-            log.info("%s: %s", self._summary.status, self._summary.write(self.folder))
+            self._write()
         if error is not None:
             self.ranks.take_over(self._launcher)  # where the run did not come so far
             self.ranks.end_children()
@@ -77,7 +77,13 @@ class Ending:
         self._fill()
         self._summary.finish(lost)
         if rank() == 0:
-            self._summary.write(self.folder)
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            log.info("%s: %s", self._summary.status, self._summary.write(self.folder))
+        except OSError as error:  # a full disk: the run's own end and exit code count
+            log.error("%s; the summary cannot be written: %s", self._summary.status, error)
 
     def _fill(self) -> None:
         if (parts := self.parts) is not None:  # also read by a thread, in a farewell

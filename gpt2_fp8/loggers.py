@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.config.schema import LoggerConfig
+
+log = logging.getLogger(__name__)
 
 
 def build_loggers(config: LoggerConfig, folder: Path, resume_step: int | None) -> list[Logger]:
@@ -34,18 +38,59 @@ def build_loggers(config: LoggerConfig, folder: Path, resume_step: int | None) -
     return loggers
 
 
-class EventFile(TensorBoardLogger):
+class _Lossy:
+    """A logger whose row, where the disk does not take it, costs a warning: the first of several in a row says so."""
+
+    _failing = False
+
+    @contextmanager
+    def _losing_rows(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            cause = error.__cause__ if isinstance(error, ValueError) else error  # Lightning takes any for a bad value
+            if not isinstance(cause, OSError):
+                raise
+            if not self._failing:
+                log.warning("%s is not written, training goes on: %s", what, cause)
+            self._failing = True
+        else:
+            self._failing = False
+
+
+class EventFile(_Lossy, TensorBoardLogger):
     """A TensorBoardLogger whose every row is in the file when it returns: what is older than a checkpoint must be there
     when a killed run continues from that. By itself TensorBoard writes every two minutes."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write a row."""
-        super().log_metrics(metrics, step)
-        self.experiment.flush()
+        """Write a row. A disk that does not take it costs a warning, and this and all later rows: TensorBoard's writer
+        does not recover."""
+        with self._losing_rows("TensorBoard's log"):
+            super().log_metrics(metrics, step)
+            self.experiment.flush()
+
+    @rank_zero_only
+    def log_text(self, tag: str, text: str, step: int) -> None:
+        """Write a text, likewise."""
+        with self._losing_rows("TensorBoard's log"):
+            self.experiment.add_text(tag, text, step)
+            self.experiment.flush()
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Lightning calls it now and then; nothing is left to write."""
+        with self._losing_rows("TensorBoard's log"):
+            super().save()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Close the file, likewise."""
+        with self._losing_rows("TensorBoard's log"):
+            super().finalize(status)
 
 
-class MetricsFile(CSVLogger):
+class MetricsFile(_Lossy, CSVLogger):
     """A CSVLogger that writes `folder/metrics.csv` and, where Lightning's deletes it, continues it.
 
     Hyper-parameters are not written: the run's folder holds its configuration.
@@ -71,6 +116,17 @@ class MetricsFile(CSVLogger):
     def log_hyperparams(self, params: Any = None) -> None:
         """Nothing to do."""
 
+    @rank_zero_only
+    def save(self) -> None:
+        """Write what is left; every row calls it. Rows that the disk does not take are written with later ones."""
+        with self._losing_rows("metrics.csv"):
+            self.flush()
+
+    @rank_zero_only
+    def flush(self) -> None:
+        """Write what is left: before a checkpoint, which must not be taken without it. Raises OSError."""
+        super().save()
+
 
 class _Writer(ExperimentWriter):
     def __init__(self, log_dir: str, resume_step: int | None) -> None:
@@ -78,8 +134,7 @@ class _Writer(ExperimentWriter):
         self.metrics_keys = ["step"]
         rows = [] if resume_step is None else _rows_up_to(self.metrics_file_path, resume_step)
         if rows:
-            self.metrics_keys = list(rows[0])
-            self._replace(rows)
+            self._replace(rows, list(rows[0]))
         else:
             Path(self.metrics_file_path).unlink(missing_ok=True)
 
@@ -90,19 +145,24 @@ class _Writer(ExperimentWriter):
         columns = set().union(*self.metrics) - set(self.metrics_keys)
         path = Path(self.metrics_file_path)
         if columns or not path.exists():
-            self.metrics_keys.extend(sorted(columns))
-            self._replace(_rows(path))
-        with path.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
+            self._replace(_rows(path), [*self.metrics_keys, *sorted(columns)])
+        size = path.stat().st_size
+        try:
+            with path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
+        except OSError:
+            os.truncate(path, size)  # of a full disk: all rows are written again
+            raise
         self.metrics = []
 
-    def _replace(self, rows: list[dict[str, Any]]) -> None:
+    def _replace(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
         temporary = f"{self.metrics_file_path}.tmp"
         with open(temporary, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self.metrics_keys)
+            writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(rows)
         os.replace(temporary, self.metrics_file_path)
+        self.metrics_keys = columns
 
     def _check_log_dir_exists(self) -> None:
         """Lightning 2.6 deletes an existing file here."""

@@ -104,11 +104,11 @@ class GPT2Module(pl.LightningModule):
         """
         if self._unfinished is None:
             return
-        (batch, result), self._unfinished = self._unfinished, None
+        batch, result = self._unfinished
         verdict, plugin = result.read(), self.trainer.precision_plugin
         if verdict.skipped and isinstance(plugin, FP8Precision):
             result = self._run_again_in_bf16(batch["ids"], plugin, verdict)
-        self.last_step = result
+        self._unfinished, self.last_step = None, result
         cast(LRScheduler, self.lr_schedulers()).step()
         self.trainer.datamodule.advance(batch["cursor"])  # type: ignore[attr-defined]  # Lightning sets it in `fit`
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
@@ -118,7 +118,8 @@ class GPT2Module(pl.LightningModule):
     def _run_again_in_bf16(self, ids: Tensor, plugin: FP8Precision, first: Verdict) -> StepResult:
         """The step once more, from the same weights: its update was left out. All ranks come here, or none."""
         state.forget_nonfinite(self.model)
-        loss = self.attempts.gradients_in_bf16(ids, plugin.bf16_context)
+        with torch.enable_grad():  # Lightning has switched gradients off where it is about to validate
+            loss = self.attempts.gradients_in_bf16(ids, plugin.bf16_context)
         # Not through Lightning, which counts its optimizer's steps: this one is counted.
         optimizer = cast(LightningOptimizer, self.optimizers()).optimizer
         return replace(self._update(optimizer, optimizer.step, loss), first=first)

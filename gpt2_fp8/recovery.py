@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def checkpoint_before(back: RollBack, folder: Path, saved: Collection[int], origin: Path | None) -> Path | None:
     """The checkpoint in `folder` to go back to, said so in the log; None: the run starts again.
 
-    `saved`: the steps that this process has saved there; others may be another run's. `origin`: what the run continued
+    `saved`: the steps that this process has written there; others may be another run's. `origin`: what the run went on
     from, and so its own too, as those before it in the same folder are. Where none is older than the trouble, one of
     its midst serves, the oldest, if no update was made in it.
     """

@@ -119,7 +119,7 @@ def _go_back(
     `checkpoint`: what the run has continued from so far.
     """
     parts.data.teardown()
-    saved = ending.fallback.saved
+    saved = ending.tiers.writer.written
     path = checkpoint_before(back, ending.tiers.folder, saved, checkpoint) if rank() == 0 else None
     path = parts.trainer.strategy.broadcast(path)
     ending.fallback.start_again()

@@ -88,6 +88,21 @@ def _items(self):
 
 Steps._items = _items
 """
+# There is none for rank 1's step 4.
+LOST = """
+from gpt2_fp8.config.errors import DataSourceLost
+from gpt2_fp8.data.loaders import Steps
+from gpt2_fp8.exchange import rank_and_world
+
+items = Steps._items
+def _items(self):
+    for item in items(self):
+        if item["cursor"]["step"] == 4 and rank_and_world()[0] == 1:
+            raise DataSourceLost("cannot read anything")
+        yield item
+
+Steps._items = _items
+"""
 # Longer than Lightning waits between two looks at the processes that it started.
 SLOW_SUMMARY = """
 write = Summary.write
@@ -256,6 +271,14 @@ def test_a_signal_in_one_ranks_wait_for_data_saves_the_run(tmp_path):
     code, output = run(tmp_path, *TWO, "run_name=run", patch=WAIT)
     assert code == 143, output
     assert summary(tmp_path / "outputs/run")["steps"] == 3
+    assert checkpoint(tmp_path / "outputs/run", 3).is_dir()
+    assert "Traceback" not in output
+
+
+def test_data_that_one_rank_does_not_get_ends_the_run_saved(tmp_path):
+    code, output = run(tmp_path, *TWO, "run_name=run", "trainer.log_every_n_steps=10", patch=LOST)
+    assert code == 4, output
+    assert summary(tmp_path / "outputs/run")["status"] == "data_lost"
     assert checkpoint(tmp_path / "outputs/run", 3).is_dir()
     assert "Traceback" not in output
 

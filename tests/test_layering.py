@@ -73,7 +73,8 @@ HOUSE = {
         "resume attempts engine step sampling optim model flops precision checkpoint rng config", "torch lightning"
     ),
     "callbacks": Row(
-        "ladder stragglers exchange signals slurm checkpoint sampling model flops precision config", "torch lightning"
+        "ladder stragglers exchange memory signals slurm checkpoint sampling model flops precision config",
+        "torch lightning",
     ),  # not each other
     "data.datamodule": Row("data exchange signals config", "torch lightning tiktoken"),
     "precision.plugin": Row("precision config", "torch lightning transformer_engine"),

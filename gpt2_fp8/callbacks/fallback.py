@@ -23,13 +23,12 @@ class Fallback(pl.Callback):
     Args:
         config: the limits.
         save: called with the trainer on every rank at the end of the first step after a rollback, so that a run which
-            is killed then continues behind it, and not in front of it.
+            is killed then continues behind it, and not in front of it; whether it could be saved.
     """
 
-    def __init__(self, config: CallbacksConfig, save: Callable[[pl.Trainer], Any]):
+    def __init__(self, config: CallbacksConfig, save: Callable[[pl.Trainer], bool]):
         limits = config.nonfinite_limit, config.divergence_sigma, config.divergence_steps
         self.ladder = Ladder(*limits, say=self._say)
-        self.saved: set[int] = set()  # the steps that this process has checkpoints of, or was about to have
         self._save = save
         self._says = True
         self._save_next = False
@@ -51,12 +50,7 @@ class Fallback(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """The first step after a rollback is saved, once it is judged."""
         if self._save_next:
-            self._save(trainer)
-            self._save_next = False
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Note that the step is being saved."""
-        self.saved.add(trainer.global_step)
+            self._save_next = not self._save(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """The ladder's."""

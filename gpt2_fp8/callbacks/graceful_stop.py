@@ -1,7 +1,11 @@
-"""SIGINT and SIGTERM in training: finish the step, save, and leave with 130 or 143 (`signals.py` has the rest)."""
+"""Ends of training between two steps: SIGINT and SIGTERM (`signals.py` has the rest), and data that does not come.
+
+Either way the last step is finished and saved, on every rank, and the run is left.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -12,8 +16,13 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from gpt2_fp8 import exchange, signals, slurm
 from gpt2_fp8.checkpoint import loops
-from gpt2_fp8.config.errors import Stopped
+from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped
+from gpt2_fp8.ladder import RollBack
 from gpt2_fp8.signals import Interrupted
+
+log = logging.getLogger(__name__)
+
+_NO_DATA = 256  # what a rank that gets no data tells the others, among the numbers of signals
 
 
 class GracefulStop(Checkpoint):
@@ -37,7 +46,7 @@ class GracefulStop(Checkpoint):
         self._save = save
         self._signals = signals.Signals()  # these handle nothing; those of the context do
         self._context = ExitStack()
-        self._training = False
+        self._waiting = False  # for the next step's data
 
     @property
     def requested(self) -> int | None:
@@ -65,15 +74,15 @@ class GracefulStop(Checkpoint):
         if self._signals.installed:
             self._signals.install()
         self._signals.hold()
-        self._training = True
-        if signum := self._agreed():
-            raise Stopped(signum)
+        self._waiting = True
+        self._stop_if(self._agreed())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Before the step, learn whether another rank was told to stop while it waited for its data."""
-        if exchange.several() and (signum := self._agreed()):
+        """Before the step, learn whether another rank was told to stop, or got none, while it waited for its data."""
+        self._waiting = False
+        if exchange.several() and (reason := self._agreed()):
             self._save_last_step(trainer)
-            raise Stopped(signum)
+            self._stop_if(reason)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -85,6 +94,15 @@ class GracefulStop(Checkpoint):
             trainer._logger_connector.on_batch_end()
             trainer._logger_connector.update_train_step_metrics()
             raise Stopped(signum)
+        self._waiting = True
+
+    def on_validation_start(self, *_: Any) -> None:
+        """What goes wrong from here on is no wait for data."""
+        self._waiting = False
+
+    def on_validation_end(self, *_: Any) -> None:
+        """Back to the steps."""
+        self._waiting = True
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Stop in the midst of a validation, which the resumed run will do from its beginning."""
@@ -93,16 +111,34 @@ class GracefulStop(Checkpoint):
             raise Stopped(signum)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save the last step, where a signal has ended the wait for the next one's data."""
-        if self._training and isinstance(exception, Interrupted):
+        """Save the last step, where the wait for the next one's data was ended by a signal, or by its source."""
+        waited, self._waiting = self._waiting, False
+        if not waited or isinstance(exception, (Stopped, Diverged)):
+            return
+        if isinstance(exception, Interrupted):
             self._agreed()  # the other ranks ask before their step
+        elif isinstance(exception, RunError):
+            self._agreed(_NO_DATA)
+        else:
+            return
+        try:
             self._save_last_step(trainer)
+        except (RollBack, RunError) as error:  # what `exception` says is why the run ends
+            log.warning("step %d is not saved, continuing will come to it again: %s", trainer.global_step, error)
 
     def _save_last_step(self, trainer: Trainer) -> None:
         """Save between two steps what the last hook of the step, or of its validation, would have saved."""
         loops.set_back_to_last_step(trainer)
         self._save(trainer)
 
-    def _agreed(self) -> int:
-        """The signal that any rank has received, 0 for none; the same on all of them."""
-        return exchange.largest(self._signals.received or 0)
+    def _agreed(self, own: int | None = None) -> int:
+        """Why any rank has to stop, 0 for no reason; the same on all of them. `own`: this one's reason, if not the
+        signal that it has received."""
+        return exchange.largest(own or self._signals.received or 0)
+
+    @staticmethod
+    def _stop_if(reason: int) -> None:
+        if reason == _NO_DATA:
+            raise DataSourceLost("another rank gets no data")
+        if reason:
+            raise Stopped(reason)

@@ -6,8 +6,8 @@ import logging
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import TensorBoardLogger
 
+from gpt2_fp8.memory import is_out_of_memory
 from gpt2_fp8.sampling import generate
 
 log = logging.getLogger(__name__)
@@ -25,11 +25,17 @@ class Samples(pl.Callback):
             return
         tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         prompt = tokenizer.encode_ordinary(self.prompt) or [tokenizer.eot_token]
-        with pl_module.evaluation():
-            n_positions = pl_module.config.model.n_positions
-            ids = generate(pl_module.model, prompt, self.tokens, pl_module.vocab_size, n_positions, self.seed)
+        n_positions = pl_module.config.model.n_positions
+        try:
+            with pl_module.evaluation():
+                ids = generate(pl_module.model, prompt, self.tokens, pl_module.vocab_size, n_positions, self.seed)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            log.warning("no sample at step %d: out of memory", trainer.global_step)
+            return
         text = self.prompt + tokenizer.decode([i for i in ids if i < tokenizer.n_vocab])
         log.info("sample at step %d: %r", trainer.global_step, text)
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text("sample", text, trainer.global_step)
+            if log_text := getattr(logger, "log_text", None):  # loggers.EventFile
+                log_text("sample", text, trainer.global_step)

@@ -255,4 +255,4 @@ class Tiers(Checkpoint):
 def _flush_logs(trainer: Trainer) -> None:
     """A run that continues from a checkpoint logs the steps after it: those before must be on the disk by then."""
     for logger in trainer.loggers:
-        logger.save()
+        getattr(logger, "flush", logger.save)()  # `loggers.MetricsFile`: its `save` swallows what a disk refuses

@@ -73,3 +73,9 @@ def write(folder: Path, kind: Kind, pointer: Pointer) -> None:
     if pointer.val_loss is not None and not math.isfinite(pointer.val_loss):
         value["val_loss"] = None
     durable.write_json(folder / f"{kind}.json", value)
+
+
+def remove(folder: Path, kind: Kind) -> None:
+    """Take the pointer away, durably, if it is there. Raises OSError."""
+    (folder / f"{kind}.json").unlink(missing_ok=True)
+    durable.fsync(folder)

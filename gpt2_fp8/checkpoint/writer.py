@@ -50,6 +50,7 @@ class Writer:
         self.keep_every_n_steps = keep_every_n_steps
         self.asynchronous = asynchronous
         self.outcome = Outcome()
+        self.written: set[int] = set()  # the steps of all that this object has put on the disk, deleted or not
         self._snapshots = Snapshots()
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
@@ -144,7 +145,9 @@ class Writer:
 
     def _save(self, checkpoint: dict[str, Any], pointer: Pointer) -> None:
         try:
+            self._give_up_best(pointer.step)
             files.write(self.folder / pointer.checkpoint, checkpoint)
+            self.written.add(pointer.step)
             pointers.write(self.folder, "last", pointer)
         except OSError as error:
             self.fail(pointer.step, error)
@@ -152,6 +155,13 @@ class Writer:
         self._failures = 0
         self.outcome = self.outcome._replace(saved_step=pointer.step, failed_step=None)
         self._prune(pointer.step)
+
+    def _give_up_best(self, step: int) -> None:
+        """After a step back: the folder of the best is about to hold other weights, which never had its loss."""
+        if self.outcome.best is not None and self.outcome.best.step == step:
+            log.warning("step %d, the best so far, is reached once more and written anew", step)
+            pointers.remove(self.folder, "best")
+            self.outcome = self.outcome._replace(best=None)
 
     def _note(self, pointer: Pointer, better: bool) -> None:
         step = pointer.step

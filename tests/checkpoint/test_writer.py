@@ -296,3 +296,32 @@ def test_programs_that_the_run_starts_do_not_hold_it(tmp_path):
             assert child.poll() is None
     finally:
         child.communicate(b"\n", timeout=30)
+
+
+def test_after_a_step_back_the_best_that_is_written_anew_is_the_best_no_more(tmp_path, caplog):
+    writer = Writer(tmp_path, keep=2, asynchronous=False)
+    writer.begin(None, None)
+    writer.save(state(4), at(4))
+    writer.save(state(8), at(8, 2.5))
+    writer.note(at(8, 2.5), better=True)
+    writer.close()
+    assert pointers.read(tmp_path, "best").step == 8
+    again = Writer(tmp_path, keep=2, asynchronous=False)
+    again.begin(4, None)
+    again.save(state(8), at(8))
+    again.close()
+    assert pointers.read(tmp_path, "best") is None
+    assert again.outcome.best is None
+    assert "step 8, the best so far, is reached once more and written anew" in caplog.text
+
+
+def test_it_knows_what_it_has_written(tmp_path, monkeypatch):
+    writer, write = Writer(tmp_path, keep=2, asynchronous=False), files.write
+    writer.begin(None, None)
+    writer.save(state(1), at(1))
+    monkeypatch.setattr(files, "write", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    writer.save(state(2), at(2))
+    monkeypatch.setattr(files, "write", write)
+    writer.save(state(3), at(3))
+    writer.close()
+    assert writer.written == {1, 3}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gpt2_fp8.bf16 import BF16Gradients
+from gpt2_fp8.callbacks import samples
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine import Engine
 from gpt2_fp8.memory import is_out_of_memory
@@ -178,3 +179,14 @@ def test_70_the_way_to_bf16_has_a_size_of_its_own(tmp_path, caplog):
     assert [line.split(" from")[0] for line in said] == [
         f"out of memory: micro_batch_size in bf16 {to} instead of {of}" for of, to in ((4, 2), (2, 1))
     ]
+
+
+def test_66_a_sample_that_does_not_fit_is_left_out(tmp_path, monkeypatch, caplog, clean):
+    def full(*_):
+        raise torch.OutOfMemoryError(TEXT)
+
+    monkeypatch.setattr(samples, "generate", full)
+    steps, _ = recorded(tmp_path / "run", *STEPS, "callbacks.sample_tokens=4")
+    assert steps == clean[0]
+    said = [record.message for record in caplog.records if "no sample" in record.message]
+    assert said == ["no sample at step 3: out of memory", "no sample at step 6: out of memory"]

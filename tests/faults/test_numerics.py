@@ -2,14 +2,17 @@
 
 import logging
 import math
+import os
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
 
-from gpt2_fp8 import compose, ladder
+from gpt2_fp8 import compose, ladder, signals
 from gpt2_fp8.checkpoint.files import read, read_weights
-from gpt2_fp8.config.errors import Diverged
+from gpt2_fp8.config.errors import Diverged, Stopped
+from gpt2_fp8.data.loaders import Steps
 from gpt2_fp8.layers.scales import DelayedScaling, Scales
 from gpt2_fp8.optim import learning_rate_factor
 from gpt2_fp8.precision import state
@@ -93,6 +96,62 @@ def test_30_magnitudes_that_are_not_finite_count_for_nothing():
     state.forget_nonfinite(model)
     assert model.scales.history.tolist() == [[0, 0], [3, 4]]
     assert model.scales.scale.tolist() == [1, 1], "scales are as they were"
+
+
+class BeforeWhatever(Faults):
+    """A loss that is NaN in FP8 in the steps before a validation (5), a checkpoint (8) and a log alone (10), which are
+    finished early, in one that nothing follows (2), and in the last."""
+
+    def loss(self, module, step, precision):
+        return NAN if step in (2, 5, 8, 10, 12) and precision == "fp8" else 1.0
+
+
+@pytest.mark.parametrize("log_every", [100, 10])
+def test_29_a_step_is_run_again_in_bf16_whatever_comes_after_it(tmp_path, log_every):
+    keys = [f"trainer.log_every_n_steps={log_every}", "trainer.val_check_interval=5", "precision=fp8_hybrid"]
+    folders = tmp_path / "clean", tmp_path / "run"
+    for folder, faults in zip(folders, (Faults(), BeforeWhatever()), strict=True):
+        with going_wrong(faults):
+            train(folder, *keys)
+    assert happened(folders[1]) == [(step, "rerun") for step in (2, 5, 8, 10, 12)]
+    assert_same_checkpoint(*(checkpoint(folder, 12) for folder in folders))
+    assert metrics(folders[0])["val_loss"] == metrics(folders[1])["val_loss"]
+
+
+class TwoBadSteps(Faults):
+    """7 and 8, in any precision, once."""
+
+    left = 4  # two passes each
+
+    def loss(self, module, step, precision):
+        if step not in (7, 8) or not self.left:
+            return 1.0
+        self.left -= 1
+        return NAN
+
+
+def test_34_a_signal_beside_a_way_back_ends_the_run_which_goes_back_when_it_is_continued(tmp_path, caplog):
+    """It comes in the wait for step 9's data; that step 8 was one too many is known when it is to be saved."""
+    keys = ["callbacks.nonfinite_limit=2", "callbacks.checkpoint_every_n_steps=5", "trainer.log_every_n_steps=100"]
+    items = Steps._items
+
+    def interrupted(self):
+        for item in items(self):
+            if item["cursor"]["step"] == 9:
+                with signals.interruptible():
+                    os.kill(os.getpid(), signal.SIGTERM)
+            yield item
+
+    with going_wrong(TwoBadSteps()) as patch:
+        patch.setattr(Steps, "_items", interrupted)
+        with pytest.raises(Stopped):
+            train(tmp_path / "run", *QUIET, *keys)
+    assert summary(tmp_path / "run")["exit_code"] == 143
+    assert "step 8 is not saved, continuing will come to it again" in caplog.text
+    with going_wrong(TwoBadSteps()):
+        train(tmp_path / "run", "ckpt_path=last", *QUIET, *keys)
+    assert happened(tmp_path / "run") == [(7, "skip"), (8, "skip"), (8, "rollback")]
+    assert summary(tmp_path / "run")["steps"] == 12
 
 
 class NanWeight(Faults):

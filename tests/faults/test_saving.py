@@ -23,9 +23,10 @@ from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
+from gpt2_fp8.module import GPT2Module
 from tests.callbacks import tiny_run
 from tests.callbacks.tiny_run import At
-from tests.runs import SMALL, assert_same_checkpoint, checkpoint, record_steps, summary, train, train_until
+from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train, train_until
 
 HERE = Path(__file__).resolve().parent
 ELSEWHERE = Path("/dev/shm")  # memory: another filesystem than the one that tests write on
@@ -180,6 +181,32 @@ def test_04_an_end_that_finds_no_room_is_an_error_and_the_old_one_stays(tmp_path
     with pytest.raises(RunError, match=r"the end of the run \(step 6\) could not be saved"):
         tiny_run.run(tmp_path, max_steps=6, val=100)
     assert files.read(find.resolve("last", tmp_path / "checkpoints"))["global_step"] == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writer
+def test_04_a_disk_that_is_full_for_a_while_costs_rows_and_checkpoints_and_not_the_run(tmp_path, caplog):
+    """Of a whole run: what its logs do not take either is a warning."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    original = GPT2Module.training_step
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 5:
+            resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "run/metrics.csv").stat().st_size, limits[1]))
+        elif self.global_step == 9:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        original(self, batch, batch_idx)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GPT2Module, "training_step", training_step)
+            train(tmp_path / "run", "callbacks.async_checkpoints=false")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert summary(tmp_path / "run")["steps"] == 12
+    assert list(metrics(tmp_path / "run")["train_loss"]) == list(range(1, 13)), "those of the full disk come later"
+    said = [r.getMessage() for r in caplog.records if "training goes on" in r.getMessage()]
+    assert sorted(line.partition(" ")[0] for line in said) == ["TensorBoard's", "metrics.csv", "step"], said
+    assert list(pointers.steps(tmp_path / "run/checkpoints")) == [10, 12]
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT, errno.EFBIG], ids=errno.errorcode.get)
