@@ -114,7 +114,7 @@ Summary.write = slow_write
 """
 
 
-def start(tmp_path, *arguments, patch=""):
+def start(tmp_path, *arguments, patch="", environment=ALONE):
     """The command in a process group of its own, with `patch` in all of its processes."""
     program = ["-m", "gpt2_fp8.run"]
     if patch:
@@ -122,7 +122,7 @@ def start(tmp_path, *arguments, patch=""):
         (tmp_path / "patched.py").write_text(SCRIPT.format(patch=patch))
     return subprocess.Popen(
         [sys.executable, *program, *arguments],
-        cwd=tmp_path, env=os.environ | ALONE, text=True, start_new_session=True,
+        cwd=tmp_path, env=os.environ | environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 

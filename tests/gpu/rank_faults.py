@@ -1,0 +1,134 @@
+"""What happens to rank 1 alone in the runs of `test_ranks`: a run's script calls one or more of these in each process.
+
+`note` comes first, and is called in every run.
+"""
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+from gpt2_fp8 import exchange
+from gpt2_fp8.callbacks import ranks
+from gpt2_fp8.engine import Engine
+from gpt2_fp8.module import GPT2Module
+from gpt2_fp8.precision import state
+
+_here = {"step": 0, "parts": 0}  # from 1; the losses that were asked for in it
+
+
+def _rank():
+    return exchange.rank_and_world()[0]
+
+
+def _is_time(step):
+    return (_rank(), _here["step"]) == (1, step)
+
+
+def note():
+    """Write a line of JSON for every finished step into the file rank-R of the working directory."""
+    training_step, finish_step = GPT2Module.training_step, GPT2Module.finish_step
+
+    def noted_training_step(self, batch, batch_idx):
+        _here.update(step=self.global_step + 1, parts=0)
+        training_step(self, batch, batch_idx)
+
+    def noted_finish_step(self):
+        before = self.last_step
+        finish_step(self)
+        if self.last_step is not before:
+            with Path(f"rank-{_rank()}").open("a") as file:
+                file.write(json.dumps(_what_it_came_to(self)) + "\n")
+
+    GPT2Module.training_step, GPT2Module.finish_step = noted_training_step, noted_finish_step
+
+
+def _what_it_came_to(module):
+    scales = state.capture(module.model)
+    return {
+        "step": module.global_step,
+        "loss": module.last_step.read().loss,
+        "again": module.last_step.first is not None,
+        "size": module.attempts.training.size,
+        "tensors": len(scales),
+        "scales": _digest(scales.values()),
+        "weights": _digest(module.model.parameters()),
+    }
+
+
+def _digest(tensors):
+    whole = hashlib.sha256()
+    for tensor in tensors:
+        whole.update(tensor.detach().cpu().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def _before(owner, name, happens):
+    """Have `happens()` before every call of `owner.name`."""
+    original = getattr(owner, name)
+
+    def patched(*args):
+        happens()
+        return original(*args)
+
+    setattr(owner, name, patched)
+
+
+def out_of_memory():
+    """In step 3, in the lowest block's backward of the second micro-batch."""
+    loss = Engine.loss
+
+    def no_memory(gradient):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def failing(self, *args):
+        _here["parts"] += 1
+        if not (_is_time(3) and _here["parts"] == 2):
+            return loss(self, *args)
+        handle = self.model.blocks[0].register_forward_hook(lambda block, x, y: y.register_hook(no_memory) and None)
+        try:
+            return loss(self, *args)
+        finally:
+            handle.remove()
+
+    Engine.loss = failing
+
+
+def scarce():
+    """From step 3 on there is 70 % of the memory that the steps before have taken for a while."""
+
+    def limit():
+        if _is_time(3):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            now, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            whole = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction((now + 0.7 * (most - now)) / whole)
+
+    _before(Engine, "gradients", limit)
+
+
+def not_finite():
+    """The loss of step 6 and its gradients stay as they are; what is told of the loss is NaN."""
+    gradients = Engine.gradients
+    Engine.gradients = lambda *args: gradients(*args) * (float("nan") if _is_time(6) else 1.0)
+
+
+def stopped():
+    """SIGTERM in step 5."""
+    _before(Engine, "gradients", lambda: _is_time(5) and os.kill(os.getpid(), signal.SIGTERM))
+
+
+def killed_before_its_gradients():
+    """SIGKILL in step 3: for the other rank a connection between the hosts breaks."""
+    ranks.LIFE_SECONDS = 20.0
+    _before(Engine, "gradients", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))
+
+
+def killed_in_the_exchange():
+    """SIGKILL in step 3, when the other rank's GPU waits for gradients that do not come."""
+    ranks.LIFE_SECONDS = 20.0
+    _before(exchange, "average", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))
