@@ -48,7 +48,7 @@ class Attempts:
         """As `Engine.gradients`, averaged over the ranks, which all call this at once."""
 
         def of(size: int) -> Tensor:
-            moments = [] if self.training.settled else self._like_moments()
+            moments = [] if self.training.settled else self.engine.like_moments()
             self.engine.micro_batch_size = size
             with self._no_sync():
                 loss = self.engine.gradients(ids, context, self._backward)
@@ -56,11 +56,6 @@ class Attempts:
             return loss
 
         return self._of_all_ranks(self.training, of, ids)
-
-    def _like_moments(self) -> list[Tensor]:
-        """As much memory as the first update will allocate for AdamW's moments, so that what fits without them is not
-        taken for what fits."""
-        return [torch.empty_like(parameter) for parameter in self.engine.parameters for _ in range(2)]
 
     def gradients_in_bf16(self, ids: Tensor, context: Context) -> Tensor:
         """As `Engine.gradients_in_bf16`, likewise; its layers may keep more than those that compute in FP8."""

@@ -73,6 +73,12 @@ class Engine:
             return self._graphed(ids.split(self.micro_batch_size))
         return accumulate(ids, self.micro_batch_size, self.loss, context, backward)
 
+    def like_moments(self) -> list[Tensor]:
+        """As much memory as the first update will allocate for AdamW's moments. To be held while the first gradients
+        are computed, so that what fits without moments is not taken for what fits, and so that they count among a
+        recording's peak: what a graph has recorded keeps its memory, and is not counted as allocated."""
+        return [torch.empty_like(parameter) for parameter in self.parameters for _ in range(2)]
+
     def gradients_in_bf16(
         self, ids: Tensor, context: Context, backward: Callable[[Tensor], None], micro_batch_size: int
     ) -> Tensor:

@@ -36,6 +36,9 @@ class Engine:
         self._try("gradients", self.micro_batch_size)
         return torch.tensor(1.0)
 
+    def like_moments(self):
+        return []
+
     def forget(self):
         self.forgotten += 1
 

@@ -62,7 +62,9 @@ class Training:
             self.needs_scales = False
         if self.last is not None:
             self.last.read()  # as a run does, before the next step
+        moments = self.engine.like_moments() if self.last is None else []
         loss = self.engine.gradients(ids, self.context, Tensor.backward)
+        del moments
         parameters = self.engine.model.parameters()
         self.last = update(self.optimizer, self.optimizer.step, parameters, loss, self.max_grad_norm)
         self.schedule.step()
