@@ -18,7 +18,7 @@ from gpt2_fp8.config.checks import FP8_MULTIPLE
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoPrecisionConfig, AutoRecipe, RunConfig
 from gpt2_fp8.measure import cache
-from gpt2_fp8.measure.candidates import FORMAT, candidates, concrete, figures, key
+from gpt2_fp8.measure.candidates import FORMAT, OUT_OF_MEMORY, candidates, concrete, figures, key, unknown
 from gpt2_fp8.precision.choose import Choice, choose
 from gpt2_fp8.precision.support import why_not_fp8, why_not_recipe
 
@@ -58,14 +58,18 @@ def _choose(config: RunConfig, tolerance: float, device: str, world_size: int, c
         )
     cases = candidates(config, world_size)
     under = key(cases)
-    known = cache.load(under)
-    if known is None and config.trainer.fast_dev_run:
+    measured_on, known = cache.load(under) or ("", [])
+    lacking = unknown(cases, known)
+    if lacking and config.trainer.fast_dev_run:
         recipe = "delayed" if isinstance(config.recipe, AutoRecipe) else config.recipe.name
         return Choice(precision=FORMAT, recipe=recipe, reason="trainer.fast_dev_run=true measures nothing")
-    measured_on, found = known or figures(cases, under)
-    choice = choose(found[0], found[1:], tolerance)
-    where = f"(measured on this machine on {measured_on}, {len(found)} candidates)"
-    return replace(choice, reason=f"{choice.reason} {where}", measured_on=measured_on)
+    if lacking:
+        measured_on, known = figures(cases, under, known)
+    choice = choose(known[0], known[1:], tolerance)
+    where = f"measured on this machine on {measured_on}, {len(known)} candidates"
+    if any(candidate.problem == OUT_OF_MEMORY for candidate in known):
+        where += "; those out of memory are measured again next time"
+    return replace(choice, reason=f"{choice.reason} ({where})", measured_on=measured_on)
 
 
 def _as_before(config: RunConfig, checkpoint: Path) -> Choice:

@@ -39,6 +39,7 @@ FORMAT = "fp8_hybrid"
 RECIPES = ("mxfp8", "block", "current", "delayed")  # the most precise first: it wins where speeds are equal
 DELAYED = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")  # conf/recipe
 WARMUP, STEPS = 5, 10
+OUT_OF_MEMORY = "out of memory"  # which a candidate may be for another process' sake
 PATIENCE = 300.0  # seconds for a candidate, compilation included
 _DATA = StdlibData(
     name="stdlib", kind="stdlib", tokenizer="bytes", num_workers=0, seed=0, val_sequences=0, cache_dir=None
@@ -105,33 +106,42 @@ def key(cases: Sequence[RunConfig]) -> dict[str, Any]:
     return {"device": torch.cuda.get_device_name(), "versions": about, "run": run, "candidates": competing}
 
 
-def figures(cases: Sequence[RunConfig], under: dict[str, Any]) -> cache.Measured:
-    """Measure the candidates. The figures are kept, unless one may owe them to a fault of the moment: a candidate that
-    failed or took too long, or bf16 without figures."""
-    log.info("precision  auto: %d candidates train for %d steps each; a few minutes, once", len(cases), WARMUP + STEPS)
-    found, lasting = [], True
-    for case in cases:
+def unknown(cases: Sequence[RunConfig], known: Sequence[Figures]) -> list[RunConfig]:
+    """The candidates that have no figures among those `known` from before."""
+    have = {(figures.precision, figures.recipe) for figures in known}
+    return [case for case in cases if _name(case) not in have]
+
+
+def figures(cases: Sequence[RunConfig], under: dict[str, Any], known: Sequence[Figures]) -> cache.Measured:
+    """Measure the candidates that are not `known` from before. The figures are kept, unless one may owe them to a fault
+    of the moment: a candidate that failed or took too long, or bf16 without figures. One that ran out of memory is
+    measured again next time, since another process may have held the GPU's memory."""
+    new, lasting = unknown(cases, known), True
+    log.info("precision  auto: %d candidates train for %d steps each; a few minutes, once", len(new), WARMUP + STEPS)
+    found = {(figures.precision, figures.recipe): figures for figures in known}
+    for case in new:
         result = measure(Case(config=case, steps=STEPS, warmup=WARMUP), PATIENCE)
-        found.append(_figures(case, result))
-        log.info("           %s: %s", found[-1].name, found[-1].problem or f"{result.tokens_per_second:,.0f} tokens/s")
-        lasting = lasting and result.status in ("ok", "refused", "out of memory")
-    today = datetime.now(UTC).date().isoformat()
-    if lasting and found[0].problem is None:
-        cache.store(under, today, found)
-    return today, found
+        its = found[_name(case)] = _figures(case, result)
+        log.info("           %s: %s", its.name, its.problem or f"{result.tokens_per_second:,.0f} tokens/s")
+        lasting = lasting and result.status in ("ok", "refused", OUT_OF_MEMORY)
+    today, every = datetime.now(UTC).date().isoformat(), [found[_name(case)] for case in cases]
+    kept = [figures for figures in every if figures.problem != OUT_OF_MEMORY]
+    if kept and lasting and every[0].problem in (None, OUT_OF_MEMORY):
+        cache.store(under, today, kept)
+    return today, every
 
 
 def _figures(case: RunConfig, result: Result) -> Figures:
-    problem = None
+    (precision, recipe), problem = _name(case), None
     if result.status != "ok":
-        problem = result.status if result.status == "out of memory" else f"{result.status}: {result.message}"
+        problem = result.status if result.status == OUT_OF_MEMORY else f"{result.status}: {result.message}"
     elif result.ran != case.precision.name:
         problem = f"it ran in {result.ran}: {result.reason}"
     elif result.tokens_per_second is None:
         problem = "it gave no figures"
     return Figures(
-        precision=case.precision.name,
-        recipe=case.recipe.name if isinstance(case.precision, FP8PrecisionConfig) else None,
+        precision=precision,
+        recipe=recipe,
         problem=problem,
         layers=result.backend,
         tokens_per_second=result.tokens_per_second,
@@ -140,3 +150,9 @@ def _figures(case: RunConfig, result: Result) -> Figures:
         losses=result.losses,
         grad_norms=result.grad_norms,
     )
+
+
+def _name(case: RunConfig) -> tuple[str, str | None]:
+    """A candidate's precision, and the recipe that scales it; None: nothing is scaled."""
+    scaled = isinstance(case.precision, FP8PrecisionConfig)
+    return case.precision.name, case.recipe.name if scaled else None

@@ -311,12 +311,39 @@ def test_numbers_that_are_not_finite_are_kept_as_such(gpu):
 @pytest.mark.parametrize(
     ("recipe", "status", "kept"),
     [("bf16", "failed", False), ("delayed", "timed out", False), ("delayed", "failed", False),
-     ("delayed", "out of memory", True)],
+     ("delayed", "refused", True)],
 )  # fmt: skip
 def test_faults_of_the_moment_are_not_remembered(gpu, recipe, status, kept):
     gpu.instead[recipe] = Result(status=status, message="x")
     settle()
     assert cache.place().exists() == kept
+
+
+@pytest.mark.parametrize(("recipe", "name"), [("bf16", "bf16"), ("delayed", "fp8_hybrid/delayed")])
+def test_what_ran_out_of_memory_is_measured_again_and_it_alone(gpu, recipe, name):
+    """Another process may have held the GPU's memory."""
+    gpu.instead[recipe] = Result(status="out of memory")
+    _, choice = settle()
+    assert choice.reason.endswith("4 candidates; those out of memory are measured again next time)")
+    assert gpu.measured == ALL
+    assert settle()[1].reason == choice.reason
+    assert gpu.measured == [name]
+    gpu.instead.clear()
+    config, choice = settle()
+    assert gpu.measured == [name]
+    assert (config.recipe.name, [c.recipe for c in choice.candidates]) == (
+        "delayed",
+        [None, "block", "current", "delayed"],
+    )
+    assert "memory" not in choice.reason
+    settle()
+    assert gpu.measured == []
+
+
+def test_where_nothing_had_memory_nothing_is_kept(gpu):
+    gpu.instead = dict.fromkeys(RATES, Result(status="out of memory"))
+    settle()
+    assert not cache.place().exists()
 
 
 def test_the_cache_is_where_the_system_says(monkeypatch, tmp_path):
