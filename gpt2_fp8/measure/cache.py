@@ -1,18 +1,24 @@
 """What was measured on this machine before, for `precision=auto`: one JSON file in the user's cache folder.
 
-An answer belongs to its key: the GPU, the versions, and all of a configuration that speed or numbers depend on. The
-figures are kept and not the decision, so that the decision may follow other settings. Nothing here can end a run: a
-file that cannot be read is replaced, and one that cannot be written costs the next run its time.
+An answer belongs to its key: the machine, the GPU, the versions, and all of a configuration that speed or numbers
+depend on. The figures are kept and not the decision, so that the decision may follow other settings.
+
+Nothing here can end a run: a file that cannot be read is replaced, and one that cannot be written costs the next run
+its time. Several processes may store at once; where the filesystem has no locks, one may undo what another stored at
+the same moment.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,9 +57,28 @@ def store(key: dict[str, Any], measured_on: str, figures: Sequence[Figures]) -> 
     entry = {"key": key, "measured_on": measured_on, "figures": [_row(f) for f in figures]}
     try:
         place().parent.mkdir(parents=True, exist_ok=True)
-        durable.write_json(place(), {"format": FORMAT, "entries": {**_entries(), _hash(key): entry}})
+        with _alone():
+            _replace({"format": FORMAT, "entries": {**_entries(), _hash(key): entry}})
     except (OSError, ValueError) as error:
         log.warning("%s cannot be written, so the next run measures again: %s", place(), error)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Hold the lock beside the file, which ends with the process that holds it. Raises OSError where it cannot be
+    opened; a filesystem that has no locks has none here."""
+    with place().with_suffix(".lock").open("w") as lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _replace(content: dict[str, Any]) -> None:
+    """Replace the file by way of one that no other process writes to. Raises OSError, leaving what was there before."""
+    with tempfile.TemporaryDirectory(prefix=".auto-", dir=place().parent) as own:
+        durable.write_json(Path(own) / place().name, content)
+        os.replace(Path(own) / place().name, place())
+    durable.fsync(place().parent)
 
 
 def _entries() -> dict[str, Any]:

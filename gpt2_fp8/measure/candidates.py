@@ -7,6 +7,7 @@ run. So their figures hold for each run of the same shape, and are kept (`cache`
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -98,12 +99,13 @@ def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
 
 
 def key(cases: Sequence[RunConfig]) -> dict[str, Any]:
-    """What figures hold for, in plain JSON values: the GPU, the versions, the run's shape, the candidates."""
+    """What figures hold for, in plain JSON values: the machine, its GPU, versions, the run's shape, what competes."""
     run = {name: value for name, value in asdict(cases[0]).items() if name not in _NO_PART}
     competing = [{name: asdict(case)[name] for name in ("precision", "recipe")} for case in cases]
     about = {name: version for name, version in versions().items() if name not in ("python", "lightning")}
     about["kernels"] = missing() or "all"
-    return {"device": torch.cuda.get_device_name(), "versions": about, "run": run, "candidates": competing}
+    device = {"host": platform.node(), "device": torch.cuda.get_device_name()}  # a home may be several machines'
+    return {**device, "versions": about, "run": run, "candidates": competing}
 
 
 def unknown(cases: Sequence[RunConfig], known: Sequence[Figures]) -> list[RunConfig]:

@@ -3,6 +3,11 @@ on a CPU, a resumed run, and the other process of two make of it. The measuremen
 
 import json
 import logging
+import os
+import platform
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache as cache_calls
 from pathlib import Path
@@ -17,6 +22,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
 from gpt2_fp8.measure import auto, cache, candidates
 from gpt2_fp8.measure.case import Case, Result, measure
+from gpt2_fp8.precision.choose import Figures
 from tests.runs import checkpoint, metrics, start_elsewhere, summary, train, train_until
 from tests.test_ddp import TWO, run, the_run
 
@@ -255,6 +261,42 @@ def test_another_gpu_and_another_version_are_other_keys(gpu, monkeypatch):
     monkeypatch.setattr(candidates, "versions", lambda: versions | {"python": "9.9"})
     settle()
     assert gpu.measured == []
+
+
+def test_another_machine_with_the_same_home_measures_for_itself(gpu, monkeypatch):
+    settle()
+    monkeypatch.setattr(platform, "node", lambda: "another")
+    settle()
+    assert gpu.measured == ALL * 2
+    assert len(entries()) == 2
+
+
+def test_all_that_is_stored_at_once_is_kept(monkeypatch, caplog):
+    """Every one reads before any has written, unless they take turns."""
+    together, read = threading.Barrier(8), cache._entries
+
+    def read_and_wait():
+        found = read()
+        with suppress(threading.BrokenBarrierError):
+            together.wait(0.2)
+        return found
+
+    monkeypatch.setattr(cache, "_entries", read_and_wait)
+    figures = [Figures(precision="bf16", recipe=None, tokens_per_second=1.0)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: cache.store({"run": number}, "2026-01-01", figures), range(8)))
+    assert sorted(entry["key"]["run"] for entry in entries().values()) == list(range(8))
+    assert "cannot be written" not in caplog.text
+    assert {path.name for path in cache.place().parent.iterdir()} == {"auto.json", "auto.lock"}
+
+
+def test_a_write_that_fails_leaves_what_was_there(gpu, monkeypatch):
+    settle()
+    before = cache.place().read_text()
+    monkeypatch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    settle("model.n_layer=3")
+    assert cache.place().read_text() == before
+    assert {path.name for path in cache.place().parent.iterdir()} == {"auto.json", "auto.lock"}
 
 
 DAMAGE = {
