@@ -3,12 +3,14 @@
     python -m gpt2_fp8.bench
     python -m gpt2_fp8.bench bench.model=[gpt2,gpt2_medium] bench.recipe=[delayed,current] bench.micro_batch_size=[4,64]
 
-Bad input is refused before torch is imported. Exit codes: 0 done, 1 no case came to its end, 2 the input, 130 and 143
-stopped by SIGINT and SIGTERM, with what was measured so far written.
+Bad input is refused before torch is imported. Exit codes: 0 done, 1 no case came to its end or the files could not be
+written, 2 the input, 130 and 143 stopped by SIGINT and SIGTERM, 141 nobody reads its output any more (`| head`). What
+was measured until then is written.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -29,6 +31,7 @@ from gpt2_fp8.measure.record import Record, name
 from gpt2_fp8.measure.table import Measured, Row
 
 FOLDER = Path("outputs/bench")
+ELSEWHERE = "start the benchmark in a folder that can be written"
 HELP = """\
 Measures full training steps: every combination of the four lists, one process a case, one after the other.
 Writes bench.json, bench.md and bench.png to outputs/bench/DATE_TIME.
@@ -45,7 +48,8 @@ Examples:
   python -m gpt2_fp8.bench bench.model=[gpt2,gpt2_medium] bench.micro_batch_size=[4,64] bench.recipe=[delayed,current]
   python -m gpt2_fp8.bench bench.profile=true bench.gemm=true bench.attention=true bench.peers=true
 
-Flags: -cd FOLDER your own settings. Exit codes: 0 done; 1 no case came to its end; 2 your input; 130, 143 stopped."""
+Flags: -cd FOLDER your own settings. Exit codes: 0 done; 1 no case came to its end, or nothing
+could be written; 2 your input; 130, 141, 143 stopped."""
 MEANINGS = {
     "model": "choices of the group model",
     "precision": "fp32, bf16, fp8_hybrid, fp8_e4m3",
@@ -69,6 +73,16 @@ class _Terminated(KeyboardInterrupt):
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
+    try:
+        code = _main(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 128 + signal.SIGPIPE
+
+
+def _main(argv: list[str]) -> int:
     if {"-h", "--help", "--version"} & set(argv):
         print(help_text())
         return 0
@@ -91,6 +105,9 @@ def main(argv: list[str]) -> int:
         return 143 if isinstance(stop, _Terminated) else 130
     finally:
         signal.signal(signal.SIGTERM, before)
+    if record.unwritten:
+        print(f"error: {record.folder} does not hold what was measured: {record.unwritten}", file=sys.stderr)
+        return 1
     return 0 if any(measured.result.status == "ok" for measured in record.cases) else 1
 
 
@@ -107,7 +124,7 @@ def help_text() -> str:
 def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
     """The settings, the cases and the device. Raises UserError."""
     if found := paths.check_folder(FOLDER, "outputs/bench"):
-        raise UserError.of(found[0].problem.cause, "start the benchmark in a folder that can be written")
+        raise UserError.of(found[0].problem.cause, ELSEWHERE)
     likely = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
     bench, configs = benchmark.preflight(argv, likely)
     from gpt2_fp8 import startup  # imports torch
@@ -119,8 +136,12 @@ def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
 
 
 def _folder() -> Path:
+    """The benchmark's own. Raises UserError."""
     folder = FOLDER / f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
-    (folder / "logs").mkdir(parents=True)
+    try:
+        (folder / "logs").mkdir(parents=True)
+    except OSError as error:
+        raise UserError.of(f"{folder} cannot be made: {error}", ELSEWHERE) from error
     return folder
 
 
@@ -141,9 +162,9 @@ def _measure_cases(record: Record, configs: list[RunConfig]) -> None:
         print(f"[{number}/{len(configs)}] {words} ... ", end="", flush=True)
         log = record.folder / "logs" / f"case-{number}.log"
         result = measure(case, bench.timeout, log)
-        print(_outcome(result) + (f" ({log})" if result.status == "failed" else ""), flush=True)
         record.cases.append(Measured(case, result))
-        record.write()
+        record.keep()
+        print(_outcome(result) + (f" ({log})" if result.status == "failed" else ""), flush=True)
 
 
 def _outcome(result: Result) -> str:
@@ -172,7 +193,7 @@ def _measure_sections(record: Record, configs: list[RunConfig]) -> None:
         record.sections["Attention"] = child("attention", {"models": models, "micro_batch_size": size})
     if bench.peers:
         record.sections["Other programs"] = _peers(record, child)
-    record.write()
+    record.keep()
 
 
 def _peers(record: Record, child: Callable[[str, dict[str, Any]], list[Row]]) -> list[Row]:
@@ -188,15 +209,17 @@ def _peers(record: Record, child: Callable[[str, dict[str, Any]], list[Row]]) ->
 
 
 def _end(record: Record) -> None:
-    """Print the tables, and say where the files are."""
+    """Write the files and draw, print the tables, and say where the files are."""
     if not (record.cases or record.sections):
         return
-    record.write()
+    record.keep()
+    reason = record.draw()
     for title, rows in record.tables().items():
         print(f"\n{title}{f' on {record.device}' if record.device else ''}\n\n{table.text(rows)}")
-    if reason := record.draw():
+    if reason:
         print(f"\n{reason}")
-    print(f"\n{record.folder}: {', '.join(sorted(path.name for path in record.folder.glob('bench.*')))}")
+    if files := sorted(path.name for path in record.folder.glob("bench.*")):
+        print(f"\n{record.folder}: {', '.join(files)}")
 
 
 def _terminate(*_: object) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,6 +93,76 @@ def test_sections(results, monkeypatch, capsys):
     assert list(data["sections"]) == ["Matrix products", "Attention", "Other programs"]
     assert "## Attention" in text
     assert "a gemm" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_deleted_costs_the_files_alone(results, monkeypatch, capsys):
+    results += [GOOD | {"tokens_per_second": 1.0}, GOOD]
+    real = bench.measure
+
+    def measure(case, timeout_s, log=None):
+        shutil.rmtree(log.parents[1], ignore_errors=True)
+        return real(case, timeout_s, log)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    assert bench.main(TWO) == 1
+    out, err = capsys.readouterr()
+    assert "[2/2] tiny, micro-batch 2, bf16 ... 100 tokens/s" in out
+    assert "Training steps" in out
+    first, last = err.splitlines()
+    assert first.startswith("warning: outputs/bench/")
+    assert last.startswith("error: outputs/bench/")
+    assert "No such file" in last
+
+
+def test_a_disk_that_has_room_again_has_it_all(results, monkeypatch, capsys):
+    results += [GOOD, GOOD]
+    full, write = [True], bench.Record.write
+
+    def write_if_there_is_room(self):
+        if full and full.pop():
+            raise OSError(28, "No space left on device")
+        write(self)
+
+    monkeypatch.setattr(bench.Record, "write", write_if_there_is_room)
+    assert bench.main(TWO) == 0
+    assert capsys.readouterr().err.count("No space left") == 1
+    assert len(written()[0]["cases"]) == 2
+
+
+def test_no_room_for_a_folder(monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    assert bench.main(TWO) == 2
+    assert "cannot be made: [Errno 28] No space left on device\n  fix: start" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--help"], TWO], ids=["help", "cases"])
+def test_output_that_nobody_reads_ends_it_quietly(words):
+    """As under `| head -1`; the pipe has no reader from the start, so that it does not depend on who is faster."""
+    there, here = os.pipe()
+    os.close(there)
+    code = (
+        "import signal, sys\nfrom gpt2_fp8 import bench\nfrom gpt2_fp8.measure.case import Result\n"
+        f"bench.measure = lambda *_: Result(**{GOOD})\nsys.exit(bench.main({words}))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], stdout=here, stderr=subprocess.PIPE, text=True)
+    os.close(here)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_what_was_measured_before_the_last_reader_left_is_written(results, monkeypatch):
+    results += [GOOD, GOOD]
+
+    def leave(result):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(bench, "_outcome", leave)
+    with open(os.devnull, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        assert bench.main(TWO) == 141
+    assert len(written()[0]["cases"]) == 1
 
 
 def test_bad_input_leaves_nothing_behind(capsys):

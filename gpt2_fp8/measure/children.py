@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,39 +33,53 @@ class Ended:
 
 
 def run(module: str, request: object, timeout_s: float, log: Path | None = None) -> Ended:
-    """Run `module` on a request of plain JSON values. `log`: where its output is kept.
+    """Run `module` on a request of plain JSON values. `log`: where its output is kept, if that can be written.
 
     Raises KeyboardInterrupt, and nothing on account of the child, which is gone with its own children either way.
     """
-    with tempfile.TemporaryDirectory(prefix="gpt2_fp8-") as name:
-        folder = Path(name)
-        log = log or folder / "log"
-        (folder / "request").write_text(json.dumps(request))
-        command = [sys.executable, "-X", "faulthandler", "-m", __name__]
-        command += [str(os.getpid()), module, str(folder / "answer")]
-        with (folder / "request").open() as stdin, log.open("w") as output:
-            child = subprocess.Popen(
-                command,
-                stdin=stdin,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=_environment(),
-            )
-            code = None
-            try:
-                with suppress(subprocess.TimeoutExpired):
-                    code = child.wait(timeout_s)
-            finally:
-                _kill_group(child.pid)
-                child.wait()
-        late = f"took longer than {timeout_s:g} seconds" if code is None else None
-        try:
-            return Ended(status="ok", answer=json.loads((folder / "answer").read_text()), message=late)
-        except (OSError, ValueError):
-            if code is None:
-                return Ended(status="timed out", message=late)
-            return Ended(status="failed", message=_reason(code, log))
+    try:
+        with tempfile.TemporaryDirectory(prefix="gpt2_fp8-") as name:
+            folder = Path(name)
+            (folder / "request").write_text(json.dumps(request))
+            with _opened(log or folder / "log", folder / "log") as output:
+                return _run(module, folder, timeout_s, output)
+    except OSError as error:  # a full disk
+        return Ended(status="failed", message=one_line(f"could not be run: {error}"))
+
+
+def _run(module: str, folder: Path, timeout_s: float, output: IO[str]) -> Ended:
+    command = [sys.executable, "-X", "faulthandler", "-m", __name__]
+    command += [str(os.getpid()), module, str(folder / "answer")]
+    with (folder / "request").open() as stdin:
+        child = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=_environment(),
+        )
+    code = None
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            code = child.wait(timeout_s)
+    finally:
+        _kill_group(child.pid)
+        child.wait()
+    late = f"took longer than {timeout_s:g} seconds" if code is None else None
+    try:
+        return Ended(status="ok", answer=json.loads((folder / "answer").read_text()), message=late)
+    except (OSError, ValueError):
+        if code is None:
+            return Ended(status="timed out", message=late)
+        return Ended(status="failed", message=_reason(code, output))
+
+
+def _opened(log: Path, instead: Path) -> IO[str]:
+    """A log to write and to read; another where the first cannot be written, as in a folder that somebody deleted."""
+    with suppress(OSError):
+        return log.open("w+", errors="replace")
+    return instead.open("w+", errors="replace")
 
 
 def _environment() -> dict[str, str]:
@@ -91,12 +105,13 @@ def one_line(error: object, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _reason(code: int, log: Path) -> str:
+def _reason(code: int, output: IO[str]) -> str:
     """Why a child ended without an answer: its signal, else the last line that it wrote."""
     if code < 0:
         about = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{about}"
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    output.seek(0)
+    lines = [line for line in output.read().splitlines() if line.strip()]
     return one_line(lines[-1]) if lines else f"ended with exit code {code} and without a word"
 
 

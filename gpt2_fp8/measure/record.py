@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -28,6 +29,7 @@ class Record:
     cases: list[Measured] = field(default_factory=list)
     sections: dict[str, list[Row]] = field(default_factory=dict)  # by title
     complete: bool = False
+    unwritten: OSError | None = None  # why the files are not all there
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
@@ -62,12 +64,24 @@ class Record:
         parts += [f"## {title}\n\n{table.markdown(rows)}" for title, rows in self.tables().items() if rows]
         (self.folder / "bench.md").write_text("\n\n".join(filter(None, parts)) + "\n")
 
+    def keep(self) -> None:
+        """`write`; where that fails, a warning, the first time: what is measured can still be shown."""
+        try:
+            self.write()
+            self.unwritten = None
+        except OSError as error:
+            if self.unwritten is None:
+                print(f"warning: {self.folder} cannot be written, going on: {error}", file=sys.stderr)
+            self.unwritten = error
+
     def draw(self) -> str | None:
-        """Write `bench.png`; a line that says how to get it where it could not be drawn."""
+        """Write `bench.png`; a line that says why it could not be drawn."""
         try:
             plot(self.cases, self.folder / "bench.png")
         except ImportError:
             return 'no plot, since matplotlib is not installed: pip install "matplotlib>=3.9"'
+        except OSError as error:
+            return f"no plot: {error}"
         return None
 
     def _as_dict(self) -> dict[str, Any]:

@@ -83,6 +83,26 @@ def test_a_failure_is_one_line(text, message, module, tmp_path):
     assert (tmp_path / "log").exists()
 
 
+def test_a_log_that_cannot_be_written_is_kept_elsewhere(module, tmp_path):
+    assert run(module(ANSWERS), 1, 60, tmp_path / "gone/log").answer == {"asked": 1}
+    assert run(module("import sys; sys.exit('a reason')"), 1, 60, tmp_path / "gone/log").message == "a reason"
+
+
+def test_a_log_that_is_deleted_still_tells_the_reason(module, tmp_path):
+    name = module("import os, sys; os.remove('log'); sys.exit('a reason')")
+    assert run(name, 1, 60, tmp_path / "log").message == "a reason"
+
+
+def test_no_room_for_the_request_is_a_failure(module, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    name = module(ANSWERS)
+    monkeypatch.setattr(Path, "write_text", full)
+    ended = run(name, 1, 60)
+    assert (ended.status, ended.message) == ("failed", "could not be run: [Errno 28] No space left on device")
+
+
 def test_a_hang_ends_with_all_its_children(module):
     ended = run(module(HANGS), {}, 5)
     assert (ended.status, ended.message) == ("timed out", "took longer than 5 seconds")
