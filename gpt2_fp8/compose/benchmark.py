@@ -6,6 +6,7 @@ A case is composed and checked by what checks runs, so that a key means the same
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from gpt2_fp8.config.schema import RunConfig
 
 PROGRAM = Program("python -m gpt2_fp8.bench", BenchRunConfig, flags=("help", "overrides", "config_dir"))
 _LISTS = ("model", "precision", "recipe", "micro_batch_size")
+_OF_A_RUN = re.compile(rf"(?<![\w.])({'|'.join(_LISTS)})=(\w+)")
+_INSTEAD = {"fp8_e5m2": "fp8_hybrid"}  # a choice that every run refuses
 _OWN = tuple(field.name for field in fields(BenchConfig))
 _HERE = {"trainer.max_steps": "steps", "trainer.profiler": "profile", "global_batch_size": "global_batch_size"}
 # Of a run's keys, those that change nothing of what is measured.
@@ -69,10 +72,10 @@ def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]
     line, problems = read(argv, PROGRAM)
     with open_catalog(conf_dir(), "config") as catalog:
         problems += catalog.add_folders([line.config_dir] if line.config_dir else [])
-        words, found = parse(line.words, catalog, PROGRAM)
-        problems += found
+        words, found = parse([word for word in line.words if word != BENCH], catalog, PROGRAM)
+        problems += [_one_by_one(word) for word in line.words if word == BENCH] + found
         own = [o for o in words if o.key_or_group.partition(".")[0] == BENCH]
-        refused = {id(o): problem for o in words if o not in own and (problem := _refusal(o))}
+        refused = {id(o): problem for o in words if o not in own and (problem := _refusal(o, catalog))}
         problems += refused.values()
         given = [o for o in words if o not in own and id(o) not in refused]
         gpu = gpu and not any(o.input_line in ("trainer=cpu", "trainer.accelerator=cpu") for o in given)
@@ -83,14 +86,14 @@ def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]
     return bench, configs
 
 
-def _refusal(override: Override) -> Problem | None:
+def _refusal(override: Override, catalog: Catalog) -> Problem | None:
     """Why a word that would be right in a run is not in a benchmark."""
     key, line = override.key_or_group, str(override.input_line)
     value = line.partition("=")[2]
     if override.is_hydra_override():
         return Problem(f"{line}: the benchmark keeps a folder and a log of its own", f"leave {key} out")
     if key in _LISTS:
-        return Problem(f"{line}: the benchmark goes through a list", f"'bench.{key}=[{value}]'")
+        return Problem(f"{line}: the benchmark goes through a list", _as_list(key, value, catalog))
     if key in _HERE:
         return Problem(f"{line}: the benchmark has a key of its own", f"bench.{_HERE[key]}=VALUE")
     if key in _OWN:
@@ -102,6 +105,26 @@ def _refusal(override: Override) -> Problem | None:
         lists = hints.either([f"bench.{name}" for name in _LISTS])
         return Problem(f"{line} is several values", f"give one; what the benchmark goes through is {lists}")
     return None
+
+
+def _as_list(key: str, value: str, catalog: Catalog) -> str:
+    """What to type instead of a run's `key=value`: the list of what it names, an example where it names nothing."""
+    named = [item.strip() for item in value.strip("[]").split(",")]
+    if key == "micro_batch_size":
+        right = [item for item in named if item.isdecimal() and int(item)]
+    else:
+        options = _options(catalog, key)
+        right = [match for item in named for match in hints.near(_INSTEAD.get(item, item), options, 1)]
+    return f"'bench.{key}=[{','.join(right)}]'" if len(right) == len(named) else hints.VALUES[f"bench.{key}"]
+
+
+def _options(catalog: Catalog, group: str) -> list[str]:
+    """The choices of a group that can be measured. `auto` is none: it measures by itself."""
+    return [name for name in catalog.get_group_options(group) if name != "auto"]
+
+
+def _one_by_one(word: str) -> Problem:
+    return Problem(f"{word}: its keys are set one by one", f"bench.KEY=VALUE; {PROGRAM.command} --help lists them")
 
 
 def _settings(own: list[Override], catalog: Catalog, gpu: bool, problems: list[Problem]) -> BenchConfig:
@@ -133,21 +156,21 @@ def _values(own: list[Override], problems: list[Problem]) -> dict[str, Any]:
     for override in own:
         line, key = str(override.input_line), override.key_or_group.removeprefix("bench.")
         if override.is_delete() or key == BENCH:
-            problems.append(Problem(f"{line}: its keys are set one by one", "bench.KEY=VALUE"))
+            problems.append(_one_by_one(line))
         elif override.is_sweep_override():
             value = line.partition("=")[2]
             problems.append(Problem(f"{line}: a list stands in brackets", f"'{override.key_or_group}=[{value}]'"))
         else:
             one = override.value()
-            values[key] = [one] if key in _LISTS and not isinstance(one, (list, dict)) else one
+            values[key] = one if key not in _LISTS or one is None or isinstance(one, (list, dict)) else [one]
     return values
 
 
 def _choices(bench: BenchConfig, catalog: Catalog) -> list[Finding]:
-    """Names in the lists that are no choice. `auto` is none: it measures by itself."""
+    """Names in the lists that are no choice."""
     found = []
     for group in ("model", "precision", "recipe"):
-        options = [name for name in catalog.get_group_options(group) if name != "auto"]
+        options = _options(catalog, group)
         for name in getattr(bench, group):
             if name not in options and not (catalog.refused_folder and group == "model"):
                 problem = Problem(*hints.unknown_choice(f"bench.{group}", name, options))
@@ -184,7 +207,9 @@ def _config(
     bench: BenchConfig, case: _Case, given: list[Override], catalog: Catalog, gpu: bool, problems: list[Problem]
 ) -> list[RunConfig]:
     """A case's configuration, with the sizes that the benchmark gives it; none where something is wrong with it."""
-    configs = configs_of(CommandLine(case.words(given)), catalog, problems)
+    found: list[Problem] = []
+    configs = configs_of(CommandLine(case.words(given)), catalog, found)
+    problems += [Problem(*map(_in_lists, problem)) for problem in found]
     if any(config.trainer.devices != 1 or config.trainer.num_nodes != 1 for config in configs):
         problems.append(Problem("the benchmark measures one device, and this is a run on several", "trainer=gpu"))
     done = []
@@ -195,3 +220,8 @@ def _config(
         whole = bench_schema.sequences_per_step(bench, case.micro_batch_size, model.n_positions, gpu)
         done.append(replace(config, model=model, global_batch_size=whole))
     return done
+
+
+def _in_lists(text: str) -> str:
+    """What is said of a run's keys, for someone who types lists: precision=bf16 as 'bench.precision=[bf16]'."""
+    return _OF_A_RUN.sub(r"'bench.\1=[\2]'", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -56,7 +57,8 @@ def check(bench: BenchConfig) -> Iterator[Finding]:
         whole = bench.global_batch_size
         if over := [size for size in bench.micro_batch_size if whole % size]:
             reason = f"a step does not divide into forward passes of {over[0]}"
-            larger = -(-whole // over[0]) * over[0]
+            every = math.lcm(*bench.micro_batch_size)
+            larger = -(-whole // every) * every
             yield _finding(bench, "global_batch_size", reason, f"bench.global_batch_size={larger}")
 
 

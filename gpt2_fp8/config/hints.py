@@ -83,6 +83,10 @@ VALUES = {
     "compile": "compile=true, false or auto",
     "cuda_graphs": "cuda_graphs=true, false or auto",
     "micro_batch_size": "a number of sequences that fits the GPU's memory: micro_batch_size=8",
+    "bench.model": "'bench.model=[gpt2,gpt2_medium]'",
+    "bench.precision": "'bench.precision=[bf16,fp8_hybrid]'",
+    "bench.recipe": "'bench.recipe=[delayed,current]'",
+    "bench.micro_batch_size": "'bench.micro_batch_size=[4,64]'",
 }
 
 # Where a class of data is told by its kind, the choices that have it; tests hold this against conf/data.

@@ -21,6 +21,7 @@ MISSING = "???"  # OmegaConf's mark of a value that something else must set
 _BAD: Any = object()
 _hints = cache(get_type_hints)
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
+_SEVERAL = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def build(cls: type[T], data: object, path: str = "") -> tuple[T | None, list[Finding]]:
@@ -115,9 +116,11 @@ class _Builder:
         words.sort(key=lambda word: word == "null")  # last, as people say it
         if isinstance(value, float) and not math.isfinite(value) and float in members:
             return self._bad(path, f"{path}={show(value)}: not a finite number", f"{path}={_example(members)}")
-        if any(get_origin(m) is list for m in members):
-            remedy = f"{path}='[{show(value)}]'" if isinstance(value, str) else f"{path}='[one,two]'"
-            return self._bad(path, f"{path}={show(value)}: needs a list", remedy)
+        if lists := [m for m in members if get_origin(m) is list]:
+            (item,) = get_args(lists[0])
+            remedy = hints.VALUES.get(path) or f"{path}={_example(lists)}"
+            remedy = f"{path}='[{show(value)}]'" if item is str and isinstance(value, str) else remedy
+            return self._bad(path, f"{path}={show(value)}: needs a list of {_SEVERAL[item]}", remedy)
         remedy = hints.VALUES.get(path) or f"{path}={self._nearest(members, value, literals)}"
         return self._bad(path, f"{path}={show(value)}: must be {hints.either(words)}", remedy)
 
@@ -173,7 +176,7 @@ def _example(members: list[Any]) -> str:
     if get_origin(first) is Literal:
         return "|".join(map(str, get_args(first)))
     if get_origin(first) is list:
-        return "'[one,two]'"
+        return {int: "'[1,2]'", float: "'[0.1,0.2]'"}.get(get_args(first)[0], "'[one,two]'")
     return {bool: "true|false", int: "NUMBER", float: "NUMBER", str: "TEXT"}.get(first, "VALUE")
 
 

@@ -122,6 +122,22 @@ REFUSED = {
     "bench.timeout=-1": "choose seconds, such as bench.timeout=600",
     "bench.precision=[]": "leave bench.precision out, or name what to measure",
     "bench.global_batch_size=100": "bench.global_batch_size=128",
+    "precision=auto": "'bench.precision=[bf16,fp8_hybrid]'",
+    "precision=fp8_e5m2": "'bench.precision=[fp8_hybrid]'",
+    "precision=fp32,bf16": "'bench.precision=[fp32,bf16]'",
+    "recipe=auto": "'bench.recipe=[delayed,current]'",
+    "model=gpt": "'bench.model=[gpt2]'",
+    "micro_batch_size=auto": "'bench.micro_batch_size=[4,64]'",
+    "micro_batch_size=[4,8]": "'bench.micro_batch_size=[4,8]'",
+    "bench.precision=[fp8_e5m2]": "'bench.precision=[fp8_hybrid]': E4M3 forward, E5M2 for the gradients, where range "
+    "matters",
+    "model.n_positions=100": "model.n_positions=96, or 'bench.precision=[bf16]'",
+    "bench.micro_batch_size=[1.5]": "'bench.micro_batch_size=[4,64]'",
+    "bench.micro_batch_size=x": "'bench.micro_batch_size=[4,64]'",
+    "bench.micro_batch_size=null": "'bench.micro_batch_size=[4,64]'",
+    "bench.model=null": "'bench.model=[gpt2,gpt2_medium]'",
+    "bench": "bench.KEY=VALUE; python -m gpt2_fp8.bench --help lists them",
+    "bench=null": "bench.KEY=VALUE; python -m gpt2_fp8.bench --help lists them",
     "trainer=ddp": "trainer=gpu",
     "-m": "leave it out; python -m gpt2_fp8.bench --help shows what there is",
     "--steps=3": "keys have no dashes: bench.steps=3",
@@ -132,6 +148,25 @@ REFUSED = {
 @pytest.mark.parametrize("word", REFUSED)
 def test_what_is_refused_and_what_to_type_instead(word):
     assert list(problems(word).values()) == [REFUSED[word]]
+
+
+@pytest.mark.parametrize("word", [word for word, remedy in REFUSED.items() if remedy.startswith("'bench.")])
+def test_what_to_type_instead_is_accepted(word):
+    remedy = REFUSED[word].split("'")[1]
+    assert cases(remedy)
+
+
+def test_a_list_of_the_wrong_things_is_told_of_what():
+    assert list(problems("bench.micro_batch_size=[1.5]")) == [
+        "bench.micro_batch_size=[1.5]: needs a list of whole numbers"
+    ]
+    assert list(problems("bench.model=null")) == ["bench.model=null: needs a list of texts"]
+
+
+def test_the_step_that_is_suggested_divides_into_every_micro_batch():
+    argv = ["bench.global_batch_size=7", "bench.micro_batch_size=[4,6]"]
+    assert list(problems(*argv).values()) == ["bench.global_batch_size=12"]
+    preflight(["bench.global_batch_size=12", argv[1]], True)
 
 
 def test_precision_auto_measures_by_itself():
