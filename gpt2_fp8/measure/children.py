@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +33,15 @@ class Ended:
     message: str | None = None
 
 
-def run(module: str, request: object, timeout_s: float, log: Path | None = None) -> Ended:
+def run(
+    module: str,
+    request: object,
+    timeout_s: float,
+    log: Path | None = None,
+    stopped: Callable[[Any], object] | None = None,
+) -> Ended:
     """Run `module` on a request of plain JSON values. `log`: where its output is kept, if that can be written.
+    `stopped`: what gets the answer that the child has written by then, where a KeyboardInterrupt ends this.
 
     Raises KeyboardInterrupt, and nothing on account of the child, which is gone with its own children either way.
     """
@@ -41,8 +49,13 @@ def run(module: str, request: object, timeout_s: float, log: Path | None = None)
         with tempfile.TemporaryDirectory(prefix="gpt2_fp8-") as name:
             folder = Path(name)
             (folder / "request").write_text(json.dumps(request))
-            with _opened(log or folder / "log", folder / "log") as output:
-                return _run(module, folder, timeout_s, output)
+            try:
+                with _opened(log or folder / "log", folder / "log") as output:
+                    return _run(module, folder, timeout_s, output)
+            except KeyboardInterrupt:
+                if stopped and (answer := _answered(folder)) is not None:
+                    stopped(answer)
+                raise
     except OSError as error:  # a full disk
         return Ended(status="failed", message=one_line(f"could not be run: {error}"))
 
@@ -67,12 +80,19 @@ def _run(module: str, folder: Path, timeout_s: float, output: IO[str]) -> Ended:
         _kill_group(child.pid)
         child.wait()
     late = f"took longer than {timeout_s:g} seconds" if code is None else None
+    if (answer := _answered(folder)) is not None:
+        return Ended(status="ok", answer=answer, message=late)
+    if code is None:
+        return Ended(status="timed out", message=late)
+    return Ended(status="failed", message=_reason(code, output))
+
+
+def _answered(folder: Path) -> Any:
+    """What the child wrote; None where that is nothing, or not the whole of it."""
     try:
-        return Ended(status="ok", answer=json.loads((folder / "answer").read_text()), message=late)
+        return json.loads((folder / "answer").read_text())
     except (OSError, ValueError):
-        if code is None:
-            return Ended(status="timed out", message=late)
-        return Ended(status="failed", message=_reason(code, output))
+        return None
 
 
 def _opened(log: Path, instead: Path) -> IO[str]:
@@ -88,15 +108,31 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
 
-def section(name: str, request: object, timeout_s: float, log: Path | None = None) -> list[dict[str, Any]]:
-    """The rows of `python -m gpt2_fp8.measure.NAME`; where it does not come to an end, the last row says so."""
-    ended = run(f"gpt2_fp8.measure.{name}", request, timeout_s, log)
+def section(
+    name: str,
+    request: object,
+    timeout_s: float,
+    log: Path | None = None,
+    stopped: Callable[[list[dict[str, Any]]], object] | None = None,
+) -> list[dict[str, Any]]:
+    """The rows of `python -m gpt2_fp8.measure.NAME`; where it does not come to an end, the last row says so. `stopped`:
+    what gets the rows so far, where a KeyboardInterrupt ends this."""
+
+    def stop(rows: list[dict[str, Any]]) -> None:
+        assert stopped
+        stopped(_cut_short(rows, "stopped", "stopped here: this row and those after it are missing"))
+
+    ended = run(f"gpt2_fp8.measure.{name}", request, timeout_s, log, stopped and stop)
     if ended.status == "ok":
-        rows = list(ended.answer)
-        if ended.message and rows and rows[-1].get("status") == "failed":
-            rows[-1] |= {"status": "timed out", "message": ended.message}
-        return rows
+        return _cut_short(ended.answer, "timed out", ended.message) if ended.message else list(ended.answer)
     return [{"name": name, "status": ended.status, "message": ended.message}]
+
+
+def _cut_short(rows: list[dict[str, Any]], status: str, message: str) -> list[dict[str, Any]]:
+    """A section's rows so far. The last stands for the one under way, and is to say why it has no figures."""
+    if rows and rows[-1].get("status") == "failed":
+        rows[-1] |= {"status": status, "message": message}
+    return rows
 
 
 def one_line(error: object, limit: int = 200) -> str:

@@ -9,8 +9,8 @@ FP8 on Hopper multiplies rows by columns that are both contiguous along the summ
 transposed copies. They lie ready here: **casts and transposes are not in the figures**, and no training step reaches
 them. Operands rotate through more memory than the L2 cache holds, and are random, since zeros draw less power.
 
-REQUEST: {"models": [ModelConfig, ...], "rows": M}. M is micro_batch_size x n_positions. On a CPU M is small, there is
-no FP8, and float32 stands in bf16's place, as in a run.
+REQUEST: {"models": [ModelConfig, ...], "rows": M}. Each model has its vocab_size; M is micro_batch_size x n_positions.
+On a CPU M is small, there is no FP8, and float32 stands in bf16's place, as in a run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.config import typed
-from gpt2_fp8.config.checks import VOCABULARY
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.measure import timing
 from gpt2_fp8.measure.timing import Row
@@ -51,10 +50,12 @@ def rows(request: Row) -> Iterator[Row]:
 
 
 def products(models: list[ModelConfig]) -> dict[tuple[int, int], list[str]]:
-    """Input and output width of every linear layer, each once, with the layers that have it."""
+    """Input and output width of every linear layer, each once, with the layers that have it; the head's is the padded
+    vocabulary."""
     found: dict[tuple[int, int], list[str]] = {}
     for model in models:
-        d, vocabulary = model.n_embd, padded_vocabulary(model.vocab_size or VOCABULARY["gpt2"])
+        assert model.vocab_size is not None
+        d, vocabulary = model.n_embd, padded_vocabulary(model.vocab_size)
         widths = {
             "qkv": (d, 3 * d),
             "projection": (d, d),

@@ -140,3 +140,35 @@ def test_a_section_cut_short_says_so_in_its_last_row(module, monkeypatch):
     first, last = section("scratch", {}, 3)
     assert first == {"name": "first", "status": "ok"}
     assert (last["status"], last["message"]) == ("timed out", "took longer than 3 seconds")
+
+
+def test_a_section_that_is_stopped_hands_over_what_it_has(module, monkeypatch):
+    """The stop comes to the parent while it waits, once the child has answered."""
+    module(
+        "import json, os, sys, time\n"
+        "rows = [{'name': 'first', 'status': 'ok'}, {'name': None, 'status': 'failed', 'message': 'ended'}]\n"
+        "json.dump(rows, open(sys.argv[1] + '.tmp', 'w'))\n"
+        "os.rename(sys.argv[1] + '.tmp', sys.argv[1])\n"
+        "open('ids.tmp', 'w').write(str(os.getpid()))\n"
+        "os.rename('ids.tmp', 'ids')\n"
+        "time.sleep(600)"
+    )
+    real = children.run
+    monkeypatch.setattr(children, "run", lambda name, *more: real("scratch", *more))
+
+    def interrupted(self, timeout=None):
+        if timeout is None:
+            return wait(self)
+        ids()
+        raise KeyboardInterrupt
+
+    wait = subprocess.Popen.wait
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    found = []
+    with pytest.raises(KeyboardInterrupt):
+        section("scratch", {}, 600, stopped=found.extend)
+    assert found == [
+        {"name": "first", "status": "ok"},
+        {"name": None, "status": "stopped", "message": "stopped here: this row and those after it are missing"},
+    ]
+    assert all(map(gone, ids()))
