@@ -94,15 +94,15 @@ class GracefulStop(Checkpoint):
             trainer._logger_connector.on_batch_end()
             trainer._logger_connector.update_train_step_metrics()
             raise Stopped(signum)
-        self._waiting = True
+        self._waiting = trainer.global_step < trainer.max_steps
 
     def on_validation_start(self, *_: Any) -> None:
         """What goes wrong from here on is no wait for data."""
         self._waiting = False
 
-    def on_validation_end(self, *_: Any) -> None:
-        """Back to the steps."""
-        self._waiting = True
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        """Back to the steps, if any are left."""
+        self._waiting = trainer.global_step < trainer.max_steps
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Stop in the midst of a validation, which the resumed run will do from its beginning."""
