@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.checks import VOCABULARY
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.measure import table
+from gpt2_fp8.measure import room, table
 from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.children import section
 from gpt2_fp8.measure.record import Record, name
@@ -93,7 +93,7 @@ def _main(argv: list[str]) -> int:
         record = Record(_folder(), bench, benchmark.PROGRAM.command, argv)
         _say_start(record, configs, device)
         try:
-            _measure_cases(record, configs)
+            _measure_cases(record, configs, device)
             _measure_sections(record, configs)
             record.complete = True
         finally:
@@ -153,7 +153,7 @@ def _say_start(record: Record, configs: list[RunConfig], device: str) -> None:
     print(f"{len(configs)} cases of {bench.warmup} + {bench.steps} steps -> {record.folder}\n")
 
 
-def _measure_cases(record: Record, configs: list[RunConfig]) -> None:
+def _measure_cases(record: Record, configs: list[RunConfig], device: str) -> None:
     """Each case in turn. The files are written after each, so that whatever ends this leaves what there is."""
     bench = record.bench
     for number, config in enumerate(configs, 1):
@@ -162,15 +162,23 @@ def _measure_cases(record: Record, configs: list[RunConfig]) -> None:
         words = f"{config.model.name}, micro-batch {config.micro_batch_size}, {config.precision.name}{recipe}"
         print(f"[{number}/{len(configs)}] {words} ... ", end="", flush=True)
         log = record.folder / "logs" / f"case-{number}.log"
-        result = measure(case, bench.timeout, log)
+        result = _measure(case, device, bench.timeout, log)
         record.cases.append(Measured(case, result))
         record.keep()
         print(_outcome(result) + (f" ({log})" if result.status == "failed" else ""), flush=True)
 
 
+def _measure(case: Case, device: str, timeout_s: float, log: Path) -> Result:
+    """`measure`, of a case that can fit this machine."""
+    if reason := room.too_large(case.config, device, case.warmup + case.steps + case.profile):
+        return Result(status="out of memory", message=reason)
+    result = measure(case, timeout_s, log)
+    return replace(result, remedy=result.remedy and benchmark.in_lists(result.remedy))
+
+
 def _outcome(result: Result) -> str:
     if result.tokens_per_second is None:
-        return f"{result.status}: {result.message}"
+        return table.why_not(result)
     layers = f"{result.backend}{', compiled' if result.compiled else ''}"
     return f"{result.tokens_per_second:,.0f} tokens/s ({result.ran}, {layers})"
 

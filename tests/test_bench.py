@@ -58,6 +58,25 @@ def test_a_case_that_fails_is_a_row_and_the_others_go_on(results, capsys):
     assert "python -m gpt2_fp8.bench trainer=cpu" in text
 
 
+def test_a_refused_case_says_what_to_do_about_it(results, capsys):
+    fix = {"remedy": "precision.fallback=allow, or precision=bf16"}
+    results += [{"status": "refused", "message": "no FP8"} | fix, GOOD]
+    assert bench.main(TWO) == 0
+    told = "refused: no FP8 (fix: precision.fallback=allow, or 'bench.precision=[bf16]')"
+    assert f"fp32 ... {told}" in capsys.readouterr().out
+    assert told in written()[1]
+
+
+@pytest.mark.parametrize("word", ["bench.micro_batch_size=[99999999999]", "model.n_layer=1000000000"])
+def test_what_cannot_fit_this_machine_is_not_started(word, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("it was started"))
+    assert bench.main(["trainer=cpu", "bench.micro_batch_size=2", word]) == 1
+    assert "... out of memory: needs about " in capsys.readouterr().out
+    data, text = written()
+    assert data["cases"][0]["result"]["status"] == "out of memory"
+    assert " GiB" in text
+
+
 def test_without_any_good_case_it_fails(results):
     results += [{"status": "failed", "message": "x"}] * 2
     assert bench.main(TWO) == 1
@@ -181,6 +200,13 @@ def test_what_was_measured_before_the_last_reader_left_is_written(results, monke
         monkeypatch.setattr(sys, "stdout", nobody)
         assert bench.main(TWO) == 141
     assert len(written()[0]["cases"]) == 1
+
+
+def test_how_to_get_a_plot(results, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    results += [GOOD, GOOD]
+    assert bench.main(TWO) == 0
+    assert 'pip install -e ".[bench]"' in capsys.readouterr().out
 
 
 def test_bad_input_leaves_nothing_behind(capsys):

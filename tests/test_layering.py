@@ -39,12 +39,12 @@ HOUSE = {
     # from settings to checked settings, before torch is there
     "compose": Row("compose config", "hydra omegaconf yaml"),
     # measuring: the benchmark, what it runs in child processes, and what `precision=auto` decides by
-    "bench": Row("compose startup measure measure.record config"),
+    "bench": Row("compose startup measure measure.record measure.room config"),
     "measure.record": Row("measure measure.plot checkpoint config"),
     "measure.plot": Row("measure", "matplotlib"),
     "measure.worker": Row(
-        "build startup measure measure.profile measure.versions precision engine memory step optim model flops data "
-        "config",
+        "build startup measure measure.profile measure.room measure.versions precision engine memory step optim model "
+        "flops data config",
         "torch",
     ),
     "measure.peers": Row("measure measure.timing measure.peer_models optim config", "torch"),
@@ -62,9 +62,10 @@ HOUSE = {
     "measure.auto": Row("measure measure.candidates measure.cache precision checkpoint config"),
     "measure.candidates": Row("measure measure.cache measure.versions kernels.nvrtc precision config", "torch"),
     "measure.cache": Row("measure precision checkpoint config"),
-    "measure.timing": Row("measure memory", "torch"),
+    "measure.timing": Row("measure measure.room memory", "torch"),
     "measure.profile": Row("measure", "torch"),
     "measure.versions": Row("", "torch"),
+    "measure.room": Row("measure flops config"),
     "measure": Row("measure config"),
     "build": Row(f"startup {PARTS}", "torch lightning"),
     "startup": Row("checkpoint precision memory model layers.attention kernels.nvrtc flops config", "torch"),

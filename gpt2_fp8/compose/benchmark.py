@@ -86,6 +86,11 @@ def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]
     return bench, configs
 
 
+def in_lists(text: str) -> str:
+    """What is said of a run's keys, for someone who types lists: precision=bf16 as 'bench.precision=[bf16]'."""
+    return _OF_A_RUN.sub(r"'bench.\1=[\2]'", text)
+
+
 def _refusal(override: Override, catalog: Catalog) -> Problem | None:
     """Why a word that would be right in a run is not in a benchmark."""
     key, line = override.key_or_group, str(override.input_line)
@@ -209,7 +214,7 @@ def _config(
     """A case's configuration, with the sizes that the benchmark gives it; none where something is wrong with it."""
     found: list[Problem] = []
     configs = configs_of(CommandLine(case.words(given)), catalog, found)
-    problems += [Problem(*map(_in_lists, problem)) for problem in found]
+    problems += [Problem(*map(in_lists, problem)) for problem in found]
     if any(config.trainer.devices != 1 or config.trainer.num_nodes != 1 for config in configs):
         problems.append(Problem("the benchmark measures one device, and this is a run on several", "trainer=gpu"))
     done = []
@@ -220,8 +225,3 @@ def _config(
         whole = bench_schema.sequences_per_step(bench, case.micro_batch_size, model.n_positions, gpu)
         done.append(replace(config, model=model, global_batch_size=whole))
     return done
-
-
-def _in_lists(text: str) -> str:
-    """What is said of a run's keys, for someone who types lists: precision=bf16 as 'bench.precision=[bf16]'."""
-    return _OF_A_RUN.sub(r"'bench.\1=[\2]'", text)

@@ -39,6 +39,7 @@ class Result:
 
     status: Status
     message: str | None = None  # why, in one line, where the status is not "ok"
+    remedy: str | None = None  # what to do about it, where that is known
     device: str | None = None
     ran: str | None = None  # the precision that ran: fp32, bf16, fp8_hybrid, fp8_e4m3
     reason: str | None = None  # where that is not what was asked for

@@ -79,7 +79,7 @@ class Record:
         try:
             plot(self.cases, self.folder / "bench.png")
         except ImportError:
-            return 'no plot, since matplotlib is not installed: pip install "matplotlib>=3.9"'
+            return 'no plot, since matplotlib is not installed: pip install -e ".[bench]"'
         except OSError as error:
             return f"no plot: {error}"
         return None

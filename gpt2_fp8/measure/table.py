@@ -92,6 +92,12 @@ def case_rows(every: Sequence[Measured]) -> list[Row]:
     return rows
 
 
+def why_not(result: Result) -> str:
+    """Why a case has no figures, and what to do about it."""
+    why = f"{result.status}: {result.message}" if result.message else result.status
+    return f"{why} (fix: {result.remedy})" if result.remedy else why
+
+
 def kernel_rows(result: Result, count: int = 15) -> list[Row]:
     """The kernels that a step's time goes to, the longest first."""
     rows: list[Row] = [
@@ -161,5 +167,5 @@ def _form(value: float | None, form: str) -> str:
 
 def _note(result: Result, asked: str) -> str:
     if result.status != "ok":
-        return f"{result.status}: {result.message}" if result.message else result.status
+        return why_not(result)
     return f"ran {result.ran}: {result.reason}" if result.reason and result.ran != asked else ""

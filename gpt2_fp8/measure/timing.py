@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from gpt2_fp8.measure.children import one_line
+from gpt2_fp8.measure.room import wanted
 from gpt2_fp8.memory import is_out_of_memory
 
 Row = dict[str, Any]  # str, int, float or None, in the order of the columns
@@ -75,8 +76,10 @@ def measured(row: Mapping[str, Any], columns: Sequence[str], measure: Callable[[
         found.update(status=error.status, message=one_line(error))
     except Exception as error:  # a kernel that somebody else wrote may raise anything
         traceback.print_exc()
-        found["status"] = "out of memory" if is_out_of_memory(error) else "failed"
-        found["message"] = one_line(f"{type(error).__name__}: {error}")
+        if is_out_of_memory(error):
+            found.update(status="out of memory", message=wanted(error))
+        else:
+            found.update(status="failed", message=one_line(f"{type(error).__name__}: {error}"))
     _free()
     return found
 

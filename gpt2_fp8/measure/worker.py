@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import DelayedRecipe, RunConfig
 from gpt2_fp8.engine import Engine
 from gpt2_fp8.flops import flops_per_token, peak_bf16_flops
-from gpt2_fp8.measure import profile
+from gpt2_fp8.measure import profile, room
 from gpt2_fp8.measure.case import Case, Result
 from gpt2_fp8.measure.children import one_line
 from gpt2_fp8.measure.versions import versions
@@ -77,7 +76,8 @@ def run(case: Case) -> Result:
     try:
         _measure(case, known)
     except UserError as error:
-        return Result(status="refused", message="; ".join(problem.cause for problem in error.problems), **known)
+        message, remedy = map("; ".join, zip(*error.problems, strict=True))
+        return Result(status="refused", message=message, remedy=remedy, **known)
     except Exception as error:
         traceback.print_exc()
         if is_out_of_memory(error):
@@ -155,11 +155,11 @@ def _timed(
 
 def _wanted(error: Exception) -> str:
     """How much memory was asked for, in one line."""
-    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
-    if not (asked and torch.cuda.is_initialized()):
-        return one_line(error)
+    text = room.wanted(error)
+    if not (isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_initialized()):
+        return text
     used, whole = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
-    return f"wanted {asked[1]} more, with {used / 2**30:.1f} of {whole / 2**30:.1f} GiB in use"
+    return f"{text}, with {used / 2**30:.1f} of {whole / 2**30:.1f} GiB in use"
 
 
 if __name__ == "__main__":

@@ -189,6 +189,7 @@ def test_rows_say_how_a_measurement_ended():
 
     ends = [timing.measured({"name": "x"}, ("ms",), end) for end in (refuse, run_out, break_down)]
     assert [row["status"] for row in ends] == ["refused", "out of memory", "failed"]
+    assert ends[1]["message"] == "wanted 20.00 GiB more"
     assert ends[2]["message"] == "ValueError: of another's making"
     assert all(list(row) == ["name", "status", "message", "ms"] for row in ends)
 

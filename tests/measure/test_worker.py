@@ -1,5 +1,6 @@
 """A case trains what a run trains, and tells how it went whatever happens."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,7 @@ def test_what_cannot_run_here_is_refused():
     result = worker.run(case("precision=fp8_hybrid", "precision.fallback=error"))
     assert result.status == "refused"
     assert "precision=fp8_hybrid cannot run here" in result.message
+    assert result.remedy == "precision.fallback=allow trains in fp32"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,7 @@ def test_what_cannot_run_here_is_refused():
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has..."), "out of memory"),
         (RuntimeError("CUDA error: out of memory"), "out of memory"),
+        (MemoryError(), "out of memory"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "out of memory"),
         (RuntimeError("shapes do not\n fit"), "failed"),
     ],
@@ -73,8 +76,21 @@ def test_errors_in_the_middle(error, status, monkeypatch):
     monkeypatch.setattr(worker.Training, "step", step)
     result = worker.run(case())
     assert result.status == status
+    assert result.message
     assert "\n" not in result.message
     assert result.ran == "fp32", "what was known by then"
+
+
+def test_a_lack_of_the_machines_memory_is_told_in_plain_words(monkeypatch):
+    """With torch's own error."""
+
+    def step(self, ids):
+        torch.empty(2**50)
+
+    monkeypatch.setattr(worker.Training, "step", step)
+    result = worker.run(case())
+    assert result.status == "out of memory"
+    assert re.fullmatch(r"wanted 4,194,304\.0 GiB more, and this machine has [\d,.]+ GiB", result.message)
 
 
 def test_in_a_process_of_its_own():
