@@ -1,7 +1,7 @@
 """The benchmark: full training steps of several models, precisions and micro-batches, each in a process of its own.
 
     python -m gpt2_fp8.bench
-    python -m gpt2_fp8.bench bench.model=[gpt2,gpt2_medium] bench.recipe=[delayed,current] bench.micro_batch_size=[4,64]
+    python -m gpt2_fp8.bench 'bench.model=[gpt2,gpt2_medium]' 'bench.recipe=[delayed,current]'
 
 Bad input is refused before torch is imported. Exit codes: 0 done, 1 no case came to its end or the files could not be
 written, 2 the input, 130 and 143 stopped by SIGINT and SIGTERM, 141 nobody reads its output any more (`| head`). What
@@ -46,7 +46,7 @@ micro-batch, which is measured too on a GPU.
 
 Examples:
   python -m gpt2_fp8.bench
-  python -m gpt2_fp8.bench bench.model=[gpt2,gpt2_medium] bench.micro_batch_size=[4,64] bench.recipe=[delayed,current]
+  python -m gpt2_fp8.bench 'bench.model=[gpt2,gpt2_medium]' 'bench.micro_batch_size=[4,64]'
   python -m gpt2_fp8.bench bench.profile=true bench.gemm=true bench.attention=true bench.peers=true
 
 Flags: -cd FOLDER your own settings. Exit codes: 0 done; 1 no case came to its end, or nothing
