@@ -4,9 +4,11 @@ What it computes in "FP8" and what it computes again in bf16 is the same arithme
 leaves no trace: a run with such steps must equal one without, bit for bit.
 """
 
+import math
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from gpt2_fp8 import build, engine, train
 from gpt2_fp8.engine import Engine
@@ -61,6 +63,28 @@ class Faults:
 
     def after(self, module, step):
         pass
+
+
+class InFP8Alone(Faults):
+    """A loss that is NaN in step 3, a gradient that is infinite in step 5."""
+
+    def loss(self, module, step, precision):
+        return NAN if (step, precision) == (3, "fp8") else 1.0
+
+    def gradient(self, module, step, precision):
+        return math.inf if (step, precision) == (5, "fp8") else 1.0
+
+
+class NanWeight(Faults):
+    """Once: a weight is NaN after the update of step 6, which is then saved."""
+
+    happened = False
+
+    def after(self, module, step):
+        if step == 6 and not self.happened:
+            self.happened = True
+            with torch.no_grad():
+                module.model.positions.weight[0, 0] = NAN
 
 
 def put(faults, patch):

@@ -17,7 +17,7 @@ from gpt2_fp8.layers.scales import DelayedScaling, Scales
 from gpt2_fp8.optim import learning_rate_factor
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.resolve import Plan, as_before, fallen_back
-from tests.faults.pretended import NAN, Faults, going_wrong
+from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, going_wrong
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, summary, train, train_until
 from tests.test_ddp import TWO, run
 
@@ -44,16 +44,6 @@ def clean(tmp_path_factory):
         train(folder, *QUIET)
     assert fallback(folder) == {"events": [], "reruns": 0, "skipped": 0, "rollbacks": 0}
     return folder
-
-
-class InFP8Alone(Faults):
-    """A loss that is NaN in step 3, a gradient that is infinite in step 5."""
-
-    def loss(self, module, step, precision):
-        return NAN if (step, precision) == (3, "fp8") else 1.0
-
-    def gradient(self, module, step, precision):
-        return math.inf if (step, precision) == (5, "fp8") else 1.0
 
 
 @pytest.fixture(scope="module")
@@ -152,18 +142,6 @@ def test_34_a_signal_beside_a_way_back_ends_the_run_which_goes_back_when_it_is_c
         train(tmp_path / "run", "ckpt_path=last", *QUIET, *keys)
     assert happened(tmp_path / "run") == [(7, "skip"), (8, "skip"), (8, "rollback")]
     assert summary(tmp_path / "run")["steps"] == 12
-
-
-class NanWeight(Faults):
-    """Once: a weight is NaN after the update of step 6, which is then saved."""
-
-    happened = False
-
-    def after(self, module, step):
-        if step == 6 and not self.happened:
-            self.happened = True
-            with torch.no_grad():
-                module.model.positions.weight[0, 0] = NAN
 
 
 def test_31_a_nan_weight_is_noticed_and_left_behind_for_a_checkpoint_without_it(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpt2_fp8.checkpoint.files import read
-from tests.faults.pretended import NAN, Faults, put
+from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, put
 from tests.gpu.common import hopper
 from tests.gpu.test_runs import FUSED, GRAPHS, IN_BF16, ON_GPU
 from tests.runs import (
@@ -75,16 +75,6 @@ def test_18_with_deterministic_kernels_three_legs_equal_one_run_bit_for_bit(tmp_
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-class InFP8Alone(Faults):
-    """A loss that is NaN in step 3, a gradient that is infinite in step 5."""
-
-    def loss(self, module, step, precision):
-        return NAN if (step, precision) == (3, "fp8") else 1.0
-
-    def gradient(self, module, step, precision):
-        return math.inf if (step, precision) == (5, "fp8") else 1.0
-
-
 @pytest.mark.parametrize("road", IN_FP8)
 def test_30_a_step_that_goes_wrong_in_fp8_alone_is_run_again_in_bf16(tmp_path, monkeypatch, road):
     run(tmp_path / "clean", road)
@@ -97,18 +87,6 @@ def test_30_a_step_that_goes_wrong_in_fp8_alone_is_run_again_in_bf16(tmp_path, m
     assert statistics.mean(ours) == pytest.approx(statistics.mean(clean), rel=0.01)
     gradients = [metrics(tmp_path / name)["grad_norm"] for name in ("run", "clean")]
     assert list(gradients[0].values())[:6] == pytest.approx(list(gradients[1].values())[:6], rel=0.05)
-
-
-class NanWeight(Faults):
-    """Once: a weight is NaN after the update of step 6, which is then saved."""
-
-    happened = False
-
-    def after(self, module, step):
-        if step == 6 and not self.happened:
-            self.happened = True
-            with torch.no_grad():
-                module.model.blocks[0].projection.weight[0, 0] = NAN
 
 
 @pytest.mark.parametrize("road", IN_FP8)
