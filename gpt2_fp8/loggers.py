@@ -132,11 +132,23 @@ class _Writer(ExperimentWriter):
     def __init__(self, log_dir: str, resume_step: int | None) -> None:
         super().__init__(log_dir)
         self.metrics_keys = ["step"]
+        self._resume_step = resume_step
+        self._there: set[str] = set()  # the columns that have a value at `resume_step`
         rows = [] if resume_step is None else _rows_up_to(self.metrics_file_path, resume_step)
         if rows:
             self._replace(rows, list(rows[0]))
+            last = [row for row in rows if int(row["step"]) == resume_step]
+            self._there = {key for row in last for key, value in row.items() if value} - {"step"}
         else:
             Path(self.metrics_file_path).unlink(missing_ok=True)
+
+    def log_metrics(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
+        """Record a row. A validation that is done once more, since a kill came between it and the note of it, has its
+        row already."""
+        if step == self._resume_step:
+            metrics_dict = {key: value for key, value in metrics_dict.items() if key not in self._there}
+        if metrics_dict:
+            super().log_metrics(metrics_dict, step)
 
     def save(self) -> None:
         """Append the recorded rows. A new column has the file rewritten, whole or not at all."""

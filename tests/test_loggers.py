@@ -102,3 +102,18 @@ def test_tensorboard_starts_afresh_without_a_checkpoint(tmp_path):
         log(logger, steps)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2]
+
+
+def test_a_validation_that_is_done_once_more_has_its_row_already(tmp_path):
+    before = MetricsFile(tmp_path, None)
+    log(before, range(1, 5))
+    before.log_metrics({"val_loss": 2.5}, step=4)
+    after = MetricsFile(tmp_path, 4)
+    after.log_metrics({"val_loss": 2.5}, step=4)
+    log(after, range(5, 7))
+    assert [(row["step"], row["loss"], row["val_loss"]) for row in table(tmp_path)][3:] == [
+        ("4", "0.25", ""), ("4", "", "2.5"), ("5", "0.2", ""), ("6", str(1 / 6), ""),
+    ]  # fmt: skip
+    again = MetricsFile(tmp_path, 3)  # of a step before it
+    again.log_metrics({"val_loss": 2.25}, step=4)
+    assert table(tmp_path)[-1]["val_loss"] == "2.25"

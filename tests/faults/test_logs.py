@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,11 +64,12 @@ def test_77_a_killed_run_logs_each_step_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("torn", [b"", b"\x18\x00\x00\x00\x00\x00\x00\x00\xa3", b"\xff" * 40])
 def test_77_a_row_that_the_kill_tore_is_dropped(tmp_path: Path, torn: bytes) -> None:
     for resume, steps in ((None, range(1, 8)), (4, range(5, 10))):
+        time.sleep(1 if resume else 0)  # files are read in the order of their names, which have the second in them
         loggers = build_loggers(BOTH, tmp_path, resume)
         for step in steps:
             for logger in loggers:
                 logger.log_metrics({"train_loss": 1 / step}, step=step)
-        (events,) = sorted((tmp_path / "tensorboard").iterdir())[-1:]
+        events = max((tmp_path / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns)
         with events.open("ab") as file:
             file.write(torn)
         with (tmp_path / "metrics.csv").open("ab") as file:
