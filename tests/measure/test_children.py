@@ -22,6 +22,9 @@ os.rename("ids.tmp", "ids")
 time.sleep(600)
 """
 
+# What a section has answered when it is ended: a row, and what stands for the one under way.
+ROWS = [{"name": "first", "status": "ok"}, {"name": None, "status": "failed", "message": "ended"}]
+
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
@@ -34,6 +37,13 @@ def module(tmp_path, monkeypatch):
         return "scratch"
 
     return make
+
+
+@pytest.fixture
+def scratch(monkeypatch):
+    """Any section is `module`'s."""
+    real = children.run
+    monkeypatch.setattr(children, "run", lambda name, *more: real("scratch", *more))
 
 
 def ids():
@@ -127,34 +137,25 @@ def test_a_section_that_fails_is_a_row():
     assert "No module named" in row["message"]
 
 
-def test_a_section_cut_short_says_so_in_its_last_row(module, monkeypatch):
+def test_a_section_cut_short_says_so_in_its_last_row(module, scratch):
     """What was measured before counts; the row under way is not blamed on the program."""
-    module(
-        "import json, sys, time\n"
-        "rows = [{'name': 'first', 'status': 'ok'}, {'name': None, 'status': 'failed', 'message': 'ended'}]\n"
-        "json.dump(rows, open(sys.argv[1], 'w'))\n"
-        "time.sleep(600)"
-    )
-    real = children.run
-    monkeypatch.setattr(children, "run", lambda name, *more: real("scratch", *more))
+    module(f"import json, sys, time\nrows = {ROWS}\njson.dump(rows, open(sys.argv[1], 'w'))\ntime.sleep(600)")
     first, last = section("scratch", {}, 3)
     assert first == {"name": "first", "status": "ok"}
     assert (last["status"], last["message"]) == ("timed out", "took longer than 3 seconds")
 
 
-def test_a_section_that_is_stopped_hands_over_what_it_has(module, monkeypatch):
+def test_a_section_that_is_stopped_hands_over_what_it_has(module, scratch, monkeypatch):
     """The stop comes to the parent while it waits, once the child has answered."""
     module(
         "import json, os, sys, time\n"
-        "rows = [{'name': 'first', 'status': 'ok'}, {'name': None, 'status': 'failed', 'message': 'ended'}]\n"
+        f"rows = {ROWS}\n"
         "json.dump(rows, open(sys.argv[1] + '.tmp', 'w'))\n"
         "os.rename(sys.argv[1] + '.tmp', sys.argv[1])\n"
         "open('ids.tmp', 'w').write(str(os.getpid()))\n"
         "os.rename('ids.tmp', 'ids')\n"
         "time.sleep(600)"
     )
-    real = children.run
-    monkeypatch.setattr(children, "run", lambda name, *more: real("scratch", *more))
 
     def interrupted(self, timeout=None):
         if timeout is None:
