@@ -13,22 +13,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from gpt2_fp8.compose import benchmark
 from gpt2_fp8.config import paths, typed
 from gpt2_fp8.config.bench_schema import BenchConfig
-from gpt2_fp8.config.checks import VOCABULARY
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.measure import room, table
 from gpt2_fp8.measure.case import Case, Result, measure
-from gpt2_fp8.measure.children import section
-from gpt2_fp8.measure.record import Record, name
+from gpt2_fp8.measure.record import Record
+from gpt2_fp8.measure.sections import measure_sections
 from gpt2_fp8.measure.table import Measured, Row
 
 FOLDER = Path("outputs/bench")
@@ -94,7 +91,7 @@ def _main(argv: list[str]) -> int:
         _say_start(record, configs, device)
         try:
             _measure_cases(record, configs, device)
-            _measure_sections(record, configs)
+            measure_sections(record, configs)
             record.complete = True
         finally:
             _end(record)
@@ -181,55 +178,6 @@ def _outcome(result: Result) -> str:
         return table.why_not(result)
     layers = f"{result.backend}{', compiled' if result.compiled else ''}"
     return f"{result.tokens_per_second:,.0f} tokens/s ({result.ran}, {layers})"
-
-
-def _measure_sections(record: Record, configs: list[RunConfig]) -> None:
-    """What was asked for beside the cases."""
-    bench = record.bench
-    models = [_with_vocabulary(config) for config in {config.model.name: config for config in configs}.values()]
-    size = max(bench.micro_batch_size)
-    if bench.gemm:
-        _section(record, "Matrix products", "gemm", {"models": models, "rows": size * models[0]["n_positions"]})
-    if bench.attention:
-        _section(record, "Attention", "attention", {"models": models, "micro_batch_size": size})
-    if bench.peers:
-        for measured in {measured.work: measured for measured in reversed(record.cases)}.values():
-            _peers(record, measured)
-
-
-def _with_vocabulary(config: RunConfig) -> dict[str, Any]:
-    """A model as it is measured: with its vocabulary's size, that of the text where it has none of its own."""
-    size = config.model.vocab_size or VOCABULARY[config.data.tokenizer]
-    return asdict(config.model) | {"vocab_size": size}
-
-
-def _peers(record: Record, measured: Measured) -> None:
-    """Other programs on a case's model and micro-batch, beside our bf16."""
-    base = table.baseline(measured, record.cases)
-    ours = base.result.tokens_per_second if base else None
-
-    def beside_ours(row: Row) -> Row:
-        rate = row.get("tokens_per_second")
-        return {"work": name(measured), **row, "x bf16": rate / ours if rate and ours else None}
-
-    request = {"config": asdict((base or measured).config), "steps": record.bench.steps}
-    _section(record, "Other programs", "peers", {**request, "warmup": record.bench.warmup}, beside_ours)
-
-
-def _section(
-    record: Record, title: str, module: str, request: dict[str, Any], as_row: Callable[[Row], Row] = dict
-) -> None:
-    """Add a section's rows to those under its title; where it is stopped, those that it has come to."""
-
-    def add(rows: list[Row]) -> None:
-        record.sections.setdefault(title, []).extend(map(as_row, rows))
-        record.keep()
-
-    print(f"{module} ... ", end="", flush=True)
-    log = record.folder / "logs" / f"{module}.log"
-    rows = section(module, request, record.bench.timeout, log, stopped=add)
-    add(rows)
-    print("done" if any(row.get("status", "ok") == "ok" for row in rows) else "nothing to show", flush=True)
 
 
 def _end(record: Record) -> None:

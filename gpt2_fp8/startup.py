@@ -12,7 +12,7 @@ import torch
 from gpt2_fp8.checkpoint import run_state, space
 from gpt2_fp8.checkpoint.find import resolve as find_checkpoint
 from gpt2_fp8.checkpoint.manifest import read_manifest
-from gpt2_fp8.config.checks import VOCABULARY
+from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.flops import flops_per_token, parameter_count, peak_bf16_flops
@@ -65,7 +65,7 @@ def check_room(config: RunConfig, checkpoints: Path) -> None:
     if config.trainer.fast_dev_run:
         return
     space.require_writable(checkpoints)
-    rows = padded_vocabulary(config.model.vocab_size or VOCABULARY[config.data.tokenizer])
+    rows = padded_vocabulary(vocabulary(config))
     kept, every = config.callbacks.keep_checkpoints, config.callbacks.keep_every_n_steps
     permanent = config.trainer.max_steps // every if every else 0
     space.require(checkpoints, space.peak_bytes(parameter_count(config.model, rows), kept, permanent))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8 import bench
+from gpt2_fp8.measure import sections
 from gpt2_fp8.measure.case import Result
 from tests.measure.test_children import gone
 
@@ -100,7 +101,7 @@ def test_sections(results, monkeypatch, capsys):
         asked[name] = request
         return [{"name": f"a {name}", "status": "ok", "message": None, "tokens_per_second": 50.0}]
 
-    monkeypatch.setattr(bench, "section", section)
+    monkeypatch.setattr(sections, "section", section)
     results += [GOOD, GOOD]
     assert bench.main([*TWO, "bench.gemm=true", "bench.attention=true", "bench.peers=true", "bench.steps=3"]) == 0
     assert asked["gemm"]["rows"] == 2 * 256
@@ -124,11 +125,11 @@ def test_the_rows_of_a_section_that_is_stopped_are_written(stop, code, results, 
         stopped([{"name": "so far", "status": "ok", "message": None, "tokens_per_second": 50.0}])
         raise stop
 
-    monkeypatch.setattr(bench, "section", section)
+    monkeypatch.setattr(sections, "section", section)
     assert bench.main([*TWO, "bench.gemm=true", "bench.peers=true"]) == code
-    sections = written()[0]["sections"]
-    assert [row["name"] for rows in sections.values() for row in rows] == ["whole", "so far"]
-    assert sections["Other programs"][0]["x bf16"] == 0.5
+    kept = written()[0]["sections"]
+    assert [row["name"] for rows in kept.values() for row in rows] == ["whole", "so far"]
+    assert kept["Other programs"][0]["x bf16"] == 0.5
     assert "so far" in capsys.readouterr().out
 
 

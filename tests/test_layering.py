@@ -39,7 +39,8 @@ HOUSE = {
     # from settings to checked settings, before torch is there
     "compose": Row("compose config", "hydra omegaconf yaml"),
     # measuring: the benchmark, what it runs in child processes, and what `precision=auto` decides by
-    "bench": Row("compose startup measure measure.record measure.room config"),
+    "bench": Row("compose startup measure measure.record measure.room measure.sections config"),
+    "measure.sections": Row("measure measure.record config"),
     "measure.record": Row("measure measure.plot checkpoint config"),
     "measure.plot": Row("measure", "matplotlib"),
     "measure.worker": Row(

@@ -16,6 +16,11 @@ VOCABULARY = {"bytes": 257, "gpt2": 50257}  # the tokenizers' n_vocab
 FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)
 
 
+def vocabulary(config: RunConfig) -> int:
+    """The ids that a model has: its own number, or where it has none, its tokenizer's."""
+    return config.model.vocab_size or VOCABULARY[config.data.tokenizer]
+
+
 class _Rule(NamedTuple):
     holds: Callable[[float], bool]
     reason: str

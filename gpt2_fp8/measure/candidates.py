@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from gpt2_fp8.config.checks import VOCABULARY
+from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.schema import (
     AutoPrecisionConfig,
     AutoRecipe,
@@ -84,7 +84,7 @@ def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
         config,
         seed=0,
         global_batch_size=micro * min(config.global_batch_size // (micro * world_size), 2),
-        model=replace(model, name="auto", vocab_size=model.vocab_size or VOCABULARY[config.data.tokenizer]),
+        model=replace(model, name="auto", vocab_size=vocabulary(config)),
         cuda_graphs=config.cuda_graphs if world_size == 1 else False,  # several GPUs have none
         data=_DATA,
         optim=_OPTIM,

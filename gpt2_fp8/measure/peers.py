@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.config import typed
-from gpt2_fp8.config.checks import VOCABULARY
+from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
 from gpt2_fp8.measure import children, timing
 from gpt2_fp8.measure.peer_models import PEERS, Peer
@@ -52,7 +52,7 @@ def measure(name: str, config: RunConfig, steps: int, warmup: int) -> Row:
     if device == "cpu":
         config = _small(config)
     torch.manual_seed(config.seed)
-    vocab_size = config.model.vocab_size or VOCABULARY[config.data.tokenizer]
+    vocab_size = vocabulary(config)
     peer = PEERS[name][0](config.model, vocab_size, device)
     shape = (config.global_batch_size, config.model.n_positions + 1)
     batches = [torch.randint(vocab_size, shape, device=device) for _ in range(min(BATCHES, warmup + steps))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 
-from gpt2_fp8.config.checks import VOCABULARY
+from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.flops import parameter_count
 from gpt2_fp8.measure.children import one_line
@@ -52,13 +52,13 @@ def machine_bytes() -> int | None:
 
 def _parts(config: RunConfig, device: str, steps: int) -> list[tuple[int, str]]:
     """The bytes of each part that lies in the machine's memory, and what it is."""
-    model, vocabulary = config.model, config.model.vocab_size or VOCABULARY[config.data.tokenizer]
+    model, rows = config.model, vocabulary(config)
     tokens = TOKEN * config.global_batch_size * (model.n_positions + 1)
     if device == "cuda":
         return [(tokens, "the tokens of a step")]
-    logits = LOGIT * config.micro_batch * model.n_positions * vocabulary
+    logits = LOGIT * config.micro_batch * model.n_positions * rows
     return [
-        (TRAINED * parameter_count(model, vocabulary), "parameters, gradients and moments"),
+        (TRAINED * parameter_count(model, rows), "parameters, gradients and moments"),
         (logits, "the logits of a forward pass"),
         (tokens * steps, f"the tokens of {steps} steps"),
     ]
