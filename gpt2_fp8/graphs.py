@@ -31,8 +31,10 @@ def _stream(device: int) -> torch.cuda.Stream:
 class GraphedGradients:
     """The gradients of one micro-batch, by replay. Recorded at the first call, on that call's shapes and `scale`.
 
-    `loss_of(ids, is_first_microbatch, scale)` is as in `step.accumulate`. Recording leaves scales and histories as they
-    were. The memory of the graphs is their own: it is not shared with what runs beside them (validation).
+    `loss_of(ids, is_first_microbatch, scale)` is as in `step.accumulate`. Recording leaves scales, histories and the
+    random number generators as they were: cuDNN's attention draws numbers even where nothing is dropped, and a run that
+    is continued records once more than one that is not. The memory of the graphs is their own: it is not shared with
+    what runs beside them (validation).
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class GraphedGradients:
 
     def _record(self, ids: Tensor, scale: float) -> None:
         self._ids = ids.clone()
-        stream = _stream(torch.cuda.current_device())
-        with state.restored(self.model):
+        device = torch.cuda.current_device()
+        stream = _stream(device)
+        with state.restored(self.model), torch.random.fork_rng(devices=[device]):
             stream.wait_stream(torch.cuda.current_stream())
             try:
                 with torch.cuda.stream(stream):

@@ -1,6 +1,6 @@
 """What of recording CUDA graphs can be seen without a GPU: the order of things where memory runs out."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +18,7 @@ def test_scales_are_put_back_after_all_that_the_other_stream_had_to_do(monkeypat
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
     model, late = Model(), []
     before = model.scales.history.clone()
 
@@ -30,3 +31,34 @@ def test_scales_are_put_back_after_all_that_the_other_stream_had_to_do(monkeypat
         GraphedGradients(model, loss_of, nullcontext)((ids(2), ids(2)))
     assert late
     assert torch.equal(model.scales.history, before)
+
+
+def test_random_numbers_that_a_recording_draws_are_given_back(monkeypatch):
+    """cuDNN's attention draws some even without dropout: a run that is continued would draw more than one that is
+    not."""
+    kept, drawn = [], []
+
+    @contextmanager
+    def fork_rng(devices):
+        kept.append(devices)
+        yield
+        kept.append("given back")
+
+    monkeypatch.setattr(graphs, "_stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: drawn.append("replayed")))
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    model = Model()
+
+    def loss_of(part, first, scale):
+        drawn.append(list(kept))
+        return model(part, first) * scale
+
+    GraphedGradients(model, loss_of, nullcontext)((ids(2), ids(2)))
+    assert drawn == [[[3]]] * (2 * graphs.WARM_UP + 2) + ["replayed"] * 2
+    assert kept == [[3], "given back"]
