@@ -36,7 +36,7 @@ class PlainPrecisionConfig:
 class FP8PrecisionConfig:
     """float32 weights, bfloat16 activations, FP8 matrix products through Transformer Engine."""
 
-    name: Literal["fp8_hybrid", "fp8_e4m3", "fp8_e5m2"]  # hybrid: E4M3 forward, E5M2 gradients
+    name: Literal["fp8_hybrid", "fp8_e4m3", "fp8_e5m2"]  # hybrid: E4M3 forward, E5M2 gradients; e4m3: but the head's
     keep_bf16: list[str]  # layers whose products stay in bf16: "head", "first", "last", or "blocks.N"
     layers: Literal["auto", "fused", "te"]  # our fused chain, or Transformer Engine's modules; auto: fused where it can
     fast_accumulation: bool  # sum the blocks' input gradients in the tensor cores alone, to some 14 bits (fused layers)

@@ -5,11 +5,12 @@ state dict moves between them as it is:
 - `te`: Transformer Engine's modules, for every FP8 recipe;
 - `fused`: FP8 products chained by our own kernels, for delayed scaling on Hopper, and faster there.
 
-`reference` and `te` offer the same four layers, of which `block.Composed` builds blocks and heads:
+`reference` and `te` offer the same five layers, of which `block.Composed` builds blocks and heads:
 
 - `layer_norm_linear(in_features, out_features, bias, fp8)`: `layer_norm_weight, layer_norm_bias, weight[, bias]`
 - `linear(in_features, out_features, bias, fp8)`: `weight[, bias]`
 - `layer_norm_mlp(n_embd, bias, fp8, recompute)`: `layer_norm_*, fc1_weight[, fc1_bias], fc2_weight[, fc2_bias]`
+- `head(n_embd, rows, fp8)`: a `layer_norm_linear` without bias whose FP8 gradient is E5M2 whatever the blocks' is
 - `attention(n_head, n_embd, dropout)`: causal attention over packed queries, keys and values; no parameters
 
 Parameters are left for `model.initialise` to fill.

@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Composed:
-    """The family of a module that offers the four layers named in the package."""
+    """The family of a module that offers the five layers named in the package."""
 
     scales: Scales | None = None
     embed = staticmethod(embed)
@@ -44,4 +44,4 @@ class Composed:
 
     def head(self, n_embd: int, rows: int, fp8: bool) -> nn.Module:
         """See `layers.Family`."""
-        return self.layers.layer_norm_linear(n_embd, rows, False, fp8)
+        return self.layers.head(n_embd, rows, fp8)

@@ -89,6 +89,11 @@ def layer_norm_linear(in_features: int, out_features: int, bias: bool, fp8: bool
     return LayerNormLinear(in_features, out_features, bias)
 
 
+def head(n_embd: int, rows: int, fp8: bool) -> nn.Module:
+    """See the package. `fp8` means nothing here."""
+    return LayerNormLinear(n_embd, rows, bias=False)
+
+
 def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
     """See the package. `fp8` means nothing here."""
     return Linear(in_features, out_features, bias)

@@ -6,36 +6,67 @@ Importing this module needs nothing; calling its functions needs Transformer Eng
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+Region = Callable[[], AbstractContextManager[None]]
+
+
+def _without_fp8() -> AbstractContextManager[None]:
+    import transformer_engine.pytorch as te
+
+    return te.autocast(enabled=False)
+
+
+def _gradient_in_e5m2() -> AbstractContextManager[None]:
+    """The region that is entered, but with gradients in E5M2. For the head: its gradient reaches from 1 down to the
+    probabilities of rare tokens, which E4M3 casts to 0 below 2^-18, so nothing would push those tokens down."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Format
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    recipe = FP8GlobalStateManager.get_fp8_recipe()
+    if not FP8GlobalStateManager.is_fp8_enabled() or recipe.fp8_format == Format.HYBRID:
+        return nullcontext()
+    recipe = copy.copy(recipe)
+    recipe.fp8_format = Format.HYBRID
+    return te.autocast(enabled=True, recipe=recipe)
+
 
 @functools.cache
-def _variant(name: str, fp8: bool) -> type[nn.Module]:
+def _variant(name: str, region: Region = nullcontext) -> type[nn.Module]:
     """A class of Transformer Engine with two changes.
 
     It has no extra state: TE's own is a pickle, which it refuses to load itself since 2.18 (TransformerEngine#3123);
-    `precision.state` saves the scales as tensors. And with `fp8=False` it leaves FP8 autocast for its own forward.
+    `precision.state` saves the scales as tensors. And its forward enters `region`, which is its `fp8_region` too.
     """
     import transformer_engine.pytorch as te
 
     base = getattr(te, name)
 
-    def forward_without_fp8(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        with te.autocast(enabled=False):
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        with region():
             return base.forward(self, *args, **kwargs)
 
     members: dict[str, Any] = {
         "get_extra_state": nn.Module.get_extra_state,  # torch leaves the key out when the method is Module's own
         "set_extra_state": nn.Module.set_extra_state,
+        "fp8_region": staticmethod(region),
     }
-    if not fp8:
-        members["forward"] = forward_without_fp8
+    if region is not nullcontext:
+        members["forward"] = forward
     return type(name, (base,), members)
+
+
+def _region(fp8: bool) -> Region:
+    return nullcontext if fp8 else _without_fp8
 
 
 def _options(bias: bool) -> dict[str, Any]:
@@ -45,19 +76,27 @@ def _options(bias: bool) -> dict[str, Any]:
 
 def layer_norm_linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
     """See the package."""
-    return _variant("LayerNormLinear", fp8)(in_features, out_features, **_options(bias))
+    return _variant("LayerNormLinear", _region(fp8))(in_features, out_features, **_options(bias))
+
+
+def head(n_embd: int, rows: int, fp8: bool) -> nn.Module:
+    """See the package."""
+    region = _gradient_in_e5m2 if fp8 else _without_fp8
+    return _variant("LayerNormLinear", region)(n_embd, rows, **_options(bias=False))
 
 
 def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
     """See the package."""
-    return _variant("Linear", fp8)(in_features, out_features, **_options(bias))
+    return _variant("Linear", _region(fp8))(in_features, out_features, **_options(bias))
 
 
 def layer_norm_mlp(n_embd: int, bias: bool, fp8: bool, recompute: bool) -> nn.Module:
     """See the package."""
     options = _options(bias)
     options["output_layer_init_method"] = options["init_method"]
-    return _variant("LayerNormMLP", fp8)(n_embd, 4 * n_embd, activation="gelu", checkpoint=recompute, **options)
+    return _variant("LayerNormMLP", _region(fp8))(
+        n_embd, 4 * n_embd, activation="gelu", checkpoint=recompute, **options
+    )
 
 
 class Attention(nn.Module):
@@ -75,7 +114,7 @@ class Attention(nn.Module):
         self.split = SplitAlongDim
         warnings.filterwarnings("ignore", message="Relying on pointer-based detection", category=DeprecationWarning)
         self.n_head, self.n_embd = n_head, n_embd
-        self.kernel = _variant("DotProductAttention", True)(
+        self.kernel = _variant("DotProductAttention")(
             n_head, n_embd // n_head, attention_dropout=dropout, qkv_format="bshd", attn_mask_type="causal"
         )
 
