@@ -18,7 +18,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.graphs import GraphedGradients
 from gpt2_fp8.loss import cross_entropy, split
 from gpt2_fp8.model import GPT2
-from gpt2_fp8.precision import state
+from gpt2_fp8.precision import magnitudes, state
 from gpt2_fp8.precision.calibrate import calibrate
 from gpt2_fp8.precision.recipes import delayed_scaling
 from gpt2_fp8.precision.resolve import Plan
@@ -46,6 +46,7 @@ class Engine:
         self._graphed: GraphedGradients | None = None
         self._in_bf16: BF16Gradients | None = None
         self._begin_again: Callable[[], None] = _nothing
+        self._micro_batches = 1  # of the last step
 
     def _loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
         inputs, targets = split(ids)
@@ -67,10 +68,12 @@ class Engine:
         `micro_batch_size`; returns that loss. See `step.accumulate`; where the plan says CUDA graphs, they are replayed
         instead, and `backward` is not called."""
         self._remember()
+        parts = ids.split(self.micro_batch_size)
+        self._micro_batches = len(parts)
         if self.plan.graphs:
             if self._graphed is None:
                 self._graphed = GraphedGradients(self.model, self.loss, context)
-            return self._graphed(ids.split(self.micro_batch_size))
+            return self._graphed(parts)
         return accumulate(ids, self.micro_batch_size, self.loss, context, backward)
 
     def like_moments(self) -> list[Tensor]:
@@ -103,16 +106,30 @@ class Engine:
         for block in self.model.blocks:
             if callable(forget := getattr(block, "forget", None)):  # the fused layers'
                 forget()
-        self._begin_again()
-        self._begin_again = _nothing
+        self.undo_scales()
         if self.plan.compile:
             torch._dynamo.reset()  # or else it would compile the other size for sizes of every kind, which are slower
+
+    def undo_scales(self) -> None:
+        """Scales and histories again as the last step found them. For a step whose update was left out: what came
+        before its first number that was not finite may be finite and absurd, and would rule scales for as long as the
+        history is. All ranks do this, or none."""
+        self._begin_again()
+        self._begin_again = _nothing
 
     def calibrate(self, ids: Tensor, context: Context) -> None:
         """Find delayed scaling's first scales, from one micro-batch of an optimizer step's `ids`."""
         part = ids[: self.micro_batch_size]
         self._remember()
         calibrate(self.model, self.loss, part, context, share=len(part) / len(ids))
+
+    def absurd_magnitudes(self) -> Tensor | None:
+        """How many FP8 tensors' largest magnitudes have jumped in this step: see `precision.magnitudes`."""
+        return magnitudes.absurd(self.model, self._micro_batches) if self.plan.fp8 else None
+
+    def limit_magnitudes(self) -> None:
+        """Keep them from becoming scales. Before the next forward."""
+        magnitudes.limit(self.model, self._micro_batches)
 
     def agree(self) -> None:
         """Make all ranks' scales and histories one: see `state.agree`."""

@@ -1,6 +1,7 @@
 """What follows from a step that went wrong. Plain Python, no tensors: the numbers are those that all ranks agree on.
 
 not finite in FP8      the step was run again in bf16, and that counts                     (a rerun)
+an FP8 tensor jumps    its largest magnitude is limited until seen again               (a magnitude)
 not finite in bf16     the update is left out, the batch counts as a step                   (a skip)
 `limit` skips in a row back to a checkpoint of before them, once, and on in bf16        (a rollback)
 the loss stays high    likewise: more than `sigma` standard deviations above its mean, for `patience` steps in a row
@@ -41,7 +42,7 @@ class RollBack(Exception):
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in a step. `what`: rerun, skip, spike or rollback."""
+    """Something that happened in a step. `what`: rerun, magnitude, skip, spike or rollback."""
 
     step: int
     what: str
@@ -101,6 +102,9 @@ class Ladder:
         self._skips_in_a_row = 0
         if first is not None:
             self._note(step, "rerun", f"its {_culprit(first)} was not finite in FP8; run again in bf16")
+        if verdict.absurd:
+            reason = f"the largest magnitudes of {verdict.absurd} FP8 tensors have jumped; limited until seen again"
+            self._note(step, "magnitude", reason)
         if self.sigma and verdict.loss > (limit := self._statistics.limit(self.sigma)):
             self._high(step, verdict.loss, limit)
         else:

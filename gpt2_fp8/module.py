@@ -87,7 +87,8 @@ class GPT2Module(pl.LightningModule):
             self._prepare_scales(ids)
         optimizer = cast(LightningOptimizer, self.optimizers())
         loss = self.attempts.gradients(ids, plugin.forward_context)
-        self._unfinished = batch, self._update(optimizer.optimizer, optimizer.step, loss)
+        absurd = self.engine.absurd_magnitudes()
+        self._unfinished = batch, self._update(optimizer.optimizer, optimizer.step, loss, absurd)
 
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
         """The next batch is here: now the host may wait."""
@@ -95,7 +96,8 @@ class GPT2Module(pl.LightningModule):
 
     def finish_step(self) -> None:
         """What is left to do of a step once the host knows whether its update was made: run it again in bf16 where
-        not, move on the schedule and the data, tell the callbacks. Nothing where it is done.
+        not, keep magnitudes that have jumped from becoming scales, move on the schedule and the data, tell the
+        callbacks. Nothing where it is done.
 
         Before the next step the host has to wait for that, and the GPU has only the update left to do meanwhile. So
         what the host can do without knowing comes before it: Lightning's own work between steps, and the next batch.
@@ -108,6 +110,8 @@ class GPT2Module(pl.LightningModule):
         verdict, plugin = result.read(), self.trainer.precision_plugin
         if verdict.skipped and isinstance(plugin, FP8Precision):
             result = self._run_again_in_bf16(batch["ids"], plugin, verdict)
+        elif verdict.absurd:
+            self.engine.limit_magnitudes()
         self._unfinished, self.last_step = None, result
         cast(LRScheduler, self.lr_schedulers()).step()
         self.trainer.datamodule.advance(batch["cursor"])  # type: ignore[attr-defined]  # Lightning sets it in `fit`
@@ -117,15 +121,17 @@ class GPT2Module(pl.LightningModule):
 
     def _run_again_in_bf16(self, ids: Tensor, plugin: FP8Precision, first: Verdict) -> StepResult:
         """The step once more, from the same weights: its update was left out. All ranks come here, or none."""
-        state.forget_nonfinite(self.model)
+        self.engine.undo_scales()
         with torch.enable_grad():  # Lightning has switched gradients off where it is about to validate
             loss = self.attempts.gradients_in_bf16(ids, plugin.bf16_context)
         # Not through Lightning, which counts its optimizer's steps: this one is counted.
         optimizer = cast(LightningOptimizer, self.optimizers()).optimizer
         return replace(self._update(optimizer, optimizer.step, loss), first=first)
 
-    def _update(self, optimizer: Optimizer, apply: Callable[[], object], loss: Tensor) -> StepResult:
-        return update(optimizer, apply, self.engine.parameters, loss, self.config.optim.max_grad_norm)
+    def _update(
+        self, optimizer: Optimizer, apply: Callable[[], object], loss: Tensor, absurd: Tensor | None = None
+    ) -> StepResult:
+        return update(optimizer, apply, self.engine.parameters, loss, self.config.optim.max_grad_norm, absurd)
 
     def _no_sync(self) -> Any:
         return getattr(self.trainer.strategy, "block_backward_sync", ExitStack)()

@@ -21,6 +21,7 @@ class Verdict(NamedTuple):
 
     loss: float  # mean over all ranks' tokens, before the update
     skipped: bool  # it or the gradient's norm was not finite, and the update did nothing
+    absurd: int = 0  # FP8 tensors whose largest magnitude has jumped: see `precision.magnitudes`
 
 
 @dataclass
@@ -69,16 +70,18 @@ def update(
     parameters: Iterable[Tensor],
     loss: Tensor,
     max_grad_norm: float,
+    absurd: Tensor | None = None,
 ) -> StepResult:
     """Clip, and apply the update unless the loss or the gradient's norm is not finite, on any rank.
 
     The decision is taken on the device (torch's fused optimizers skip where `found_inf` is set), so the update waits
-    for nobody. `apply` calls the optimizer's `step`, through whatever wraps it.
+    for nobody. `apply` calls the optimizer's `step`, through whatever wraps it. `absurd` is for the verdict: float32,
+    the same on all ranks.
     """
     parameters = list(parameters)
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=True)
     clip_ratio = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-    seen = _agreed(loss, grad_norm)
+    seen = _agreed(loss, grad_norm, absurd)
     skipped = seen[1].clamp(max=1.0)
     verdict = _Sent(seen)  # before the update: the host is told while the device still has that to do
     optimizer.found_inf = skipped  # type: ignore[attr-defined]  # read by torch.optim's fused kernels
@@ -87,14 +90,14 @@ def update(
     return StepResult(loss, grad_norm, clip_ratio, optimizer.param_groups[0]["lr"], skipped, verdict)
 
 
-def _agreed(loss: Tensor, grad_norm: Tensor) -> Tensor:
-    """[the mean loss of all ranks, how many of them have no finite loss and norm], float32 on the device."""
+def _agreed(loss: Tensor, grad_norm: Tensor, absurd: Tensor | None) -> Tensor:
+    """[the mean loss of all ranks, how many of them have no finite loss and norm, `absurd`], float32 on the device."""
     bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
-    seen = torch.stack([loss.detach().float(), bad.float()])
+    seen = torch.stack([loss.detach().float(), bad.float(), torch.zeros_like(loss) if absurd is None else absurd])
     if exchange.several():
         exchange.enter()
         torch.distributed.all_reduce(seen)
-        seen[0] /= torch.distributed.get_world_size()
+        seen[::2] /= torch.distributed.get_world_size()
     return seen
 
 
@@ -106,7 +109,7 @@ class _Sent:
         self._read: Verdict | None = None
         self._values = seen
         if seen.is_cuda:
-            self._values = torch.empty(2, device="cpu", pin_memory=True).copy_(seen, non_blocking=True)
+            self._values = torch.empty(len(seen), device="cpu", pin_memory=True).copy_(seen, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -114,6 +117,6 @@ class _Sent:
         if self._read is None:
             if self._event is not None:
                 self._event.synchronize()
-            loss, bad = self._values.tolist()
-            self._read = Verdict(loss, bad > 0)
+            loss, bad, absurd = self._values.tolist()
+            self._read = Verdict(loss, bad > 0, round(absurd))
         return self._read

@@ -79,7 +79,7 @@ HOUSE = {
         "torch lightning",
     ),  # not each other
     "data.datamodule": Row("data exchange signals config", "torch lightning tiktoken"),
-    "precision.plugin": Row("precision config", "torch lightning transformer_engine"),
+    "precision.plugin": Row("precision exchange config", "torch lightning transformer_engine"),
     "checkpoint.io": Row("checkpoint", "lightning"),
     "loggers": Row("config", "lightning"),
     "report": Row("checkpoint config"),

@@ -10,6 +10,7 @@ from gpt2_fp8.layers.scales import DelayedScaling, Place, Scales
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.calibrate import PASSES, calibrate
 from gpt2_fp8.precision.plugin import FP8Precision
+from gpt2_fp8.step import accumulate
 
 E4M3, E5M2 = 448.0, 57344.0  # the largest numbers of the two formats
 
@@ -391,3 +392,32 @@ def test_calibration_gives_the_scales_of_the_first_step():
     model.scales.begin(True)
     assert model.scales.scale.tolist() == pytest.approx(expected)
     assert_reciprocal(model.scales)
+
+
+class Step(Model):
+    """Likewise, of a loss that is the mean over all tokens, with the magnitudes of each token's own gradient."""
+
+    def _see_gradient(self, gradient):
+        pass
+
+    def loss(self, ids, is_first_microbatch=None, scale=1.0):
+        self.forward(ids, is_first_microbatch)
+        y = self.weight * ids[:, 1:].float()
+        slot = self.scales.slot(Place("gradient", 0))
+
+        def see_gradient(gradient):
+            slot.amax.copy_(torch.maximum(slot.amax, gradient.abs().max()))
+
+        y.register_hook(see_gradient)
+        return y.mean() * scale
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_calibration_finds_the_magnitudes_of_a_steps_gradients_whatever_a_micro_batchs_share_of_it(micro_batches):
+    ids = torch.full((8, 9), 5)
+    part = len(ids) // micro_batches
+    model, plain = Step(), Step()
+    calibrate(model, model.loss, ids[:part], nullcontext, share=part / len(ids))
+    accumulate(ids, part, plain.loss, nullcontext, torch.Tensor.backward)
+    plain.scales.begin(True)
+    assert model.scales.scale[2].item() == plain.scales.scale[2].item() == E5M2 * ids[:, 1:].numel()

@@ -88,10 +88,18 @@ def test_a_loss_that_is_not_finite_changes_nothing_either(spoil):
 
 def test_the_verdict_is_what_the_tensors_say():
     _, _, good, _ = one_update()
-    assert good.read() == (good.loss.item(), False)
+    assert good.read() == (good.loss.item(), False, 0)
     _, _, bad, _ = one_update(float("nan"))
-    assert bad.read() == (bad.loss.item(), True)
+    assert bad.read() == (bad.loss.item(), True, 0)
     assert good.first is None
+
+
+def test_the_verdict_says_how_many_magnitudes_have_jumped():
+    model = build()
+    optimizer = build_optimizer(model, OPTIM)
+    loss = accumulate(ids(), 8, loss_of(model), nullcontext, torch.Tensor.backward)
+    result = update(optimizer, optimizer.step, model.parameters(), loss, 1.0, torch.tensor(3.0))
+    assert result.read() == (loss.item(), False, 3)
 
 
 def test_the_step_after_a_skipped_one_is_taken():

@@ -20,6 +20,10 @@ from gpt2_fp8.kernels.slot import LARGEST, Slot
 Direction = Literal["forward", "gradient"]
 TENSORS = ("scale", "scale_inv", "history", "largest")
 
+# Scales stay within its inverse and it: products multiply two inverses, and 2^-120 is a normal float32 still, which
+# kernels that flush subnormal numbers read as it is.
+LARGEST_SCALE = 2.0**60
+
 
 class Place(NamedTuple):
     """Which of a model's FP8 tensors: the forward's and the gradients' are counted apart."""
@@ -113,11 +117,12 @@ class Scales(nn.Module):
     @torch.no_grad()
     def update(self) -> None:
         """Turn the magnitudes seen so far into scales. One that is not finite counts for nothing; a tensor of which no
-        other was seen keeps its scale."""
+        other was seen keeps its scale. For magnitudes that have jumped see `precision.magnitudes`."""
         self.history.nan_to_num_(nan=0.0, posinf=0.0)
         amax = self.history[0] if self.settings.most_recent else self.history.amax(0)
         fresh = self.largest / amax * 2.0**-self.settings.margin
-        self.scale.copy_(torch.where(torch.isfinite(fresh), fresh, self.scale))
+        within = fresh.clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
+        self.scale.copy_(torch.where(torch.isfinite(fresh), within, self.scale))
         self.scale_inv.copy_((1 / self.scale)[:, None])
 
     @property

@@ -65,7 +65,8 @@ class Training:
         loss = self.engine.gradients(ids, self.context, Tensor.backward)
         del moments
         parameters = self.engine.model.parameters()
-        self.last = update(self.optimizer, self.optimizer.step, parameters, loss, self.max_grad_norm)
+        absurd = self.engine.absurd_magnitudes()
+        self.last = update(self.optimizer, self.optimizer.step, parameters, loss, self.max_grad_norm, absurd)
         self.schedule.step()
         return self.last
 

@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
 
+from gpt2_fp8 import exchange
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.recipes import build_recipe
@@ -38,12 +39,13 @@ class FP8Precision(BF16Precision):
 
     `recipe` is Transformer Engine's; None for the fused layers, which need no region. `scaling` says under what
     settings delayed scaling's scales are found; a checkpoint's that were found under others are not taken. None: a
-    stateless recipe, which needs no calibration.
+    stateless recipe, which needs no calibration. `global_batch_size`: sequences a step, of all ranks. A rank's
+    gradients are those of the mean over its own share of them, and so are their magnitudes.
     """
 
-    def __init__(self, recipe: Any, scaling: str | None):
+    def __init__(self, recipe: Any, scaling: str | None, global_batch_size: int = 1):
         super().__init__("cuda")
-        self.recipe, self.scaling = recipe, scaling
+        self.recipe, self.scaling, self.global_batch_size = recipe, scaling, global_batch_size
         self._model: nn.Module | None = None
         self.scales_found = False  # by a checkpoint or a calibration: before that, there is nothing worth saving
         self._pending: dict[str, Any] = {}
@@ -69,22 +71,31 @@ class FP8Precision(BF16Precision):
 
     def restore_scales(self) -> bool:
         """Give the layers the scales of the checkpoint. False if there are none, or none of these settings: calibrate.
+        Those of gradients follow where a rank's share of a step is another now (ranks, or the global batch).
 
         Called once, before the first forward, with the model on its device.
         """
         pending, self._pending = self._pending, {}
         if self._model is None or self.scaling is None or pending.pop("scaling", None) != self.scaling:
             return False
+        sequences = pending.pop("sequences", self._sequences)  # not in checkpoints of before it was kept
         with self.forward_context():
             state.restore(self._model, pending)
+        if sequences != self._sequences:
+            state.divide_gradient_amaxes(self._model, self._sequences / sequences)
         self.scales_found = True
         return True
+
+    @property
+    def _sequences(self) -> int:
+        """That a rank computes in a step."""
+        return self.global_batch_size // exchange.rank_and_world()[1]
 
     def state_dict(self) -> dict[str, Any]:
         """Delayed scaling's scales and histories as CPU tensors, and its settings; empty for the other recipes."""
         if self._model is None or self.scaling is None or not self.scales_found:
             return dict(self._pending)
-        return {"scaling": self.scaling, **state.capture(self._model)}
+        return {"scaling": self.scaling, "sequences": self._sequences, **state.capture(self._model)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the checkpoint's state until the layers are on their device."""
@@ -99,5 +110,5 @@ def build_plugin(config: RunConfig, plan: Plan) -> Precision:
         scaling = settings if isinstance(config.recipe, DelayedRecipe) else None
         assert not isinstance(config.recipe, AutoRecipe)  # settled before a run is built
         recipe = None if plan.backend == "fused" else build_recipe(config.precision, config.recipe)
-        return FP8Precision(recipe, scaling)
+        return FP8Precision(recipe, scaling, config.global_batch_size)
     return BF16Precision(plan.device) if plan.ran == "bf16" else Precision()  # float32

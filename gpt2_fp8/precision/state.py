@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from gpt2_fp8.layers.scales import Scales
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 
 
-def _states(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def scaling_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(layer.direction, TE's state object) of every layer that has run under delayed scaling."""
     for name, module in model.named_modules():
         for direction in DIRECTIONS:
@@ -40,7 +40,7 @@ def _states(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def capture(model: nn.Module) -> dict[str, Tensor]:
     """Copies of every scale and history on the CPU, by `layer.direction.kind`. Empty before the first FP8 forward."""
     tensors = {}
-    for name, state in _states(model):
+    for name, state in scaling_states(model):
         tensors[f"{name}.scale"] = state.scale.detach().cpu().clone()
         tensors[f"{name}.amax_history"] = state.amax_history.detach().cpu().clone()
     return tensors
@@ -52,8 +52,9 @@ def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
     for name, module in model.named_modules():
         key = f"{name}.scaling_fwd.scale"
         if key in saved and "scaling_fwd" not in module.fp8_meta:
-            module.init_fp8_metadata(num_gemms=saved[key].numel() // 3)
-    for name, state in _states(model):
+            with getattr(module, "fp8_region", nullcontext)():
+                module.init_fp8_metadata(num_gemms=saved[key].numel() // 3)
+    for name, state in scaling_states(model):
         state.scale.copy_(saved[f"{name}.scale"])
         state.amax_history.copy_(saved[f"{name}.amax_history"])
 
@@ -67,7 +68,7 @@ def agree(model: nn.Module) -> None:
     second micro-batch on, each taken from the text that this rank has seen; it ends with the step, so that rank 0's
     state in a checkpoint is that of all.
     """
-    states = [state for _, state in _states(model)] if exchange.several() else []
+    states = [state for _, state in scaling_states(model)] if exchange.several() else []
     if not states:
         return
     histories, scales = [state.amax_history for state in states], [state.scale for state in states]
@@ -83,22 +84,15 @@ def agree(model: nn.Module) -> None:
 
 def reset(model: nn.Module) -> None:
     """Every scale 1, no magnitude seen, in the layers that have a state."""
-    for _, state in _states(model):
+    for _, state in scaling_states(model):
         state.scale.fill_(1.0)
         state.amax_history.zero_()
 
 
 def clear_histories(model: nn.Module) -> None:
     """Forget every amax seen so far; the scales stay."""
-    for _, state in _states(model):
+    for _, state in scaling_states(model):
         state.amax_history.zero_()
-
-
-def forget_nonfinite(model: nn.Module) -> None:
-    """Let magnitudes that are not finite count for nothing, as in a step that is run again in bf16. Scales are never
-    taken from them, but as long as Transformer Engine has one in a history it keeps the scale as it is."""
-    for _, state in _states(model):
-        state.amax_history.nan_to_num_(nan=0.0, posinf=0.0)
 
 
 def update_scales(model: nn.Module) -> None:
@@ -111,7 +105,7 @@ def update_scales(model: nn.Module) -> None:
 def divide_gradient_amaxes(model: nn.Module, factor: float) -> None:
     """Rescale the backward state from gradients of `factor` times the loss to gradients of the loss. Exact for a power
     of two."""
-    for name, state in _states(model):
+    for name, state in scaling_states(model):
         if name.endswith("scaling_bwd"):
             state.amax_history.div_(factor)
             state.scale.mul_(factor)
@@ -120,7 +114,7 @@ def divide_gradient_amaxes(model: nn.Module, factor: float) -> None:
 def unchanged(model: nn.Module) -> AbstractContextManager[None]:
     """Leave the histories as they were found: TE records amaxes in evaluation too, and they would enter the next
     training update."""
-    return _put_back([state.amax_history for _, state in _states(model)])
+    return _put_back([state.amax_history for _, state in scaling_states(model)])
 
 
 def restored(model: nn.Module) -> AbstractContextManager[None]:
@@ -141,7 +135,7 @@ def kept(model: nn.Module) -> Callable[[], None]:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    return [tensor for _, state in _states(model) for tensor in (state.scale, state.amax_history)]
+    return [tensor for _, state in scaling_states(model) for tensor in (state.scale, state.amax_history)]
 
 
 @contextmanager

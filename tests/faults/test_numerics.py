@@ -15,7 +15,7 @@ from gpt2_fp8.config.errors import Diverged, Stopped
 from gpt2_fp8.data.loaders import Steps
 from gpt2_fp8.layers.scales import DelayedScaling, Scales
 from gpt2_fp8.optim import learning_rate_factor
-from gpt2_fp8.precision import state
+from gpt2_fp8.precision import magnitudes
 from gpt2_fp8.precision.resolve import Plan, as_before, fallen_back
 from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, going_wrong
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, summary, train, train_until
@@ -83,7 +83,7 @@ def test_30_magnitudes_that_are_not_finite_count_for_nothing():
     model.scales.reserve("gradient")
     model.scales.allocate(torch.device("cpu"))
     model.scales.history.copy_(torch.tensor([[NAN, math.inf], [3.0, 4.0]]))
-    state.forget_nonfinite(model)
+    magnitudes.limit(model, 1)
     assert model.scales.history.tolist() == [[0, 0], [3, 4]]
     assert model.scales.scale.tolist() == [1, 1], "scales are as they were"
 

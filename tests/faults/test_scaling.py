@@ -1,13 +1,22 @@
-"""Faults 38 and 40: what delayed scaling's state can hold, and how it is kept."""
+"""Faults 38, 40 and 78 to 81: what delayed scaling's state can hold, and how it is kept.
+
+FP8 is pretended: plain layers, beside which magnitudes are put into a state like that of the fused layers, as their
+kernels do.
+"""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from gpt2_fp8.layers.scales import DelayedScaling, Scales
-from tests.faults.pretended import Faults, going_wrong
-from tests.runs import checkpoint, train
+from gpt2_fp8.precision import state
+from gpt2_fp8.precision.magnitudes import JUMP
+from gpt2_fp8.precision.plugin import FP8Precision
+from tests.faults.pretended import NAN, Faults, going_wrong
+from tests.runs import checkpoint, summary, train
+from tests.test_scales import trained
 
 
 @pytest.mark.parametrize("amax", [0.0, float("inf"), float("nan"), 1e-45, 3e38])
@@ -35,3 +44,104 @@ def test_40_nothing_of_fp8_is_pickled(tmp_path):
     folder = checkpoint(tmp_path / "run", 2)
     assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
     assert "_extra_state" not in json.dumps(json.loads((folder / "state.json").read_text()))
+
+
+class Magnitudes(Faults):
+    """A model with FP8 tensors whose magnitudes are 2 and 3, by step; `accident` is a step in which the first is 1e30,
+    and `skipped` one whose loss is not finite in FP8."""
+
+    def __init__(self, accident=None, skipped=None):
+        self.accident, self.skipped = accident, skipped
+        self.scales = Scales(DelayedScaling(4, 0, False, torch.float8_e4m3fn, torch.float8_e5m2))
+        self.places = [self.scales.reserve("forward"), self.scales.reserve("gradient")]
+        self.scales.allocate(torch.device("cpu"))
+        self.found = {}
+
+    def before(self, module, step):
+        module.model.scales = self.scales
+
+    def loss(self, module, step, precision):
+        if precision == "fp8":
+            for place, magnitude in zip(self.places, (1e30 if step == self.accident else 2.0, 3.0), strict=True):
+                self.scales.slot(place).amax.fill_(magnitude)
+        return NAN if (step, precision) == (self.skipped, "fp8") else 1.0
+
+    def after(self, module, step):
+        self.found[step] = self.scales.scale.clone()  # those that this step computed with
+
+
+def run_with(folder, *accident, **keys):
+    faults = Magnitudes(*accident, **keys)
+    with going_wrong(faults):
+        train(folder, "trainer.max_steps=8", "trainer.val_check_interval=8", "precision=fp8_hybrid")
+    return faults
+
+
+def test_78_a_step_run_again_in_bf16_leaves_scales_and_histories_as_it_found_them(tmp_path):
+    """Its finite magnitudes too: 1e30 would cast the tensor to zeros for as long as the history is."""
+    clean, faulty = run_with(tmp_path / "clean"), run_with(tmp_path / "run", accident=4, skipped=4)
+    assert [event["what"] for event in summary(tmp_path / "run")["fallback"]["events"]] == ["rerun"]
+    steps = [step for step in clean.found if step != 4]
+    assert all(torch.equal(clean.found[step], faulty.found[step]) for step in steps)
+    assert clean.scales.history[:4].tolist() == faulty.scales.history[:4].tolist()
+
+
+def test_79_an_absurd_magnitude_in_a_step_that_counts_is_limited_and_said(tmp_path):
+    clean, faulty = run_with(tmp_path / "clean"), run_with(tmp_path / "run", accident=4)
+    (event,) = summary(tmp_path / "run")["fallback"]["events"]
+    assert (event["step"], event["what"]) == (4, "magnitude")
+    assert "largest magnitudes of 1 FP8 tensors have jumped" in event["reason"]
+    ratio = {step: (clean.found[step] / faulty.found[step]).tolist() for step in clean.found}
+    assert ratio == {step: [JUMP if step in (5, 6, 7, 8) else 1.0, 1.0] for step in range(1, 9)}
+    assert summary(tmp_path / "clean")["fallback"]["events"] == []
+
+
+@pytest.mark.parametrize("amax", [1e-38, 1e-30, 1e30, 3e38])
+def test_79_scales_are_what_every_kernel_can_represent(amax):
+    scales = Scales(DelayedScaling(4, 0, False, torch.float8_e4m3fn, torch.float8_e5m2))
+    for direction in ("forward", "gradient"):
+        scales.reserve(direction)
+    scales.allocate(torch.device("cpu"))
+    scales.history[0] = amax
+    scales.update()
+    smallest = torch.finfo(torch.float32).tiny  # below it kernels may read 0
+    products = torch.outer(scales.scale_inv[:, 0], scales.scale_inv[:, 0])
+    assert (products >= smallest).all()
+    assert torch.isfinite(products).all()
+
+
+def plugin(of, global_batch_size):
+    made = FP8Precision(None, "these settings", global_batch_size)
+    made.forward_context = nullcontext
+    made.convert_module(of)
+    return made
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("global_batch_size", [4, 16, 64])
+def test_81_gradients_scales_follow_a_rank_s_share_of_a_step_over_a_resume(monkeypatch, global_batch_size, ranks):
+    """A gradient of the mean over fewer sequences is larger: the old scales would saturate it."""
+    saved = plugin(trained(), 16)
+    saved.scales_found = True
+    before = saved.state_dict()
+    monkeypatch.setattr("gpt2_fp8.exchange.rank_and_world", lambda: (0, ranks))
+    again = plugin(trained(), global_batch_size)
+    again.load_state_dict(before)
+    assert again.restore_scales()
+    larger = 16 / (global_batch_size // ranks)
+    after = state.capture(again._model)
+    for name, tensor in after.items():
+        factor = 1.0 if "fwd" in name else 1 / larger if name.endswith("scale") else larger
+        assert torch.equal(tensor, before[name] * factor), name
+    assert again.state_dict()["sequences"] == global_batch_size // ranks
+
+
+def test_81_scales_of_a_checkpoint_that_does_not_say_its_share_are_taken_as_they_are():
+    saved = plugin(trained(), 16)
+    saved.scales_found = True
+    before = saved.state_dict()
+    del before["sequences"]
+    again = plugin(trained(), 4)
+    again.load_state_dict(dict(before))
+    assert again.restore_scales()
+    assert all(torch.equal(before[name], tensor) for name, tensor in state.capture(again._model).items())

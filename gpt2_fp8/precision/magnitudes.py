@@ -1,0 +1,77 @@
+"""A single absurd magnitude: noticed at the end of a step, and limited before it becomes a scale.
+
+Casts saturate, so a flipped bit or one activation of 1e30 leaves a finite loss. Its magnitude would then rule the scale
+for as long as the history is, and a tensor that is cast with it is all zeros: FP8 would turn an accident of one step
+into an outage of many. So a magnitude counts for at most `JUMP` times the second largest of its history. What is real
+comes again, and then counts in full (up to `JUMP` times more each step).
+
+Noticing is a handful of launches a step, on tensors of a few kilobytes; the host hears of it with the step's verdict,
+and changes something only then. A run in which nothing jumps keeps every bit. A history of one step has nothing to
+compare with: there an accident lasts one step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpt2_fp8.layers.scales import LARGEST_SCALE
+from gpt2_fp8.precision import state
+
+JUMP = 2.0**10
+
+
+def limited(history: Tensor, new: slice) -> Tensor:
+    """A copy of `history`, float32 [rows, tensors], in which each magnitude of the rows `new` is at most `JUMP` times
+    the second largest of its column, where that is not 0, and one that is not finite is 0."""
+    finite = history.nan_to_num(nan=0.0, posinf=0.0)
+    if len(history) > 1:
+        second = finite.topk(2, dim=0).values[1]
+        finite[new] = torch.minimum(finite[new], torch.where(second > 0, second * JUMP, torch.inf))
+    return finite
+
+
+def absurd(model: nn.Module, micro_batches: int) -> Tensor | None:
+    """How many of the model's FP8 tensors `limit` would change, float32 on the device; None without delayed scaling.
+    To be asked at the end of a step, when ranks have agreed: it is the same on all of them then."""
+    states = [it for _, it in state.scaling_states(model)]
+    if not states:
+        return None
+    history = torch.cat([it.amax_history for it in states], dim=1)
+    scale = torch.cat([it.scale for it in states])
+    jumped = (limited(history, _new(states[0], micro_batches)) != history).any(0)
+    return (jumped | (_represented(scale) != scale)).sum().float()
+
+
+def limit(model: nn.Module, micro_batches: int) -> None:
+    """Limit every history, and what has been taken from it already: Transformer Engine's scales follow at once, within
+    the step; the fused layers' at the first forward of the next one."""
+    for _, it in state.scaling_states(model):
+        before = it.amax_history.clone()
+        it.amax_history.copy_(limited(before, _new(it, micro_batches)))
+        if (recipe := _recipe(it)) is not None:
+            ratio = _amax(before, recipe) / _amax(it.amax_history, recipe)
+            it.scale.mul_(torch.where(torch.isfinite(ratio), ratio, 1.0))  # of one that is not finite TE takes none
+        it.scale.copy_(_represented(it.scale))
+
+
+def _recipe(state: Any) -> Any:
+    """Transformer Engine's; None of the fused layers' state."""
+    return getattr(state, "recipe", None)
+
+
+def _new(state: Any, micro_batches: int) -> slice:
+    """The rows of a step's own magnitudes: of the fused layers the first, of Transformer Engine's one for each of its
+    micro-batches, the last ones."""
+    return slice(0, 1) if _recipe(state) is None else slice(-micro_batches, None)
+
+
+def _amax(history: Tensor, recipe: Any) -> Tensor:
+    """The magnitudes [tensors] that Transformer Engine has taken scales from."""
+    return history[-1] if recipe.amax_compute_algo == "most_recent" else history.amax(0)
+
+
+def _represented(scale: Tensor) -> Tensor:
+    return scale.clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
