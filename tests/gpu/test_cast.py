@@ -36,6 +36,33 @@ def normal(*shape, seed=0, dtype=torch.bfloat16):
     return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
 
+def large_normal(*shape, seed=0):
+    """Standard normal bfloat16 values of a tensor of more elements than int32 counts, made on the device."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    out = torch.empty(*shape, device=DEVICE, dtype=torch.bfloat16)
+    for part in out.view(-1).split(2**26):
+        part.copy_(torch.randn(len(part), device=DEVICE, generator=generator))
+    return out
+
+
+def need(gibibytes):
+    """Skip where less GPU memory is free."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < gibibytes * 2**30:
+        pytest.skip(f"needs {gibibytes} GiB of free GPU memory")
+
+
+def assert_slices_are_alone(whole, alone, parts, transposed=()):
+    """The tensors of a large call have the bytes of calls on `parts` of its rows, each of which counts its elements in
+    int32, and which other tests hold to float64. `alone(part)`: a call's tensors; those whose places in the list are
+    `transposed` have the rows as columns."""
+    for part in parts:
+        for i, (large, small) in enumerate(zip(whole, alone(part), strict=True)):
+            large = large.view(torch.uint8) if large.element_size() == 1 else large
+            here = large[:, part] if i in transposed else large[part]
+            assert torch.equal(bits(here), bits(small)), (i, part)
+
+
 def slot_of(dtype, scale=1.0, amax=0.0):
     from gpt2_fp8.kernels.slot import Slot
 

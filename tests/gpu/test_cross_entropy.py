@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.gpu.test_cast import large_normal, need
+
 
 def reference(logits, targets, vocab_size):
     """Loss and gradient in float64; padding columns and ignored rows count for nothing."""
@@ -97,3 +99,29 @@ def test_scale_is_that_of_loss_and_gradient():
         results.append((loss.item(), given.grad))
     assert results[1][0] == pytest.approx(results[0][0] / 4, rel=1e-6)
     torch.testing.assert_close(results[1][1], results[0][1] / 4, rtol=1e-5, atol=1e-9)
+
+
+def test_more_elements_than_int32_counts():
+    """A row beyond the 2^31st element is what it is alone; so is its gradient, scaled by the loss's."""
+    from gpt2_fp8.kernels.cross_entropy import fused_cross_entropy
+
+    need(24)
+    rows, columns, vocab_size = 42752, 50304, 50257
+    assert rows * columns > 2**31
+    logits = large_normal(rows, columns)
+    targets = torch.randint(vocab_size, (rows,), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    targets[::3] = -1
+    counted = (targets >= 0).sum()
+    parts = [slice(0, 64), slice(rows // 2, rows // 2 + 64), slice(-64, None)]
+    alone = [logits[part].clone().requires_grad_() for part in parts]
+    for part, small in zip(parts, alone, strict=True):
+        share = ((targets[part] >= 0).sum() / counted).item()
+        (fused_cross_entropy(small * 1, targets[part], vocab_size, share) * 4).backward()
+    given = logits.requires_grad_()
+    view = given.view_as(given)  # a leaf may not be overwritten; here it may
+    loss = fused_cross_entropy(view, targets, vocab_size)
+    (loss * 4).backward()
+    assert torch.isfinite(loss)
+    for part, small in zip(parts, alone, strict=True):
+        torch.testing.assert_close(given.grad[part], small.grad, rtol=2.0**-7, atol=1e-12)  # `share` is rounded
+        assert torch.count_nonzero(given.grad[part][:, vocab_size:]) == 0

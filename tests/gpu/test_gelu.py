@@ -13,8 +13,11 @@ from tests.gpu.test_cast import (
     SHAPES,
     assert_fp8,
     assert_repeats,
+    assert_slices_are_alone,
     assert_transposed,
     column_sums,
+    large_normal,
+    need,
     normal,
     slot_of,
 )
@@ -159,3 +162,28 @@ def test_repeats(dtype):
     h, dy = normal(272, 768), normal(272, 768, seed=1)
     assert_repeats(lambda slot: [gelu_cast(h, slot)], dtype)
     assert_repeats(lambda slot: gelu_backward_cast(dy, h, slot, slot_of(dtype)), dtype)
+
+
+def test_more_elements_than_int32_counts():
+    from gpt2_fp8.kernels.gelu import gelu_backward_cast, gelu_cast
+
+    need(40)
+    m, n, step = 65600, 32784, 16400
+    assert m * n > 2**31
+    parts = [slice(start, start + step) for start in range(0, m, step)]
+    h, dy = large_normal(m, n), large_normal(m, n, seed=1)
+    slot = slot_of(torch.float8_e4m3fn, 16.0)
+    assert_slices_are_alone([gelu_cast(h, slot)], lambda part: [gelu_cast(h[part], slot)], parts)
+    assert slot.amax.item() == pytest.approx(h.max().item(), rel=1e-6)  # far from 0, gelu(h) is h
+
+    slot, of_parts, sums = slot_of(torch.float8_e5m2, 16.0), slot_of(torch.float8_e5m2, 16.0), []
+
+    def backward(rows, slot):
+        *tensors, partial = gelu_backward_cast(dy[rows], h[rows], slot, slot_of(torch.float8_e4m3fn, 16.0))
+        sums.append(column_sums(partial))
+        return tensors
+
+    whole = backward(slice(None), slot)
+    assert_slices_are_alone(whole, lambda part: backward(part, of_parts), parts, transposed=(1, 2))
+    assert slot.amax.item() == of_parts.amax.item() > 0
+    torch.testing.assert_close(sums[0], sum(sums[1:]), rtol=1e-5, atol=1e-2)

@@ -11,8 +11,11 @@ from tests.gpu.test_cast import (
     SCALES,
     assert_fp8,
     assert_repeats,
+    assert_slices_are_alone,
     assert_transposed,
     column_sums,
+    large_normal,
+    need,
     normal,
     slot_of,
     use,
@@ -236,3 +239,41 @@ def test_repeats(dtype):
     _, _, statistics = layer_norm_cast(x, weight, bias, EPSILON, slot_of(dtype))
     assert_repeats(forward, dtype)
     assert_repeats(lambda slot: layer_norm_backward(dy, x, statistics, weight, residual, slot), dtype)
+
+
+def test_more_elements_than_int32_counts():
+    """The widest rows that both implementations take. A slice has as many rows as change nothing in a sum's order."""
+    from gpt2_fp8.kernels.layer_norm import Statistics, layer_norm_backward, layer_norm_cast
+
+    need(50)
+    m, n, step = 1048640, 2048, 262160
+    assert m * n > 2**31
+    parts = [slice(start, start + step) for start in range(0, m, step)]
+    x, (weight, bias) = large_normal(m, n), parameters(n)
+    slot, of_parts = slot_of(torch.float8_e4m3fn, 16.0), slot_of(torch.float8_e4m3fn, 16.0)
+
+    def forward(rows, slot):
+        q, qt, statistics = layer_norm_cast(x[rows], weight, bias, EPSILON, slot)
+        return [q, qt, *statistics]
+
+    whole = forward(slice(None), slot)
+    assert_slices_are_alone(whole, lambda part: forward(part, of_parts), parts, transposed=(1,))
+    assert slot.amax.item() == of_parts.amax.item() > 0
+    last = x[-16:]
+    assert_fp8(whole[0][-16:], exact_norm(last, weight, bias), 16.0, 1e-5 * exact_norm(last, weight, bias).abs() + 4e-6)
+
+    statistics, sums = Statistics(*whole[2:]), []
+    del whole
+    dy, residual = large_normal(m, n, seed=4), large_normal(m, n, seed=5)
+    slot, of_parts = slot_of(torch.float8_e5m2, 16.0), slot_of(torch.float8_e5m2, 16.0)
+
+    def backward(rows, slot):
+        of_rows = Statistics(*(tensor[rows] for tensor in statistics))
+        *tensors, partial = layer_norm_backward(dy[rows], x[rows], of_rows, weight, residual[rows], slot)
+        sums.append(torch.stack([column_sums(partial[:, i]) for i in range(3)]))
+        return tensors
+
+    whole = backward(slice(None), slot)
+    assert_slices_are_alone(whole, lambda part: backward(part, of_parts), parts, transposed=(2,))
+    assert slot.amax.item() == of_parts.amax.item() > 0
+    torch.testing.assert_close(sums[0], sum(sums[1:]), rtol=1e-5, atol=0.1)  # of a million numbers of order 1

@@ -13,9 +13,11 @@ from tests.gpu.test_cast import (
     SCALES,
     assert_fp8,
     assert_repeats,
+    assert_slices_are_alone,
     assert_transposed,
     bits,
     column_sums,
+    need,
     normal,
     ordinal,
     slot_of,
@@ -385,3 +387,37 @@ def test_what_fits(shape, expected):
     m, n, k = shape
     a, b = (torch.empty(rows, k, device=DEVICE, dtype=E4M3) for rows in (m, n))
     assert fits(a, b) is expected
+
+
+def test_more_elements_than_int32_counts():
+    """Also held to the product itself, whose sums of small whole numbers float32 has exactly."""
+    from gpt2_fp8.kernels.gelu import gelu_cast
+    from gpt2_fp8.kernels.product_gelu import Operands, product_gelu, product_gelu_backward
+
+    need(40)
+    m, n, k, step = 65600, 32896, 128, 13120
+    assert m * n > 2**31
+    parts = [slice(start, start + step) for start in range(0, m, step)]
+    given, bias, slot = whole((m, n, k)), normal(n, seed=2), slot_of(E4M3, 16.0)
+    h, q = product_gelu(given, bias, slot)
+    a, b, *units = given
+    weight = b.float().t() * (UNITS[0] * UNITS[1])
+    for part in parts:
+        assert torch.equal(h[part], (a[part].float() @ weight + bias.float()).bfloat16())
+        assert torch.equal(bits(q[part]), bits(gelu_cast(h[part], slot_of(E4M3, 16.0))))
+    assert slot.amax.item() == pytest.approx(h.max().item(), rel=1e-6)  # far from 0, gelu(h) is h
+    del q
+
+    a = whole((m, 128, k), E5M2, seed=3).a
+    slot, of_parts, sums = slot_of(E5M2, 11.3), slot_of(E5M2, 11.3), []
+
+    def backward(rows, slot):
+        operands = Operands(a[rows], b, *units)
+        *tensors, partial = product_gelu_backward(operands, h[rows], slot, slot_of(E4M3, 16.0))
+        sums.append(column_sums(partial))
+        return tensors
+
+    of_all = backward(slice(None), slot)
+    assert_slices_are_alone(of_all, lambda part: backward(part, of_parts), parts, transposed=(1, 2))
+    assert slot.amax.item() == of_parts.amax.item() > 0
+    torch.testing.assert_close(sums[0], sum(sums[1:]), rtol=1e-5, atol=1e-2)

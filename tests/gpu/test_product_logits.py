@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.gpu.test_product_gelu import bits, exact_product, whole
+from tests.gpu.test_cast import need
+from tests.gpu.test_product_gelu import UNITS, bits, exact_product, whole
 
 pytestmark = pytest.mark.fp8
 
@@ -61,3 +62,27 @@ def test_repeats_and_a_nan_spoils_its_row_alone():
     assert torch.equal(losses.isnan(), spoilt)
     assert torch.equal(losses[~spoilt], one[1][~spoilt])
     assert torch.all(logits[5].isnan())
+
+
+def test_more_elements_than_int32_counts():
+    """As many rows as a head has never at once (it goes by chunks), and GPT-2's vocabulary. Held to the product itself,
+    whose sums of small whole numbers float32 has exactly, and to the kernel that reads the logits."""
+    from gpt2_fp8.kernels.product_logits import product_logits
+    from gpt2_fp8.kernels.softmax_cast import softmax_statistics
+
+    need(24)
+    m, n, k, vocab_size = 65600, 50304, 128, 50257
+    assert m * n > 2**31
+    operands, targets = whole((m, n, k)), targets_of(m, vocab_size)
+    logits, losses, exponents = product_logits(operands, targets, vocab_size)
+    weight = operands.b.float().t() * (UNITS[0] * UNITS[1])
+    for start in range(0, m, 8200):
+        part = slice(start, start + 8200)
+        assert torch.equal(logits[part], (operands.a[part].float() @ weight).bfloat16())
+    others = softmax_statistics(logits, targets, vocab_size)
+    torch.testing.assert_close(losses, others[0], rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(exponents, others[1], rtol=1e-6, atol=2e-6)
+    last = slice(-64, None)
+    exact = logits[last].double()[:, :vocab_size]
+    expected = torch.nn.functional.cross_entropy(exact, targets[last], ignore_index=-1, reduction="none")
+    torch.testing.assert_close(losses[last].double(), expected, rtol=2e-6, atol=2e-6)

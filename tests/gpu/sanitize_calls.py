@@ -1,0 +1,125 @@
+"""A small call of each of our kernels, for `tests.gpu.sanitize`: shapes that end in the midst of a tile, and few
+blocks, so that a block goes round its ring of buffers. What they compute is other tests' affair.
+
+What they are given is made on the CPU: hardly a kernel runs here that is not ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from gpt2_fp8.kernels import cast, cross_entropy, embedding, gelu, layer_norm, nvrtc, product_gelu, softmax_cast
+from gpt2_fp8.kernels.product_logits import product_logits
+from gpt2_fp8.kernels.slot import Slot
+from tests.gpu.sanitize import DONE
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = (E4M3, E5M2)
+PRODUCTS = [(64, 128, 128), (448, 384, 256), (256, 256, 1024)]  # M, N, K
+
+
+def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype).cuda()
+
+
+def number(value: float) -> torch.Tensor:
+    return torch.tensor([value]).cuda()
+
+
+def slot(dtype: torch.dtype) -> Slot:
+    return Slot(number(16.0), number(1 / 16), number(0.0), dtype)
+
+
+def targets(rows: int, vocab_size: int) -> torch.Tensor:
+    made = torch.arange(rows) * 7 % vocab_size
+    made[::3] = -1
+    return made.cuda()
+
+
+def casts() -> None:
+    for shape in [(16, 16), (20, 24), (144, 272), (272, 160)]:
+        cast.cast_transpose(values(*shape, dtype=torch.float32), slot(E4M3))
+        for dtype in FORMATS:
+            _, _, partial = cast.cast_transpose(values(*shape), slot(dtype), sums=True)
+            cast.reduce_columns(partial, values(shape[1], dtype=torch.float32), add=dtype == E4M3)
+
+
+def norms() -> None:
+    for m, n in [(16, 16), (208, 144), (208, 768), (80, 2048), (48, 2064)]:
+        x, weight, bias = values(m, n), values(n, dtype=torch.float32), values(n, dtype=torch.float32)
+        layer_norm.layer_norm_cast(x, weight, bias, 1e-5, slot(E5M2), both=False)
+        _, _, statistics = layer_norm.layer_norm_cast(x, weight, bias, 1e-5, slot(E4M3))
+        for residual, given in [(None, None), (None, slot(E4M3)), (values(m, n), slot(E5M2))]:
+            layer_norm.layer_norm_backward(values(m, n), x, statistics, weight, residual, given)
+
+
+def softmaxes() -> None:
+    for rows, vocab_size, columns in [(16, 1, 16), (48, 257, 400), (144, 160, 160), (16, 8193, 8320)]:
+        logits, wanted = values(rows, columns), targets(rows, vocab_size)
+        _, exponents = softmax_cast.softmax_statistics(logits, wanted, vocab_size)
+        for dtype in FORMATS:
+            softmax_cast.softmax_gradient_cast(logits, wanted, exponents, vocab_size, dtype)
+
+
+def gelus() -> None:
+    for shape, dtype in itertools.product([(16, 16), (144, 272)], FORMATS):
+        gelu.gelu_cast(values(*shape), slot(dtype))
+        gelu.gelu_backward_cast(values(*shape), values(*shape), slot(dtype), slot(E4M3))
+
+
+def products() -> None:
+    for m, n, k in PRODUCTS:
+        scales = number(0.3), number(0.07)
+        of_a, b = {dtype: values(m, k).to(dtype) for dtype in FORMATS}, values(n, k).to(E4M3)
+        forward = product_gelu.Operands(of_a[E4M3], b, *scales)
+        assert product_gelu.fits(of_a[E4M3], b), (m, n, k)
+        for bias in (None, values(n)):
+            h, _ = product_gelu.product_gelu(forward, bias, slot(E4M3))
+        for dtype in FORMATS:
+            operands = product_gelu.Operands(of_a[dtype], b, *scales)
+            product_gelu.product_gelu_backward(operands, h, slot(dtype), slot(E4M3))
+        for vocab_size in (n, n - 84):
+            product_logits(forward, targets(m, vocab_size), vocab_size)
+
+
+def entropies() -> None:
+    for rows, vocab_size, columns in [(5, 257, 320), (3, 8193, 8256)]:
+        for dtype in (torch.bfloat16, torch.float32):
+            logits = values(rows, columns, dtype=dtype).requires_grad_()
+            (cross_entropy.fused_cross_entropy(logits * 1, targets(rows, vocab_size), vocab_size) * 3).backward()
+
+
+def embeddings() -> None:
+    for (batch, tokens), vocabulary, columns in [((3, 70), 100, 272), ((1, 16), 2, 16), ((2, 150), 70000, 16)]:
+        ids = torch.arange(batch * tokens).view(batch, tokens).square() % vocabulary
+        ids[0] = vocabulary - 1  # a run over several chunks
+        ids, dx = ids.cuda(), values(batch, tokens, columns)
+        table, positions = (values(rows, columns, dtype=torch.float32) for rows in (vocabulary, tokens + 2))
+        embedding.embed(ids, table, positions)
+        embedding.embedding_gradient(dx, ids, table)
+        for add in (False, True):
+            embedding.positions_gradient(dx, positions, add)
+
+
+def run(*calls) -> None:
+    for call in calls:
+        print(call.__name__, flush=True)
+        call()
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    if reason := nvrtc.missing():
+        raise SystemExit(f"the kernels in CUDA C++ cannot run: {reason}")
+    run(casts, norms, softmaxes, products)
+    present, nvrtc.processors = nvrtc.processors, lambda device: 2  # blocks with many tiles each
+    run(norms, products)
+    nvrtc.processors, nvrtc.missing = present, lambda: "hidden: what Triton has in its place is called"
+    run(casts, norms, softmaxes, gelus, entropies, embeddings)
+    print(DONE, flush=True)
+
+
+if __name__ == "__main__":
+    main()
