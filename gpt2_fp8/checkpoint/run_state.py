@@ -97,7 +97,7 @@ RUN: Form = {
         }
     ),
     "TokenDataModule": {"fingerprint": {...: (str, int)}, "step": COUNT, "lanes": {...: _LANE}},
-    "FP8Precision": Maybe({"scaling": Maybe(str), ...: Tensor}),
+    "FP8Precision": Maybe({"scaling": Maybe(str), "sequences": Maybe(COUNT), ...: Tensor}),
     # of version 2
     "model": Maybe(dict),
     "micro_batch_size": Maybe({"asked": COUNT, "fits": COUNT}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -54,7 +55,7 @@ class Kernel:
 
         source = "\n".join(_source(file) for file in ("common.cuh", f"{name}.cu"))
         self._kernel = _compile(source, constants, device).get_kernel(name)
-        self._threads, self._shared_bytes = threads, shared_bytes
+        self._threads, self._shared_bytes, self._device = threads, shared_bytes, device
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, self._kernel.handle, device)
         if status != driver.CUresult.CUDA_SUCCESS:
@@ -65,6 +66,8 @@ class Kernel:
         for C's int, a float for C's float; the copy engine's maps are passed as they are."""
         from cuda.core import launch
 
+        if _thread.device != self._device:
+            _make_current(self._device)
         stream = _stream(torch.cuda.current_stream().cuda_stream)
         launch(stream, self._config(grid), self._kernel, *map(_argument, arguments))
 
@@ -73,6 +76,24 @@ class Kernel:
         from cuda.core import LaunchConfig
 
         return LaunchConfig(grid=grid, block=self._threads, shmem_size=self._shared_bytes)
+
+
+class _Thread(threading.local):
+    """The device whose context this thread has for sure."""
+
+    device = -1
+
+
+_thread = _Thread()
+
+
+def _make_current(device: int) -> None:
+    """Give this thread the device's context. Torch does so with its own first work there, but a launch through the
+    driver may come before any: the first of a backward, which runs in a thread of autograd's own."""
+    from cuda.core import Device
+
+    Device(device).set_current()
+    _thread.device = device
 
 
 def _source(file: str) -> str:
