@@ -26,7 +26,7 @@ class SameKernels(Callback):
             if other != told[0]:
                 raise UserError.of(
                     f"rank {rank} would compute by other kernels than rank 0: {_difference(other, told[0])}",
-                    "the same packages, drivers and GPUs on every machine (rank N's own log says what it lacks)",
+                    "the same packages and drivers on every machine of the run",
                 )
 
 
