@@ -6,18 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from gpt2_fp8 import startup
 from gpt2_fp8.callbacks.fallback import Fallback
 from gpt2_fp8.callbacks.memory import PeakMemory
 from gpt2_fp8.callbacks.progress import ProgressBar
+from gpt2_fp8.callbacks.same_kernels import SameKernels
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.checkpoint.files import read_weights
 from gpt2_fp8.checkpoint.io import FolderCheckpointIO, blame_checkpoints
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
+from gpt2_fp8.kernels import libraries
 from gpt2_fp8.loggers import build_loggers
 from gpt2_fp8.module import GPT2Module
 from gpt2_fp8.precision.plugin import build_plugin
@@ -34,6 +37,7 @@ class Parts:
     data: TokenDataModule
     throughput: Throughput
     memory: PeakMemory
+    kernels: dict[str, str]  # what computes, by its part in it
 
 
 def build(
@@ -50,7 +54,8 @@ def build(
     module = GPT2Module(config, plan, config.model.vocab_size or data.vocab_size, weights)
     throughput = Throughput(config, module.vocab_size)
     memory = PeakMemory()
-    callbacks: list[Callback] = [throughput, memory]
+    kernels = startup.kernels(config, plan, module.vocab_size)
+    callbacks: list[Callback] = [throughput, memory, SameKernels(kernels | _versions(plan))]
     if config.callbacks.sample_tokens:
         callbacks.append(Samples(config.callbacks.sample_prompt, config.callbacks.sample_tokens, config.seed))
     if config.callbacks.progress_bar:
@@ -59,7 +64,12 @@ def build(
     if not config.trainer.fast_dev_run:
         callbacks += ends
     trainer = build_trainer(config, plan, folder, callbacks, checkpoint)
-    return Parts(plan, trainer, module, data, throughput, memory)
+    return Parts(plan, trainer, module, data, throughput, memory, kernels)
+
+
+def _versions(plan: Plan) -> dict[str, str]:
+    """Of what computes."""
+    return {"torch": torch.__version__} | (libraries.versions() if plan.device == "cuda" else {})
 
 
 def build_data(config: RunConfig) -> TokenDataModule:

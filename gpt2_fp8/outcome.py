@@ -8,6 +8,7 @@ from gpt2_fp8.build import Parts
 from gpt2_fp8.callbacks.fallback import Fallback
 from gpt2_fp8.callbacks.tiers import Tiers
 from gpt2_fp8.checkpoint import pointers
+from gpt2_fp8.kernels import libraries
 from gpt2_fp8.report import Fallbacks, Summary
 
 
@@ -42,8 +43,10 @@ def fill(summary: Summary, parts: Parts, fallback: Fallback, tiers: Tiers) -> No
     if last := pointers.read(tiers.folder, "last"):
         summary.checkpoint.last = str(tiers.folder / last.checkpoint)
     summary.data = parts.data.report()
+    summary.kernels = parts.kernels
     summary.device = "cpu"
     if parts.plan.device == "cuda":
+        summary.versions |= libraries.versions()
         summary.device = torch.cuda.get_device_name()
         summary.peak_memory_gb = max(summary.peak_memory_gb or 0.0, parts.memory.peak_gb or 0.0)
         summary.training_memory_gb = parts.memory.training_gb

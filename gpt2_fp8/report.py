@@ -79,6 +79,7 @@ class Summary:
     fallback: Fallbacks = field(default_factory=Fallbacks)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     data: dict[str, Any] = field(default_factory=dict)
+    kernels: dict[str, str] = field(default_factory=dict)  # what computed: layers, and the fused ones' kernels by part
     versions: dict[str, str | None] = field(default_factory=lambda: _versions())
     device: str | None = None
     command: list[str] = field(default_factory=lambda: list(sys.argv))

@@ -13,9 +13,12 @@ def generate(
 
     The context is a fixed window of `n_positions` with the future left blank (the model is causal), so that every
     forward has the shape FP8 wants. Call it in evaluation mode. The draw happens on the CPU from `seed`, and touches no
-    global random state. Ends early where a model that has diverged gives logits that are not finite.
+    global random state. Ends early where a model that has diverged gives logits that are not finite. Raises ValueError
+    for a prompt with an id that the model has not: a GPU would read past the end of its table.
     """
     assert prompt, "a prompt has at least one token"
+    if odd := [i for i in prompt if not 0 <= i < vocab_size]:
+        raise ValueError(f"the prompt has the id {odd[0]} of a vocabulary of {vocab_size:,}")
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)

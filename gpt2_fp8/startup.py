@@ -16,8 +16,7 @@ from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.flops import flops_per_token, parameter_count, peak_bf16_flops
-from gpt2_fp8.kernels.nvrtc import missing
-from gpt2_fp8.layers.attention import kernels
+from gpt2_fp8.layers.chosen import chosen, slower
 from gpt2_fp8.memory import largest_divisor
 from gpt2_fp8.model import padded_vocabulary
 from gpt2_fp8.precision.resolve import Plan
@@ -118,7 +117,10 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
         log.info("precision  %s: %s", ran, plan.reason)
     else:
         log.info("precision  %s instead of %s: %s", ran, plan.asked, plan.reason)
-    log.info("layers     %s", _layers(config, plan))
+    behind = slower() if plan.backend == "fused" else []
+    log.log(
+        logging.WARNING if behind else logging.INFO, "layers     %s", _layers(kernels(config, plan, vocab_size), behind)
+    )
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
     log.info(
         "steps      %d of %d x %d = %d tokens, in micro-batches of %d sequences",
@@ -134,12 +136,25 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     log.info("folder     %s", folder)
 
 
-def _layers(config: RunConfig, plan: Plan) -> str:
-    """Which layers compute a run, for people."""
+def kernels(config: RunConfig, plan: Plan, vocab_size: int) -> dict[str, str]:
+    """What computes a run: its layers and, where these are the fused ones, the kernels of each part."""
+    found = {"layers": _family(plan)}
     if plan.backend == "fused":
-        attention = kernels(config.model.n_head, config.model.n_embd)
-        slower = f"; slower than it could be: {reason}" if (reason := missing()) else ""
-        return f"fused FP8 chain{', in CUDA graphs' if plan.graphs else ''}; attention {attention}{slower}"
+        model = config.model
+        rows = config.micro_batch * model.n_positions
+        found |= chosen(rows, model.n_head, model.n_embd, padded_vocabulary(vocab_size))
+    return found
+
+
+def _layers(kernels: dict[str, str], behind: list[str]) -> str:
+    """Which layers compute a run, and by which kernels, for people."""
+    parts = [words if part == "layers" else f"{part} {words}" for part, words in kernels.items()]
+    return "; ".join(parts + ([f"slower than it could be: {', '.join(behind)}"] if behind else []))
+
+
+def _family(plan: Plan) -> str:
+    if plan.backend == "fused":
+        return f"fused FP8 chain{', in CUDA graphs' if plan.graphs else ''}"
     if plan.backend == "te":
         return "Transformer Engine"
     return "plain torch, compiled" if plan.compile else "plain torch"

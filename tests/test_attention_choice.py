@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from gpt2_fp8.layers import attention, te
-from gpt2_fp8.layers.attention import FlashAttention, flash_backward, kernels
+from gpt2_fp8.layers.attention import FlashAttention, flash_backward, kernels, why_no_flash, why_not_flash
 
 
 def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, deterministic=False, dq=None, dk=None, dv=None):
@@ -19,9 +19,14 @@ def older(dout, q, k, v, out, softmax_lse, dq, dk, dv, causal):
 
 @pytest.fixture(autouse=True)
 def _ask_again():
-    flash_backward.cache_clear()
+    _forget()
     yield
+    _forget()
+
+
+def _forget():
     flash_backward.cache_clear()
+    why_no_flash.cache_clear()
 
 
 @pytest.fixture
@@ -44,12 +49,18 @@ def test_it_is_taken_where_it_is_installed(install):
     assert "FlashAttention 4 backward" in kernels(n_head=12, n_embd=768)
     assert isinstance(attention.attention(12, 768), FlashAttention)
     assert isinstance(attention.attention(6, 768), FlashAttention), "heads of 128"
+    assert why_not_flash(12, 768) is None
 
 
-@pytest.mark.parametrize("function", [older, None], ids=["another interface", "FlashAttention 2"])
-def test_what_is_not_the_one_that_is_known_is_left_alone(install, function, monkeypatch):
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [(older, "flash-attn-4 has another interface than 4.0.0b36"), (None, "flash-attn-4 is not installed")],
+    ids=["another interface", "FlashAttention 2"],
+)
+def test_what_is_not_the_one_that_is_known_is_left_alone(install, function, reason, monkeypatch):
     install(function)
     assert flash_backward() is None
+    assert why_not_flash(12, 768) == reason
     assert kernels(n_head=12, n_embd=768) == "cuDNN"
     monkeypatch.setattr(te, "attention", lambda n_head, n_embd, dropout: ("te", n_head, n_embd, dropout))
     assert attention.attention(12, 768) == ("te", 12, 768, 0.0)
@@ -65,6 +76,7 @@ def test_one_that_does_not_load_is_left_alone(error, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
         monkeypatch.delitem(sys.modules, name)
     assert flash_backward() is None
+    assert why_not_flash(12, 768) == f"flash-attn-4 does not load: {type(error).__name__}: {error}"
     sys.modules.pop("flash_attn", None)
 
 
@@ -72,3 +84,4 @@ def test_one_that_does_not_load_is_left_alone(error, tmp_path, monkeypatch):
 def test_other_heads_have_cudnns(install, n_head, n_embd):
     install(backward)
     assert kernels(n_head, n_embd) == "cuDNN"
+    assert why_not_flash(n_head, n_embd) == f"heads of {n_embd // n_head}"

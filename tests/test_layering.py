@@ -57,7 +57,7 @@ HOUSE = {
     # what puts a run together
     "train": Row(f"build startup measure.auto process outcome ending recovery ladder {PARTS}", "torch"),
     "ending": Row(f"build process outcome {PARTS}"),
-    "outcome": Row(f"build ladder {PARTS}", "torch"),
+    "outcome": Row(f"build kernels ladder {PARTS}", "torch"),
     "process": Row("precision", "torch lightning"),
     "recovery": Row("ladder checkpoint", "torch"),
     "measure.auto": Row("measure measure.candidates measure.cache precision checkpoint config"),
@@ -65,11 +65,11 @@ HOUSE = {
     "measure.cache": Row("measure precision checkpoint config"),
     "measure.timing": Row("measure measure.room memory", "torch"),
     "measure.profile": Row("measure", "torch"),
-    "measure.versions": Row("", "torch"),
+    "measure.versions": Row("kernels", "torch"),
     "measure.room": Row("measure flops config"),
     "measure": Row("measure config"),
-    "build": Row(f"startup {PARTS}", "torch lightning"),
-    "startup": Row("checkpoint precision memory model layers.attention kernels.nvrtc flops config", "torch"),
+    "build": Row(f"startup kernels {PARTS}", "torch lightning"),
+    "startup": Row("checkpoint precision memory model layers.chosen flops config", "torch"),
     # what Lightning calls
     "module": Row(
         "resume attempts engine step sampling optim model flops precision checkpoint rng config", "torch lightning"
@@ -111,6 +111,7 @@ HOUSE = {
     "layers.te": Row("", "torch transformer_engine"),
     "layers.fused_family": Row("layers layers.te layers.fused config", "torch"),
     "layers.fused": Row("layers layers.attention kernels config", "torch"),
+    "layers.chosen": Row("layers.attention kernels kernels.nvrtc"),
     "layers.attention": Row("layers layers.te", "torch flash_attn"),
     "layers": Row("layers kernels config", "torch"),
     "kernels.nvrtc": Row("", "torch cuda"),

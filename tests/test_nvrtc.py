@@ -65,6 +65,24 @@ def test_not_installed(install):
     assert nvrtc.missing() == "cuda-core is not installed"
 
 
+def test_what_passes_by_is_no_reason(install):
+    """A first failure, of a cache that another rank has locked, say, would have this process compute by other kernels
+    to its end."""
+    install()
+    errors, compiled = [RuntimeError("database is locked")], Program.compile
+
+    def compile(self, target, cache=None):
+        if errors:
+            raise errors.pop()
+        return compiled(self, target, cache)
+
+    Program.compile = compile
+    try:
+        assert nvrtc.missing() is None
+    finally:
+        Program.compile = compiled
+
+
 def test_without_its_libraries(install):
     install(failing=(RuntimeError,))
     assert nvrtc.missing() == "cuda-core does not work here: RuntimeError: no libnvrtc.so.13"

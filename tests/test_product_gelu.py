@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from gpt2_fp8.kernels import nvrtc
+from gpt2_fp8.kernels import nvrtc, shapes
 
 BLOCK_BYTES = 227 * 1024  # of shared memory, at most
 ROWS, COLUMNS, LINE = 64, 128, 128  # a tile, and bytes of its rows that are copied together
@@ -39,7 +39,7 @@ def kernel(request, product):
     """Its constants for an inner dimension, and its text."""
     text = nvrtc._source(f"{request.param}.cu")
     turned = eval(re.search(r"constexpr int TURNED_BYTES = ([\d* ]+);", text)[1])
-    shape_of = product._forward if request.param == "product_gelu" else product._backward
+    shape_of = shapes.forward if request.param == "product_gelu" else shapes.backward
     return SimpleNamespace(shape_of=shape_of, text=text, turned=turned)
 
 
@@ -83,7 +83,7 @@ def test_shared_memory(kernel, product, k, monkeypatch):
     needed = memory_bytes(k, shape.warpgroups, shape.stages, kernel.turned)
     assert shape.shared_bytes == needed <= BLOCK_BYTES
     more = memory_bytes(k, shape.warpgroups, shape.stages + 1, kernel.turned)
-    assert shape.stages == product.MOST_STAGES or more > BLOCK_BYTES
+    assert shape.stages == shapes.MOST_STAGES or more > BLOCK_BYTES
 
 
 @pytest.mark.parametrize(

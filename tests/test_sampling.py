@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -30,3 +31,10 @@ def test_leaves_global_randomness_alone():
     first = generate(Successor(10), [1], 5, 10, 4, seed=1)
     assert torch.equal(before, torch.get_rng_state())
     assert first == generate(Successor(10), [1], 5, 10, 4, seed=1)
+
+
+@pytest.mark.parametrize("odd", [10, 16, -1])
+def test_an_id_that_the_model_has_not_is_refused(odd):
+    """10 to 16 are columns of padding."""
+    with pytest.raises(ValueError, match=f"the prompt has the id {odd} of a vocabulary of 10"):
+        generate(Successor(10), [3, odd, 2], 5, 10, 4, seed=1)

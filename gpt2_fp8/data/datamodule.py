@@ -161,7 +161,7 @@ class TokenDataModule(LightningDataModule):
         assert self._ready, "setup() comes first"
         if self._val is None:
             return []
-        rows = Validation(self._val, self.micro_batch_size)
+        rows = Validation(self._val, self.micro_batch_size, self.vocab_size)
         return DataLoader(rows, batch_size=None, num_workers=0, pin_memory=torch.cuda.is_available())
 
     def advance(self, cursor: Cursor) -> None:
@@ -219,5 +219,7 @@ class TokenDataModule(LightningDataModule):
         for index in mine:
             state = lane_start() if self._steps.overfit_batches else self._progress.lanes[str(index)]
             lanes[index] = Lane(index, self._order, self._corpus.train, self._pool, self.n_positions, state, ahead)
-        batches = Batches(lanes, self._order.lanes, self.global_batch_size, self.n_positions, rank, world)
+        batches = Batches(
+            lanes, self._order.lanes, self.global_batch_size, self.n_positions, rank, world, self.vocab_size
+        )
         return self._progress.step, batches

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from gpt2_fp8.config.errors import DataSourceLost, RunError
+from gpt2_fp8.data.ids import check_batch
 from gpt2_fp8.data.packing import Batches, LaneState
 from gpt2_fp8.data.tokenizer import Tokens
 from gpt2_fp8.exchange import rank_and_world
@@ -79,7 +80,8 @@ class Validation(IterableDataset[dict[str, Tensor]]):
     Every rank has the same number of items of the same shape: rows of `PADDING` fill up where sequences lack.
     """
 
-    def __init__(self, blocks: Tokens, micro_batch_size: int):
+    def __init__(self, blocks: Tokens, micro_batch_size: int, vocab_size: int):
+        self.vocab_size = vocab_size
         rank, world = rank_and_world()
         per_rank = -(-len(blocks) // world)
         self.rows = min(micro_batch_size, per_rank)
@@ -93,4 +95,6 @@ class Validation(IterableDataset[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for i in range(self.length):
-            yield {"ids": self.ids[i * self.rows : (i + 1) * self.rows]}
+            ids = self.ids[i * self.rows : (i + 1) * self.rows]
+            check_batch(ids.numpy(), self.vocab_size, lowest=PADDING)
+            yield {"ids": ids}

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.documents import DocumentCounts
+from gpt2_fp8.data.ids import check_batch
 from gpt2_fp8.data.order import Order, Permutation, Place
 from gpt2_fp8.data.tokenizer import Tokens
 from gpt2_fp8.data.units import Unit
@@ -160,25 +161,33 @@ class Batches:
     """
 
     def __init__(
-        self, lanes: dict[int, Lane], n_lanes: int, global_batch_size: int, n_positions: int, rank: int, world: int
+        self,
+        lanes: dict[int, Lane],
+        n_lanes: int,
+        global_batch_size: int,
+        n_positions: int,
+        rank: int,
+        world: int,
+        vocab_size: int,
     ):
         assert global_batch_size % world == 0
         assert global_batch_size % n_lanes == 0
         self.lanes, self.n_lanes, self.global_batch_size = lanes, n_lanes, global_batch_size
-        self.n_positions, self.rank, self.world = n_positions, rank, world
+        self.n_positions, self.rank, self.world, self.vocab_size = n_positions, rank, world, vocab_size
         for depth in range(1 + max(lane.ahead for lane in lanes.values())):
             for lane in lanes.values():  # what every lane needs now comes before what any of them needs next
                 if depth <= lane.ahead:
                     lane.ask()
 
     def next(self) -> npt.NDArray[np.int32]:
-        """int32 [global_batch_size // world, n_positions + 1]."""
+        """int32 [global_batch_size // world, n_positions + 1]. Raises RunError for an id that is none."""
         ids = np.empty((self.global_batch_size // self.world, self.n_positions + 1), dtype=np.int32)
         for j in range(self.global_batch_size):
             if lane := self.lanes.get(j % self.n_lanes):
                 block = lane.next()
                 if j % self.world == self.rank:
                     ids[j // self.world] = block
+        check_batch(ids, self.vocab_size)
         return ids
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gpt2_fp8.data.cache import UnitCache
 from gpt2_fp8.data.documents import DocumentCounts, TokenisedUnit, tokenise
+from gpt2_fp8.data.ids import check_unit
 from gpt2_fp8.data.retry import with_retries
 from gpt2_fp8.data.tokenizer import TokenizerName, load_tokenizer
 from gpt2_fp8.data.units import Source, Unit
@@ -40,4 +41,7 @@ class UnitReader:
 
     def _tokenise(self, unit: Unit) -> TokenisedUnit:
         counts = DocumentCounts()  # a failed attempt's counts go with it
-        return tokenise(self.source.read(unit, counts), unit, load_tokenizer(self.tokenizer), counts)
+        encoding = load_tokenizer(self.tokenizer)
+        made = tokenise(self.source.read(unit, counts), unit, encoding, counts)
+        check_unit(made.tokens, encoding.n_vocab, unit.name)  # the cache looks at its own, and makes them anew
+        return made

@@ -78,6 +78,14 @@ def library() -> Any:
     return loaded
 
 
+def version() -> str:
+    """cuBLASLt's own version: 130100 -> 13.1.0. Raises RuntimeError where there is none."""
+    ask = library().cublasLtGetVersion
+    ask.argtypes, ask.restype = [], ctypes.c_size_t
+    major, rest = divmod(ask(), 10000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
 def _open() -> ctypes.CDLL:
     """torch's own copy: a name that is already loaded is found under any search path; else it is next to torch."""
     majors = dict.fromkeys(((torch.version.cuda or "13").partition(".")[0], "13", "12"))

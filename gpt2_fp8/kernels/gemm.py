@@ -9,6 +9,7 @@ rows, which are our columns.
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from gpt2_fp8.kernels import cublaslt as lt
 from gpt2_fp8.kernels import tuning
+
+log = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA advises for Hopper
 CANDIDATES = 16  # algorithms asked for
@@ -146,6 +149,7 @@ class Plan:
 
             chosen = tuning.fastest(algorithms, launch, scratch, spare)
         except torch.OutOfMemoryError:
+            log.info("no memory to time cuBLASLt's algorithms for %s: its first choice stays", self.what)
             chosen = algorithms[0]
         self._algorithm = ctypes.byref(chosen)
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.kernels.cast import empty_pair
+from gpt2_fp8.kernels.shapes import SHARED_BYTES, WIDEST
 from gpt2_fp8.kernels.slot import Slot
 
-WIDEST = 2048  # columns; at 4,096, where few rows fit at once, it was slower than `layer_norm_tiles`
 MOST_STAGES = 6
 
 
@@ -40,7 +40,7 @@ def _shape(n: int, tensors: int, rows: int, blocks: int, tile: int) -> _Shape | 
     """With as many stages as there is room for; None where there is none for one. `tensors` are read row by row; a
     backward's pieces (more than one tensor) have two numbers a row besides."""
     piece = rows * n * 2 * tensors + (8 * rows if tensors > 1 else 0)
-    room = nvrtc.SHARED_BYTES // blocks - 4096 - tile * (-(-n // 32) * 32)  # 4096: sums, barriers, the system's own
+    room = SHARED_BYTES // blocks - 4096 - tile * (-(-n // 32) * 32)  # 4096: sums, barriers, the system's own
     stages = min(MOST_STAGES, room // piece)
     ring = -(-stages * piece // 128) * 128
     return _Shape(rows, blocks, tile, stages, ring + tile * (-(-n // 32) * 32)) if stages > 0 else None

@@ -15,12 +15,17 @@ import torch
 from torch import Tensor
 
 SOURCES = Path(__file__).with_name("cuda")
-SHARED_BYTES = 228 * 1024  # of a multiprocessor on Hopper; the system takes 1 KiB for each block
 
 
 @cache
 def missing() -> str | None:
-    """Why kernels in CUDA C++ cannot run on the current device, or None. Those who ask then have one in Triton."""
+    """Why kernels in CUDA C++ cannot run on the current device, or None. Those who ask then have one in Triton; the
+    answer stays what it is, since other kernels round elsewhere. What may pass by is tried twice: ranks that begin
+    together share the cache on disk."""
+    return _probe() and _probe()
+
+
+def _probe() -> str | None:
     try:
         _compile('extern "C" __global__ void probe() {}', {}, torch.cuda.current_device()).get_kernel("probe")
     except ModuleNotFoundError as error:

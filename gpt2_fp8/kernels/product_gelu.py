@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2_fp8.kernels import nvrtc
+from gpt2_fp8.kernels import nvrtc, shapes
 from gpt2_fp8.kernels.cast import empty_pair
 from gpt2_fp8.kernels.gelu import Gradient
+from gpt2_fp8.kernels.shapes import COLUMNS, LINE, ROWS, ProductShape, why_no_product
 from gpt2_fp8.kernels.slot import Slot
-
-ROWS, COLUMNS, LINE = 64, 128, 128  # of a tile; bytes that are copied together: as in `cuda/product.cuh`
-FEWEST_STAGES, MOST_STAGES = 4, 7  # with fewer, tensor cores wait for memory: no faster than a product and a kernel
 
 
 class Operands(NamedTuple):
@@ -33,38 +31,12 @@ class Operands(NamedTuple):
     b_scale_inv: Tensor
 
 
-class _Shape(NamedTuple):
-    """How a kernel uses a multiprocessor for one inner dimension."""
-
-    warpgroups: int  # that multiply
-    stages: int  # lines of a tile at hand or on their way, for each of them
-    shared_bytes: int
-
-
 def fits(a: Tensor, b: Tensor) -> bool:
-    """Whether a b^T can be computed here: whole tiles, and a slab of b in shared memory."""
+    """Whether a b^T can be computed here: see `shapes.why_no_product`."""
     (m, k), n = a.shape, b.shape[0]
-    if m % ROWS or n % COLUMNS or k % LINE or min(_forward(k).stages, _backward(k).stages) < FEWEST_STAGES:
+    if why_no_product(m, n, k):
         return False
     return torch.cuda.get_device_capability(a.device) == (9, 0) and nvrtc.missing() is None
-
-
-@cache
-def _shape(k: int, warpgroups: int, turned: int) -> _Shape:
-    """As many stages as there is room for. `turned`: bytes of a warp group's tile that leaves transposed."""
-    stage, rest = ROWS * LINE + 16, COLUMNS * k  # 16: two barriers
-    stages = min(((nvrtc.SHARED_BYTES - 1024 - rest) // warpgroups - turned) // stage, MOST_STAGES)
-    return _Shape(warpgroups, stages, rest + warpgroups * (turned + stages * stage))
-
-
-def _forward(k: int) -> _Shape:
-    """Measured on an H200, as the one below: three warp groups hide each other's epilogues; an epilogue that holds more
-    in registers and shared memory leaves room for two."""
-    return _shape(k, 3, turned=16)
-
-
-def _backward(k: int) -> _Shape:
-    return _shape(k, 2, turned=ROWS * COLUMNS)
 
 
 def tensor_map(a: Tensor) -> Any:
@@ -75,7 +47,7 @@ def tensor_map(a: Tensor) -> Any:
     return nvrtc.tensor_map(rows, (ROWS // 16, 2, 8, LINE))
 
 
-def _kernel(name: str, operands: Operands, shape: _Shape, e4m3: bool) -> tuple[nvrtc.Kernel, int]:
+def _kernel(name: str, operands: Operands, shape: ProductShape, e4m3: bool) -> tuple[nvrtc.Kernel, int]:
     """The kernel, and how many blocks it is to have."""
     a, b, *scales = operands
     (m, k), n = a.shape, b.shape[0]
@@ -90,7 +62,7 @@ def _kernel(name: str, operands: Operands, shape: _Shape, e4m3: bool) -> tuple[n
 
 def forward_kernel(name: str, operands: Operands) -> tuple[nvrtc.Kernel, int]:
     """A kernel of a forward product, and how many blocks it is to have."""
-    return _kernel(name, operands, _forward(operands.a.shape[1]), e4m3=True)
+    return _kernel(name, operands, shapes.forward(operands.a.shape[1]), e4m3=True)
 
 
 @cache
@@ -128,7 +100,7 @@ def product_gelu_backward(operands: Operands, h: Tensor, slot: Slot, slot_y: Slo
     q, qt = empty_pair(m, n, slot.dtype, h.device)
     yt = torch.empty(n, m, dtype=slot_y.dtype, device=h.device)
     e4m3 = slot.dtype == torch.float8_e4m3fn
-    kernel, grid = _kernel("product_gelu_backward", operands, _backward(a.shape[1]), e4m3)
+    kernel, grid = _kernel("product_gelu_backward", operands, shapes.backward(a.shape[1]), e4m3)
     parts = _parts(grid, m // ROWS, n // COLUMNS)
     sums = torch.empty(parts, n, dtype=torch.float32, device=h.device)
     kernel(

@@ -20,23 +20,46 @@ from gpt2_fp8.layers import reference, te
 
 HEAD_SIZES = (64, 128)  # where it was measured to be faster, and is tested
 SHORT = 128  # tokens of one block of its backward; up to here it has other kernels, which were not measured
+NOT_INSTALLED = "flash-attn-4 is not installed"
 ARGUMENTS = {"q", "k", "v", "out", "dout", "lse", "causal", "deterministic", "dq", "dk", "dv"}
 
 
 @cache
 def flash_backward() -> Callable[..., Any] | None:
-    """FlashAttention 4's backward (the package `flash-attn-4`), or None where it is not installed, does not load, or
-    has another interface than the beta that this was written for."""
+    """FlashAttention 4's backward (the package `flash-attn-4`), or None where `why_no_flash` says why."""
+    return None if why_no_flash() else _imported()
+
+
+@cache
+def why_no_flash() -> str | None:
+    """Why FlashAttention 4's backward cannot be called, or None: it is not installed, does not load, or has another
+    interface than the beta that this was written for. cuDNN's own will do."""
     try:
-        from flash_attn.cute.interface import _flash_attn_bwd
-    except Exception:  # not there, only FlashAttention 2, or a compiler of another version: cuDNN's own will do
-        return None
-    return _flash_attn_bwd if set(inspect.signature(_flash_attn_bwd).parameters) >= ARGUMENTS else None
+        known = set(inspect.signature(_imported()).parameters) >= ARGUMENTS
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "flash_attn":  # not there, or only FlashAttention 2
+            return NOT_INSTALLED
+        return f"flash-attn-4 does not load: {error}"
+    except Exception as error:  # a compiler of another version
+        return f"flash-attn-4 does not load: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None if known else "flash-attn-4 has another interface than 4.0.0b36"
+
+
+def _imported() -> Callable[..., Any]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    return _flash_attn_bwd
 
 
 def kernels(n_head: int, n_embd: int) -> str:
     """What `attention` will run, for people."""
     return "cuDNN forward, FlashAttention 4 backward" if _flash(n_head, n_embd) else "cuDNN"
+
+
+def why_not_flash(n_head: int, n_embd: int) -> str | None:
+    """Why it is not FlashAttention 4 that computes `attention`'s backward, or None."""
+    size = n_embd // n_head
+    return why_no_flash() if size in HEAD_SIZES else f"heads of {size}"
 
 
 def attention(n_head: int, n_embd: int) -> nn.Module:
@@ -45,7 +68,7 @@ def attention(n_head: int, n_embd: int) -> nn.Module:
 
 
 def _flash(n_head: int, n_embd: int) -> bool:
-    return n_embd // n_head in HEAD_SIZES and flash_backward() is not None
+    return why_not_flash(n_head, n_embd) is None
 
 
 class FlashAttention(nn.Module):

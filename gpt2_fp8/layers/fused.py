@@ -24,6 +24,7 @@ from gpt2_fp8.kernels.layer_norm import Gradient, Statistics, layer_norm_backwar
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.attention import attention
 from gpt2_fp8.layers.product import Product, add_vector_gradient
+from gpt2_fp8.layers.received import Received
 from gpt2_fp8.layers.reference import EPSILON
 from gpt2_fp8.layers.scales import Scales
 
@@ -45,7 +46,7 @@ class Block(nn.Module):
         self.mlp = reference.LayerNormMLP(d, bias)
         self.products = Products(*(Product(scales) for _ in range(4)))
         self.below = [below]  # in a list: it is no part of this module
-        self.received: Gradient | None = None  # the gradient of the output, cast
+        self.received: Received | None = None  # the gradient of the output, cast
 
     def forget(self) -> None:
         """Let go of what a backward that did not come to its end has left here."""
@@ -135,8 +136,8 @@ class _BlockFunction(torch.autograd.Function):
 def _cast_output_gradient(block: Block, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`dout` [M, d] in both layouts, and its partial column sums: as the block above has left them, or made here."""
     received, block.received = block.received, None
-    if received is not None and received.dx.data_ptr() == dout.data_ptr():
-        return received.q, received.qt, received.sums[:, 2]
+    if received is not None and received.is_of(dout):
+        return received.gradient.q, received.gradient.qt, received.gradient.sums[:, 2]
     return cast_transpose(dout, block.products.fc2.slot("gradient"), sums=True)
 
 
@@ -178,7 +179,7 @@ def _attention_backward(
     slot = None if below is None else below.products.fc2.slot("gradient")
     result = layer_norm_backward(dy, x, statistics, norm.layer_norm_weight, into_middle.dx, slot)
     if below is not None:
-        below.received = result
+        below.received = Received(result)
     add_vector_gradient(norm.layer_norm_weight, result.sums[:, 0])
     add_vector_gradient(norm.layer_norm_bias, result.sums[:, 1])
     return result.dx

@@ -11,27 +11,18 @@ from importlib import metadata
 import torch
 
 from gpt2_fp8 import __version__
+from gpt2_fp8.kernels import libraries
 
 
 def versions() -> dict[str, str]:
     """Names and versions of the libraries, of CUDA and of the driver; those that are not there are left out."""
     found = {"gpt2_fp8": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name in ("transformer_engine", "lightning", "triton", "cuda-core", "flash-attn-4"):
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-        if cudnn := torch.backends.cudnn.version():
-            found["cudnn"] = _dotted(cudnn)
+    with suppress(metadata.PackageNotFoundError):
+        found["lightning"] = metadata.version("lightning")
+    found |= libraries.versions()
     if driver := _driver():
         found["driver"] = driver
     return found
-
-
-def _dotted(cudnn: int) -> str:
-    """91900 -> 9.19.0; 8907 -> 8.9.7."""
-    major, rest = divmod(cudnn, 10000 if cudnn >= 90000 else 1000)
-    return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def _driver() -> str | None:

@@ -54,7 +54,7 @@ def rank_batches(made: TokenDataModule, rank: int, world: int, lanes: dict[str, 
         )
         for i in lanes_of(rank, world, order.lanes, made.global_batch_size)
     }  # fmt: skip
-    return Batches(mine, order.lanes, made.global_batch_size, made.n_positions, rank, world)
+    return Batches(mine, order.lanes, made.global_batch_size, made.n_positions, rank, world, made.vocab_size)
 
 
 def write_jsonl(path: Path, texts: list[Any]) -> Path:

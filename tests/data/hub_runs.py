@@ -105,7 +105,7 @@ def expected(units: list[list[str]], steps: int = 30) -> str:
 
     order = Order(7, len(units), lane_count(8, len(units)))
     lanes = {i: Lane(i, order, units, Local(), 16, lane_start()) for i in range(order.lanes)}  # type: ignore[arg-type]
-    batches = Batches(lanes, order.lanes, 8, 16, 0, 1)
+    batches = Batches(lanes, order.lanes, 8, 16, 0, 1, 257)
     return hashlib.sha256(b"".join(batches.next().tobytes() for _ in range(steps))).hexdigest()
 
 

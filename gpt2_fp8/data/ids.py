@@ -1,0 +1,36 @@
+"""No id beyond the vocabulary goes to a model: on a GPU it would be read, and written, past the end of a table."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from gpt2_fp8.config.errors import RunError, UserError
+from gpt2_fp8.config.typed import printable
+
+
+def check_unit(tokens: npt.NDArray[np.integer], vocab_size: int, unit: str) -> None:
+    """Raises UserError for a unit's tokens that no tokenizer of `vocab_size` ids can have given."""
+    if (odd := _beyond(tokens, 0, vocab_size)) is not None:
+        raise UserError.of(
+            f"{printable(unit)}: its tokens have the id {odd} of a vocabulary of {vocab_size:,}",
+            "the tokenizer's files are damaged, or this machine's memory is: run with data.cache_dir=null elsewhere",
+        )
+
+
+def check_batch(ids: npt.NDArray[np.int32], vocab_size: int, lowest: int = 0) -> None:
+    """Raises RunError for a batch with an id below `lowest` or beyond the vocabulary. Its units had none when they were
+    read, so this is of the memory in which they have waited; a batch's numbers take a tenth of a millisecond to look
+    at, while the GPU still has the last step's update to do."""
+    if (odd := _beyond(ids, lowest, vocab_size)) is not None:
+        raise RunError(
+            f"a batch has the id {odd} of a vocabulary of {vocab_size:,}, and the text had none: this machine's memory "
+            "is not to be trusted; under the same run_name, ckpt_path=last continues, better on another machine"
+        )
+
+
+def _beyond(ids: npt.NDArray[np.integer], lowest: int, vocab_size: int) -> int | None:
+    if not ids.size:
+        return None
+    smallest, largest = int(ids.min()), int(ids.max())
+    return smallest if smallest < lowest else largest if largest >= vocab_size else None

@@ -1,0 +1,34 @@
+"""Versions of the libraries whose kernels, or compilers of kernels, a GPU's work depends on."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import metadata
+
+import torch
+
+from gpt2_fp8.kernels import cublaslt
+
+PACKAGES = ("transformer_engine", "triton", "cuda-core", "flash-attn-4")
+
+
+def versions() -> dict[str, str]:
+    """By name; those that are not there are left out. cuBLASLt's too, of which `tuning` takes another algorithm, that
+    may round elsewhere, where its version has another first choice."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        if cudnn := torch.backends.cudnn.version():
+            found["cudnn"] = _dotted(cudnn)
+        with suppress(RuntimeError, AttributeError):
+            found["cublaslt"] = cublaslt.version()
+    return found
+
+
+def _dotted(cudnn: int) -> str:
+    """91900 -> 9.19.0; 8907 -> 8.9.7."""
+    major, rest = divmod(cudnn, 10000 if cudnn >= 90000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"

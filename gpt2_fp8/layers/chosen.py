@@ -1,0 +1,41 @@
+"""Which kernels compute the fused layers at the shapes of a run, and why not the faster ones where they do not.
+
+Each of these follows what decides it: `product_gelu.fits`, `layer_norm_rows.fits`, `cast_lines.fits`,
+`attention.why_not_flash`.
+"""
+
+from __future__ import annotations
+
+from gpt2_fp8.kernels import nvrtc, shapes
+from gpt2_fp8.layers import attention
+
+
+def chosen(rows: int, n_head: int, n_embd: int, vocabulary_rows: int) -> dict[str, str]:
+    """By what they compute. `rows` of a micro-batch, sequences times tokens; `vocabulary_rows` of the embedding."""
+    missing = nvrtc.missing() is not None
+    gelu = shapes.why_no_product(rows, 4 * n_embd, n_embd)
+    logits = shapes.why_no_product(rows, vocabulary_rows, n_embd)
+    if missing or n_embd > shapes.WIDEST:
+        norm = "in Triton, over tiles" + ("" if missing else f" (rows are wider than {shapes.WIDEST:,})")
+    else:
+        norm = "in CUDA C++, over rows"
+    flash = attention.why_not_flash(n_head, n_embd)
+    return {
+        "gelu": _product("in its products", "beside its products, in Triton", gelu, missing),
+        "logits": _product("with their statistics", "without their statistics", logits, missing),
+        "normalisation": norm,
+        "casts": f"in {'Triton' if missing else 'CUDA C++'}",
+        "attention": attention.kernels(n_head, n_embd) + (f" ({flash})" if flash else ""),
+    }
+
+
+def slower() -> list[str]:
+    """What is there and does not work, or is missing, so that slower kernels do its work."""
+    flash = attention.why_no_flash()
+    return [reason for reason in (nvrtc.missing(), None if flash == attention.NOT_INSTALLED else flash) if reason]
+
+
+def _product(fused: str, otherwise: str, why_not: str | None, missing: bool) -> str:
+    if why_not is None and not missing:
+        return fused
+    return otherwise + (f" ({why_not})" if why_not else "")

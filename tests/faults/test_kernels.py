@@ -1,0 +1,182 @@
+"""Faults 127 to 130: kernels that are there and do not work; ranks whose kernels differ; ids that a vocabulary has not;
+a gradient that is another one by the time its cast is used. What the kernels do themselves needs a GPU."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpt2_fp8 import exchange
+from gpt2_fp8.callbacks.same_kernels import SameKernels
+from gpt2_fp8.compose import preflight
+from gpt2_fp8.config.errors import RunError, UserError
+from gpt2_fp8.data import reader
+from gpt2_fp8.kernels import nvrtc
+from gpt2_fp8.layers import attention
+from gpt2_fp8.layers.received import Received
+from gpt2_fp8.precision.resolve import Plan
+from gpt2_fp8.startup import announce
+from tests.data.corpora import files_config, module, rank_batches, write_jsonl
+from tests.runs import summary, train
+from tests.test_ddp import TWO
+from tests.test_ddp import run as run_of_two
+
+FUSED = Plan("cuda", "fp8_hybrid", "fp8_hybrid", None, "fused", compile=False, graphs=True)
+BROKEN = "cuda-core does not work here: RuntimeError: no libnvrtc.so.13"
+LOST = "flash-attn-4 does not load: OSError: libcute.so"
+
+
+@pytest.fixture
+def layers(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """The log's record of `layers`, for what is missing, on a GPU that is none."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+
+    def say(kernels: str | None, flash: str | None, *words: str) -> logging.LogRecord:
+        monkeypatch.setattr(nvrtc, "missing", lambda: kernels)
+        monkeypatch.setattr(attention, "why_no_flash", lambda: flash)
+        caplog.clear()
+        (config,) = preflight(["micro_batch_size=16", *words])
+        with caplog.at_level(logging.INFO):
+            announce(config, FUSED, 50257, 1, tmp_path, None)
+        return next(record for record in caplog.records if record.getMessage().startswith("layers"))
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["model=gpt2"], "gelu in its products; logits with their statistics; normalisation in CUDA C++, over rows; "
+                         "casts in CUDA C++; attention cuDNN forward, FlashAttention 4 backward"),
+        (["model=gpt2_large"], "gelu beside its products, in Triton (1,280 channels leave too little shared memory)"),
+        (["model=gpt2_xl"], "logits without their statistics (1,600 channels are no multiple of 128)"),
+        (["model=gpt2_wide"], "normalisation in Triton, over tiles (rows are wider than 2,048)"),
+        (["model=gpt2", "model.n_positions=48", "micro_batch_size=3"], "(144 rows are no multiple of 64)"),
+        (["model=tiny"], "attention cuDNN (heads of 32)"),
+    ],
+)  # fmt: skip
+def test_127_the_log_says_which_kernels_run_and_why_not_others(layers: Any, words: list[str], expected: str) -> None:
+    record = layers(None, None, *words, "global_batch_size=48")
+    assert expected in record.getMessage()
+    assert record.levelno == logging.INFO
+
+
+@pytest.mark.parametrize(
+    ("kernels", "flash", "behind"),
+    [(BROKEN, None, BROKEN), (None, LOST, LOST), (BROKEN, LOST, f"{BROKEN}, {LOST}")],
+)
+def test_127_what_is_there_and_does_not_work_is_a_warning(
+    layers: Any, kernels: str | None, flash: str | None, behind: str
+) -> None:
+    record = layers(kernels, flash, "model=gpt2")
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().endswith(f"slower than it could be: {behind}")
+    assert ("casts in Triton" in record.getMessage()) == (kernels is not None)
+
+
+def test_127_what_is_an_extra_and_not_installed_is_none(layers: Any) -> None:
+    record = layers(None, attention.NOT_INSTALLED, "model=gpt2")
+    assert record.levelno == logging.INFO
+    assert record.getMessage().endswith("attention cuDNN (flash-attn-4 is not installed)")
+
+
+def test_127_the_summary_says_what_computed(tmp_path: Path) -> None:
+    train(tmp_path / "run", "trainer.max_steps=2")
+    assert summary(tmp_path / "run")["kernels"] == {"layers": "plain torch"}
+
+
+def told(monkeypatch: pytest.MonkeyPatch, *ranks: str) -> None:
+    monkeypatch.setattr(exchange, "everyones", lambda value: [value, *ranks])
+
+
+def test_128_the_same_kernels_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    told(monkeypatch, '{"cudnn": "9.19.0", "casts": "in CUDA C++"}')
+    SameKernels({"casts": "in CUDA C++", "cudnn": "9.19.0"}).setup(SimpleNamespace(), None, "fit")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ('{"casts": "in Triton", "cublaslt": "13.1.0"}', "casts 'in Triton' instead of 'in CUDA C++'"),
+        ('{"casts": "in CUDA C++", "cublaslt": "13.0.2"}', "cublaslt '13.0.2' instead of '13.1.0'"),
+        ('{"casts": "in CUDA C++"}', "cublaslt 'none' instead of '13.1.0'"),
+    ],
+)
+def test_128_what_differs_is_named(monkeypatch: pytest.MonkeyPatch, other: str, difference: str) -> None:
+    told(monkeypatch, '{"casts": "in CUDA C++", "cublaslt": "13.1.0"}', other)
+    callback = SameKernels({"casts": "in CUDA C++", "cublaslt": "13.1.0"})
+    words = re.escape(f"rank 2 would compute by other kernels than rank 0: {difference}")
+    with pytest.raises(UserError, match=words):
+        callback.setup(SimpleNamespace(), None, "fit")  # type: ignore[arg-type]
+
+
+OTHER_KERNELS = """
+from gpt2_fp8 import startup
+from gpt2_fp8.process import rank
+kernels = startup.kernels
+startup.kernels = lambda *given: kernels(*given) | ({"casts": "in Triton"} if rank() == 1 else {})
+"""
+
+
+def test_128_a_rank_with_other_kernels_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    code, output = run_of_two(tmp_path, *TWO, "run_name=run", patch=OTHER_KERNELS)
+    assert code == 2, output
+    assert "error: rank 1 would compute by other kernels than rank 0: casts 'in Triton' instead of 'none'" in output
+    assert "Traceback" not in output
+    assert summary(tmp_path / "outputs" / "run")["status"] == "refused"
+
+
+class Strange:
+    """A tokenizer that gives an id which it has not."""
+
+    name, eot_token, n_vocab = "strange", 256, 257
+
+    def encode_to_numpy(self, text: str, disallowed_special: Any) -> Any:
+        return np.array([65, 60000, 66], dtype=np.uint32)
+
+
+def test_129_an_id_that_the_tokenizer_has_not_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["some words of a document"] * 40)
+    monkeypatch.setattr(reader, "load_tokenizer", lambda name: Strange())
+    with pytest.raises(UserError, match=r"a\.jsonl.* the id 60000 of a vocabulary of 257\n +fix: "):
+        module(files_config(path))
+
+
+@pytest.mark.parametrize("where", ["in training", "in a validation"])
+def test_129_one_that_came_while_the_text_waited_in_memory_ends_the_run(tmp_path: Path, where: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [f"{i} some words of a document" for i in range(200)])
+    made = module(files_config(path, val_fraction=0.3, val_sequences=8))
+    batches, validation = rank_batches(made, 0, 1), made.val_dataloader()
+    batches.next()
+    if where == "in training":
+        segment = next(lane._segment for lane in batches.lanes.values() if lane._segment)
+        segment.tokens = np.full_like(segment.tokens, 30000)
+    else:
+        validation.dataset.ids[1, 3] = 30000  # type: ignore[union-attr]
+    items = (batches.next() for _ in range(3)) if where == "in training" else iter(validation)
+    with pytest.raises(RunError, match="the id 30000 of a vocabulary of 257, and the text had none") as caught:
+        list(items)
+    assert caught.value.exit_code == 1
+
+
+def test_129_rows_that_fill_up_a_validation_are_none(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [f"{i} some words of a document" for i in range(200)])
+    rows = list(module(files_config(path, val_fraction=0.3, val_sequences=7)).val_dataloader())
+    assert rows[-1]["ids"][-1].eq(-1).all()
+
+
+def test_130_a_hook_that_writes_in_place_leaves_no_stale_cast() -> None:
+    """The address stays, and so would the cast in FP8 of what was there before; see `tests/test_received.py`."""
+    dx = torch.ones(4, 8)
+    kept = Received(SimpleNamespace(dx=dx))  # type: ignore[arg-type]
+    assert kept.is_of(dx)
+    dx.mul_(5)
+    assert not kept.is_of(dx)
