@@ -67,6 +67,10 @@ class FilesSource:
         """The unit's documents."""
         return formats.read(unit, self.text_column, counts)
 
+    def is_current(self, unit: Unit) -> bool:
+        """Whether the file has the size and the time that it had at the start."""
+        return formats.version(Path(unit.path)) == unit.version
+
     @staticmethod
     def _resolve(patterns: list[str], problems: list[Problem]) -> list[Path]:
         """The files that `patterns` name, each once."""

@@ -54,8 +54,7 @@ def problems(path: Path, column: str) -> list[Problem]:
 
 def units(path: Path) -> list[Unit]:
     """The whole file, in units."""
-    stat = path.stat()
-    kind, size = ending(path), stat.st_size
+    kind, size = ending(path), path.stat().st_size
     if kind == ".parquet":
         import pyarrow.parquet as pq
 
@@ -69,8 +68,14 @@ def units(path: Path) -> list[Unit]:
                 if at > cuts[-1]:  # or else that cut is where the first line from here on starts
                     cuts.append(cut_after_newline(file, at, hard=kind == ".txt"))
             cuts = sorted({*cuts, size})
-    version = f"{size} {stat.st_mtime_ns}"
-    return [Unit(f"{path.name} {size} [{a}:{b}]", str(path), a, b, version) for a, b in pairwise(cuts)]
+    about = version(path)
+    return [Unit(f"{path.name} {size} [{a}:{b}]", str(path), a, b, about) for a, b in pairwise(cuts)]
+
+
+def version(path: Path) -> str:
+    """What changes when somebody writes to the file."""
+    stat = path.stat()
+    return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
 def held_out(path: Path, fraction: float) -> tuple[list[Unit], list[Unit]]:
