@@ -11,7 +11,7 @@ from pathlib import Path
 from gpt2_fp8.config import globs
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.typed import show
-from gpt2_fp8.data import formats
+from gpt2_fp8.data import file_check, formats
 from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.retry import LOCAL_WAITS
 from gpt2_fp8.data.units import Corpus, Unit
@@ -49,7 +49,7 @@ class FilesSource:
         held_out = {path.resolve() for path in val}
         train = [path for path in self._resolve(self.train_files, problems) if path.resolve() not in held_out]
         for path in [*train, *val]:
-            problems += formats.problems(path, self.text_column)
+            problems += file_check.problems(path, self.text_column)
         if val and self.train_files and not train and not problems:
             what = "data.val_files takes every file of data.train_files that is not empty"
             problems.append(Problem(what, "leave some to train on"))
