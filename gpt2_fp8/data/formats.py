@@ -26,6 +26,7 @@ from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.units import Unit
 
 RANGE = 8 << 20  # bytes
+LINES = 8  # as long as the longest that is read: so far the end of a longer one is looked for
 ENDINGS = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
 
 
@@ -48,7 +49,7 @@ def units(path: Path) -> list[Unit]:
                 if at > cuts[-1]:  # or else that cut is where the first line from here on starts
                     cuts.append(cut_after_newline(file, at, hard=kind == ".txt"))
             cuts = sorted({*cuts, size})
-    about = version(path)
+    about = version(path) + (" marks" if kind == ".jsonl.zst" else "")  # which were no part of the text once
     return [Unit(f"{path.name} {size} [{a}:{b}]", str(path), a, b, about) for a, b in pairwise(cuts)]
 
 
@@ -80,16 +81,25 @@ def cut_after_newline(file: BinaryIO, at: int, *, hard: bool) -> int:
     """The first start of a line from byte `at` on; the file's size where there is none.
 
     With `hard`, `at` itself (moved on to where a UTF-8 character starts) where no line starts within 1 MiB.
+    Raises UserError for a hole, and where a line is without an end.
     """
     if at <= 0:
         return 0
     file.seek(at - 1)  # where a newline makes `at` itself the start of a line
     window = first = file.readline(1 << 20)
+    if len(first) == 1 << 20 and not first.strip(b"\0"):
+        raise _no_lines(file, at, "only NUL bytes in the MiB", "it was not written to its end, or has a hole: make it anew")
     while window and not window.endswith(b"\n") and not hard:
+        if file.tell() - at > (most := LINES * bounds.LINE):
+            raise _no_lines(file, at, f"no line's end in the {most >> 20} MiB", "JSON lines end in newlines: repair it")
         window = file.readline(1 << 20)
     if window.endswith(b"\n") or not hard:
         return file.tell()
     return at + next((i for i, byte in enumerate(first[1:5]) if byte & 0xC0 != 0x80), 0)
+
+
+def _no_lines(file: BinaryIO, at: int, what: str, remedy: str) -> UserError:
+    return UserError.of(f"{file.name} has {what} from byte {at:,} on", f"{remedy}, or leave it out")
 
 
 def read(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[object]:

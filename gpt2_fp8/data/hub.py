@@ -116,7 +116,7 @@ class HubSource:
                 matches = sorted(path for path, entry in entries.items() if entry["type"] == "file" and entry["size"])
                 empty += sum(entry["type"] == "file" for entry in entries.values()) - len(matches)
                 names = [path.removeprefix(root) for path in matches]
-                found[split] += [path for path in names if path not in found[split]]
+                found[split] = [*dict.fromkeys([*found[split], *names])]
                 if not matches:
                     what = f"{self.repo} has no file {pattern} at revision {self.revision}"
                     problems.append(Problem(what, f"correct data.{split}_files; the names are on the data set's page"))
@@ -124,7 +124,8 @@ class HubSource:
             raise UserError(problems)
         if empty:
             log.warning("data: %d files of %s are empty and are passed over", empty, self.repo)
-        found["train"] = [path for path in found["train"] if path not in found["val"]]
+        held_out = set(found["val"])
+        found["train"] = [path for path in found["train"] if path not in held_out]
         if not found["train"]:
             raise UserError.of("data.val_files takes every file of data.train_files", "leave some to train on")
         return commit, found

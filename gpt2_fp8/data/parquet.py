@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,10 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import bounds
 
 FOOTER = 256 << 20  # bytes; that is a million row groups, and seconds to read
+SAID = 16 << 20  # bytes of a footer that takes long enough to be announced
 KEPT = 64 << 20  # bytes of footers, as they are in their files: or a file of many row groups is all footer
+
+log = logging.getLogger(__name__)
 
 _footers: OrderedDict[tuple[str, int, int], Any] = OrderedDict()
 
@@ -23,7 +27,7 @@ def metadata(path: str | Path) -> Any:
     stat = Path(path).stat()
     key = (str(path), stat.st_size, stat.st_mtime_ns)
     if key not in _footers:
-        _refuse_large(path, stat.st_size)
+        _check_footer(path, stat.st_size)
         _footers[key] = pq.read_metadata(path)
     _footers.move_to_end(key)
     while len(_footers) > 1 and sum(footer.serialized_size for footer in _footers.values()) > KEPT:
@@ -31,15 +35,23 @@ def metadata(path: str | Path) -> Any:
     return _footers[key]
 
 
-def _refuse_large(path: str | Path, size: int) -> None:
+def _footer(path: str | Path, size: int) -> int:
+    """How many bytes it has, as the file says."""
     with open(path, "rb") as file:
         file.seek(max(size - 8, 0))
         end = file.read(8)
-    if end.endswith(b"PAR1") and (length := int.from_bytes(end[:4], "little")) > FOOTER:
+    return int.from_bytes(end[:4], "little") if end.endswith(b"PAR1") else 0
+
+
+def _check_footer(path: str | Path, size: int) -> None:
+    length = _footer(path, size)
+    if length > FOOTER:
         raise UserError.of(
             f"{path} has a footer of {length >> 20} MiB, and at most {FOOTER >> 20} are read",
             "write it again in larger row groups, or in several files",
         )
+    if length > SAID:
+        log.info("data: reading the footer of %s, of %d MiB", path, length >> 20)
 
 
 def text_columns(path: str | Path) -> set[str]:

@@ -243,7 +243,7 @@ def test_112_a_module_that_changed_since_the_start_is_not_kept(tmp_path: Path) -
 
 
 def test_112_validation_text_is_held_to_what_it_was(many_units: Path) -> None:
-    val = write_jsonl(many_units.parent / "val.txt", ["x" * 500])
+    val = write_jsonl(many_units.parent / "val.txt", ["<" * 500])
     other = write_jsonl(many_units.parent / "other.txt", ["z" * 500])
     config = files_config(many_units, val_files=[str(val)], val_sequences=4)
     made = module(config)
