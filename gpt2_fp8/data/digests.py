@@ -125,7 +125,9 @@ def _unpack(text: str, n_units: int) -> Table:
 
 
 def _changed(units: list[Unit]) -> UserError:
-    remedy = "restore it as it was; or start a new run under another run_name, with init_from=CHECKPOINT to keep the weights"
+    remedy = (
+        "restore it as it was; or start a new run under another run_name, with init_from=CHECKPOINT to keep the weights"
+    )
     more = f" (and {len(units) - _SHOWN} more)" if len(units) > _SHOWN else ""
     return UserError(
         Problem(

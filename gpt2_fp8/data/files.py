@@ -93,7 +93,8 @@ class FilesSource:
             found.update(dict.fromkeys(files))
         empty = {path: None for path in found if path.stat().st_size == 0 and formats.ending(path)}
         if empty:
-            log.warning("data: %d files are empty and are passed over: %s", len(empty), ", ".join(map(str, [*empty][:5])))
+            first = ", ".join(map(str, [*empty][:5]))
+            log.warning("data: %d files are empty and are passed over: %s", len(empty), first)
         return [path for path in found if path not in empty]
 
 

@@ -88,7 +88,8 @@ def cut_after_newline(file: BinaryIO, at: int, *, hard: bool) -> int:
     file.seek(at - 1)  # where a newline makes `at` itself the start of a line
     window = first = file.readline(1 << 20)
     if len(first) == 1 << 20 and not first.strip(b"\0"):
-        raise _no_lines(file, at, "only NUL bytes in the MiB", "it was not written to its end, or has a hole: make it anew")
+        remedy = "it was not written to its end, or has a hole: make it anew"
+        raise _no_lines(file, at, "only NUL bytes in the MiB", remedy)
     while window and not window.endswith(b"\n") and not hard:
         if file.tell() - at > (most := LINES * bounds.LINE):
             raise _no_lines(file, at, f"no line's end in the {most >> 20} MiB", "JSON lines end in newlines: repair it")

@@ -125,11 +125,15 @@ def test_113_what_takes_long_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(looking, "FIRST", 0.0)
     monkeypatch.setattr(looking, "EVERY", 0.0)
     for i in range(20):
-        write_jsonl(tmp_path / f"{i}.jsonl", [TEXT] * 2)
+        write_jsonl(tmp_path / f"{i}.jsonl", [f"{i}.{j} {TEXT}" for j in range(4)])
     with caplog.at_level(logging.INFO):
         module(files_config(f"{tmp_path}/*.jsonl", val_fraction=0.5, val_sequences=1))
-    for said in ("looking into files: 19 of 20", "cutting files into units: 19 of 20",
-                 "looking for text to train on, units: 0 of 20", "reading 1 validation sequences, units: 0 of 20"):  # fmt: skip
+    for said in (
+        "looking into files: 19 of 20",
+        "cutting files into units: 19 of 20",
+        "looking for text to train on, units: 0 of 20",
+        "reading 1 validation sequences, units: 0 of 20",
+    ):
         assert f"data: {said}" in caplog.text
 
 
