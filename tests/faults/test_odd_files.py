@@ -263,10 +263,12 @@ def outcome(path: Path) -> str:
         for unit in made._corpus.train:
             made._pool.take(made._pool.ask(unit))
     except UserError as error:
-        assert all(str(problem).count("\n") == 1 for problem in error.problems)
-        assert all(part.isprintable() for problem in error.problems for part in problem)
-        return "refused"
-    return "read"
+        problems = error.problems
+    else:
+        return "read"
+    assert all(str(problem).count("\n") == 1 for problem in problems)
+    assert all(part.isprintable() for problem in problems for part in problem)
+    return "refused"
 
 
 @pytest.mark.parametrize("codec", ["none", "snappy", "zstd", "gzip"])
