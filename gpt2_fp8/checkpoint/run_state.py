@@ -96,7 +96,12 @@ RUN: Form = {
             "cuda": Maybe(Tensor),
         }
     ),
-    "TokenDataModule": {"fingerprint": {...: (str, int)}, "step": COUNT, "lanes": {...: _LANE}},
+    "TokenDataModule": {
+        "fingerprint": {...: (str, int)},
+        "step": COUNT,
+        "lanes": {...: _LANE},
+        "digests": Maybe({...: str}),
+    },
     "FP8Precision": Maybe({"scaling": Maybe(str), "sequences": Maybe(COUNT), ...: Tensor}),
     # of version 2
     "model": Maybe(dict),

@@ -51,7 +51,7 @@ class UnitCache:
         try:
             about = json.loads(_content(path.with_suffix(".json")))
             content = _content(path.with_suffix(".u16"))
-            if hashlib.sha256(content).hexdigest() != about["sha256"]:
+            if (sha256 := hashlib.sha256(content).hexdigest()) != about["sha256"]:
                 raise ValueError("the checksum differs")
             tokens = np.frombuffer(content, dtype="<u2", count=about["tokens"])
             ends = np.frombuffer(content, dtype="<i8", count=about["documents"], offset=tokens.nbytes)
@@ -59,7 +59,7 @@ class UnitCache:
                 raise ValueError(f"it has the token {tokens.max()} of a vocabulary of {self.vocab_size}")
             if np.any(np.diff(ends, prepend=0) <= 0) or (ends[-1] if ends.size else 0) != tokens.size:
                 raise ValueError("its documents do not make up its tokens")
-            return TokenisedUnit(tokens, ends, DocumentCounts(**about["counts"]))
+            return TokenisedUnit(tokens, ends, DocumentCounts(**about["counts"]), sha256)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -74,7 +74,7 @@ class UnitCache:
             "tokens": len(tokenised.tokens),
             "documents": len(tokenised.ends),
             "counts": tokenised.counts.as_dict(),
-            "sha256": hashlib.sha256(content).hexdigest(),
+            "sha256": tokenised.sha256,
         }
         path = self._path(unit)
         try:

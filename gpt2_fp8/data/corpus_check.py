@@ -7,6 +7,7 @@ import numpy as np
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.documents import DocumentCounts
+from gpt2_fp8.data.looking import Looking
 from gpt2_fp8.data.tokenizer import Tokens
 from gpt2_fp8.data.units import Unit
 from gpt2_fp8.data.workers import UnitPool
@@ -19,7 +20,9 @@ def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None
         UserError: they do not: the corpus is empty, or shorter than one sequence.
     """
     tokens, counts = 0, DocumentCounts()
-    for unit in units:
+    looking = Looking("looking for text to train on, units", len(units))
+    for done, unit in enumerate(units):
+        looking.at(done)
         tokenised = pool.take(pool.ask(unit))
         tokens, counts = tokens + len(tokenised.tokens), counts + tokenised.counts
         if tokens > n_positions:
@@ -42,7 +45,9 @@ def validation_blocks(units: list[Unit], pool: UnitPool, n_positions: int, count
     ahead = [pool.ask(unit) for unit in units[: pool.num_workers + 1]]
     parts: list[Tokens] = []
     length = 0
+    looking = Looking(f"reading {count:,} validation sequences, units", len(units))
     for i in range(len(units)):
+        looking.at(i)
         if length >= wanted:
             break
         parts.append(pool.take(ahead.pop(0)).tokens)

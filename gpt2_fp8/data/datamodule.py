@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.data.cache import UnitCache
 from gpt2_fp8.data.corpus_check import check_trainable, validation_blocks
+from gpt2_fp8.data.digests import Digests
 from gpt2_fp8.data.loaders import Cursor, Steps, Validation
 from gpt2_fp8.data.order import Order, Place, lane_count
 from gpt2_fp8.data.packing import Batches, Lane, lane_start, lanes_of
@@ -109,9 +110,11 @@ class TokenDataModule(LightningDataModule):
             cache.check()
         source = build_source(self.config)
         self._corpus = source.corpus()
-        self._pool = UnitPool(UnitReader(source, self.config.tokenizer, cache), self.config.num_workers)
+        reader = UnitReader(source, self.config.tokenizer, cache)
+        digests = Digests(self._corpus)
+        self._pool = UnitPool(reader, self.config.num_workers, digests)
         try:
-            self._plan(tokenizer)
+            self._plan(tokenizer, digests)
         except RunError:
             self._pool.close()
             raise
@@ -119,7 +122,7 @@ class TokenDataModule(LightningDataModule):
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
 
-    def _plan(self, tokenizer: str) -> None:
+    def _plan(self, tokenizer: str, digests: Digests) -> None:
         """The order of the units that were found, once they are known to have enough text."""
         units = self._corpus.train
         if not units:
@@ -140,6 +143,7 @@ class TokenDataModule(LightningDataModule):
             },
             lanes,
             self.global_batch_size,
+            digests,
         )
         sequences = 0 if self._val is None else len(self._val)
         about = ", ".join(f"{name} {value}" for name, value in self._corpus.about.items())

@@ -5,6 +5,7 @@ A unit's tokens are its documents in their natural order, each followed by the e
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator
@@ -55,6 +56,7 @@ class TokenisedUnit:
     tokens: Tokens
     ends: npt.NDArray[np.int64]
     counts: DocumentCounts
+    sha256: str  # `checksum` of the two
 
     def permuted(self, order: npt.NDArray[np.int64]) -> Tokens:
         """The tokens with the documents in `order` (int64 [documents])."""
@@ -99,7 +101,15 @@ def tokenise(
             "repair the file, or leave it out",
         )
     tokens = np.concatenate([*whole, *pieces]) if whole or pieces else np.empty(0, dtype=np.uint16)
-    return TokenisedUnit(tokens, np.array(ends, dtype=np.int64), counts)
+    stops = np.array(ends, dtype=np.int64)
+    return TokenisedUnit(tokens, stops, counts, checksum(tokens, stops))
+
+
+def checksum(tokens: Tokens, ends: npt.NDArray[np.int64]) -> str:
+    """The sha256 of a unit's tokens, as the cache has them on disk."""
+    digest = hashlib.sha256(tokens.astype("<u2", copy=False).data)
+    digest.update(ends.astype("<i8", copy=False).data)
+    return digest.hexdigest()
 
 
 def clean(document: bytes | str | object, counts: DocumentCounts) -> str | None:

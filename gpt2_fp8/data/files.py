@@ -11,8 +11,9 @@ from pathlib import Path
 from gpt2_fp8.config import globs
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.typed import show
-from gpt2_fp8.data import formats
+from gpt2_fp8.data import file_check, formats
 from gpt2_fp8.data.documents import DocumentCounts
+from gpt2_fp8.data.looking import Looking
 from gpt2_fp8.data.retry import LOCAL_WAITS
 from gpt2_fp8.data.units import Corpus, Unit
 
@@ -48,8 +49,10 @@ class FilesSource:
         val = self._resolve(self.val_files, problems)
         held_out = {path.resolve() for path in val}
         train = [path for path in self._resolve(self.train_files, problems) if path.resolve() not in held_out]
-        for path in [*train, *val]:
-            problems += formats.problems(path, self.text_column)
+        looking = Looking("looking into files", len(train) + len(val))
+        for done, path in enumerate([*train, *val]):
+            looking.at(done)
+            problems += file_check.problems(path, self.text_column)
         if val and self.train_files and not train and not problems:
             what = "data.val_files takes every file of data.train_files that is not empty"
             problems.append(Problem(what, "leave some to train on"))
@@ -60,12 +63,16 @@ class FilesSource:
             return Corpus(_whole(train), _whole(val), about)
         if self.val_fraction == 0:
             return Corpus(_whole(train), [], about)
-        parts = [formats.held_out(path, self.val_fraction) for path in train]
+        parts = [formats.held_out(path, self.val_fraction) for path in _each(train)]
         return Corpus([u for t, _ in parts for u in t], [u for _, v in parts for u in v], about)
 
     def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[object]:
         """The unit's documents."""
         return formats.read(unit, self.text_column, counts)
+
+    def is_current(self, unit: Unit) -> bool:
+        """Whether the file has the size and the time that it had at the start."""
+        return unit.version.startswith(formats.version(Path(unit.path)))
 
     @staticmethod
     def _resolve(patterns: list[str], problems: list[Problem]) -> list[Path]:
@@ -73,22 +80,30 @@ class FilesSource:
         found: dict[Path, None] = {}
         for pattern in patterns:
             matches = globs.find(pattern)
-            reasons = [reason for path in matches if (reason := globs.why_not(path))]
+            reasons = {path: reason for path in matches if (reason := globs.why_not(path))}
             named = [path for path in matches if not str(path).isprintable()]
-            files = [path for path in matches if globs.why_not(path) is None]
+            files = [path for path in matches if path not in reasons]
             if not matches:
                 what = "glob matches no file" if glob.has_magic(pattern) else "file does not exist"
                 problems.append(Problem(f"{what}: {show(pattern)} (from {Path.cwd()})", "correct the path"))
             elif named:
                 problems.append(Problem(str(globs.why_not(named[0])), "rename the file, or leave it out"))
             elif not files:
-                problems.append(Problem(reasons[0], "name files that hold the text"))
+                problems.append(Problem(reasons[matches[0]], "name files that hold the text"))
             found.update(dict.fromkeys(files))
-        empty = [path for path in found if path.stat().st_size == 0 and formats.ending(path)]
+        empty = {path: None for path in found if path.stat().st_size == 0 and formats.ending(path)}
         if empty:
-            log.warning("data: %d files are empty and are passed over: %s", len(empty), ", ".join(map(str, empty[:5])))
+            first = ", ".join(map(str, [*empty][:5]))
+            log.warning("data: %d files are empty and are passed over: %s", len(empty), first)
         return [path for path in found if path not in empty]
 
 
 def _whole(paths: list[Path]) -> list[Unit]:
-    return [unit for path in paths for unit in formats.units(path)]
+    return [unit for path in _each(paths) for unit in formats.units(path)]
+
+
+def _each(paths: list[Path]) -> Iterator[Path]:
+    looking = Looking("cutting files into units", len(paths))
+    for done, path in enumerate(paths):
+        looking.at(done)
+        yield path

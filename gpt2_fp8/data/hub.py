@@ -17,9 +17,9 @@ from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
 from gpt2_fp8.config.typed import printable
 from gpt2_fp8.data import hub_client
 from gpt2_fp8.data.documents import DocumentCounts
-from gpt2_fp8.data.formats import as_documents
 from gpt2_fp8.data.hub_client import import_datasets
 from gpt2_fp8.data.listing import Listing
+from gpt2_fp8.data.parquet import as_documents
 from gpt2_fp8.data.retry import HUB_WAITS, with_retries
 from gpt2_fp8.data.units import Corpus, Unit
 
@@ -82,6 +82,10 @@ class HubSource:
                 raise self._no_column(split, table.column_names)
             yield from as_documents(table.column(self.text_column))
 
+    def is_current(self, unit: Unit) -> bool:
+        """A commit's files do not change."""
+        return True
+
     def _ask(self) -> Listing:
         """What the hub holds now."""
         first = self.waits[:4]  # nothing is lost yet: the user is told soon, and not after the long waits of a run
@@ -112,7 +116,7 @@ class HubSource:
                 matches = sorted(path for path, entry in entries.items() if entry["type"] == "file" and entry["size"])
                 empty += sum(entry["type"] == "file" for entry in entries.values()) - len(matches)
                 names = [path.removeprefix(root) for path in matches]
-                found[split] += [path for path in names if path not in found[split]]
+                found[split] = [*dict.fromkeys([*found[split], *names])]
                 if not matches:
                     what = f"{self.repo} has no file {pattern} at revision {self.revision}"
                     problems.append(Problem(what, f"correct data.{split}_files; the names are on the data set's page"))
@@ -120,7 +124,8 @@ class HubSource:
             raise UserError(problems)
         if empty:
             log.warning("data: %d files of %s are empty and are passed over", empty, self.repo)
-        found["train"] = [path for path in found["train"] if path not in found["val"]]
+        held_out = set(found["val"])
+        found["train"] = [path for path in found["train"] if path not in held_out]
         if not found["train"]:
             raise UserError.of("data.val_files takes every file of data.train_files", "leave some to train on")
         return commit, found

@@ -28,6 +28,7 @@ class Cursor(TypedDict):
 
     step: int
     lanes: dict[str, LaneState]  # those that this rank reads
+    units: list[int]  # those that this step is the first to have text of
 
 
 class Steps(IterableDataset[dict[str, Any]]):
@@ -63,7 +64,7 @@ class Steps(IterableDataset[dict[str, Any]]):
             while step < self.max_steps:
                 ids = kept[step % len(kept)] if kept else torch.from_numpy(batches.next())
                 step += 1
-                cursor: Cursor = {"step": step, "lanes": {} if kept else batches.state()}
+                cursor: Cursor = {"step": step, "lanes": {} if kept else batches.state(), "units": batches.begun()}
                 yield {"ids": ids, "cursor": cursor}
         except DataSourceLost as error:
             batches.close()

@@ -47,6 +47,7 @@ class Segment:
     blocks: Permutation
     next: tuple[Place, int]  # place and offset of the next segment
     counts: DocumentCounts
+    units: list[int]  # of which it is made
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Lane:
     _asked: deque[tuple[Place, Ticket]] = field(default_factory=deque)
     _last: tuple[Place, Tokens, DocumentCounts] | None = None  # the unit in which the next segment starts
     _segment: Segment | None = None
+    _begun: list[int] = field(default_factory=list)  # units, since `begun` was asked last
 
     def __post_init__(self) -> None:
         self._place = Place(self.start["epoch"], self.start["position"])
@@ -76,7 +78,10 @@ class Lane:
 
     def next(self) -> Tokens:
         """The next block: uint16 [n_positions + 1], a view."""
-        segment = self._segment = self._segment or self._load()
+        if self._segment is None:
+            self._segment = self._load()
+            self._begun += self._segment.units
+        segment = self._segment
         if self._block == 0:
             self._documents += segment.counts
         start = int(segment.blocks[self._block]) * self.n_positions
@@ -96,9 +101,15 @@ class Lane:
             "documents": self._documents.as_dict(),
         }
 
+    def begun(self) -> list[int]:
+        """The units of which something was dealt out for the first time since this was asked last."""
+        begun, self._begun = self._begun, []
+        return begun
+
     def _load(self) -> Segment:
         parts: list[Tokens] = []
         counts: list[DocumentCounts] = []
+        units: list[int] = []
         place, length, before = self._place, 0, 0
         while length <= self.n_positions:
             if parts:
@@ -108,6 +119,7 @@ class Lane:
                 tokens = self._from_offset(tokens)
             parts.append(tokens)
             counts.append(unit_counts)
+            units.append(self.order.unit(self.index, place))
             before, length = length, length + len(tokens)
         while len(self._asked) < self.ahead:
             self.ask()
@@ -123,6 +135,7 @@ class Lane:
             self.order.blocks(self.index, self._place, n_blocks),
             (place, offset),
             sum(counted, DocumentCounts()),
+            units,
         )
 
     def _from_offset(self, tokens: Tokens) -> Tokens:
@@ -198,6 +211,10 @@ class Batches:
     def state(self) -> dict[str, LaneState]:
         """Every lane that this rank reads."""
         return {str(index): lane.state() for index, lane in self.lanes.items()}
+
+    def begun(self) -> list[int]:
+        """The units that were begun since this was asked last."""
+        return [unit for lane in self.lanes.values() for unit in lane.begun()]
 
 
 def lanes_of(rank: int, world: int, n_lanes: int, global_batch_size: int) -> list[int]:

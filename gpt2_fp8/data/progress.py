@@ -8,6 +8,7 @@ from typing import Any
 from torch import distributed
 
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.data.digests import Digests
 from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.loaders import Cursor
 from gpt2_fp8.data.packing import LaneState, lane_start, lanes_of
@@ -19,8 +20,9 @@ Fingerprint = dict[str, str | int]
 class Progress:
     """The steps trained and where each lane stands. A rank keeps its own lanes current, and gathers the others'."""
 
-    def __init__(self, fingerprint: Fingerprint, n_lanes: int, global_batch_size: int):
+    def __init__(self, fingerprint: Fingerprint, n_lanes: int, global_batch_size: int, digests: Digests):
         self.fingerprint = fingerprint
+        self.digests = digests
         self.global_batch_size = global_batch_size
         self.step = 0
         self.lanes: dict[str, LaneState] = {str(lane): lane_start() for lane in range(n_lanes)}
@@ -29,24 +31,31 @@ class Progress:
         """The step that this cursor came with was trained on."""
         self.step = cursor["step"]
         self.lanes.update(cursor["lanes"])
+        self.digests.trained_on(cursor["units"])
 
     def state_dict(self) -> dict[str, Any]:
-        """For JSON, the same on every rank. To be called on all ranks at once."""
+        """For JSON, the same on every rank. To be called on all ranks at once.
+
+        Raises UserError where two ranks have read the same text differently.
+        """
         rank, world = rank_and_world()
         own = {str(lane) for lane in lanes_of(rank, world, len(self.lanes), self.global_batch_size)}
-        told: list[Any] = [(self.step, {lane: state for lane, state in self.lanes.items() if lane in own})]
+        lanes = {lane: state for lane, state in self.lanes.items() if lane in own}
+        told: list[Any] = [(self.step, lanes, self.digests.known())]
         if world > 1:
             mine, told = told[0], [None] * world
             distributed.all_gather_object(told, mine)
-        for step, lanes in told:
+        for step, lanes, _ in told:
             assert step == self.step, f"ranks stand at the steps {[step for step, _ in told]}"
             self.lanes.update(lanes)
-        assert all(self.lanes[lane] == state for _, lanes in told for lane, state in lanes.items()), "ranks disagree"
+        assert all(self.lanes[lane] == state for _, lanes, _ in told for lane, state in lanes.items()), "ranks disagree"
+        self.digests.merge(table for _, _, table in told)
         return {
             "fingerprint": dict(self.fingerprint),
             "step": self.step,
             "lanes": copy.deepcopy(self.lanes),
             "documents": self.documents().as_dict(),
+            "digests": self.digests.state_dict(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -66,6 +75,7 @@ class Progress:
         if state["lanes"].keys() != self.lanes.keys():
             raise ValueError(f"it has {len(state['lanes'])} lanes that are not the {len(self.lanes)} of this text")
         _documents(state["lanes"])  # or their counts would not fit later
+        self.digests.restore(state.get("digests"))
         self.step, self.lanes = state["step"], copy.deepcopy(state["lanes"])
 
     def documents(self) -> DocumentCounts:

@@ -35,7 +35,7 @@ class UnitReader:
         if self.cache and (stored := self.cache.load(unit)):
             return stored, WorkCounts(units=1, cache_hits=1)
         tokenised, retries = with_retries(lambda: self._tokenise(unit), unit.name, self.source.waits)
-        if self.cache:
+        if self.cache and self.source.is_current(unit):
             self.cache.store(unit, tokenised)
         return tokenised, WorkCounts(units=1, retries=retries)
 

@@ -68,9 +68,14 @@ class StdlibSource:
         """The module's source, one document."""
         yield Path(unit.path).read_bytes()
 
+    def is_current(self, unit: Unit) -> bool:
+        """Whether the module is what it was at the start, by its content."""
+        return unit.name.endswith(f"@{_content(Path(unit.path))}")
+
     def _unit(self, name: str) -> Unit | None:
         path = Path(self.folder, name)
-        if not path.is_file():
-            return None
-        content = hashlib.sha256(path.read_bytes()).hexdigest()  # differs between releases of Python
-        return Unit(f"stdlib/{name}@{content[:16]}", str(path))
+        return Unit(f"stdlib/{name}@{_content(path)}", str(path)) if path.is_file() else None
+
+
+def _content(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]  # differs between releases of Python

@@ -60,3 +60,7 @@ class Source(Protocol):
         Holds no state between calls, so that a failed unit can be read again from its start.
         """
         ...
+
+    def is_current(self, unit: Unit) -> bool:
+        """Whether the text is still of the version that the unit names: or else no cache may keep it under that."""
+        ...

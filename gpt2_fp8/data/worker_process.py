@@ -40,6 +40,7 @@ class Done(NamedTuple):
 
     name: str
     documents: DocumentCounts
+    sha256: str  # of the tokens
     work: WorkCounts
 
 
@@ -73,7 +74,7 @@ def _answer(read: UnitReader, unit: Unit, spool: str) -> Done | Failed:
         handle, name = tempfile.mkstemp(dir=spool, suffix=".npz")
         with os.fdopen(handle, "wb") as file:
             np.savez(file, tokens=tokenised.tokens, ends=tokenised.ends)
-        return Done(name, tokenised.counts, work)
+        return Done(name, tokenised.counts, tokenised.sha256, work)
     except Exception as error:
         where = traceback.format_exc()
         error.__cause__ = error.__context__ = None

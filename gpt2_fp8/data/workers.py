@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gpt2_fp8.data.crew import Crew
+from gpt2_fp8.data.digests import Digests
 from gpt2_fp8.data.documents import TokenisedUnit
 from gpt2_fp8.data.reader import UnitReader, WorkCounts
 from gpt2_fp8.data.units import Unit
@@ -37,6 +38,7 @@ class UnitPool:
 
     reader: UnitReader
     num_workers: int
+    digests: Digests | None = None  # what each unit was before; None: nothing to compare
     counts: WorkCounts = field(default_factory=WorkCounts)
     _crew: Crew | None = None
     _kept: OrderedDict[Unit, TokenisedUnit] = field(default_factory=OrderedDict)
@@ -52,7 +54,8 @@ class UnitPool:
         """The tokens of the ticket's unit; waits for them, and a signal may end that wait.
 
         Raises:
-            UserError, DataSourceLost: the unit cannot be read.
+            UserError: the unit cannot be read, or is not what it was when it was read before.
+            DataSourceLost: its source does not answer.
             RunError: workers die of it, time and again.
             Interrupted: a signal came.
         """
@@ -61,7 +64,7 @@ class UnitPool:
             with interruptible():
                 done = ticket.future.result()
             with np.load(done.name) as arrays:
-                tokenised = TokenisedUnit(arrays["tokens"], arrays["ends"], done.documents)
+                tokenised = TokenisedUnit(arrays["tokens"], arrays["ends"], done.documents, done.sha256)
             os.unlink(done.name)
             counts = done.work
         elif unit in self._kept:
@@ -72,6 +75,8 @@ class UnitPool:
         self.counts.units += counts.units
         self.counts.cache_hits += counts.cache_hits
         self.counts.retries += counts.retries
+        if self.digests is not None:
+            self.digests.check(unit, tokenised.sha256)
         return self._keep(unit, tokenised)
 
     def drop(self, ticket: Ticket) -> None:

@@ -101,7 +101,7 @@ def expected(units: list[list[str]], steps: int = 30) -> str:
             parts = [np.frombuffer(text.encode() + b"\0", np.uint8).astype(np.uint16) for text in unit]
             tokens = np.concatenate(parts)
             tokens[tokens == 0] = 256
-            return TokenisedUnit(tokens, np.cumsum([len(part) for part in parts]), DocumentCounts())
+            return TokenisedUnit(tokens, np.cumsum([len(part) for part in parts]), DocumentCounts(), "")
 
     order = Order(7, len(units), lane_count(8, len(units)))
     lanes = {i: Lane(i, order, units, Local(), 16, lane_start()) for i in range(order.lanes)}  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""What the user has to mend about a file of text before it can be read: found in its first bytes, or in its footer."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.typed import printable
+from gpt2_fp8.data import bounds, formats, parquet
+from gpt2_fp8.data.units import Unit
+
+_HEAD = 4096  # bytes
+_MARKS = {  # of a file that is no text, whatever its name says: what it is, and what makes text of it
+    b"\x1f\x8b": ("compressed by gzip", "unpack it: gunzip"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it: unzstd; JSON lines may also be called .jsonl.zst"),
+    b"BZh": ("compressed by bzip2", "unpack it: bunzip2"),
+    b"\xfd7zXZ\0": ("compressed by xz", "unpack it: unxz"),
+    b"\x04\x22\x4d\x18": ("compressed by lz4", "unpack it: unlz4"),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it"),
+    b"PK\3\4": ("a zip archive", "unpack it"),
+    b"PAR1": ("a parquet file", "call it .parquet"),
+    b"%PDF-": ("a PDF", "give its text"),
+    b"\xff\xfe\0\0": ("UTF-32", "convert it: iconv -f UTF-32 -t UTF-8"),
+    b"\0\0\xfe\xff": ("UTF-32", "convert it: iconv -f UTF-32 -t UTF-8"),
+    b"\xff\xfe": ("UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
+    b"\xfe\xff": ("UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
+}
+
+
+def problems(path: Path, column: str) -> list[Problem]:
+    """What is wrong with a file that is there; empty when nothing."""
+    kind = formats.ending(path)
+    if kind is None:
+        return [Problem(f"unknown kind of file: {path}", f"give files that end in {', '.join(formats.ENDINGS)}")]
+    try:
+        if kind in (".txt", ".jsonl") and (found := _no_text(path)):
+            return [found]
+        names = parquet.text_columns(path) if kind == ".parquet" else _first_keys(path) if "jsonl" in kind else {column}
+        if kind == ".parquet":
+            parquet.check_declared(path, column)
+    except UserError as error:
+        return error.problems
+    except (OSError, ValueError, TypeError, NotImplementedError, MemoryError) as error:  # Arrow's are of these types
+        return formats.unreadable(path, error).problems
+    if names is None or column in names:  # None: not one JSON object; its lines are skipped and counted
+        return []
+    have = printable(", ".join(sorted(names)))[:300] or "none"
+    return [Problem(f"{path} has no text column {column!r}", f"set data.text_column to one of its own: {have}")]
+
+
+def _no_text(path: Path) -> Problem | None:
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+    for mark, (what, remedy) in _MARKS.items():
+        if head.startswith(mark):
+            return Problem(f"{path} is no text: it is {what}", f"{remedy}; or leave it out")
+    text = head.rstrip(b"\0")  # a file that a crash has cut short ends in these
+    if not text or text.count(0) * 8 > len(text):
+        return Problem(
+            f"{path} is no text: its first bytes are {'NUL alone' if not text else 'full of NUL'}",
+            "give its text in UTF-8 (UTF-16 without a mark looks like this: iconv -f UTF-16LE -t UTF-8); "
+            "or leave it out",
+        )
+    return None
+
+
+def _first_keys(path: Path) -> set[str] | None:
+    """The keys of the first JSON object among the first hundred lines; None where there is none."""
+    most = min(path.stat().st_size, bounds.LINE) if formats.ending(path) == ".jsonl" else path.stat().st_size
+    rows = map(formats.row, itertools.islice(formats.lines(Unit(path.name, str(path), 0, most)), 100))
+    return next((set(row) for row in rows if row is not None), None)

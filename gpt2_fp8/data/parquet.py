@@ -1,0 +1,114 @@
+"""Parquet files: footers, bounded and read once; what they declare; the documents of a row group."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data import bounds
+
+FOOTER = 256 << 20  # bytes; that is a million row groups, and seconds to read
+SAID = 16 << 20  # bytes of a footer that takes long enough to be announced
+KEPT = 64 << 20  # bytes of footers, as they are in their files: or a file of many row groups is all footer
+
+log = logging.getLogger(__name__)
+
+_footers: OrderedDict[tuple[str, int, int], Any] = OrderedDict()
+
+
+def metadata(path: str | Path) -> Any:
+    """The file's footer. Raises UserError for one that is too large, and Arrow's errors (ValueError, OSError)."""
+    import pyarrow.parquet as pq
+
+    stat = Path(path).stat()
+    key = (str(path), stat.st_size, stat.st_mtime_ns)
+    if key not in _footers:
+        _check_footer(path, stat.st_size)
+        _footers[key] = pq.read_metadata(path)
+    _footers.move_to_end(key)
+    while len(_footers) > 1 and sum(footer.serialized_size for footer in _footers.values()) > KEPT:
+        _footers.popitem(last=False)
+    return _footers[key]
+
+
+def _footer(path: str | Path, size: int) -> int:
+    """How many bytes it has, as the file says."""
+    with open(path, "rb") as file:
+        file.seek(max(size - 8, 0))
+        end = file.read(8)
+    return int.from_bytes(end[:4], "little") if end.endswith(b"PAR1") else 0
+
+
+def _check_footer(path: str | Path, size: int) -> None:
+    length = _footer(path, size)
+    if length > FOOTER:
+        raise UserError.of(
+            f"{path} has a footer of {length >> 20} MiB, and at most {FOOTER >> 20} are read",
+            "write it again in larger row groups, or in several files",
+        )
+    if length > SAID:
+        log.info("data: reading the footer of %s, of %d MiB", path, length >> 20)
+
+
+def text_columns(path: str | Path) -> set[str]:
+    """The names of the columns that are text."""
+    import pyarrow as pa
+
+    t = pa.types
+    text = (t.is_string, t.is_large_string, t.is_string_view, t.is_binary, t.is_large_binary, t.is_binary_view)
+    schema = metadata(path).schema.to_arrow_schema()
+    types = {f.name: f.type.value_type if t.is_dictionary(f.type) else f.type for f in schema}
+    return {name for name, kind in types.items() if any(is_text(kind) for is_text in text)}
+
+
+def check_declared(path: Path, column: str) -> None:
+    """Raises UserError where a file announces more than `read` would give, before anything is made ready for it."""
+    footer, size = metadata(path), path.stat().st_size
+    places = _places(footer, column)
+    for group in range(footer.num_row_groups):
+        about = footer.row_group(group)
+        stored, unpacked = _chunk(about, places)
+        rows, most = about.num_rows, bounds.allowed(stored)
+        if not (0 <= stored <= size and 0 <= unpacked <= most and 0 <= rows * bounds.ROW <= most):
+            raise bounds.unfolds(path)
+
+
+def read(path: str, groups: range, column: str) -> Iterator[bytes | None]:
+    """The documents of some row groups."""
+    import pyarrow.parquet as pq
+
+    footer = metadata(path)
+    places = _places(footer, column)
+    left = max(bounds.allowed(_chunk(footer.row_group(group), places)[0]) for group in groups)
+    with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True) as file:
+        # Few rows at once: where a long value is repeated, the file has it once, and a batch as often as it occurs.
+        for batch in file.iter_batches(batch_size=16, row_groups=list(groups), columns=[column]):
+            for document in as_documents(batch.column(0)):
+                left -= bounds.ROW + len(document or b"")
+                if left < 0:
+                    raise bounds.unfolds(path)
+                yield document
+
+
+def as_documents(column: Any) -> list[bytes | None]:
+    """The values of an Arrow column of text. As bytes: Arrow checks no UTF-8 until it makes a str, and then raises."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    return column.cast(pa.large_binary()).to_pylist()
+
+
+def _places(footer: Any, column: str) -> list[int]:
+    """Which of a row group's chunks are the column's."""
+    return [i for i in range(footer.num_columns) if footer.schema.column(i).path == column]
+
+
+def _chunk(row_group: Any, places: list[int]) -> tuple[int, int]:
+    """The bytes that a column of a row group takes in its file, and unpacked, as the file has it."""
+    own = [row_group.column(i) for i in places]
+    return sum(c.total_compressed_size for c in own), sum(c.total_uncompressed_size for c in own)

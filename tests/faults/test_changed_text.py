@@ -1,0 +1,284 @@
+"""Faults 110 to 112: text that changes under a run, its files' names and sizes staying the same."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data import digests, stdlib
+from gpt2_fp8.data.digests import Digests
+from gpt2_fp8.data.units import Corpus, Unit
+from tests.data.corpora import files_config, items, module, write_jsonl
+from tests.data.test_datamodule import ranks
+from tests.runs import command
+
+CHANGED = "the text changed under this run"
+
+
+@pytest.fixture
+def many_units(tmp_path: Path) -> Path:
+    """70 files, each with 5 documents of its own."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for i in range(70):
+        write_jsonl(folder / f"{i:02d}.jsonl", [f"<{i}.{j}>" + "x" * (7 * (i + j) % 60) for j in range(5)])
+    return folder / "*.jsonl"
+
+
+def change(path: Path, *, keep_time: bool = False) -> None:
+    """Other text of the same size."""
+    about = path.stat()
+    path.write_text(path.read_text().replace("<", "["))
+    assert path.stat().st_size == about.st_size
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + (0 if keep_time else 10**9)))
+
+
+def file_of(made: Any, unit: int) -> Path:
+    return Path(made._corpus.train[unit].path)
+
+
+def begun(made: Any, steps: int) -> list[int]:
+    """The units that `steps` steps come to, in order."""
+    out: list[int] = []
+    for item in made.train_dataloader():
+        out += item["cursor"]["units"]
+        made.advance(item["cursor"])
+        if item["cursor"]["step"] == steps:
+            return out
+    raise AssertionError
+
+
+def refusal(action: Any) -> str:
+    with pytest.raises(UserError) as told:
+        action()
+    assert all(str(problem).count("\n") == 1 for problem in told.value.problems)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("kind", ["text_files", "tinyshakespeare"])
+def test_110_changed_text_is_refused_by_the_run_that_goes_on(tmp_path: Path, kind: str) -> None:
+    lines = [f"line {i} of a text that is long enough to be cut into many sequences\n" for i in range(300)]
+    text = tmp_path / "text.txt"
+    text.write_text("".join(lines))
+    data = f"data.train_files=[{text}]" if kind == "text_files" else f"data.path={text}"
+    words = [
+        "model=tiny", "trainer=cpu", "logger=none", "run_name=a", f"data={kind}", data, "data.tokenizer=bytes",
+        "data.num_workers=0", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.n_positions=32",
+        "global_batch_size=8", "micro_batch_size=8", "optim.warmup_steps=0", "data.val_sequences=2",
+        "data.val_fraction=0.1",
+    ]  # fmt: skip
+    first = command(*words, "trainer.max_steps=2", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    same = command(*words, "trainer.max_steps=3", "ckpt_path=last", cwd=tmp_path)
+    assert same.returncode == 0, same.stderr
+    lines[100] = lines[100].replace("cut", "hit")
+    text.write_text("".join(lines))
+    other = command(*words, "trainer.max_steps=4", "ckpt_path=last", cwd=tmp_path)
+    assert other.returncode == 2, other.stderr
+    (cause,) = [line for line in other.stderr.splitlines() if line.startswith("error: ")]
+    assert CHANGED in cause
+    assert str(text) in cause
+    assert "restore it as it was" in other.stderr
+    assert "Traceback" not in other.stderr
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_110_only_a_unit_that_was_read_is_held_to_what_it_was(many_units: Path, num_workers: int) -> None:
+    config = files_config(many_units, num_workers=num_workers)
+    made = module(config, max_steps=40)
+    seen = begun(made, 5)
+    state = json.loads(json.dumps(made.state_dict()))
+    unread = next(i for i in range(70) if i not in seen)
+    made.teardown()
+
+    def go_on() -> list[np.ndarray]:
+        again = module(config, max_steps=40)
+        try:
+            again.load_state_dict(state)
+            return items(again, 35)
+        finally:
+            again.teardown()
+
+    change(file_of(made, unread))  # nothing was trained on it yet
+    go_on()
+    change(file_of(made, seen[-1]))
+    assert file_of(made, seen[-1]).name in refusal(go_on)
+
+
+def test_110_the_state_is_the_same_over_resumes_ranks_and_workers(many_units: Path, tmp_path: Path) -> None:
+    config = files_config(many_units)
+    through = module(config)
+    items(through, 10)
+    legs = None
+    for steps in (1, 3, 1, 5):
+        made = module(config)
+        if legs is not None:
+            made.load_state_dict(json.loads(json.dumps(legs)))
+        items(made, steps)
+        legs = made.state_dict()
+    assert legs == through.state_dict()
+    workers = module(files_config(many_units, num_workers=2))
+    items(workers, 10)
+    workers.teardown()
+    assert workers.state_dict() == legs
+    folder = many_units.parent
+    config = files_config(f"{folder}/*.jsonl", val_fraction=0.3, val_sequences=7)
+    alone = module(config)
+    items(alone, 5)
+    two = ranks(folder, 2, None)
+    assert [rank["state"]["digests"] for rank in two] == [alone.state_dict()["digests"]] * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_110_a_unit_that_another_rank_has_read_is_compared_too(many_units: Path) -> None:
+    folder = many_units.parent
+    state = ranks(folder, 2, None)[0]["state"]
+    config = files_config(f"{folder}/*.jsonl", val_fraction=0.3, val_sequences=7)
+    made = module(config)
+    mine = begun(made, 5)
+    change(file_of(made, mine[-1]))
+    again = module(config)
+    assert CHANGED in refusal(lambda: (again.load_state_dict(state), items(again, 100)))
+
+
+def test_110_a_checkpoint_without_digests_goes_on_and_says_so(many_units: Path, caplog: Any) -> None:
+    config = files_config(many_units)
+    made = module(config, max_steps=60)
+    whole = items(made, 60)
+    first = module(config, max_steps=60)
+    items(first, 40)
+    state = first.state_dict()
+    del state["digests"]
+    again = module(config, max_steps=60)
+    with caplog.at_level(logging.WARNING):
+        again.load_state_dict(state)
+        rest = items(again, 20)
+    assert caplog.text.count("without digests of its text") == 1
+    assert all(np.array_equal(a, b) for a, b in zip(rest, whole[40:], strict=True))
+    assert again.state_dict()["digests"]["train"] != made.state_dict()["digests"]["train"]  # of what it has read since
+    late = module(config, max_steps=60)
+    late.load_state_dict(again.state_dict())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_111_text_that_changed_is_noticed_in_the_second_epoch(many_units: Path, num_workers: int) -> None:
+    made = module(files_config(many_units, num_workers=num_workers), max_steps=10_000)
+    first: list[int] = []
+    loader = iter(made.train_dataloader())
+    while len(set(first)) < 70:
+        first += next(loader)["cursor"]["units"]
+    made._pool._kept.clear()  # where all of a corpus does not stay in memory
+    for i in range(70):
+        change(file_of(made, i))
+    assert CHANGED in refusal(lambda: [next(loader) for _ in range(100)])
+    made.teardown()
+
+
+def test_111_ranks_that_have_read_a_unit_differently_notice_when_they_meet(many_units: Path) -> None:
+    corpus = Corpus([Unit("a", "a"), Unit("b", "b")], [])
+    one, other = Digests(corpus), Digests(corpus)
+    one.check(corpus.train[0], "1" * 64)
+    other.check(corpus.train[0], "2" * 64)
+    for each in (one, other):
+        each.trained_on([0])
+    assert "a (in a) is not what it was" in refusal(lambda: one.merge([other.known()]))
+
+
+@pytest.mark.parametrize("keep_time", [False, True])
+def test_112_a_cache_of_the_text_as_it_was_is_used_or_the_change_is_noticed(
+    many_units: Path, tmp_path: Path, keep_time: bool
+) -> None:
+    config = files_config(many_units, cache_dir=str(tmp_path / "cache"))
+    whole = items(module(config), 10)
+    made = module(config)
+    seen = begun(made, 5)
+    change(file_of(made, seen[-1]), keep_time=keep_time)
+    again = module(config)
+
+    def go_on() -> list[np.ndarray]:
+        again.load_state_dict(made.state_dict())
+        return items(again, 5)
+
+    if keep_time:  # whoever hides a change hides it from the cache too: what is read is what it was
+        assert all(np.array_equal(a, b) for a, b in zip(go_on(), whole[5:], strict=True))
+    else:
+        assert CHANGED in refusal(go_on)
+
+
+def test_112_no_cache_keeps_text_under_the_version_that_it_had_at_the_start(many_units: Path, tmp_path: Path) -> None:
+    config = files_config(many_units, cache_dir=str(tmp_path / "cache"))
+    made = module(config)
+    stored = len(list((tmp_path / "cache").glob("*.u16")))
+    unread = made._order.epoch(0)[60]
+    path, before = file_of(made, unread), file_of(made, unread).read_text()
+    about = path.stat()
+    change(path)
+    made._pool.take(made._pool.ask(made._corpus.train[unread]))
+    assert len(list((tmp_path / "cache").glob("*.u16"))) == stored
+    path.write_text(before)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    made._pool.digests = None
+    made._pool._kept.clear()
+    assert b"<" in bytes(made._pool.take(made._pool.ask(made._corpus.train[unread])).tokens.astype(np.uint8))
+
+
+def test_112_a_module_that_changed_since_the_start_is_not_kept(tmp_path: Path) -> None:
+    for name in (*stdlib.TRAIN_MODULES, *stdlib.VAL_MODULES):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}")
+    source = stdlib.StdlibSource(str(tmp_path))
+    unit = source.corpus().train[0]
+    assert source.is_current(unit)
+    Path(unit.path).write_text("# another")
+    assert not source.is_current(unit)
+
+
+def test_112_validation_text_is_held_to_what_it_was(many_units: Path) -> None:
+    val = write_jsonl(many_units.parent / "val.txt", ["<" * 500])
+    other = write_jsonl(many_units.parent / "other.txt", ["z" * 500])
+    config = files_config(many_units, val_files=[str(val)], val_sequences=4)
+    made = module(config)
+    items(made, 3)
+    state = made.state_dict()
+    module(files_config(many_units, val_files=[str(other)], val_sequences=4)).load_state_dict(state)  # asked for
+    change(val)
+    assert "val.txt" in refusal(lambda: module(config).load_state_dict(state))
+
+
+@pytest.mark.parametrize("n", [1, 1000, 300_000])
+def test_110_digests_take_bounded_room(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    units = [Unit(f"{i}", "p", i, i + 1) for i in range(n)]
+    made = Digests(Corpus(units, []))
+    empty = made.state_dict()["train"]
+    for i, unit in enumerate(units):
+        made.check(unit, f"{i * 0x9E3779B97F4A7C15 % 2**64:016x}")
+    made.trained_on(range(n))
+    packed = made.state_dict()["train"]
+    assert len(empty) < 6000
+    assert len(packed) < 1.4 * digests.LARGEST
+    again = Digests(Corpus(units, []))
+    again.restore(made.state_dict())
+    assert again.state_dict() == made.state_dict()
+    assert CHANGED in refusal(lambda: again.check(units[n // 2], "1" * 64))
+
+
+@pytest.mark.parametrize(
+    "forged",
+    ["", "@", base64.b64encode(b"no zlib").decode(), base64.b64encode(zlib.compress(b"\0" * (1 << 24))).decode()],
+)
+def test_110_forged_digests_are_no_state(forged: str) -> None:
+    made = Digests(Corpus([Unit("a", "a")], [Unit("b", "b")]))
+    for key in ("train", "val"):
+        with pytest.raises(ValueError, match=r"digests|base64|padding"):
+            made.restore(made.state_dict() | {key: forged})
+    with pytest.raises(KeyError):
+        made.restore({})
