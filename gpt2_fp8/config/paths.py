@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import glob
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from gpt2_fp8.config import globs
+from gpt2_fp8.config import globs, run_folder
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.schema import FileOrHubData, FilesData, RunConfig
 from gpt2_fp8.config.typed import key_paths, show
@@ -33,11 +32,9 @@ def check_folder(path: str | Path, setting: str, key: str | None = None) -> list
         return [_finding(key, f"{setting}={show(str(path))}: has control characters", remedy)]
     if not os.path.isdir(existing):
         return [_finding(key, f"{setting}={show(str(path))}: {existing} is a file, not a folder", remedy)]
-    try:
-        with tempfile.TemporaryDirectory(prefix=".write-test-", dir=existing):  # os.access lies on network mounts
-            return []
-    except OSError as error:
-        return [_finding(key, f"{setting}={show(str(path))}: {existing} cannot be written: {error.strerror}", remedy)]
+    if reason := run_folder.unwritable(existing):
+        return [_finding(key, f"{setting}={show(str(path))}: {existing} cannot be written: {reason}", remedy)]
+    return []
 
 
 def check_untaken(folder: Path) -> list[Finding]:
