@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2_fp8 import signals, slurm
+from gpt2_fp8 import signals, slurm, speech
 from gpt2_fp8.config.errors import RunError, Stopped
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
@@ -116,7 +116,10 @@ def _rank_zero_ends(rank_zero: int | None) -> bool:
 
 def entry() -> None:
     """The `gpt2-fp8` command."""
-    sys.exit(main(sys.argv[1:]))
+    speech.begin()
+    code = main(sys.argv[1:])
+    speech.end()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

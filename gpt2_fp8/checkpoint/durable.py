@@ -49,6 +49,8 @@ def write_text(path: Path, text: str) -> None:
 
 def create(path: Path) -> IO[str]:
     """Open a new file for text, in place of what a killed process left there or a stranger planted. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        put_aside(path)
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o666)
     return os.fdopen(descriptor, "w", encoding="utf-8", newline="")

@@ -29,7 +29,7 @@ def check(folder: Path, log: str | None = None, settings: str | None = None) -> 
 
     `log`: the name of the log's file; `settings`: of the folder of Hydra's files; None where there is none.
     """
-    if not os.path.lexists(folder):
+    if not folder.is_dir():
         return []
     hydra = [os.path.join(settings, name) for name in HYDRA] if settings else []
     folders = [folder, *(folder / name for name in (*FOLDERS, *([settings] if settings else [])))]
