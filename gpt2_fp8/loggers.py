@@ -170,8 +170,10 @@ class _Writer(ExperimentWriter):
             super().log_metrics(metrics_dict, step)
 
     def save(self) -> None:
-        """Append the recorded rows, the newest `MOST_ROWS` of them. A new column has the file rewritten, whole or not at
-        all. Raises OSError."""
+        """Append the recorded rows, the newest `MOST_ROWS` of them. Raises OSError.
+
+        A new column has the file rewritten, whole or not at all.
+        """
         if not self.metrics:
             return
         del self.metrics[:-MOST_ROWS]

@@ -1,4 +1,4 @@
-"""What a process hears and says: names in UTF-8 whatever the locale, and output that costs no run. Standard library only.
+"""What a process hears and says: names in UTF-8 whatever the locale, and output that costs no run. Stdlib only.
 
 Names of files, settings and log lines are UTF-8 here. In the C locale Python would take them for ASCII.
 """
@@ -48,7 +48,7 @@ def forgive_outputs() -> None:
 class _Forgiving:
     """What a handler does about a line that it could not write."""
 
-    def __init__(self, handler: logging.StreamHandler) -> None:  # type: ignore[type-arg]
+    def __init__(self, handler: logging.StreamHandler) -> None:
         self._name = getattr(handler, "baseFilename", "the log on the terminal")
         self._otherwise = handler.handleError
         self._said = False

@@ -40,7 +40,7 @@ class RunLock:
         except OSError as error:
             raise UserError.of(
                 f"{self.path}: {error.strerror}, so that no run can be at work here",
-                "remove it, or make its folder writable and free space there; hydra.run.dir=FOLDER puts a run elsewhere",
+                "remove it, or free space and make its folder writable; hydra.run.dir=FOLDER puts a run elsewhere",
             ) from None
         return self
 

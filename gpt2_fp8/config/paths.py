@@ -105,7 +105,7 @@ def _data(config: RunConfig) -> Iterator[Finding]:
         if path.is_dir():
             remedy = f"data=text_files data.train_files='[{data.path}/*.txt]'"
             yield _finding("data.path", f"data.path={show(data.path)}: is a folder, and one file is needed", remedy)
-        elif os.path.lexists(path) and (reason := globs.why_not(path)):
+        elif os.path.lexists(path) and (reason := globs.why_not(path) or globs.unreadable(path)):
             yield _finding("data.path", f"data.path: {reason}", "name a file of text, or one that is not there")
     if isinstance(data, FilesData):
         if not data.train_files:
@@ -136,6 +136,11 @@ def _patterns(key: str, patterns: list[str]) -> Iterator[Finding]:
             first = next(iter(reasons))
             remedy = f"name its files: {key}='[{first}/*.txt]'" if first.is_dir() else "name files that hold the text"
             yield _finding(key, f"{key}: {reasons[first]}", remedy)
+        else:
+            kept_out = [reason for path in matches if path not in reasons and (reason := globs.unreadable(path))]
+            if kept_out:
+                more = f", and {len(kept_out) - 1} more" if len(kept_out) > 1 else ""
+                yield _finding(key, f"{key}: {kept_out[0]}{more}", "make it readable (chmod u+r), or leave it out")
 
 
 def _finding(key: str, cause: str, remedy: str) -> Finding:

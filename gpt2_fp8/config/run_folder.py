@@ -77,6 +77,17 @@ def umask() -> list[Problem]:
     return [Problem(cause, "type `umask 022` before the command; or `umask 077`, so that nobody else reads them")]
 
 
+def temporary() -> list[Problem]:
+    """Whether there is a folder for temporary files: torch and the data's worker processes need one."""
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        return [
+            Problem(f"a temporary folder is needed: {error.strerror}", "TMPDIR=FOLDER before the command names one")
+        ]
+    return []
+
+
 def show_path(path: Path) -> str:
     """A path for people: as it is, or quoted and escaped where it would reach a terminal."""
     return str(path) if str(path).isprintable() else show(str(path))

@@ -39,6 +39,7 @@ def problems(path: Path, column: str) -> list[Problem]:
     if kind is None:
         return [Problem(f"unknown kind of file: {path}", f"give files that end in {', '.join(ENDINGS)}")]
     try:
+        path.open("rb").close()
         names = _text_columns(path) if kind == ".parquet" else _first_keys(path) if "jsonl" in kind else {column}
         if kind == ".parquet":
             _check_declared(path, column)

@@ -87,8 +87,11 @@ class UnitPool:
             if isinstance(error, OSError) and future.exception() is error:
                 raise  # the reader's
             if not self._said_lost:
-                log.warning("data: the workers' temporary folder loses tokens, and this process reads them again, which "
-                            "is slower: %s; TMPDIR=FOLDER names another", error)  # fmt: skip
+                log.warning(
+                    "data: the workers' temporary folder loses tokens, and this process reads them again, which is "
+                    "slower: %s; TMPDIR=FOLDER names another",
+                    error,
+                )
             self._said_lost = True
         with interruptible():
             return self.reader(unit)
