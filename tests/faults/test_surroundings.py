@@ -174,12 +174,12 @@ def test_100_names_are_utf8_in_every_locale(tmp_path, locale):
     for file in ("größe.txt", "größe.jsonl"):
         (tmp_path / file).write_text('{"text": "größe"}\n' * 3000, encoding="utf-8")
     (tmp_path / "mine/experiment").mkdir(parents=True)
-    settings = "# @package _global_\n# größe\ncallbacks:\n  sample_prompt: größe\n  sample_tokens: 2\n"
+    settings = "# @package _global_\n# größe\ncallbacks:\n  sample_prompt: größe\n"
     (tmp_path / "mine/experiment/e.yaml").write_text(settings, encoding="utf-8")
     files = 'data.train_files=["größe.txt","größe.jsonl"]'
     done = command(
         "-cd", "mine", *SMALL, 'run_name="größe"', "experiment=e", "data=text_files", "data.tokenizer=bytes", files,
-        "data.num_workers=1", cwd=tmp_path, **LOCALES[locale], **PLAIN,
+        "data.num_workers=1", "callbacks.sample_tokens=2", cwd=tmp_path, **LOCALES[locale], **PLAIN,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "outputs/größe"
