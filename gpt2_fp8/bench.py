@@ -17,6 +17,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from gpt2_fp8 import speech
 from gpt2_fp8.compose import benchmark
 from gpt2_fp8.config import paths, typed
 from gpt2_fp8.config.bench_schema import BenchConfig
@@ -199,4 +200,5 @@ def _terminate(*_: object) -> None:
 
 
 if __name__ == "__main__":
+    speech.begin()
     sys.exit(main(sys.argv[1:]))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import errno
+import io
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,14 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
 
+from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config.schema import LoggerConfig
+from gpt2_fp8.rows import Row, rescued, up_to
 
 log = logging.getLogger(__name__)
+
+MOST_ROWS = 10_000  # kept for a file that cannot be written
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def build_loggers(config: LoggerConfig, folder: Path, resume_step: int | None) -> list[Logger]:
@@ -44,12 +51,12 @@ class _Lossy:
     _failing = False
 
     @contextmanager
-    def _losing_rows(self, what: str) -> Iterator[None]:
+    def _losing_rows(self, what: str, unless: Container[int | None] = ()) -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError) as error:
             cause = error.__cause__ if isinstance(error, ValueError) else error  # Lightning takes any for a bad value
-            if not isinstance(cause, OSError):
+            if not isinstance(cause, OSError) or cause.errno in unless:
                 raise
             if not self._failing:
                 log.warning("%s is not written, training goes on: %s", what, cause)
@@ -120,12 +127,14 @@ class MetricsFile(_Lossy, CSVLogger):
     def save(self) -> None:
         """Write what is left; every row calls it. Rows that the disk does not take are written with later ones."""
         with self._losing_rows("metrics.csv"):
-            self.flush()
+            super().save()
 
     @rank_zero_only
     def flush(self) -> None:
-        """Write what is left: before a checkpoint, which must not be taken without it. Raises OSError."""
-        super().save()
+        """Write what is left: before a checkpoint, which is not taken without it while the disk is full. Raises
+        OSError then; whatever else is wrong with the log is no reason to lose a checkpoint."""
+        with self._losing_rows("metrics.csv", unless=_FULL):
+            super().save()
 
 
 class _Writer(ExperimentWriter):
@@ -134,13 +143,23 @@ class _Writer(ExperimentWriter):
         self.metrics_keys = ["step"]
         self._resume_step = resume_step
         self._there: set[str] = set()  # the columns that have a value at `resume_step`
-        rows = [] if resume_step is None else _rows_up_to(self.metrics_file_path, resume_step)
+        self._path = Path(self.metrics_file_path)
+        self._begun = False
+        with suppress(OSError):  # `save` tries again, and says so
+            self._begin()
+
+    def _begin(self) -> None:
+        """Keep the rows up to the step that the run continues from, or start afresh. Raises OSError."""
+        rows = [] if self._resume_step is None else up_to(self._path, self._resume_step)
         if rows:
             self._replace(rows, list(rows[0]))
-            last = [row for row in rows if int(row["step"]) == resume_step]
+            last = [row for row in rows if int(row["step"]) == self._resume_step]
             self._there = {key for row in last for key, value in row.items() if value} - {"step"}
+        elif self._path.is_dir() and not self._path.is_symlink():
+            durable.put_aside(self._path)
         else:
-            Path(self.metrics_file_path).unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
+        self._begun = True
 
     def log_metrics(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
         """Record a row. A validation that is done once more, since a kill came between it and the note of it, has its
@@ -151,45 +170,46 @@ class _Writer(ExperimentWriter):
             super().log_metrics(metrics_dict, step)
 
     def save(self) -> None:
-        """Append the recorded rows. A new column has the file rewritten, whole or not at all."""
+        """Append the recorded rows, the newest `MOST_ROWS` of them. Raises OSError.
+
+        A new column has the file rewritten, whole or not at all.
+        """
         if not self.metrics:
             return
+        del self.metrics[:-MOST_ROWS]
+        if not self._begun:
+            self._begin()
         columns = set().union(*self.metrics) - set(self.metrics_keys)
-        path = Path(self.metrics_file_path)
-        if columns or not path.exists():
-            self._replace(_rows(path), [*self.metrics_keys, *sorted(columns)])
-        size = path.stat().st_size
-        try:
-            with path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, self.metrics_keys).writerows(self.metrics)
-        except OSError:
-            os.truncate(path, size)  # of a full disk: all rows are written again
-            raise
+        if columns or not self._path.is_file() or self._path.is_symlink():
+            self._replace(rescued(self._path), [*self.metrics_keys, *sorted(columns)])
+        text = io.StringIO(newline="")
+        csv.DictWriter(text, self.metrics_keys).writerows(self.metrics)
+        _append(self._path, text.getvalue().encode())
         self.metrics = []
 
-    def _replace(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
-        temporary = f"{self.metrics_file_path}.tmp"
-        with open(temporary, "w", newline="", encoding="utf-8") as file:
+    def _replace(self, rows: list[Row], columns: list[str]) -> None:
+        temporary = self._path.with_name(f"{self._path.name}.tmp")
+        with durable.create(temporary) as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(rows)
-        os.replace(temporary, self.metrics_file_path)
+        os.replace(temporary, self._path)
         self.metrics_keys = columns
 
     def _check_log_dir_exists(self) -> None:
         """Lightning 2.6 deletes an existing file here."""
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The complete rows: a line that a killed process left without its end may hold half a number."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        lines = [line for line in file if line.endswith("\n")]
-    rows = list(csv.DictReader(lines))
-    return [row for row in rows if None not in row and None not in row.values()]
-
-
-def _rows_up_to(path: str, step: int) -> list[dict[str, Any]]:
-    rows = _rows(Path(path))
-    return [row for row in rows if row.get("step", "").isdecimal() and int(row["step"]) <= step]
+def _append(path: Path, content: bytes) -> None:
+    """Append to a regular file, all or nothing. Raises OSError."""
+    descriptor = durable.open_regular(path, os.O_WRONLY | os.O_APPEND)
+    try:
+        size = os.fstat(descriptor).st_size
+        try:
+            while content:
+                content = content[os.write(descriptor, content) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)

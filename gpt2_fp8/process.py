@@ -9,6 +9,7 @@ import warnings
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
+from gpt2_fp8 import speech
 from gpt2_fp8.precision import support
 
 
@@ -19,6 +20,7 @@ def rank() -> int:
 
 def quiet() -> None:
     """Leave the log to what this run has to say, once."""
+    speech.forgive_outputs()
     if rank():
         logging.getLogger("gpt2_fp8").setLevel(logging.WARNING)
     for name in ("lightning.pytorch", "lightning.fabric"):

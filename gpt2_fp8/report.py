@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2_fp8 import __version__
-from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.checkpoint import bounded, durable
 from gpt2_fp8.config.errors import RunError
 
 Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_lost", "interrupted"]
@@ -106,10 +105,11 @@ class Summary:
         if self.tokens_per_second is not None:
             return
         with suppress(OSError, ValueError):
-            before = json.loads((Path(folder) / "summary.json").read_text())
-            self.tokens_per_second = before.get("tokens_per_second")
-            self.checkpoint_stall_seconds = self.checkpoint_stall_seconds or before.get("checkpoint_stall_seconds")
-            self.last_train_loss = self.last_train_loss or before.get("last_train_loss")
+            before = bounded.read_json(Path(folder) / "summary.json")
+            for name in ("tokens_per_second", "checkpoint_stall_seconds", "last_train_loss"):
+                value = before.get(name) if isinstance(before, dict) else None
+                if isinstance(value, (int, float)) and not getattr(self, name):
+                    setattr(self, name, value)
 
     def write(self, folder: Path) -> Path:
         """Replace `folder/summary.json` atomically and return its path; non-finite floats become null.

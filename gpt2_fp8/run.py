@@ -10,6 +10,7 @@ lost, 130 and 143 stopped by SIGINT and SIGTERM.
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import threading
 import time
@@ -17,11 +18,15 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2_fp8 import signals, slurm
-from gpt2_fp8.config.errors import RunError, Stopped
+from gpt2_fp8 import signals, slurm, speech
+from gpt2_fp8.config.errors import RunError, Stopped, UserError
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
+    from collections.abc import Callable
+
     from omegaconf import DictConfig
+
+    from gpt2_fp8.config.schema import RunConfig
 
 PATIENCE = 15.0  # seconds that another rank's process waits for rank 0 to end
 _AFTER_RANK_ZERO = 10.0  # and in which it is to end when rank 0 is gone
@@ -40,14 +45,29 @@ def job(cfg: DictConfig) -> float | None:
     from hydra.types import RunMode
 
     from gpt2_fp8 import compose
-    from gpt2_fp8.train import run  # imports torch
 
     try:
+        run = _training()
         return run(compose.to_run_config(cfg), Path(HydraConfig.get().runtime.output_dir))
     except RunError as error:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
             raise _Ended(error) from error
         raise  # to Hydra, which says what job it was, runs the others, and raises the first
+
+
+def _training() -> Callable[[RunConfig, Path], float | None]:
+    """`train.run`, which imports torch. Raises UserError where the process may not have the memory for that."""
+    try:
+        from gpt2_fp8.train import run
+    except (ImportError, MemoryError, OSError) as error:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY:
+            raise
+        raise UserError.of(
+            f"torch cannot be loaded into the {limit >> 20:,} MiB that `ulimit -v` leaves: {error}",
+            "type `ulimit -v unlimited` before the command; a limit of memory, not of addresses, does no harm",
+        ) from error
+    return run
 
 
 def main(argv: list[str]) -> int:
@@ -63,10 +83,14 @@ def main(argv: list[str]) -> int:
             if not _rank_zero_ends(rank_zero):  # or else it has said the same
                 print(error, file=sys.stderr)
             return error.exit_code
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            refused = _unwritable(error)
+            if refused is None:
+                traceback.print_exc()
+            else:
+                print(refused, file=sys.stderr)
             _rank_zero_ends(rank_zero)
-            return 1
+            return 1 if refused is None else refused.exit_code
     return 0
 
 
@@ -87,6 +111,18 @@ def _run_error(caught: RunError | _Ended | signals.Interrupted) -> RunError:
     if isinstance(caught, signals.Interrupted):  # before there was a run, or after it
         return slurm.ended(caught.signum)
     return caught.error if isinstance(caught, _Ended) else caught
+
+
+def _unwritable(error: Exception) -> UserError | None:
+    """What Hydra could not write before it came to a job: its settings, or the log's file. None for all else."""
+    cause = error.__cause__ if isinstance(error, ValueError) else error  # `logging` has it in a ValueError
+    ours = any(frame.f_code is job.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+    if ours or not isinstance(cause, OSError):
+        return None
+    return UserError.of(
+        f"{cause.filename or 'the settings in the folder of the run'} cannot be written: {cause.strerror or cause}",
+        "free space there, lift a limit (ulimit -f), or choose another folder: hydra.run.dir=FOLDER",
+    )
 
 
 def _is_launched(argv: list[str]) -> bool:
@@ -116,7 +152,10 @@ def _rank_zero_ends(rank_zero: int | None) -> bool:
 
 def entry() -> None:
     """The `gpt2-fp8` command."""
-    sys.exit(main(sys.argv[1:]))
+    speech.begin()
+    code = main(sys.argv[1:])
+    speech.end()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

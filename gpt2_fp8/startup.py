@@ -64,10 +64,13 @@ def check_room(config: RunConfig, checkpoints: Path) -> None:
     if config.trainer.fast_dev_run:
         return
     space.require_writable(checkpoints)
+    space.require_inodes(checkpoints)
     rows = padded_vocabulary(vocabulary(config))
+    parameters = parameter_count(config.model, rows)
+    space.require_large_files(parameters)
     kept, every = config.callbacks.keep_checkpoints, config.callbacks.keep_every_n_steps
     permanent = config.trainer.max_steps // every if every else 0
-    space.require(checkpoints, space.peak_bytes(parameter_count(config.model, rows), kept, permanent))
+    space.require(checkpoints, space.peak_bytes(parameters, kept, permanent))
 
 
 def checkpoint(config: RunConfig, folder: Path) -> Path | None:

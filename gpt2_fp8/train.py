@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from gpt2_fp8 import startup
+from gpt2_fp8 import spool, startup
 from gpt2_fp8.build import Parts, build
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.callbacks.tiers import Tiers
@@ -35,6 +35,7 @@ def run(config: RunConfig, folder: Path) -> float | None:
     """
     quiet()
     alone = rank() == 0 and not config.trainer.fast_dev_run
+    spool.clear()
     with RunLock(folder) if alone else nullcontext():
         return _run(config, folder)
 

@@ -28,7 +28,7 @@ PARTS = (
 
 HOUSE = {
     # the entry and the other programs: each a file, none knows another
-    "run": Row("compose config train signals slurm", "hydra omegaconf"),
+    "run": Row("compose config train signals slurm speech", "hydra omegaconf"),
     **dict.fromkeys(
         ("doctor", "compare", "generate", "evaluate", "export", "plot_schedule"),
         Row(
@@ -39,7 +39,7 @@ HOUSE = {
     # from settings to checked settings, before torch is there
     "compose": Row("compose config", "hydra omegaconf yaml"),
     # measuring: the benchmark, what it runs in child processes, and what `precision=auto` decides by
-    "bench": Row("compose startup measure measure.record measure.room measure.sections config"),
+    "bench": Row("speech compose startup measure measure.record measure.room measure.sections config"),
     "measure.sections": Row("measure measure.record config"),
     "measure.record": Row("measure measure.plot checkpoint config"),
     "measure.plot": Row("measure", "matplotlib"),
@@ -55,10 +55,10 @@ HOUSE = {
     "measure.gemm": Row("measure measure.timing model precision config", "torch"),
     "measure.attention": Row("measure measure.timing layers config", "torch"),
     # what puts a run together
-    "train": Row(f"build startup measure.auto process outcome ending recovery ladder {PARTS}", "torch"),
+    "train": Row(f"spool build startup measure.auto process outcome ending recovery ladder {PARTS}", "torch"),
     "ending": Row(f"build process outcome {PARTS}"),
     "outcome": Row(f"build kernels ladder {PARTS}", "torch"),
-    "process": Row("precision", "torch lightning"),
+    "process": Row("precision speech", "torch lightning"),
     "recovery": Row("ladder checkpoint", "torch"),
     "measure.auto": Row("measure measure.candidates measure.cache precision checkpoint config"),
     "measure.candidates": Row("measure measure.cache measure.versions kernels.nvrtc precision config", "torch"),
@@ -67,7 +67,7 @@ HOUSE = {
     "measure.profile": Row("measure", "torch"),
     "measure.versions": Row("kernels", "torch"),
     "measure.room": Row("measure flops config"),
-    "measure": Row("measure config"),
+    "measure": Row("spool measure config"),
     "build": Row(f"startup kernels {PARTS}", "torch lightning"),
     "startup": Row("checkpoint precision memory model layers.chosen flops config", "torch"),
     # what Lightning calls
@@ -81,7 +81,8 @@ HOUSE = {
     "data.datamodule": Row("data exchange signals config", "torch lightning tiktoken"),
     "precision.plugin": Row("precision exchange config", "torch lightning transformer_engine"),
     "checkpoint.io": Row("checkpoint", "lightning"),
-    "loggers": Row("config", "lightning"),
+    "loggers": Row("rows checkpoint config", "lightning"),
+    "rows": Row("checkpoint"),
     "report": Row("checkpoint config"),
     # a run's files
     "checkpoint": Row("checkpoint config", "torch safetensors"),
@@ -102,7 +103,7 @@ HOUSE = {
     "precision": Row("precision layers exchange config", "torch transformer_engine"),
     # the text
     "data": Row(
-        "data exchange signals config",
+        "spool data exchange signals config",
         "torch numpy pyarrow datasets huggingface_hub tiktoken requests zstandard fsspec",
     ),
     # the model
@@ -120,6 +121,8 @@ HOUSE = {
     # what everything stands on
     "exchange": Row("", "torch"),
     "signals": Row("slurm"),
+    "speech": Row(""),
+    "spool": Row(""),
     "slurm": Row("config"),
     "config": Row("config"),
 }
@@ -130,7 +133,7 @@ INSIDE_FUNCTIONS = {
     *("datasets", "huggingface_hub", "tiktoken", "pyarrow", "requests"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
-BEFORE_TORCH = ["config", "compose", "run", "signals", "slurm"]
+BEFORE_TORCH = ["config", "compose", "run", "signals", "slurm", "speech"]
 
 
 class Import(NamedTuple):

@@ -1,11 +1,18 @@
-"""Writing small files so that a crash or a power cut leaves the old one or the new one, never half. Stdlib only."""
+"""Writing small files so that a crash or a power cut leaves the old one or the new one, never half. Stdlib only.
+
+A run's folder may come from elsewhere: nothing here follows a link or waits for a pipe that somebody planted in it.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def fsync(path: Path) -> None:
@@ -22,15 +29,58 @@ def write_json(path: Path, value: Any) -> None:
 
     Non-finite floats are refused (ValueError): they are not JSON, and other languages' readers choke on them.
     """
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text`, likewise."""
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
+    with create(temporary) as file:
+        try:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+            _replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     fsync(path.parent)
+
+
+def create(path: Path) -> IO[str]:
+    """Open a new file for text, in place of what a killed process left there or a stranger planted. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        put_aside(path)
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o666)
+    return os.fdopen(descriptor, "w", encoding="utf-8", newline="")
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """A descriptor of a regular file, which `flags` may have made. Raises OSError for a link and for anything else."""
+    try:
+        descriptor = os.open(path, flags | _SAFE, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK) and path.is_symlink():
+            raise OSError(error.errno, "it is a link, and links are not followed", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return descriptor
+
+
+def put_aside(path: Path) -> Path:
+    """Rename what is there to the first free `NAME.aside-1`, `NAME.aside-2`, ...; returns that. Raises OSError."""
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.aside-{number}")):
+        number += 1
+    os.rename(path, aside)
+    return aside
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    """Rename, also where a folder stands in the place: it is put aside."""
+    if path.is_dir() and not path.is_symlink():
+        put_aside(path)
+    os.replace(temporary, path)

@@ -8,9 +8,11 @@ import json
 import logging
 import os
 import socket
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -32,10 +34,20 @@ class RunLock:
         self._descriptor: int | None = None
 
     def __enter__(self) -> RunLock:
-        """Take the lock. Raises UserError where another holds it, OSError where the folder cannot be written."""
+        """Take the lock. Raises UserError where another holds it, or nothing can be written there."""
+        try:
+            self._take()
+        except OSError as error:
+            raise UserError.of(
+                f"{self.path}: {error.strerror}, so that no run can be at work here",
+                "remove it, or free space and make its folder writable; hydra.run.dir=FOLDER puts a run elsewhere",
+            ) from None
+        return self
+
+    def _take(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while self._descriptor is None:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = durable.open_regular(self.path, os.O_RDWR | os.O_CREAT)
             try:
                 supported = self._lock(descriptor)
                 # Its last holder may have deleted the file between the two calls above: then the lock locks nothing.
@@ -45,17 +57,19 @@ class RunLock:
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)
-        return self
 
     def __exit__(self, *_: object) -> None:
-        """Delete the file while it is still held, and let go."""
+        """Delete the file while it is still held, and let go. Raises nothing: how the run ended is what counts, and a
+        file that stays, as in a folder that can no longer be written, locks nothing."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
         try:
             if self._is_current(descriptor):
                 self.path.unlink(missing_ok=True)
-        finally:
+        except OSError as error:
+            log.warning("%s stays, which does no harm: %s", self.path, error.strerror)
+        with suppress(OSError):
             os.close(descriptor)
 
     def _lock(self, descriptor: int) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
-import tempfile
 from pathlib import Path
 
 from gpt2_fp8.checkpoint import pointers
+from gpt2_fp8.config import run_folder
 from gpt2_fp8.config.errors import UserError
 
+FILES = 32  # of logs, settings, and checkpoints of six files
 _ELSEWHERE = "another folder: hydra.run.dir=FOLDER"
 
 
@@ -42,18 +44,35 @@ def require(folder: Path, bytes_needed: int) -> None:
         )
 
 
+def require_inodes(folder: Path) -> None:
+    """Raise UserError where the filesystem of `folder` has no room for the names of so many files as a run makes."""
+    found = os.statvfs(_existing(folder))
+    if found.f_files and found.f_favail < FILES:  # 0 of 0 where there is no such limit
+        raise UserError.of(
+            f"{folder}: its filesystem has {found.f_favail} inodes free, and a run makes some {FILES} files",
+            f"delete files there that are not needed, or give {_ELSEWHERE}",
+        )
+
+
+def require_large_files(parameters: int) -> None:
+    """Raise UserError where a limit on the size of files (ulimit -f) keeps every checkpoint from being written."""
+    limit, largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0], 8 * parameters  # bytes: AdamW's moments, in one file
+    if limit != resource.RLIM_INFINITY and limit < largest:
+        raise UserError.of(
+            f"a file of each checkpoint needs {_gigabytes(largest)} GB, and `ulimit -f` allows {_gigabytes(limit)} GB",
+            "type `ulimit -f unlimited` before the command",
+        )
+
+
 def require_writable(folder: Path) -> None:
     """Raise UserError where files cannot be written into `folder`, or it cannot be made. Leaves nothing behind."""
     existing = _existing(folder)
     if not existing.is_dir():
         raise UserError.of(f"{folder}: {existing} is a file, not a folder", f"remove it, or give {_ELSEWHERE}")
-    try:
-        with tempfile.TemporaryDirectory(prefix=".write-test-", dir=existing) as trial:  # os.access lies on networks
-            (Path(trial) / "file").write_bytes(b"\0")
-    except OSError as error:
+    if reason := run_folder.unwritable(existing):
         raise UserError.of(
-            f"{folder}: {existing} cannot be written: {error.strerror}", f"make it writable, or give {_ELSEWHERE}"
-        ) from None
+            f"{folder}: {existing} cannot be written: {reason}", f"make it writable, or give {_ELSEWHERE}"
+        )
 
 
 def _existing(folder: Path) -> Path:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from gpt2_fp8.checkpoint import durable, files, loops, pointers
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.snapshot import Snapshots
+from gpt2_fp8.config.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +61,19 @@ class Writer:
     def begin(self, saved_step: int | None, best: Pointer | None) -> None:
         """Make the folder, tidy it, and take its `best.json` for the truth: a checkpoint's `best` may be older.
 
-        `saved_step` is that of the checkpoint in the folder which the run continues from, or None. Raises OSError.
+        `saved_step` is that of the checkpoint in the folder which the run continues from, or None. Raises
+        UserError where nothing can be written there.
         """
         self.wait()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        files.sweep(self.folder)
-        self.outcome = Outcome(saved_step, None, self._reconciled(best))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            files.sweep(self.folder)
+            self.outcome = Outcome(saved_step, None, self._reconciled(best))
+        except OSError as error:
+            raise UserError.of(
+                f"{self.folder} cannot be made ready for checkpoints: {error.strerror or error}",
+                "free space there and make it writable, or give another folder: hydra.run.dir=FOLDER",
+            ) from None
         self._failures = 0
 
     def prepare(self, state: Any) -> None:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from gpt2_fp8.compose import commandline, jobs, overrides
 from gpt2_fp8.compose.catalog import Catalog, open_catalog
 from gpt2_fp8.compose.commandline import CommandLine, flags_first, is_help
-from gpt2_fp8.config import checks, typed
+from gpt2_fp8.config import checks, run_folder, typed
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 
@@ -33,6 +33,8 @@ def preflight(argv: list[str]) -> list[RunConfig]:
 
     Raises UserError with every problem of every job, each once.
     """
+    if unfit := [*run_folder.umask(), *run_folder.temporary()]:  # no folder could be looked at
+        raise UserError(unfit)
     line, problems = commandline.read(argv)
     with open_catalog(conf_dir(), line.config_name) as catalog:
         configs = configs_of(line, catalog, problems)

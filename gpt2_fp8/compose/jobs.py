@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.commandline import expand, parsed
 from gpt2_fp8.compose.overrides import Request, is_group
-from gpt2_fp8.config import checks, paths, typed
+from gpt2_fp8.config import checks, paths, run_folder, typed
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.typed import show
@@ -151,9 +151,14 @@ class _Job:
             except OmegaConfBaseException as error:
                 yield Finding((setting,), Problem(f"{setting}: {str(error).splitlines()[0]}", "correct the ${...}"))
             else:
-                yield from paths.check_folder(folder, setting, "run_name" if by_name else setting)
+                key = "run_name" if by_name else setting
+                yield from paths.check_folder(folder, setting, key)
+                own = Path(folder, "" if self.number is None else str(self.number))
+                problems = run_folder.check(own, *_file_names(cfg))
+                problems += [] if self.number is None else run_folder.check_sweep(Path(folder))
+                yield from (Finding((key,), problem) for problem in problems)
                 if config.ckpt_path is None:
-                    yield from paths.check_untaken(Path(folder, "" if self.number is None else str(self.number)))
+                    yield from paths.check_untaken(own)
         named = any(o.key_or_group == "run_name" for o in self.values)
         if config.ckpt_path in ("last", "best") and by_name and not named and "${now:" in self.plain_base["run_name"]:
             cause = f"ckpt_path={config.ckpt_path}: of which run? A run without a name starts in a new, empty folder"
@@ -163,6 +168,13 @@ class _Job:
             cause = f"{values} in a sweep: each process would start the whole sweep again"
             remedy = "sweep with trainer=gpu, a GPU a job; or start the runs one by one, without -m"
             yield Finding(("trainer.devices", "trainer.num_nodes"), Problem(cause, remedy))
+
+
+def _file_names(cfg: DictConfig) -> tuple[str | None, str | None]:
+    """What Hydra writes into a run's folder: the log's name, and that of the folder of its settings."""
+    job = OmegaConf.select(cfg, "hydra.job.name", throw_on_missing=False) or "run"
+    settings = OmegaConf.select(cfg, "hydra.output_subdir")
+    return f"{job}.log", None if settings is None else str(settings)
 
 
 def _starts_processes(cfg: DictConfig, config: RunConfig) -> bool:

@@ -20,9 +20,21 @@ def why_not(path: Path) -> str | None:
     """Why a path that `find` gave cannot be read as a file of text, or None. Opens nothing: a pipe would wait."""
     if not str(path).isprintable():  # it would reach the terminal with every message about the file
         return f"the name of {show(str(path))} has control characters"
-    if path.is_file():
-        return None
+    try:
+        if path.is_file():
+            return None
+    except OSError as error:  # of a folder that may not be entered
+        return f"{path} cannot be read: {error.strerror}"
     return f"{path} is {'a folder' if path.is_dir() else 'no regular file' if path.exists() else 'a link to nothing'}"
+
+
+def unreadable(path: Path) -> str | None:
+    """Why a regular file cannot be read by this user, or None."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return None
 
 
 def folders(top: str) -> Iterator[str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import glob
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from gpt2_fp8.config import globs
+from gpt2_fp8.config import globs, run_folder
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.schema import FileOrHubData, FilesData, RunConfig
 from gpt2_fp8.config.typed import key_paths, show
@@ -33,11 +32,9 @@ def check_folder(path: str | Path, setting: str, key: str | None = None) -> list
         return [_finding(key, f"{setting}={show(str(path))}: has control characters", remedy)]
     if not os.path.isdir(existing):
         return [_finding(key, f"{setting}={show(str(path))}: {existing} is a file, not a folder", remedy)]
-    try:
-        with tempfile.TemporaryDirectory(prefix=".write-test-", dir=existing):  # os.access lies on network mounts
-            return []
-    except OSError as error:
-        return [_finding(key, f"{setting}={show(str(path))}: {existing} cannot be written: {error.strerror}", remedy)]
+    if reason := run_folder.unwritable(existing):
+        return [_finding(key, f"{setting}={show(str(path))}: {existing} cannot be written: {reason}", remedy)]
+    return []
 
 
 def check_untaken(folder: Path) -> list[Finding]:
@@ -108,7 +105,7 @@ def _data(config: RunConfig) -> Iterator[Finding]:
         if path.is_dir():
             remedy = f"data=text_files data.train_files='[{data.path}/*.txt]'"
             yield _finding("data.path", f"data.path={show(data.path)}: is a folder, and one file is needed", remedy)
-        elif os.path.lexists(path) and (reason := globs.why_not(path)):
+        elif os.path.lexists(path) and (reason := globs.why_not(path) or globs.unreadable(path)):
             yield _finding("data.path", f"data.path: {reason}", "name a file of text, or one that is not there")
     if isinstance(data, FilesData):
         if not data.train_files:
@@ -139,6 +136,11 @@ def _patterns(key: str, patterns: list[str]) -> Iterator[Finding]:
             first = next(iter(reasons))
             remedy = f"name its files: {key}='[{first}/*.txt]'" if first.is_dir() else "name files that hold the text"
             yield _finding(key, f"{key}: {reasons[first]}", remedy)
+        else:
+            kept_out = [reason for path in matches if path not in reasons and (reason := globs.unreadable(path))]
+            if kept_out:
+                more = f", and {len(kept_out) - 1} more" if len(kept_out) > 1 else ""
+                yield _finding(key, f"{key}: {kept_out[0]}{more}", "make it readable (chmod u+r), or leave it out")
 
 
 def _finding(key: str, cause: str, remedy: str) -> Finding:

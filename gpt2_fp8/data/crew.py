@@ -10,20 +10,19 @@ import atexit
 import logging
 import multiprocessing
 import pickle
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future
 from multiprocessing import connection, resource_tracker
 
-from gpt2_fp8.config.errors import Problem, RunError
+from gpt2_fp8.config.errors import Problem, RunError, UserError
 from gpt2_fp8.data.reader import UnitReader, WorkCounts
 from gpt2_fp8.data.units import Unit
 from gpt2_fp8.data.worker_handle import Job, Worker
 from gpt2_fp8.data.worker_process import Done
+from gpt2_fp8.spool import Spool
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,8 @@ class Crew:
 
     def __init__(self, reader: UnitReader, number: int, counts: WorkCounts):
         self.number, self.counts = number, counts
-        self.spool = tempfile.mkdtemp(prefix="gpt2_fp8-")  # where workers put the tokens
+        self._spool = _spool()
+        self.spool = self._spool.path  # where workers put the tokens
         self.workers: list[Worker] = []
         self._reader = pickle.dumps(reader)
         self._jobs: deque[Job] = deque()  # those that no worker has
@@ -74,7 +74,7 @@ class Crew:
             worker.process.kill()
         for worker in self.workers:
             worker.end(5.0)
-        shutil.rmtree(self.spool, ignore_errors=True)
+        self._spool.remove()
 
     # ---- the thread ----------------------------------------------------------------------------------------------
 
@@ -146,6 +146,16 @@ class Crew:
             if not job.future.done():
                 job.future.set_exception(error)
         self._jobs.clear()
+
+
+def _spool() -> Spool:
+    try:
+        return Spool()
+    except OSError as error:
+        raise UserError.of(
+            f"the data's worker processes need a temporary folder: {error.strerror or error}",
+            "name one that can be written: TMPDIR=FOLDER before the command; or data.num_workers=0, which needs none",
+        ) from None
 
 
 def _no_start(how: str) -> Problem:

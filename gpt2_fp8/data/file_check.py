@@ -34,6 +34,7 @@ def problems(path: Path, column: str) -> list[Problem]:
     if kind is None:
         return [Problem(f"unknown kind of file: {path}", f"give files that end in {', '.join(formats.ENDINGS)}")]
     try:
+        path.open("rb").close()
         if kind in (".txt", ".jsonl") and (found := _no_text(path)):
             return [found]
         names = parquet.text_columns(path) if kind == ".parquet" else _first_keys(path) if "jsonl" in kind else {column}

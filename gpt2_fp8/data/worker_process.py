@@ -16,12 +16,14 @@ import tempfile
 import threading
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
 
 import numpy as np
 
-from gpt2_fp8.data.documents import DocumentCounts
+from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.data.documents import DocumentCounts, TokenisedUnit
 from gpt2_fp8.data.reader import UnitReader, WorkCounts
 from gpt2_fp8.data.retry import is_waiting
 from gpt2_fp8.data.units import Unit
@@ -51,6 +53,10 @@ class Failed(NamedTuple):
     where: str  # the traceback
 
 
+class SpoolLost(RunError):
+    """The tokens of a unit found no room in the temporary folder; its text could be read."""
+
+
 def run(connection: Connection, reader: bytes, spool: str) -> None:
     """Read units until the pipe closes. `reader`: a pickled UnitReader; `spool`: where tokens go."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the group's: what ends workers is their parent
@@ -71,10 +77,7 @@ def run(connection: Connection, reader: bytes, spool: str) -> None:
 def _answer(read: UnitReader, unit: Unit, spool: str) -> Done | Failed:
     try:
         tokenised, work = read(unit)
-        handle, name = tempfile.mkstemp(dir=spool, suffix=".npz")
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, tokens=tokenised.tokens, ends=tokenised.ends)
-        return Done(name, tokenised.counts, tokenised.sha256, work)
+        return Done(_kept(tokenised, spool), tokenised.counts, tokenised.sha256, work)
     except Exception as error:
         where = traceback.format_exc()
         error.__cause__ = error.__context__ = None
@@ -82,6 +85,21 @@ def _answer(read: UnitReader, unit: Unit, spool: str) -> Done | Failed:
             return Failed(pickle.loads(pickle.dumps(error)), where)
         except Exception:  # an exception is made again from its message, which not every one can be
             return Failed(RuntimeError(f"{type(error).__name__}: {error}"), where)
+
+
+def _kept(tokenised: TokenisedUnit, spool: str) -> str:
+    """Write the tokens into a file of the spool; returns its path. Raises SpoolLost, leaving nothing."""
+    name = None
+    try:
+        handle, name = tempfile.mkstemp(dir=spool, suffix=".npz")
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, tokens=tokenised.tokens, ends=tokenised.ends)
+        return name
+    except OSError as error:
+        if name is not None:
+            with suppress(OSError):
+                os.unlink(name)
+        raise SpoolLost(f"{spool}: {error.strerror or error}") from None
 
 
 def _send(connection: Connection, lock: threading.Lock, message: object) -> None:

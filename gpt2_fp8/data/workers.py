@@ -6,7 +6,9 @@ number nor their death can change the order of samples.
 
 from __future__ import annotations
 
+import logging
 import os
+import zipfile
 from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,8 +20,10 @@ from gpt2_fp8.data.digests import Digests
 from gpt2_fp8.data.documents import TokenisedUnit
 from gpt2_fp8.data.reader import UnitReader, WorkCounts
 from gpt2_fp8.data.units import Unit
-from gpt2_fp8.data.worker_process import Done
+from gpt2_fp8.data.worker_process import Done, SpoolLost
 from gpt2_fp8.signals import interruptible
+
+log = logging.getLogger(__name__)
 
 KEEP_BYTES = 64 << 20  # of tokens: a corpus below 32 M tokens is tokenised once and not every epoch
 
@@ -42,6 +46,7 @@ class UnitPool:
     counts: WorkCounts = field(default_factory=WorkCounts)
     _crew: Crew | None = None
     _kept: OrderedDict[Unit, TokenisedUnit] = field(default_factory=OrderedDict)
+    _said_lost: bool = False
 
     def ask(self, unit: Unit) -> Ticket:
         """Have `unit` read; does not wait for it. Every ticket is to be taken or dropped, once."""
@@ -61,12 +66,7 @@ class UnitPool:
         """
         unit = ticket.unit
         if ticket.future is not None:
-            with interruptible():
-                done = ticket.future.result()
-            with np.load(done.name) as arrays:
-                tokenised = TokenisedUnit(arrays["tokens"], arrays["ends"], done.documents, done.sha256)
-            os.unlink(done.name)
-            counts = done.work
+            tokenised, counts = self._received(unit, ticket.future)
         elif unit in self._kept:
             return self._keep(unit, self._kept[unit])
         else:
@@ -78,6 +78,28 @@ class UnitPool:
         if self.digests is not None:
             self.digests.check(unit, tokenised.sha256)
         return self._keep(unit, tokenised)
+
+    def _received(self, unit: Unit, future: Future[Done]) -> tuple[TokenisedUnit, WorkCounts]:
+        """What a worker has read; read once more here where the temporary folder did not hold it."""
+        try:
+            with interruptible():
+                done = future.result()
+            with np.load(done.name) as arrays:
+                tokenised = TokenisedUnit(arrays["tokens"], arrays["ends"], done.documents, done.sha256)
+            os.unlink(done.name)
+            return tokenised, done.work
+        except (SpoolLost, OSError, zipfile.BadZipFile) as error:
+            if isinstance(error, OSError) and future.exception() is error:
+                raise  # the reader's
+            if not self._said_lost:
+                log.warning(
+                    "data: the workers' temporary folder loses tokens, and this process reads them again, which is "
+                    "slower: %s; TMPDIR=FOLDER names another",
+                    error,
+                )
+            self._said_lost = True
+        with interruptible():
+            return self.reader(unit)
 
     def drop(self, ticket: Ticket) -> None:
         """The unit is not needed after all."""

@@ -67,10 +67,13 @@ def store(key: dict[str, Any], measured_on: str, figures: Sequence[Figures]) -> 
 def _alone() -> Iterator[None]:
     """Hold the lock beside the file, which ends with the process that holds it. Raises OSError where it cannot be
     opened; a filesystem that has no locks has none here."""
-    with place().with_suffix(".lock").open("w") as lock:
+    lock = durable.open_regular(place().with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
+    try:
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def _replace(content: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
+
+from gpt2_fp8.spool import Spool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,7 @@ def run(
     Raises KeyboardInterrupt, and nothing on account of the child, which is gone with its own children either way.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix="gpt2_fp8-") as name:
-            folder = Path(name)
+        with Spool() as folder:
             (folder / "request").write_text(json.dumps(request))
             try:
                 with _opened(log or folder / "log", folder / "log") as output:

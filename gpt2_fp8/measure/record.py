@@ -62,7 +62,7 @@ class Record:
         about = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         parts = [f"`{self.command}`", f"{self.device}; {about}" if self.device else ""]
         parts += [f"## {title}\n\n{table.markdown(rows)}" for title, rows in self.tables().items() if rows]
-        (self.folder / "bench.md").write_text("\n\n".join(filter(None, parts)) + "\n")
+        durable.write_text(self.folder / "bench.md", "\n\n".join(filter(None, parts)) + "\n")
 
     def keep(self) -> None:
         """`write`; where that fails, a warning, the first time: what is measured can still be shown."""

@@ -1,4 +1,4 @@
-"""Fault 77: a killed run is continued, and each step stands once in its logs."""
+"""Faults 77, 96 and 99: logs that a kill tore, that are damaged, or that cannot be written."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpt2_fp8.config.schema import LoggerConfig
-from gpt2_fp8.loggers import build_loggers
+from gpt2_fp8.loggers import MetricsFile, build_loggers
 from tests.data.hub_runs import ROOT
-from tests.runs import SMALL
+from tests.runs import SMALL, command, summary, train
 
 BOTH = LoggerConfig(tensorboard=True, csv=True)
 # Killed in step 11, of which the last checkpoint is that of step 8.
@@ -76,3 +76,116 @@ def test_77_a_row_that_the_kill_tore_is_dropped(tmp_path: Path, torn: bytes) -> 
             file.write(b"7,0.")
         assert logged(tmp_path)[1][-1] == steps[-1], "nobody closed the logger: a kill does not either"
     assert logged(tmp_path)[1] == list(range(1, 10))
+
+
+# ---- 96: damage ------------------------------------------------------------------------------------------------------
+
+
+def flip_high_bit(content: bytes) -> bytes:
+    at = content.index(b"\n3,") + 5
+    return content[:at] + bytes([content[at] | 0x80]) + content[at + 1 :]
+
+
+DAMAGE = {
+    "a flipped high bit": flip_high_bit,
+    "a field beyond csv's limit": lambda content: content.replace(b"\n3,", b"\n3" + b"9" * 200_000 + b",", 1),
+    "a step beyond int's limit": lambda content: content.replace(b"\n3,", b"\n" + b"9" * 5000 + b",", 1),
+    "zeros, as a power cut leaves": lambda content: content.replace(b"\n3,", b"\n" + bytes(4096) + b"\n3x,", 1),
+    "a value that is no number": lambda content: content.replace(b"\n3,0.", b"\n3,0/", 1),
+    "a quote that never ends": lambda content: content.replace(b"\n3,", b'\n"3,', 1),
+    "a field too many": lambda content: content.replace(b"\n3,", b"\n3,1,", 1),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_96_a_damaged_line_costs_that_line_and_the_file_is_put_aside(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = MetricsFile(tmp_path, None)
+    for step in range(1, 8):
+        first.log_metrics({"train_loss": 1 / step}, step=step)
+    damaged = DAMAGE[how]((tmp_path / "metrics.csv").read_bytes())
+    (tmp_path / "metrics.csv").write_bytes(damaged)
+    MetricsFile(tmp_path, 5).log_metrics({"train_loss": 0.5}, step=6)
+    with (tmp_path / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "4", "5", "6"]
+    assert (tmp_path / "metrics.csv.aside-1").read_bytes() == damaged
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "is damaged (" in message
+    assert "first of them line 4): it is put aside as metrics.csv.aside-1" in message
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 9, b"a,b\n1,2\n", b"step,step\n1,2\n", bytes(1 << 20)])
+def test_96_what_is_no_log_at_all_is_put_aside_each_time(tmp_path: Path, content: bytes) -> None:
+    for number in (1, 2):
+        (tmp_path / "metrics.csv").write_bytes(content + b"\n")
+        MetricsFile(tmp_path, 5).log_metrics({"train_loss": 0.5}, step=6)
+        assert (tmp_path / "metrics.csv").read_text() == "step,train_loss\n6,0.5\n"
+        assert (tmp_path / f"metrics.csv.aside-{number}").read_bytes() == content + b"\n"
+
+
+def test_96_a_sparse_file_of_any_size_is_put_aside_unread(tmp_path: Path) -> None:
+    with (tmp_path / "metrics.csv").open("wb") as file:
+        file.truncate(1 << 40)
+    MetricsFile(tmp_path, 5).log_metrics({"train_loss": 0.5}, step=6)
+    assert (tmp_path / "metrics.csv.aside-1").stat().st_size == 1 << 40
+
+
+def test_96_a_run_with_a_damaged_log_is_continued(tmp_path: Path) -> None:
+    train(tmp_path / "outputs/run", "trainer.max_steps=8")
+    path = tmp_path / "outputs/run/metrics.csv"
+    path.write_bytes(flip_high_bit(path.read_bytes()))
+    done = command(*SMALL, "run_name=run", "ckpt_path=last", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "is damaged (1 lines, the first of them line" in done.stdout
+    assert summary(tmp_path / "outputs/run")["steps"] == 12
+
+
+# ---- 99: what cannot be written --------------------------------------------------------------------------------------
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from gpt2_fp8 import run
+from gpt2_fp8.module import GPT2Module
+
+original = GPT2Module.training_step
+
+def training_step(self, batch, batch_idx):
+    if self.global_step in (5, 9):
+        size = -1 if self.global_step == 9 else Path("run/run.log").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1))
+    return original(self, batch, batch_idx)
+
+GPT2Module.training_step = training_step
+sys.exit(run.main(sys.argv[1:]))
+"""
+
+
+def test_99_a_disk_that_is_full_for_a_while_leaves_no_traceback(tmp_path: Path) -> None:
+    """Neither of TensorBoard's thread nor of the log's lines: a line each, once."""
+    (tmp_path / "script.py").write_text(FULL)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    words = [*SMALL, "hydra.run.dir=run", "logger=default", "callbacks.async_checkpoints=false"]
+    with (tmp_path / "stdout").open("w") as stdout:  # a pipe has no size
+        done = subprocess.run([sys.executable, "script.py", *words], cwd=tmp_path, env=environment, stdout=stdout,
+                              stderr=subprocess.PIPE, text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Logging error" not in done.stderr
+    said = [line for line in done.stderr.splitlines() if "is not written, training goes on" in line]
+    assert sum("run.log" in line for line in said) == 1
+    assert summary(tmp_path / "run")["steps"] == 12
+
+
+def test_99_a_full_disk_behind_stdout_changes_nothing(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "gpt2_fp8.run", *SMALL, "hydra.run.dir=run"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, cwd=tmp_path, env=environment, stdout=full, stderr=subprocess.PIPE, text=True,
+                              timeout=300)  # fmt: skip
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        "the log on the terminal is not written, training goes on: [Errno 28] No space left on device"
+    ]
+    assert "completed" in (tmp_path / "run/run.log").read_text()

@@ -1,0 +1,136 @@
+"""What stands in a run's folder in the places of the files that a run writes. Standard library only.
+
+The folder may come from elsewhere, or be somebody else's. A link would be written through, a pipe waited for, and what
+cannot be opened ends in a traceback of whoever wanted to write there. Creates nothing that stays.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.typed import show
+
+TRIAL = b"\0" * 4096
+FOLDERS = ("tensorboard", "checkpoints")
+REPLACED = ("summary.json", ".summary.json.tmp", "metrics.csv", "metrics.csv.tmp")
+WRITTEN_TO = (".lock", "tensorboard/hparams.yaml")
+HYDRA = ("config.yaml", "hydra.yaml", "overrides.yaml")
+SWEEP = ("multirun.yaml", "optimization_results.yaml")
+_REMEDY = "remove it; hydra.run.dir=FOLDER puts a whole run elsewhere"
+
+
+def check(folder: Path, log: str | None = None, settings: str | None = None) -> list[Problem]:
+    """Everything in `folder` that a run could not write, or would write through. No folder: nothing.
+
+    `log`: the name of the log's file; `settings`: of the folder of Hydra's files; None where there is none.
+    """
+    if not folder.is_dir():
+        return []
+    hydra = [os.path.join(settings, name) for name in HYDRA] if settings else []
+    folders = [folder, *(folder / name for name in (*FOLDERS, *([settings] if settings else [])))]
+    files = [*REPLACED, *WRITTEN_TO, *([log] if log else []), *hydra]
+    found: list[Problem] = []
+    for path in folders[1:]:
+        found += _named(path, _no_folder(path))
+    found += [problem for name in files for problem in _named(folder / name, _no_file(folder / name))]
+    if not found:
+        appended = [folder / name for name in files if name not in REPLACED]
+        found = [problem for path in appended for problem in _cannot_open(path)]
+        found += [problem for path in folders if path.is_dir() for problem in cannot_write(path)]
+    return found
+
+
+def check_sweep(folder: Path) -> list[Problem]:
+    """Likewise in the folder of a sweep, what its sweeper could not write."""
+    return [problem for name in SWEEP for problem in _named(folder / name, _no_file(folder / name))]
+
+
+def cannot_write(folder: Path) -> Iterator[Problem]:
+    """Why no file can be made in a folder that is there."""
+    if reason := unwritable(folder):
+        yield Problem(f"{show_path(folder)} cannot be written: {reason}", "make it writable, or choose another folder")
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why nothing can be made in a folder that is there, or None. By trying: os.access lies on networks, and there may
+    be no byte, no inode, or no folder of one's own to write into."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".write-test-", dir=folder) as trial:
+            (Path(trial) / "file").write_bytes(TRIAL)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def umask() -> list[Problem]:
+    """Whether this process's umask takes from its files what their owner needs."""
+    mask = os.umask(0o77)
+    os.umask(mask)
+    if not mask & 0o700:
+        return []
+    cause = f"the umask {mask:04o} keeps the owner out of the files and folders that a run makes"
+    return [Problem(cause, "type `umask 022` before the command; or `umask 077`, so that nobody else reads them")]
+
+
+def temporary() -> list[Problem]:
+    """Whether there is a folder for temporary files: torch and the data's worker processes need one."""
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        return [
+            Problem(f"a temporary folder is needed: {error.strerror}", "TMPDIR=FOLDER before the command names one")
+        ]
+    return []
+
+
+def show_path(path: Path) -> str:
+    """A path for people: as it is, or quoted and escaped where it would reach a terminal."""
+    return str(path) if str(path).isprintable() else show(str(path))
+
+
+def _named(path: Path, reason: str | None) -> list[Problem]:
+    return [Problem(f"{show_path(path)}: {reason}", _REMEDY)] if reason else []
+
+
+def _no_file(path: Path) -> str | None:
+    """Why a run cannot write a file of that name, or None."""
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return error.strerror
+    if stat.S_ISREG(mode):
+        return None
+    return _what(mode) + ", where a run writes a file"
+
+
+def _no_folder(path: Path) -> str | None:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error.strerror
+    return None if stat.S_ISDIR(mode) else _what(mode) + ", where a run has a folder"
+
+
+def _what(mode: int) -> str:
+    if stat.S_ISLNK(mode):
+        return "it is a link"
+    return "it is a folder" if stat.S_ISDIR(mode) else "it is a file" if stat.S_ISREG(mode) else "it is no regular file"
+
+
+def _cannot_open(path: Path) -> list[Problem]:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return _named(path, f"it cannot be written: {error.strerror}")
+    return []

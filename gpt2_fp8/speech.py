@@ -1,0 +1,74 @@
+"""What a process hears and says: names in UTF-8 whatever the locale, and output that costs no run. Stdlib only.
+
+Names of files, settings and log lines are UTF-8 here. In the C locale Python would take them for ASCII.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+_MODE = "PYTHONUTF8"
+
+
+def begin() -> None:
+    """Of a program's first moment: start it again in Python's UTF-8 mode where the locale is ASCII's, and have what a
+    terminal cannot show escaped. Its process stays the same one; those that it starts inherit the mode."""
+    if sys.getfilesystemencoding() == "ascii" and os.environ.get(_MODE) != "1":
+        os.environ[_MODE] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def end() -> None:
+    """Of its last moment: a full disk or a closed pipe behind stdout does not change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):  # or Python tries once more, and ends with 120
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def forgive_outputs() -> None:
+    """Have a log line that cannot be written cost one warning, where logging prints a traceback for each."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and not isinstance(handler.handleError, _Forgiving):
+            handler.handleError = _Forgiving(handler)  # type: ignore[method-assign]
+    if not isinstance(threading.excepthook, _Threads):
+        threading.excepthook = _Threads(threading.excepthook)
+
+
+class _Forgiving:
+    """What a handler does about a line that it could not write."""
+
+    def __init__(self, handler: logging.StreamHandler) -> None:
+        self._name = getattr(handler, "baseFilename", "the log on the terminal")
+        self._otherwise = handler.handleError
+        self._said = False
+
+    def __call__(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, (OSError, UnicodeError)):
+            self._otherwise(record)  # a mistake of ours
+        elif not self._said:
+            self._said = True
+            with suppress(OSError):
+                os.write(2, f"{self._name} is not written, training goes on: {error}\n".encode())
+
+
+class _Threads:
+    """`threading.excepthook`, without TensorBoard's writer on a full disk: the logger that feeds it says so once."""
+
+    def __init__(self, otherwise: Callable[[threading.ExceptHookArgs], object]) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, args: threading.ExceptHookArgs) -> None:
+        if not (isinstance(args.exc_value, OSError) and type(args.thread).__name__ == "_AsyncWriterThread"):
+            self._otherwise(args)
