@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2_fp8 import __version__
-from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.checkpoint import bounded, durable
 from gpt2_fp8.config.errors import RunError
 
 Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_lost", "interrupted"]
@@ -105,7 +104,8 @@ class Summary:
         if self.tokens_per_second is not None:
             return
         with suppress(OSError, ValueError):
-            before = json.loads((Path(folder) / "summary.json").read_text())
+            found = bounded.read_json(Path(folder) / "summary.json")
+            before = {key: value for key, value in found.items() if type(value) is float} if type(found) is dict else {}
             self.tokens_per_second = before.get("tokens_per_second")
             self.checkpoint_stall_seconds = self.checkpoint_stall_seconds or before.get("checkpoint_stall_seconds")
             self.last_train_loss = self.last_train_loss or before.get("last_train_loss")
