@@ -32,8 +32,8 @@ def refuse(differences: list[Problem]) -> None:
 
 
 def refuse_other_weights(model: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError with the first differences where two state dicts have not the same names, shapes and dtypes:
-    torch would cast weights of another one in silence, to what they were not."""
+    """Raise CheckpointError with the first differences where two state dicts have not the same names, shapes and
+    dtypes: torch would cast weights of another one in silence, to what they were not."""
     here = {name: tuple(tensor.shape) for name, tensor in model.items()}
     there = {name: tuple(tensor.shape) for name, tensor in given.items()}
     names = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]

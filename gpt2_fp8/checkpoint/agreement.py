@@ -62,7 +62,6 @@ def _lanes(step: int, data: dict[str, Any]) -> Iterator[str]:
         yield "TokenDataModule.fingerprint has no batch size and length of sequences"
         return
     for name, lane in data["lanes"].items():
-        yield from _beyond(step * size, "the sequences of its steps", [(f"lanes.{name}.block", lane["block"])])
         far = [(f"lanes.{name}.epoch", lane["epoch"])]
         yield from _beyond(step * size * length, "the tokens of its steps", far)
 

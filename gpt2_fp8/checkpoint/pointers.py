@@ -1,6 +1,6 @@
-"""`last.json` and `best.json`: which of a run's checkpoints is which; and `validation.json`, which each of them may have.
+"""`last.json` and `best.json`: which of a run's checkpoints is which; `validation.json`, which each of them may have.
 
-Each carries a digest of its own and that of its checkpoint's manifest: a flipped bit, or a folder put in another's place,
+Each carries a digest of its own and that of its checkpoint's manifest: a flipped bit, or a folder in another's place,
 would else choose another checkpoint in silence, or a best that nothing beats. Those of earlier versions have neither.
 """
 
@@ -118,9 +118,7 @@ def _check_digests(path: Path, value: dict[str, Any], keys: set[str], checkpoint
     if value.keys() == keys:
         if path not in _told:
             _told.add(path)
-            log.warning(
-                "%s has no digest, as earlier versions wrote it: whether it changed cannot be checked", path.name
-            )
+            log.warning("%s is of an earlier version, without digest: whether it changed cannot be checked", path.name)
         return
     if value.keys() != keys | {_OF, SEAL} or sealed(value)[SEAL] != value[SEAL]:
         raise ValueError("it was changed after it was written: its own SHA-256 does not fit")
