@@ -67,7 +67,8 @@ class Progress:
     def other_settings(self, state: dict[str, Any]) -> Iterator[Problem]:
         """Everything in which a `state_dict` is of another text or order than this."""
         was, now = dict(state["fingerprint"]), dict(self.fingerprint)
-        if self.validation is not None and state.get("validation") is not None:
+        is_known = self.validation is not None and state.get("validation") is not None
+        if is_known and all(was.get(key) == now[key] for key in ("data", "tokenizer", "n_positions")):  # or it follows
             was["validation"], now["validation"] = state["validation"], self.validation
         for key in now:
             if was.get(key) != now[key]:
