@@ -31,6 +31,8 @@ def _equal_to_step(state: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 def _at_most_step(state: dict[str, Any]) -> Iterator[tuple[str, int]]:
     yield "_batches_that_stepped", state["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
+    done = state["loops"]["fit_loop"]["epoch_loop.manual_optimization.optim_step_progress"]["current"]
+    yield from ((f"optim_step_progress.current.{key}", count) for key, count in done.items())
     if tiers := state["callbacks"].get("Tiers"):
         yield "Tiers.validated_step", tiers["validated_step"] or 0
     if ladder := state["callbacks"].get("Fallback"):

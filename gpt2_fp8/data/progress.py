@@ -67,9 +67,9 @@ class Progress:
     def other_settings(self, state: dict[str, Any]) -> Iterator[Problem]:
         """Everything in which a `state_dict` is of another text or order than this."""
         was, now = dict(state["fingerprint"]), dict(self.fingerprint)
-        is_known = self.validation is not None and state.get("validation") is not None
-        if is_known and all(was.get(key) == now[key] for key in ("data", "tokenizer", "n_positions")):  # or it follows
-            was["validation"], now["validation"] = state["validation"], self.validation
+        own, theirs = self.validation, state.get("validation")
+        if own and theirs and all(was.get(key) == now[key] for key in ("data", "tokenizer", "n_positions")):
+            was["validation"], now["validation"] = theirs, own  # else it follows
         for key in now:
             if was.get(key) != now[key]:
                 yield Problem(
