@@ -222,9 +222,12 @@ class GPT2Module(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the random numbers; let the configuration, not the checkpoint, say the optimizer's settings.
 
-        Raises UserError where the checkpoint is another model's, with every difference.
+        Raises UserError where the checkpoint is another model's, or of other text, with every difference.
         """
-        resume.refuse_other_model(self.config.model, checkpoint.get("model", {}))
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # whose tokenizer gives the weights' shapes
+        resume.refuse([*resume.other_settings(self.config.model, checkpoint.get("model", {})),
+                       *datamodule.other_settings(checkpoint["TokenDataModule"])])  # fmt: skip
+        rng.check(checkpoint["rng"])
         self._rng, self._restored_from = checkpoint["rng"], self.trainer.ckpt_path
         if sizes := checkpoint.get("micro_batch_size"):  # not in checkpoints of format 1
             self.attempts.load_state_dict(sizes)

@@ -26,9 +26,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
     return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
-def check_moments(optimizer: AdamW, saved: dict[str, Any]) -> None:
-    """Raise ValueError unless a saved state has moments, and each is of its parameter's shape: torch takes any over,
-    and its fused kernels trust them."""
+def check_moments(optimizer: AdamW, saved: dict[str, Any], step: int) -> None:
+    """Raise ValueError unless a saved state has moments, and each is of its parameter's shape and dtype, and such as
+    `step` updates may have left: torch takes any over, and its fused kernels trust them.
+
+    Moments that are not finite pass: a run may have written them, and goes back by itself.
+    """
     named = [index for group in saved["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shapes = {index: parameter.shape for index, parameter in zip(named, parameters, strict=True)}
@@ -38,6 +41,13 @@ def check_moments(optimizer: AdamW, saved: dict[str, Any]) -> None:
         for name, shape in (("exp_avg", shapes[index]), ("exp_avg_sq", shapes[index]), ("step", torch.Size())):
             if (found := moments[name].shape) != shape:
                 raise ValueError(f"the optimizer's {name} {index} is {tuple(found)}, and belongs to {tuple(shape)}")
+            if (dtype := moments[name].dtype) != torch.float32:
+                raise ValueError(f"the optimizer's {name} {index} is of {dtype}, not of float32")
+        if (moments["exp_avg_sq"] < 0).any():
+            raise ValueError(f"the optimizer's exp_avg_sq {index}, a mean of squares, has numbers below 0")
+        updates = moments["step"].item()
+        if not (0 <= updates <= step and updates == int(updates)):
+            raise ValueError(f"the optimizer's step {index} is {updates}, in a state of {step} steps")
 
 
 def learning_rate_factor(step: int, warmup_steps: int, max_steps: int, min_lr_ratio: float) -> float:

@@ -105,11 +105,11 @@ class Summary:
         if self.tokens_per_second is not None:
             return
         with suppress(OSError, ValueError):
-            before = bounded.read_json(Path(folder) / "summary.json")
-            for name in ("tokens_per_second", "checkpoint_stall_seconds", "last_train_loss"):
-                value = before.get(name) if isinstance(before, dict) else None
-                if isinstance(value, (int, float)) and not getattr(self, name):
-                    setattr(self, name, value)
+            found = bounded.read_json(Path(folder) / "summary.json")
+            before = {key: value for key, value in found.items() if type(value) is float} if type(found) is dict else {}
+            self.tokens_per_second = before.get("tokens_per_second")
+            self.checkpoint_stall_seconds = self.checkpoint_stall_seconds or before.get("checkpoint_stall_seconds")
+            self.last_train_loss = self.last_train_loss or before.get("last_train_loss")
 
     def write(self, folder: Path) -> Path:
         """Replace `folder/summary.json` atomically and return its path; non-finite floats become null.

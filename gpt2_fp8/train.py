@@ -12,8 +12,8 @@ from gpt2_fp8 import spool, startup
 from gpt2_fp8.build import Parts, build
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.callbacks.tiers import Tiers
+from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.lock import RunLock
-from gpt2_fp8.checkpoint.manifest import SKELETON, read_json
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.ending import Ending
@@ -139,7 +139,7 @@ def _plan(config: RunConfig, device: Literal["cuda", "cpu"], choice: Choice | No
         plan = replace(plan, asked="auto", reason=reason)
     if checkpoint is None:
         return plan
-    before = as_before(plan, config, read_json(checkpoint, SKELETON).get("precision", {}))
+    before = as_before(plan, config, read_plain(checkpoint, "precision"))
     if before.ran != plan.ran:
         log.info(
             "the run has fallen back to bf16, and stays there; another precision=NAME than %s ends that", plan.asked

@@ -88,7 +88,7 @@ HOUSE = {
     "checkpoint": Row("checkpoint config", "torch safetensors"),
     # one optimizer step, in plain torch
     "ladder": Row("step config"),
-    "resume": Row("optim config", "torch"),
+    "resume": Row("optim checkpoint config", "torch"),
     "stragglers": Row(""),
     "attempts": Row("engine memory exchange", "torch"),
     "memory": Row("exchange config", "torch"),

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from gpt2_fp8.checkpoint import loops, pointers
+from gpt2_fp8.checkpoint.errors import escaped
 from gpt2_fp8.checkpoint.ledger import Ledger
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer, finite
@@ -217,7 +218,7 @@ class Tiers(Checkpoint):
         if path.parent.resolve() == self.folder.resolve():
             self.ledger.resume(checkpoint["global_step"])
         if state and state["validation_due"]:
-            if (path / loops.VALIDATION).exists():
+            if _is_noted(path):
                 state["validated_step"] = checkpoint["global_step"]
             else:
                 loops.resume_into_validation(checkpoint["loops"]["fit_loop"])
@@ -250,6 +251,16 @@ class Tiers(Checkpoint):
         step = trainer.global_step
         val_loss = finite(self._val_loss) if self.validated_step == step else None
         self.ledger.save(checkpoint, Pointer(path.name, step, val_loss), partial(_flush_logs, trainer))
+
+
+def _is_noted(path: Path) -> bool:
+    """Whether the validation of the checkpoint `path` is done; one that was changed since is done once more."""
+    try:
+        return pointers.noted(path) is not None
+    except (OSError, ValueError) as error:
+        log.warning("%s of %s is not used, and the step is validated once more: %s",
+                    pointers.VALIDATION, path.name, escaped(str(error)))  # fmt: skip
+        return False
 
 
 def _flush_logs(trainer: Trainer) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.shown import line
 
 _LONGEST = 1000  # characters of a cause; what a stranger's file holds may be of any length
 
@@ -33,6 +34,5 @@ def unfit(path: Path, why: str) -> CheckpointError:
 
 
 def escaped(text: str) -> str:
-    r"""`text` in one line of at most 1000 characters, with `\x1b` and the like for what does not print."""
-    text = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    r"""`text` in one line of some 1000 characters, with `\x1b` and the like for what does not print."""
+    return line(text, _LONGEST)

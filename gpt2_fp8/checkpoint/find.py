@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from gpt2_fp8.checkpoint import pointers
+from gpt2_fp8.checkpoint import names, pointers
 from gpt2_fp8.checkpoint.errors import CheckpointError, escaped, unreadable
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.verify import verified
@@ -107,8 +107,8 @@ def _candidates(folder: Path, pointer: Pointer | None) -> list[Path]:
 
 def _step(path: Path) -> int:
     """The step of `step-00000004` and of `.step-00000004.old`; -1 for any other name."""
-    name = path.name[1:-4] if path.name.startswith(".") and path.suffix == ".old" else path.name
-    step = pointers.step_of(name)
+    step = names.step_of(path.name)
+    step = names.step_aside(path.name) if step is None else step
     return -1 if step is None else step
 
 

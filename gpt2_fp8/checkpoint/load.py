@@ -16,6 +16,20 @@ from gpt2_fp8.checkpoint.errors import unreadable
 from gpt2_fp8.checkpoint.manifest import MANIFEST, SKELETON, place, read_json
 from gpt2_fp8.checkpoint.verify import verified
 
+# What safetensors' headers call the dtypes of `tree.DTYPES`.
+_CODES = {
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (64, 32, 16)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (64, 32, 16, 8)},
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (64, 32, 16, 8)},
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "BOOL": torch.bool,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
 _LARGEST_HEADER = 16 * 2**20  # bytes; 100 for each tensor are usual, and reading takes 16 times as many
 
 
@@ -34,8 +48,15 @@ def read_weights(path: Path | str, map_location: Any = None) -> dict[str, Tensor
 
 
 def read_structure(path: Path | str) -> dict[str, Any]:
-    """The dictionary of `read` with tensors of no numbers (on the device `meta`, of their shapes). Raises as `read`."""
+    """The dictionary of `read` with tensors of no numbers (on the device `meta`, of their shapes and dtypes). Raises as
+    `read`."""
     return _assemble(Path(path), "meta")
+
+
+def read_plain(path: Path | str, key: str) -> Any:
+    """What a checkpoint's state has under `key`, with None for tensors; {} where it has nothing. For a checkpoint that
+    has been read before: nothing is verified. Raises CheckpointError."""
+    return tree.unflatten(read_json(Path(path), SKELETON).get(key, {}), lambda name: None)
 
 
 def _assemble(path: Path, device: str, only: list[str] | None = None) -> dict[str, Any]:
@@ -72,7 +93,8 @@ def _tensors(path: Path, files: Collection[str], device: str) -> Iterator[Callab
                 _check_header(path / file)
                 opened[file] = stack.enter_context(safe_open(path / file, framework="pt", device=reader))
             if device == "meta":
-                return torch.empty(opened[file].get_slice(key).get_shape(), device=device)
+                part = opened[file].get_slice(key)
+                return torch.empty(part.get_shape(), dtype=_dtype(name, part.get_dtype()), device=device)
             tensor = opened[file].get_tensor(key)
             if tensor.dtype not in tree.DTYPES:
                 raise ValueError(f"{name!r} is of {tensor.dtype}, which no checkpoint holds")
@@ -80,6 +102,13 @@ def _tensors(path: Path, files: Collection[str], device: str) -> Iterator[Callab
             return tensor.clone() if device == "cpu" else tensor
 
         yield load
+
+
+def _dtype(name: str, code: str) -> torch.dtype:
+    """A tensor's dtype by the name that safetensors has for it. Raises ValueError for one that is not ours."""
+    if code not in _CODES:
+        raise ValueError(f"{name!r} is of {code}, which no checkpoint holds")
+    return _CODES[code]
 
 
 def _check_header(path: Path) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-VALIDATION = "validation.json"  # in a checkpoint's folder: the validation of its step is done, and what it gave
-
 
 def resume_into_validation(fit_loop: dict[str, Any]) -> None:
     """Change a fit loop's saved state so that resuming begins with the whole validation of the saved step.

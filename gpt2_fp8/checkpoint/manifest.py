@@ -18,6 +18,7 @@ from gpt2_fp8 import __version__
 from gpt2_fp8.checkpoint import bounded
 from gpt2_fp8.checkpoint.digest import digests
 from gpt2_fp8.checkpoint.errors import CheckpointError, unreadable
+from gpt2_fp8.checkpoint.names import MOST_STEPS, step_aside, step_of
 
 FORMAT = "gpt2_fp8 checkpoint"
 VERSION = 2
@@ -59,8 +60,19 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**rest, SEAL: hashlib.sha256(text.encode()).hexdigest()}
 
 
+def seal_of(path: Path) -> str | None:
+    """The digest of the manifest in the folder `path`; None where it has none that fits: `read_manifest` says why."""
+    try:
+        manifest = bounded.read_json(path / MANIFEST)
+    except (OSError, ValueError):
+        return None
+    seal = manifest.get(SEAL) if isinstance(manifest, dict) else None
+    return seal if isinstance(seal, str) and sealed(manifest)[SEAL] == seal else None
+
+
 def read_manifest(path: Path | str) -> dict[str, Any]:
-    """The manifest, after seeing that it is unchanged, its format known, and every file it lists there at full length.
+    """The manifest, after seeing that it is unchanged, its format known, its step the one that the folder is named for,
+    and every file that it lists there at full length.
 
     Not that the files hold what was written: `verify.verified` sees to that. Raises CheckpointError.
     """
@@ -112,8 +124,12 @@ def _check(path: Path, manifest: Any) -> None:
         )
     if version > 1 and sealed(manifest)[SEAL] != manifest.get(SEAL):
         raise unreadable(path, f"{MANIFEST} was changed after it was written: its own SHA-256 does not fit")
-    if type(manifest.get("global_step")) is not int or not isinstance(files, dict):
+    step = manifest.get("global_step")
+    if type(step) is not int or not 0 <= step < MOST_STEPS or not isinstance(files, dict):
         raise unreadable(path, f"{MANIFEST} lacks what it should hold (global_step, files)")
+    named = step_aside(path.name) if step_of(path.name) is None else step_of(path.name)
+    if named not in (step, None):
+        raise unreadable(path, f"it is of step {step}, by its {MANIFEST}, and its name is that of step {named}")
     for name in sorted({MODEL, SKELETON} - files.keys()):
         raise unreadable(path, f"{MANIFEST} does not list {name}")
     for name, entry in files.items():

@@ -1,19 +1,31 @@
-"""`last.json` and `best.json`: which of a run's checkpoints is which. And how a checkpoint's folder is named."""
+"""`last.json` and `best.json`: which of a run's checkpoints is which; `validation.json`, which each of them may have.
+
+Each carries a digest of its own and that of its checkpoint's manifest: a flipped bit, or a folder in another's place,
+would else choose another checkpoint in silence, or a best that nothing beats. Those of earlier versions have neither.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-import re
 import reprlib
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gpt2_fp8.checkpoint import bounded, durable
+from gpt2_fp8.checkpoint.manifest import SEAL, seal_of, sealed
+from gpt2_fp8.checkpoint.names import folder_name, step_of
+
+__all__ = ["Kind", "Pointer", "folder_name", "follow", "note", "noted", "read", "remove", "step_of", "steps", "write"]
 
 Kind = Literal["last", "best"]
-_NAME = re.compile(r"step-(\d{8,15})")
+VALIDATION = "validation.json"  # in a checkpoint's folder: the validation of its step is done, and what it gave
+_OF = "manifest_sha256"  # of the checkpoint that is meant
+
+log = logging.getLogger(__name__)
+_told: set[Path] = set()  # files without a digest
 
 
 @dataclass(frozen=True)
@@ -25,17 +37,6 @@ class Pointer:
     val_loss: float | None
 
 
-def folder_name(step: int) -> str:
-    """`step-00000100` for step 100."""
-    return f"step-{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """The step in a checkpoint folder's name; None for any other name."""
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match else None
-
-
 def steps(folder: Path) -> dict[int, Path]:
     """Every checkpoint-like folder in `folder`, whole or not, by its step, oldest first."""
     entries = folder.iterdir() if folder.is_dir() else ()
@@ -45,18 +46,19 @@ def steps(folder: Path) -> dict[int, Path]:
 
 def follow(folder: Path, kind: Kind) -> Pointer:
     """The pointer of that kind. Raises FileNotFoundError where there is none; OSError or ValueError, each saying why,
-    where its file holds anything else.
+    where its file holds anything else, was changed after it was written, or means a checkpoint that was.
 
     Its name is a bare folder's, and no link is followed: a pointer cannot lead out of its folder.
     """
-    value = bounded.read_json(folder / f"{kind}.json")
+    path = folder / f"{kind}.json"
+    value = bounded.read_json(path)
     if not isinstance(value, dict) or not {"checkpoint", "step", "val_loss"} <= value.keys():
         raise ValueError("it lacks what it should hold (checkpoint, step, val_loss)")
-    name, step, val_loss = value["checkpoint"], value["step"], value["val_loss"]
+    name, step = value["checkpoint"], value["step"]
     if not isinstance(name, str) or type(step) is not int or step_of(name) != step:
         raise ValueError(f"it names {reprlib.repr(name)}, which is not the folder of a step")
-    finite = type(val_loss) in (int, float) and abs(val_loss) <= sys.float_info.max
-    return Pointer(name, step, float(val_loss) if finite else None)
+    _check_digests(path, value, {"checkpoint", "step", "val_loss"}, folder / name)
+    return Pointer(name, step, _loss(value["val_loss"]))
 
 
 def read(folder: Path, kind: Kind) -> Pointer | None:
@@ -69,13 +71,57 @@ def read(folder: Path, kind: Kind) -> Pointer | None:
 
 def write(folder: Path, kind: Kind, pointer: Pointer) -> None:
     """Move the pointer, atomically. To be called once the checkpoint is durable. Raises OSError."""
-    value = asdict(pointer)
-    if pointer.val_loss is not None and not math.isfinite(pointer.val_loss):
-        value["val_loss"] = None
-    durable.write_json(folder / f"{kind}.json", value)
+    _write(folder / f"{kind}.json", asdict(pointer), folder / pointer.checkpoint)
 
 
 def remove(folder: Path, kind: Kind) -> None:
     """Take the pointer away, durably, if it is there. Raises OSError."""
     (folder / f"{kind}.json").unlink(missing_ok=True)
     durable.fsync(folder)
+
+
+def note(folder: Path, pointer: Pointer) -> None:
+    """Write down the validation of a checkpoint, beside it. Raises OSError."""
+    path = folder / pointer.checkpoint
+    _write(path / VALIDATION, {"step": pointer.step, "val_loss": pointer.val_loss}, path)
+
+
+def noted(path: Path) -> Pointer | None:
+    """What `note` wrote into the checkpoint `path`; None where it wrote nothing. Raises OSError or ValueError, each
+    saying why, where the file holds anything else, or was changed after it was written."""
+    try:
+        value = bounded.read_json(path / VALIDATION)
+    except FileNotFoundError:
+        return None
+    if not isinstance(value, dict) or not {"step", "val_loss"} <= value.keys():
+        raise ValueError("it lacks what it should hold (step, val_loss)")
+    step = value["step"]
+    if type(step) is not int or step_of(path.name) not in (step, None):
+        raise ValueError(f"it is of step {reprlib.repr(step)}")
+    _check_digests(path / VALIDATION, value, {"step", "val_loss"}, path)
+    return Pointer(path.name, step, _loss(value["val_loss"]))
+
+
+def _loss(value: Any) -> float | None:
+    finite = type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return float(value) if finite else None
+
+
+def _write(path: Path, value: dict[str, Any], checkpoint: Path) -> None:
+    if value["val_loss"] is not None and not math.isfinite(value["val_loss"]):
+        value["val_loss"] = None
+    durable.write_json(path, sealed({**value, _OF: seal_of(checkpoint)}))
+
+
+def _check_digests(path: Path, value: dict[str, Any], keys: set[str], checkpoint: Path) -> None:
+    """Raise ValueError where one of the two digests does not fit; say so, once, where there is none to fit."""
+    if value.keys() == keys:
+        if path not in _told:
+            _told.add(path)
+            log.warning("%s is of an earlier version, without digest: whether it changed cannot be checked", path.name)
+        return
+    if value.keys() != keys | {_OF, SEAL} or sealed(value)[SEAL] != value[SEAL]:
+        raise ValueError("it was changed after it was written: its own SHA-256 does not fit")
+    there = seal_of(checkpoint)
+    if value[_OF] is not None and there not in (value[_OF], None):
+        raise ValueError(f"it means another {checkpoint.name} than is there, by the SHA-256 of their manifests")

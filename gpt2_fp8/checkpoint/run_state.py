@@ -1,13 +1,14 @@
-"""What a checkpoint has to hold for a run to continue from it: which keys, of which types.
+"""What a checkpoint has to hold for a run to continue from it: which keys, of which types, within which bounds.
 
 Digests show that a checkpoint is what somebody wrote, not that it is a run's. Lightning takes over what it finds
-without a look, so that a wrong type would come to light in the midst of training, as an error of ours. The table is
-asked where a run is resumed, without reading a number; what it cannot tell, whoever restores it finds out, under
-`restoring`.
+without a look, so that a wrong value would come to light in the midst of training, as an error of ours, or as a run
+that never ends. The table is asked where a run is resumed, without reading a tensor, and then whether its numbers
+agree; what neither can tell, whoever restores it finds out, under `restoring`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,47 +18,51 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gpt2_fp8.checkpoint.agreement import disagreements
 from gpt2_fp8.checkpoint.errors import unfit
+from gpt2_fp8.checkpoint.forms import Exactly, Form, Line, Maybe, Numbers, Real, Row, Some, Whole, Word, problems
 from gpt2_fp8.checkpoint.load import read_structure
+from gpt2_fp8.checkpoint.names import MOST_STEPS
 from gpt2_fp8.config.errors import RunError
 
-# A form is a type; a tuple of forms, any of which will do; `COUNT`; `Maybe` or `Some`; [form], a list of any length;
-# or {key: form}, a dict with these keys at least, where the key ... stands for all others.
-Form = Any
-COUNT = "a number of things"  # an int from 0 on
-NUMBER = (float, int)
+
+class _Version(NamedTuple):
+    """Lightning's, whose own reader takes any length."""
+
+    def why_not(self, value: Any) -> str | None:
+        if not isinstance(value, str):
+            return "str"
+        return None if re.fullmatch(r"2\.[0-9]{1,4}\.[0-9]{1,4}[0-9a-z.+]{0,30}", value) else "a version from 2.0 on"
 
 
-class Maybe(NamedTuple):
-    """A key that may be missing."""
+COUNT = Whole()
+STEP = Whole(1, MOST_STEPS - 1)
+LOSS = Real(-1.0, 3.5e38)  # of float32; rounding leads it below 0
+_EVENTS = 10_000  # `ladder` keeps a tenth
 
-    form: Form
-
-
-class Some(NamedTuple):
-    """A list of one entry at least."""
-
-    form: Form
-
-
-_TRACKED = {"ready": COUNT, "completed": COUNT, "started": Maybe(COUNT), "processed": Maybe(COUNT)}
+_TRACKED = Exactly({"ready": COUNT, "completed": COUNT, "started": Maybe(COUNT), "processed": Maybe(COUNT)})
 _PROGRESS = {"total": _TRACKED, "current": _TRACKED}
-_ALL_TRACKED = dict.fromkeys(("ready", "completed", "started", "processed"), COUNT)
+_ALL_TRACKED = Exactly(dict.fromkeys(("ready", "completed", "started", "processed"), COUNT))
 _BATCHES = {"total": _ALL_TRACKED, "current": _ALL_TRACKED, "is_last_batch": bool}
 _LANE = {"epoch": COUNT, "position": COUNT, "offset": COUNT, "block": COUNT, "documents": {...: COUNT}}
+_MOMENT = Numbers(torch.float32)
+_BYTES = Numbers(torch.uint8)
+_WORD = Whole(0, 2**32 - 1)
+_PYTHON = Row((Whole(3, 3), Row((_WORD,) * 624 + (Whole(0, 624),)), (NoneType, Real(-1e3, 1e3))))
 
 RUN: Form = {
-    "global_step": COUNT,
+    "global_step": STEP,
     "epoch": COUNT,
-    "pytorch-lightning_version": str,
+    "pytorch-lightning_version": _Version(),
     "state_dict": {...: Tensor},
     "optimizer_states": Some(
         {
-            "state": {...: {"step": Tensor, "exp_avg": Tensor, "exp_avg_sq": Tensor}},
+            "state": {...: {"step": Numbers(torch.float32, ()), "exp_avg": _MOMENT, "exp_avg_sq": _MOMENT}},
             "param_groups": Some({"params": [COUNT]}),
-        }
+        },
+        most=1,
     ),
-    "lr_schedulers": Some({"last_epoch": COUNT}),
+    "lr_schedulers": Some({"last_epoch": COUNT}, most=1),
     "loops": {
         "fit_loop": {
             "epoch_progress": _PROGRESS,
@@ -74,51 +79,69 @@ RUN: Form = {
     "callbacks": {
         "Tiers": Maybe(
             {
-                "best": (NoneType, {"step": COUNT, "val_loss": (NoneType, *NUMBER)}),
+                "best": (NoneType, {"step": STEP, "val_loss": (NoneType, LOSS)}),
                 "validated_step": (NoneType, COUNT),
                 "validation_due": bool,
             }
         ),
         "Fallback": Maybe(
             {
-                "events": [{"step": COUNT, "what": str, "reason": str}],
-                **dict.fromkeys(("reruns", "skipped", "rollbacks"), COUNT),
+                "events": Some(Exactly({"step": COUNT, "what": Line(20), "reason": Line()}), 0, _EVENTS),
+                **dict.fromkeys(("reruns", "skipped"), COUNT),
+                "rollbacks": Whole(0, 1),  # the second ends a run
                 "in_a_row": dict.fromkeys(("skips", "high", "high_since"), COUNT),
-                "statistics": {"mean": NUMBER, "variance": NUMBER, "count": COUNT},
+                "statistics": {"mean": LOSS, "variance": Real(0.0, 1e80), "count": COUNT},
             }
         ),
     },
     "rng": Some(
         {
-            "python": tuple,
-            "numpy": {"name": str, "keys": Tensor, "position": COUNT, "has_gauss": COUNT, "gauss": NUMBER},
-            "torch": Tensor,
-            "cuda": Maybe(Tensor),
+            "python": _PYTHON,
+            "numpy": {
+                "name": Word(("MT19937",)),
+                "keys": Numbers(torch.uint8, (4 * 624,)),
+                "position": Whole(0, 624),
+                "has_gauss": Whole(0, 1),
+                "gauss": Real(-1e3, 1e3),
+            },
+            "torch": _BYTES,
+            "cuda": Maybe(_BYTES),
         }
     ),
     "TokenDataModule": {
-        "fingerprint": {...: (str, int)},
+        "fingerprint": {...: (Line(), Whole(0, 2**64))},
         "step": COUNT,
         "lanes": {...: _LANE},
+        "validation": Maybe((NoneType, Line(64))),
         "digests": Maybe({...: str}),
     },
-    "FP8Precision": Maybe({"scaling": Maybe(str), "sequences": Maybe(COUNT), ...: Tensor}),
+    "FP8Precision": Maybe({"scaling": Maybe(Line(4000)), "sequences": Maybe(Whole(1)), ...: Tensor}),
     # of version 2
-    "model": Maybe(dict),
-    "micro_batch_size": Maybe({"asked": COUNT, "fits": COUNT}),
-    "precision": Maybe({"fell_back": Maybe(bool)}),
+    "model": Maybe({...: (NoneType, bool, Line(), Whole(), Real(-1e9, 1e9))}),
+    "micro_batch_size": Maybe({"asked": Whole(1), "fits": Whole(1)}),
+    "precision": Maybe(
+        {
+            "asked": Maybe(Line(40)),
+            "ran": Maybe(Word(("fp32", "bf16", "fp8_hybrid", "fp8_e4m3", "fp8_e5m2"))),
+            "recipe": Maybe((NoneType, Word(("delayed", "current", "block", "mxfp8")))),
+            "reason": Maybe((NoneType, str)),
+            "fell_back": Maybe(bool),
+        }
+    ),
 }
 
 _SHOWN = 5  # problems; a table of them helps nobody
 
 
 def check(path: Path | str) -> None:
-    """Raise CheckpointError unless `path` is a whole checkpoint that a run can continue from, as far as types tell."""
+    """Raise CheckpointError unless `path` is a whole checkpoint that a run can continue from, as far as its form
+    and its numbers beside the tensors tell."""
     path = Path(path)
-    problems = list(_problems(read_structure(path), RUN, ""))
-    if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise unfit(path, "; ".join(problems[:_SHOWN]) + more)
+    state = read_structure(path)
+    found = list(problems(state, RUN)) or list(disagreements(state))
+    if found:
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise unfit(path, "; ".join(found[:_SHOWN]) + more)
 
 
 @contextmanager
@@ -143,50 +166,3 @@ def restoring(path: Path | str | None) -> Iterator[None]:
         if path is None:
             raise
         raise unfit(Path(path), f"{type(error).__name__}: {' '.join(str(error).split())}") from error
-
-
-def _problems(value: Any, form: Form, name: str) -> Iterator[str]:
-    """In what `value`, which is called `name`, is not of `form`."""
-    if isinstance(form, dict):
-        yield from _problems_of_dict(value, form, name)
-    elif isinstance(form, (list, Some)):
-        if not isinstance(value, list) or (isinstance(form, Some) and not value):
-            yield f"{name} is {_kind(value)}, not a list" + (" of one entry at least" if isinstance(form, Some) else "")
-            return
-        for index, entry in enumerate(value):
-            yield from _problems(entry, form[0], f"{name}.{index}")
-    elif isinstance(form, tuple):
-        found = [list(_problems(value, one, name)) for one in form]
-        if all(found):
-            yield found[-1][0]  # the last form is the fullest
-    elif form == COUNT:
-        if type(value) is not int or value < 0:
-            yield f"{name} is {_kind(value)}, not an int from 0 on"
-    elif not isinstance(value, form) or (form is int and type(value) is bool):
-        yield f"{name} is {_kind(value)}, not {form.__name__}"
-
-
-def _problems_of_dict(value: Any, form: dict[Any, Form], name: str) -> Iterator[str]:
-    if not isinstance(value, dict):
-        yield f"{name or 'the state'} is {_kind(value)}, not a dict"
-        return
-    for key, inner in form.items():
-        if key is ...:
-            continue
-        if key in value:
-            inner = inner.form if isinstance(inner, Maybe) else inner
-            yield from _problems(value[key], inner, f"{name}.{key}".lstrip("."))
-        elif not isinstance(inner, Maybe):
-            yield f"{name}.{key} is missing".lstrip(".")
-    if ... in form:
-        for key in value.keys() - form.keys():
-            yield from _problems(value[key], form[...], f"{name}.{key}".lstrip("."))
-
-
-def _kind(value: Any) -> str:
-    """What a value is, in a word or two: it may be of any size."""
-    if value is None or (type(value) in (bool, int) and abs(value) < 10**9):
-        return str(value)
-    if isinstance(value, (list, dict)) and not value:
-        return f"an empty {type(value).__name__}"
-    return f"of type {type(value).__name__}"

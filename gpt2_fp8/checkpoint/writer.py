@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2_fp8.checkpoint import durable, files, loops, pointers
+from gpt2_fp8.checkpoint import files, pointers
+from gpt2_fp8.checkpoint.errors import escaped
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.snapshot import Snapshots
 from gpt2_fp8.config.errors import UserError
@@ -180,8 +182,7 @@ class Writer:
                 pointers.write(self.folder, "best", pointer)
                 self.outcome = self.outcome._replace(best=pointer)
             pointers.write(self.folder, "last", pointer)
-            note = {"step": step, "val_loss": pointer.val_loss}
-            durable.write_json(self.folder / pointer.checkpoint / loops.VALIDATION, note)
+            pointers.note(self.folder, pointer)
         except OSError as error:
             log.warning("the validation of step %d could not be noted in %s: %s", step, self.folder, error)
         self._prune(step)
@@ -201,13 +202,31 @@ class Writer:
                 log.warning("%s is superseded and could not be deleted: %s", found[superseded], error)
 
     def _reconciled(self, best: Pointer | None) -> Pointer | None:
-        on_disk = pointers.read(self.folder, "best")
-        if on_disk and files.is_checkpoint(self.folder / on_disk.checkpoint):
-            return on_disk
+        try:
+            on_disk = pointers.follow(self.folder, "best")
+            if files.is_checkpoint(self.folder / on_disk.checkpoint):
+                return on_disk
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            best = min([*self._noted(), *([best] if best else [])], key=_val_loss, default=None)
+            log.warning("best.json is written anew, from what is noted beside the checkpoints: %s", escaped(str(error)))
         if best and files.is_checkpoint(self.folder / best.checkpoint):
             pointers.write(self.folder, "best", best)
             return best
         return None  # this folder's run starts its own: the state may be another run's
+
+    def _noted(self) -> Iterator[Pointer]:
+        """The validations that are written down beside the folder's whole checkpoints."""
+        for path in pointers.steps(self.folder).values():
+            with suppress(OSError, ValueError):
+                noted = pointers.noted(path)
+                if noted and noted.val_loss is not None and files.is_checkpoint(path):
+                    yield noted
+
+
+def _val_loss(pointer: Pointer) -> float:
+    return math.inf if pointer.val_loss is None else pointer.val_loss
 
 
 def finite(value: float | None) -> float | None:

@@ -6,6 +6,7 @@ the step are simply made again after a resume. The state does not depend on the 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import asdict
 from functools import cached_property
@@ -17,7 +18,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.config.errors import Problem, RunError
 from gpt2_fp8.data.cache import UnitCache
 from gpt2_fp8.data.corpus_check import check_trainable, validation_blocks
 from gpt2_fp8.data.digests import Digests
@@ -144,6 +145,7 @@ class TokenDataModule(LightningDataModule):
             lanes,
             self.global_batch_size,
             digests,
+            None if self._val is None else hashlib.sha256(self._val.astype("<u2").tobytes()).hexdigest(),
         )
         sequences = 0 if self._val is None else len(self._val)
         about = ", ".join(f"{name} {value}" for name, value in self._corpus.about.items())
@@ -188,6 +190,10 @@ class TokenDataModule(LightningDataModule):
             for lane, state in self._progress.lanes.items():  # or it would come to light in the midst of training
                 self._order.unit(int(lane), Place(state["epoch"], state["position"]))
         self._loaded = None if self._ready else state_dict
+
+    def other_settings(self, state_dict: dict[str, Any]) -> list[Problem]:
+        """Everything in which a saved state is of another text, or of another order of it; after `setup`."""
+        return list(self._progress.other_settings(state_dict))
 
     def report(self) -> dict[str, Any]:
         """For `summary.json`: the source, the documents that training has come to, and this rank's reading."""

@@ -59,6 +59,7 @@ class Steps(IterableDataset[dict[str, Any]]):
 
     def _items(self) -> Iterator[dict[str, Any]]:
         step, batches = self.start()
+        assert step < self.max_steps, "nothing is left to train on"  # Lightning would ask again, for ever
         try:
             kept = [torch.from_numpy(batches.next()) for _ in range(self.overfit_batches)]
             while step < self.max_steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 from torch import distributed
@@ -20,9 +21,18 @@ Fingerprint = dict[str, str | int]
 class Progress:
     """The steps trained and where each lane stands. A rank keeps its own lanes current, and gathers the others'."""
 
-    def __init__(self, fingerprint: Fingerprint, n_lanes: int, global_batch_size: int, digests: Digests):
+    def __init__(
+        self,
+        fingerprint: Fingerprint,
+        n_lanes: int,
+        global_batch_size: int,
+        digests: Digests,
+        validation: str | None = None,
+    ):
         self.fingerprint = fingerprint
         self.digests = digests
+        self.validation = validation  # a checksum of the sequences that are validated on; None: there are none
+        self._validated_before: str | None = None  # the same of the run that this one continues
         self.global_batch_size = global_batch_size
         self.step = 0
         self.lanes: dict[str, LaneState] = {str(lane): lane_start() for lane in range(n_lanes)}
@@ -56,27 +66,35 @@ class Progress:
             "lanes": copy.deepcopy(self.lanes),
             "documents": self.documents().as_dict(),
             "digests": self.digests.state_dict(),
+            "validation": self.validation or self._validated_before,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`. Raises UserError with everything in which its text or order was another;
         ValueError or TypeError for what is no state of this order."""
-        was, now = state["fingerprint"], self.fingerprint
-        changed = [key for key in now if was.get(key) != now[key]]
-        if changed:
-            raise UserError(
-                Problem(
-                    f"this run cannot be continued exactly: {_WORDS.get(key, key)} was {was.get(key)}, "
-                    f"and is now {now[key]}",
-                    "set it back as it was; or start a new run, with init_from=CHECKPOINT to keep the weights",
-                )
-                for key in changed
-            )
+        if changed := list(self.other_settings(state)):
+            raise UserError(changed)
         if state["lanes"].keys() != self.lanes.keys():
             raise ValueError(f"it has {len(state['lanes'])} lanes that are not the {len(self.lanes)} of this text")
         _documents(state["lanes"])  # or their counts would not fit later
         self.digests.restore(state.get("digests"))
+        self._validated_before = state.get("validation")
         self.step, self.lanes = state["step"], copy.deepcopy(state["lanes"])
+
+    def other_settings(self, state: dict[str, Any]) -> Iterator[Problem]:
+        """Everything in which a `state_dict` is of another text or order than this."""
+        was, now = dict(state["fingerprint"]), dict(self.fingerprint)
+        own, theirs = self.validation, state.get("validation")
+        if own and theirs and all(was.get(key) == now[key] for key in ("data", "tokenizer", "n_positions")):
+            was["validation"], now["validation"] = theirs, own  # else it follows
+        for key in now:
+            if was.get(key) != now[key]:
+                yield Problem(
+                    f"this run cannot be continued exactly: {_WORDS.get(key, key)} was {was.get(key)}, "
+                    f"and is now {now[key]}",
+                    _CURES.get(key, "set it back as it was")
+                    + "; or start a new run, with init_from=CHECKPOINT to keep the weights",
+                )
 
     def documents(self) -> DocumentCounts:
         """Of all units that training has come to, over every epoch."""
@@ -91,4 +109,10 @@ _WORDS = {
     "data": "the training text (its checksum)",
     "tokenizer": "the tokenizer (its checksum)",
     "n_positions": "model.n_positions",
+    "validation": "the validation text, on which the best is the best (its checksum),",
+}
+_CURES = {
+    "tokenizer": "set data.tokenizer= back as it was",
+    "validation": "set data.val_sequences= and what else chooses it back as they were, or do without: "
+    "data.val_sequences=0",
 }

@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from gpt2_fp8.checkpoint.manifest import SKELETON, read_json
+from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.config.checks import FP8_MULTIPLE
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoPrecisionConfig, AutoRecipe, RunConfig
@@ -74,11 +75,14 @@ def _choose(config: RunConfig, tolerance: float, device: str, world_size: int, c
 
 def _as_before(config: RunConfig, checkpoint: Path) -> Choice:
     """What a checkpoint was trained in; a recipe that the user names now goes before its own."""
-    saved = read_json(checkpoint, SKELETON)
-    ran, recipe = str(saved["precision"]["ran"]), None
+    before = read_plain(checkpoint, "precision")
+    if "ran" not in before:
+        cause = f"{checkpoint} does not say what it was trained in, and precision=auto stays with that"
+        raise CheckpointError.of(cause, "name it: precision=NAME")
+    ran, recipe = before["ran"], None
     if ran.startswith("fp8"):
-        keeps_scales = (saved.get("FP8Precision") or {}).get("scaling")  # of the recipes, delayed alone does
-        recipe = saved["precision"].get("recipe") or ("delayed" if keeps_scales else "current")
+        keeps_scales = read_plain(checkpoint, "FP8Precision").get("scaling")  # of the recipes, delayed alone does
+        recipe = before.get("recipe") or ("delayed" if keeps_scales else "current")
         recipe = recipe if isinstance(config.recipe, AutoRecipe) else config.recipe.name
     return Choice(precision=ran, recipe=recipe, reason="what the checkpoint was trained in; precision=NAME changes it")
 

@@ -8,6 +8,7 @@ enters `forward_context` itself.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -20,6 +21,8 @@ from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.recipes import build_recipe
 from gpt2_fp8.precision.resolve import Plan
+
+log = logging.getLogger(__name__)
 
 
 class BF16Precision(MixedPrecision):
@@ -79,6 +82,9 @@ class FP8Precision(BF16Precision):
         if self._model is None or self.scaling is None or pending.pop("scaling", None) != self.scaling:
             return False
         sequences = pending.pop("sequences", self._sequences)  # not in checkpoints of before it was kept
+        if reason := state.why_not_usable(pending):
+            log.warning("the checkpoint's FP8 scales are not taken, and found anew: %s", reason)
+            return False
         with self.forward_context():
             state.restore(self._model, pending)
         if sequences != self._sequences:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.fused import several
 from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.shown import line
 from gpt2_fp8.layers import Backend
 from gpt2_fp8.precision.support import why_not_fp8, why_not_fused, why_not_recipe
 
@@ -74,7 +75,8 @@ def as_before(plan: Plan, config: RunConfig, saved: Mapping[str, Any]) -> Plan:
     stays there, unless another precision is asked for than then."""
     if not saved.get("fell_back") or saved.get("asked") != plan.asked:
         return plan
-    return replace(fallen_back(plan, config, str(saved.get("reason"))), fell_back=True)  # also where FP8 cannot run
+    reason = line(str(saved.get("reason")), 300)  # a stranger's words, perhaps, on their way to the log
+    return replace(fallen_back(plan, config, reason), fell_back=True)  # also where FP8 cannot run
 
 
 def _compiled(config: RunConfig, device: Literal["cuda", "cpu"]) -> bool:

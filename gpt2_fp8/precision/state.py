@@ -26,6 +26,7 @@ from gpt2_fp8 import exchange
 from gpt2_fp8.layers.scales import Scales
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+_LARGEST = 2.0**100  # of scales and magnitudes that tensors come to
 
 
 def scaling_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -46,17 +47,38 @@ def capture(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def why_not_usable(saved: dict[str, Tensor]) -> str | None:
+    """Why no numbers can be cast by a captured state: a scale or magnitude that no tensor of a run has; None: they can.
+
+    A magnitude that is not finite counts for nothing (`magnitudes.limited`), as a run may have saved it.
+    """
+    for name, tensor in saved.items():
+        values = tensor.double()
+        if name.endswith(".scale"):
+            if not ((values >= 1 / _LARGEST) & (values <= _LARGEST)).all():
+                return f"{name} has {values[~((values >= 1 / _LARGEST) & (values <= _LARGEST))][0].item():g}"
+        elif (values[values.isfinite()].clamp(0, _LARGEST) != values[values.isfinite()]).any():
+            return f"{name} has magnitudes from {values.min().item():g} to {values.max().item():g}"
+    return None
+
+
 def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
     """Put a captured state back, in place. Call inside `te.autocast` of the recipe under which it was captured: layers
-    that have not run yet allocate their state here."""
+    that have not run yet allocate their state here. Raises KeyError or ValueError for a state of other layers."""
     for name, module in model.named_modules():
         key = f"{name}.scaling_fwd.scale"
         if key in saved and "scaling_fwd" not in module.fp8_meta:
             with getattr(module, "fp8_region", nullcontext)():
                 module.init_fp8_metadata(num_gemms=saved[key].numel() // 3)
     for name, state in scaling_states(model):
-        state.scale.copy_(saved[f"{name}.scale"])
-        state.amax_history.copy_(saved[f"{name}.amax_history"])
+        for kind, own in (("scale", state.scale), ("amax_history", state.amax_history)):
+            given = saved[f"{name}.{kind}"]
+            if (given.shape, given.dtype) != (own.shape, own.dtype):  # torch would repeat it, or cast it
+                there = f"{given.dtype} {tuple(given.shape)}"
+                raise ValueError(
+                    f"the FP8 state {name}.{kind} is {there}, and belongs to {own.dtype} {tuple(own.shape)}"
+                )
+            own.copy_(given)
 
 
 def agree(model: nn.Module) -> None:

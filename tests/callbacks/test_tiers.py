@@ -22,6 +22,7 @@ from tiny_run import At, run, two_ranks
 from gpt2_fp8.callbacks import tiers as tiers_module
 from gpt2_fp8.callbacks.tiers import Tiers
 from gpt2_fp8.checkpoint import files, find, pointers
+from gpt2_fp8.checkpoint.manifest import sealed
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import CallbacksConfig
@@ -44,7 +45,9 @@ def test_the_newest_few_and_the_best_stay(tmp_path, asynchronous):
     assert saved(tmp_path) == [8, 18, 20]
     assert pointers.read(folder, "best") == pointers.Pointer("step-00000008", 8, 1.0)
     assert pointers.read(folder, "last") == pointers.Pointer("step-00000020", 20, 5.0)
-    assert json.loads((folder / "best.json").read_text()) == {"checkpoint": "step-00000008", "step": 8, "val_loss": 1.0}
+    best = {"checkpoint": "step-00000008", "step": 8, "val_loss": 1.0}
+    best |= {"manifest_sha256": files.read_manifest(folder / "step-00000008")["sha256"]}
+    assert json.loads((folder / "best.json").read_text()) == sealed(best)
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ["best.json", "last.json"]
     assert find.resolve("best", folder) == folder / "step-00000008"
 

@@ -1,7 +1,9 @@
-"""Faults 13 to 17: continued with another model, other text, another schedule, another number of workers."""
+"""Faults 13 to 17, 107, 108: continued with another model, other text, another schedule, another number of workers."""
 
 import pytest
+import tiktoken
 
+from gpt2_fp8.checkpoint import files
 from gpt2_fp8.config.errors import UserError
 from tests.runs import checkpoint, metrics, record_steps, recorded, summary, train, train_until
 
@@ -46,6 +48,51 @@ def test_14_another_tokenizer_is_refused(tmp_path, begun):
     with pytest.MonkeyPatch.context() as patch:  # of the same size
         patch.setattr(datamodule, "fingerprint", lambda tokenizer: "merges of another text")
         assert "tokenizer" in refused(tmp_path, begun)
+
+
+@pytest.mark.parametrize("change", ["data.tokenizer=bytes", "model.vocab_size=300"])
+def test_107_another_tokenizer_is_told_as_one_and_not_by_its_shapes(tmp_path, begun, change):
+    """The tables have other rows then, and the optimizer's moments with them."""
+    from gpt2_fp8.data import datamodule
+
+    with pytest.MonkeyPatch.context() as patch:
+        if change == "data.tokenizer=bytes":  # the run's own: another one has other ids, and more of them
+            patch.setattr(datamodule, "load_tokenizer", lambda name: larger())
+        said = refused(tmp_path, begun, "model.n_head=4", change)
+    assert "model.n_head is 2 there, 4 here" in said  # all at once
+    assert "the tokenizer (its checksum) was" in said or "model.vocab_size is None there, 300 here" in said
+    assert "optimizer" not in said
+
+
+def larger():
+    """Bytes, and a hundred ids more."""
+    extra = {bytes([65, 65 + value]): 256 + value for value in range(100)}
+    ranks = {bytes([value]): value for value in range(256)} | extra
+    return tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 356})
+
+
+def test_108_another_validation_text_is_refused(tmp_path, begun):
+    """The best would be the lowest loss of two different texts."""
+    said = refused(tmp_path, begun, "data.val_sequences=4")
+    assert "the validation text, on which the best is the best (its checksum), was" in said
+    assert "data.val_sequences=0" in said
+    assert len(said.splitlines()) == 2
+
+
+def test_108_no_validation_is_no_other_text_and_what_was_is_remembered(tmp_path, begun):
+    train(tmp_path / "run", *SHORT, f"ckpt_path={begun}", "data.val_sequences=0")
+    with pytest.raises(UserError, match="the validation text"):
+        train(tmp_path / "run", *SHORT, "ckpt_path=last", "trainer.max_steps=7", "data.val_sequences=4")
+    train(tmp_path / "run", *SHORT, "ckpt_path=last", "trainer.max_steps=7")
+    assert summary(tmp_path / "run")["best_val_loss_step"] == 7
+
+
+def test_108_a_checkpoint_that_does_not_say_is_taken_as_before(tmp_path, begun):
+    state = files.read(begun)
+    del state["TokenDataModule"]["validation"]
+    files.write(tmp_path / begun.name, state)
+    train(tmp_path / "run", *SHORT, f"ckpt_path={tmp_path / begun.name}", "data.val_sequences=4")
+    assert summary(tmp_path / "run")["status"] == "completed"
 
 
 @pytest.mark.parametrize(
