@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.typed import printable
+from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import bounds
 from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.units import Unit

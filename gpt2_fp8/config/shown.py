@@ -1,0 +1,24 @@
+"""Other people's words on a terminal: one line, nothing that a terminal obeys, no longer than anyone reads."""
+
+from __future__ import annotations
+
+LONGEST = 2000  # characters of a cause or a remedy; a path may have 4096, a value of a stranger's file any number
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with nothing that a terminal would obey: other people's words, for a message or the log."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def line(text: str, longest: int = LONGEST) -> str:
+    """`text` as `printable`, and where that is longer than `longest`, its beginning and its end."""
+    text = printable(shortened(text, longest))  # first, as a megabyte takes long to escape
+    return shortened(text, longest)
+
+
+def shortened(text: str, longest: int) -> str:
+    """`text`, or its beginning and its end with the number of characters that are left out between them."""
+    if len(text) <= longest:
+        return text
+    end = longest // 4
+    return f"{text[: longest - end]} ...({len(text) - longest:,} characters)... {text[-end:]}"
