@@ -99,7 +99,9 @@ def _run(argv: list[str]) -> None:
 
     from gpt2_fp8 import compose
 
-    if not compose.is_help(argv):
+    if compose.is_help(argv):
+        argv = compose.look_only(argv)
+    else:
         compose.preflight(argv)
         argv = compose.flags_first(argv)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpt2_fp8.compose import commandline, jobs, overrides
+from gpt2_fp8.compose import commandline, jobs, look, overrides
 from gpt2_fp8.compose.catalog import Catalog, open_catalog
 from gpt2_fp8.compose.commandline import CommandLine, flags_first, is_help
 from gpt2_fp8.config import checks, run_folder, typed
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 
-__all__ = ["conf_dir", "configs_of", "flags_first", "is_help", "preflight", "to_run_config"]
+__all__ = ["conf_dir", "configs_of", "flags_first", "is_help", "look_only", "preflight", "to_run_config"]
 
 
 def conf_dir() -> Path:
@@ -41,6 +41,21 @@ def preflight(argv: list[str]) -> list[RunConfig]:
     if problems:
         raise UserError(dict.fromkeys(problems))
     return configs
+
+
+def look_only(argv: list[str]) -> list[str]:
+    """A command line for which `is_help` holds, checked, as Hydra may be given it.
+
+    Raises UserError with every problem: code and the environment are named on the command line alone, in every mode.
+    """
+    if commandline.shows_version(argv):
+        return ["--version"]
+    line, problems = commandline.read(argv)
+    with open_catalog(conf_dir(), line.config_name) as catalog:
+        argv = look.check(argv, line, catalog, problems)
+    if problems:
+        raise UserError(dict.fromkeys(problems))
+    return argv
 
 
 def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> list[RunConfig]:

@@ -1,21 +1,18 @@
 """What can be chosen: the groups and options of our `conf` and of the folders that a user adds (`-cd FOLDER`).
 
 Hydra imports and calls what a `_target_` under its own `hydra` node names (a callback, a launcher, a log handler),
-whatever file put it there. So files that are not ours may say nothing about Hydra: refused by what they hold and, since
-YAML has many ways to spell a thing, by comparing the composed node with the one that our files alone compose to. Nor do
-they get at environment variables, where secrets are, unless the command line names these.
+whatever file put it there. So files that are not ours may say nothing about Hydra: refused by what they hold
+(`contents.py`) and, since YAML has many ways to spell a thing, by comparing the composed node with the one that our
+files alone compose to. Nor do they get at environment variables, where secrets are.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import yaml  # type: ignore[import-untyped]
 from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
@@ -25,17 +22,16 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from gpt2_fp8.config import globs, hints, hydra_keys
+from gpt2_fp8.compose import folders as settings_folders
+from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.typed import printable, show
+from gpt2_fp8.config.shown import line
+from gpt2_fp8.config.typed import show
 
 # What differs between any two compositions says nothing about a file's content.
 _OWN_TO_A_RUN = ("runtime", "overrides", "searchpath")
 _OWN_TO_A_JOB = ("config_name", "override_dirname", "id", "num")
 BENCH = "bench"  # bench.yaml: the settings of that program, and no run
-_HEADER = re.compile(r"^[ \t]*#[ \t]*@package[ \t]+hydra\b", re.MULTILINE)
-_LARGEST = 1 << 20  # bytes of a file of settings; ours have a hundredth of that
-_MOST = 10_000  # values in it, once its aliases are written out
 
 
 class Composed(NamedTuple):
@@ -89,12 +85,13 @@ class Catalog:
         """Make the choices of a user's folders available, where nothing in them is refused."""
         problems = []
         for folder in folders:
-            path = Path(folder.removeprefix("file://")).expanduser().absolute()
-            if folder.startswith("pkg://"):
-                problems.append(Problem(f"{folder} is a Python package, and its files cannot be checked", "-cd FOLDER"))
+            path = Path(folder.removeprefix("file://")).absolute()  # ~ is for the shell: Hydra takes it as it is
+            if "://" in folder.removeprefix("file://"):
+                what = "a Python package" if folder.startswith("pkg://") else "no folder"
+                problems.append(Problem(f"{folder} is {what}, and its files cannot be checked", "-cd FOLDER"))
             elif not path.is_dir():
                 problems.append(Problem(f"there is no folder {path} to read settings from", "correct -cd FOLDER"))
-            elif found := _refused(path):
+            elif found := settings_folders.problems(path):
                 problems += found
             else:
                 self.folders.append(f"file://{path}")
@@ -162,7 +159,7 @@ def _compose(config_name: str, overrides: list[str]) -> Composed:
         remedy = "correct the file that it names, or the choice that leads there"
         if ours:
             remedy += f"; or leave out {' '.join(ours)}"
-        said = printable(" ".join(lines[:3]))[:500]
+        said = line(" ".join(lines[:3]), 500)
         raise UserError.of(f"the configuration cannot be composed: {said}", remedy) from error
 
 
@@ -171,46 +168,3 @@ def _settings(composed: Composed) -> dict[str, Any]:
     hydra = composed.plain["hydra"]
     job = {key: value for key, value in hydra["job"].items() if key not in _OWN_TO_A_JOB}
     return {key: value for key, value in hydra.items() if key not in _OWN_TO_A_RUN} | {"job": job}
-
-
-def _refused(folder: Path) -> list[Problem]:
-    """Files of a user's folder that could tell Hydra what to import, or that cannot be read."""
-    names = (Path(below, name) for below in globs.folders(str(folder)) for name in os.listdir(below))
-    problems = []
-    for file in sorted(path for path in names if path.suffix in (".yaml", ".yml") and not path.name.startswith(".")):
-        shown = printable(str(file))
-        try:
-            text, content = _read(file)
-        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-            reason = printable(" ".join(str(error).split()))[:200]
-            problems.append(Problem(f"{shown} cannot be read: {reason}", "correct the file"))
-            continue
-        what = next(filter(None, map(hydra_keys.refuse_content, content)), None)
-        if file.relative_to(folder).parts[0] == "hydra" or re.search(
-            r"^[ \t]*#[ \t]*@package[ \t]+hydra\b", text, re.M
-        ):
-            what = "settings of Hydra's own"
-        if what:
-            remedy = "take it out, or leave out -cd; hydra.* settings are given on the command line"
-            problems.append(Problem(f"{shown} holds {what}, which could make Hydra run other code", remedy))
-    return problems
-
-
-def _read(file: Path) -> tuple[str, list[Any]]:
-    """The text of a file of settings and the documents in it. Raises ValueError for one that is none, by its size."""
-    if not file.is_file():
-        raise ValueError("it is no regular file")
-    if file.stat().st_size > _LARGEST:
-        raise ValueError(f"it has more than {_LARGEST} bytes")
-    text = file.read_text()
-    content = list(yaml.safe_load_all(text))
-    left: list[Any] = [content]
-    most = _MOST
-    while left:  # an alias of an alias of an alias is small in the file and in memory, and huge written out
-        value = left.pop()
-        members: list[Any] = [*value, *value.values()] if isinstance(value, dict) else list(value)
-        most -= len(members)
-        if most < 0:
-            raise ValueError(f"it has more than {_MOST} values")
-        left += [member for member in members if isinstance(member, (dict, list))]
-    return text, content

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from hydra._internal.utils import get_args_parser  # the very flags that Hydra will accept
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.shown import shortened
 from gpt2_fp8.config.typed import key_paths
 
 
@@ -31,6 +32,7 @@ class Program(NamedTuple):
     flags: tuple[str, ...] | None = None  # those of Hydra's that it takes, by argparse's name; None: all
 
 
+_LONG_WORD = 500  # characters, beyond which nobody wants to read it again
 RUN = Program("python -m gpt2_fp8.run", RunConfig)
 
 
@@ -46,13 +48,23 @@ class CommandLine:
 
 def is_help(argv: list[str]) -> bool:
     """Whether a command line only asks Hydra to show something: no run, so nothing to check."""
-    if "--version" in argv:  # argparse would print it and exit right here
+    if shows_version(argv):
         return True
     try:
-        args, _ = _flags().parse_known_args(argv)
+        args = flags(argv)
     except UserError:
         return False
     return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
+
+
+def shows_version(argv: list[str]) -> bool:
+    """Whether argparse would print Hydra's version and exit right where it comes to it."""
+    return "--version" in argv[: argv.index("--") if "--" in argv else None]
+
+
+def flags(argv: list[str]) -> argparse.Namespace:
+    """The flags of a command line, and its overrides. Raises UserError where they cannot be read."""
+    return _flags().parse_known_args(argv)[0]
 
 
 def read(argv: list[str], program: Program = RUN) -> tuple[CommandLine, list[Problem]]:
@@ -92,7 +104,7 @@ def read(argv: list[str], program: Program = RUN) -> tuple[CommandLine, list[Pro
 
 def flags_first(argv: list[str]) -> list[str]:
     """A run's command line, checked, with its flags in front: Lightning adds overrides at its end for other ranks."""
-    args, _ = _flags().parse_known_args(argv)
+    args = flags(argv)
     return [*_flag_words(args), *args.overrides]
 
 
@@ -143,21 +155,6 @@ def _split_by_blanks(words: list[str]) -> tuple[Problem, int] | None:
     return None
 
 
-def expand(overrides: list[Override]) -> list[list[Override]]:
-    """The overrides of each job of a sweep: all combinations, as Hydra's basic sweeper forms them."""
-    choices: dict[str, list[str]] = {}
-    for override in overrides:
-        key = override.get_key_element()
-        if override.is_discrete_sweep():
-            values = list(override.sweep_string_iterator())
-        elif isinstance(sweep := override.value(), IntervalSweep):  # another sweeper's: its start stands for it
-            values = [str(sweep.start)]
-        else:
-            values = [override.get_value_element_as_str()]
-        choices[key] = [f"{key}={value}" for value in values]
-    return [[_parsed_once(word) for word in words] for words in itertools.product(*choices.values())]
-
-
 def _flag_words(args: argparse.Namespace) -> list[str]:
     """The flags that a run may have, as they are typed."""
     words = ["-m"] if args.multirun else []
@@ -205,7 +202,10 @@ def _parse_one(word: str, program: Program) -> Override | Problem:
     key, equals, value = word.partition("=")
     if not equals:
         if word.startswith("~"):
-            return parsed(word)
+            try:
+                return parsed(word)
+            except HydraException:
+                return Problem(f"{word} cannot be read", "~KEY leaves a group out: ~experiment")
         path, colon, rest = word.partition(":")
         remedy = f"{path}={rest}" if colon else f"give it a value: {word}=VALUE; {program.command} --help shows how"
         return Problem(f"{word} is not of the form key=value", remedy)
@@ -213,8 +213,10 @@ def _parse_one(word: str, program: Program) -> Override | Problem:
         return Problem(f"{word!r} has blanks around the key", f"{key.strip()}={value.strip()}")
     try:
         override = parsed(word)
-    except HydraException as error:
+    except (HydraException, ValueError, OverflowError, RecursionError) as error:  # a number of 5000 digits, [[[[...
         reason = " ".join(str(error).split()).partition(" expecting {")[0]
+        if len(word) > _LONG_WORD:
+            return Problem(f"{shortened(word, 100)} cannot be read: {shortened(reason, 200)}", "give a shorter value")
         return Problem(f"{word} cannot be read: {reason}", _quoting(key, value))
     return override if override.key_or_group else Problem(f"{word} has no key in front of =", "key=value")
 
@@ -231,4 +233,4 @@ def parsed(word: str) -> Override:
     return OverridesParser.create().parse_override(word)
 
 
-_parsed_once = lru_cache(maxsize=4096)(parsed)  # a sweep's jobs repeat most of their words
+parsed_once = lru_cache(maxsize=4096)(parsed)  # a sweep's jobs repeat most of their words

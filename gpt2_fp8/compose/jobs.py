@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from gpt2_fp8.compose import sweeps
 from gpt2_fp8.compose.catalog import Catalog
-from gpt2_fp8.compose.commandline import expand, parsed
-from gpt2_fp8.compose.overrides import Request, is_group
-from gpt2_fp8.config import checks, paths, run_folder, typed
+from gpt2_fp8.compose.commandline import CommandLine
+from gpt2_fp8.compose.overrides import Request, is_group, sort
+from gpt2_fp8.config import checks, hydra_keys, paths, run_folder, typed
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.typed import show
@@ -35,18 +37,32 @@ def configs(request: Request, catalog: Catalog, problems: list[Problem]) -> list
     task = [request.task]
     numbers: list[int | None] = [None]
     if request.multirun or str(settings.mode).endswith("MULTIRUN"):
-        params = settings.sweeper.get("params") or {}
-        task = expand([*(parsed(f"{key}={value}") for key, value in params.items()), *request.task])
+        task = sweeps.expand([*_params(settings, catalog, problems), *request.task])
         numbers = list(range(len(task)))
-    done = []
+        if word := sweeps.say(len(task)):
+            print(word, file=sys.stderr, flush=True)
+    done, folders = [], []
     for number, overrides in zip(numbers, task, strict=True):
-        config, found = _Job(request, catalog, overrides, number).check()
+        job = Job(request, catalog, overrides, number)
+        config, found = job.check()
         problems += found
         done += [config] if config and not found else []
+        folders += [(number, job.folder)] if number is not None and job.folder is not None else []
+    problems += [finding.problem for finding in sweeps.shared_folders(folders)]
     return done
 
 
-class _Job:
+def _params(settings: DictConfig, catalog: Catalog, problems: list[Problem]) -> list[Override]:
+    """What `hydra.sweeper.params` sweeps over, checked as if it stood on the command line. Raises UserError."""
+    params = settings.sweeper.get("params") or {}
+    words = [f"{key}={value}" for key, value in params.items()]
+    request = sort(CommandLine(words, multirun=True), catalog, problems)
+    if request.hydra:
+        raise UserError.of(f"{request.hydra[0]}: Hydra's own settings are not swept over", "give it by itself")
+    return request.task
+
+
+class Job:
     """One job: its choices composed, its values set, and all checked that its mistakes leave standing."""
 
     def __init__(self, request: Request, catalog: Catalog, overrides: list[Override], number: int | None):
@@ -58,12 +74,19 @@ class _Job:
         self.reads_hydra = "${hydra:" in f"{own} {overrides}"
         self.found: list[Finding] = []
         self.dropped: set[str] = set()
+        self.unresolved: list[str] = []
+        self.folder: str | None = None  # where it will write
+
+    def composed(self) -> tuple[DictConfig, dict[str, Any]]:
+        """The configuration with the values that could be set, and the same as plain values; see `found`."""
+        cfg = self._copy()
+        self.values = [o for o in self.values if self._set(cfg, o)]
+        return cfg, self._plain(cfg)
 
     def check(self) -> tuple[RunConfig | None, list[Problem]]:
         """The configuration, where there is one, and everything wrong with it but what follows from other mistakes."""
-        cfg = self._copy()
-        self.values = [o for o in self.values if self._set(cfg, o)]
-        config, found = typed.build(RunConfig, self._plain(cfg))
+        cfg, plain = self.composed()
+        config, found = typed.build(RunConfig, plain)
         self.found += found
         if config is None:  # look across the other keys all the same, with these as they were
             self.dropped |= {key for finding in found for key in finding.keys}
@@ -116,6 +139,7 @@ class _Job:
                 plain = OmegaConf.to_container(OmegaConf.masked_copy(cfg, _own_keys(cfg)), resolve=True)
             except OmegaConfBaseException as error:
                 key, reason = str(error.full_key), str(error).splitlines()[0]
+                self.unresolved.append(key)
                 self._report(key, f"{key}: {reason}", "correct the ${...}, or write \\${ for the signs themselves")
                 if not any(o.key_or_group == key for o in self.values):
                     break
@@ -125,6 +149,21 @@ class _Job:
                 assert isinstance(plain, dict)
                 return {str(name): value for name, value in plain.items()}
         raise UserError(finding.problem for finding in self.found)
+
+    def _folder(self, cfg: DictConfig, setting: str) -> str:
+        """Where Hydra will put the job. Raises OmegaConfBaseException."""
+        if self.number is not None and self.request.said is not None:
+            OmegaConf.set_cache(cfg, self.request.said)  # what `now` said in `hydra.sweep.dir` holds for all jobs
+        folder = str(OmegaConf.select(cfg, setting))
+        if self.number is None or not folder:
+            return folder
+        self.request.said = self.request.said or copy.deepcopy(OmegaConf.get_cache(cfg))
+        before = HydraConfig.instance().cfg
+        HydraConfig.instance().set_config(cfg)  # for ${hydra:job.num}
+        try:
+            return str(Path(folder, str(OmegaConf.select(cfg, "hydra.sweep.subdir"))))
+        finally:
+            HydraConfig.instance().cfg = before
 
     def _doubts(self, key: str) -> bool:
         """Whether the value that a check saw may not be the one that was meant."""
@@ -143,21 +182,24 @@ class _Job:
 
     def _surroundings(self, cfg: DictConfig, config: RunConfig, bad: set[str]) -> Iterator[Finding]:
         """What only Hydra knows: the run's folder, and that there are several jobs. `bad`: keys known to be wrong."""
+        yield from hydra_keys.check_values(lambda key: _hydra_value(cfg, key))
         setting = "hydra.run.dir" if self.number is None else "hydra.sweep.dir"
         by_name = "${run_name}" in str(_lookup(self.plain_base, setting)[1])
         if not (by_name and "run_name" in bad):
             try:
-                folder = str(OmegaConf.select(cfg, setting))
+                self.folder = self._folder(cfg, setting)
             except OmegaConfBaseException as error:
                 yield Finding((setting,), Problem(f"{setting}: {str(error).splitlines()[0]}", "correct the ${...}"))
             else:
                 key = "run_name" if by_name else setting
-                yield from paths.check_folder(folder, setting, key)
-                own = Path(folder, "" if self.number is None else str(self.number))
-                problems = run_folder.check(own, *_file_names(cfg))
-                problems += [] if self.number is None else run_folder.check_sweep(Path(folder))
+                wrong = paths.check_folder(self.folder, setting, key)
+                yield from wrong
+                own = Path(self.folder)
+                problems = [] if wrong else run_folder.check(own, *_file_names(cfg))
+                if self.number is not None:
+                    problems += run_folder.check_sweep(Path(str(OmegaConf.select(cfg, setting))))
                 yield from (Finding((key,), problem) for problem in problems)
-                if config.ckpt_path is None:
+                if config.ckpt_path is None and not wrong:
                     yield from paths.check_untaken(own)
         named = any(o.key_or_group == "run_name" for o in self.values)
         if config.ckpt_path in ("last", "best") and by_name and not named and "${now:" in self.plain_base["run_name"]:
@@ -183,6 +225,15 @@ def _starts_processes(cfg: DictConfig, config: RunConfig) -> bool:
     one = trainer.devices == 1 or (trainer.devices == "auto" and trainer.accelerator == "cpu")
     basic = str(cfg.hydra.launcher.get("_target_", "")).endswith("BasicLauncher")
     return not (one and trainer.num_nodes == 1) and basic and not any(name in os.environ for name in _LAUNCHED_OUTSIDE)
+
+
+def _hydra_value(cfg: DictConfig, key: str) -> Any:
+    """A setting of Hydra's as a plain value, None where there is none or it does not resolve."""
+    try:
+        value = OmegaConf.select(cfg, key)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException:
+        return None
 
 
 def _own_keys(cfg: DictConfig) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override, Sweep, ValueType
 
+from gpt2_fp8.compose import contents, sweeps
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.commandline import CommandLine, parse
 from gpt2_fp8.config import hints, hydra_keys
@@ -28,6 +29,7 @@ class Request:
     hydra: list[str] = field(default_factory=list)
     task: list[Override] = field(default_factory=list)
     refused_groups: set[str] = field(default_factory=set)
+    said: dict[str, Any] | None = None  # by resolvers such as `now`, of which Hydra keeps the first answer for a sweep
 
     def doubts(self, key: str) -> bool:
         """Whether a key might have another value, or exist, if a refused choice had been right."""
@@ -38,6 +40,7 @@ def sort(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> Reques
     """The request that a command line makes. What is wrong with it is added to `problems`, and left out."""
     overrides, found = parse(line.words, catalog)
     problems += found
+    problems += _several_paths(overrides)
     problems += catalog.add_folders(_folders(line, overrides))
     problems += catalog.check_name()
     request = Request(line.multirun or any(map(_is_multirun, overrides)))
@@ -71,7 +74,15 @@ def is_group(override: Override, catalog: Catalog) -> bool:
 def _folders(line: CommandLine, overrides: list[Override]) -> list[str]:
     values = [o.value() for o in overrides if o.key_or_group == "hydra.searchpath"]
     lists: list[Any] = [value if isinstance(value, list) else [value] for value in values]
-    return [folder for folder in [line.config_dir, *(str(f) for several in lists for f in several)] if folder]
+    named = [folder for several in lists for folder in several if isinstance(folder, str)]
+    return [folder for folder in [line.config_dir, *named] if folder]
+
+
+def _several_paths(overrides: list[Override]) -> list[Problem]:
+    several = [str(o.input_line) for o in overrides if o.key_or_group == "hydra.searchpath"]
+    if len(several) < 2:
+        return []
+    return [Problem(f"{' '.join(several)}: Hydra looks at the first alone", "hydra.searchpath=[ONE,ANOTHER]")]
 
 
 def _is_multirun(override: Override) -> bool:
@@ -82,6 +93,10 @@ def _hydra_problems(override: Override, catalog: Catalog) -> list[Problem]:
     key, value = override.key_or_group, override.value()
     if override.is_sweep_override():
         return [Problem(f"{override.input_line}: Hydra's own settings are not swept over", f"give {key} one value")]
+    if key == "hydra.searchpath" and (override.is_delete() or str(override.input_line)[:1] == "+"):
+        return [Problem(f"{override.input_line}: Hydra would not look there", "hydra.searchpath=[FOLDER], as it is")]
+    if override.is_delete():
+        return [Problem(f"{override.input_line}: every setting of Hydra's has a value", "leave it out")]
     if refused := hydra_keys.refuse_override(key, value):
         return [refused]
     if "/" in key and value not in (options := catalog.get_group_options(key)):
@@ -102,6 +117,8 @@ def _sweep_problems(override: Override, group: bool, multirun: bool, own_sweeper
         return [Problem(cause, "choose one, or put -m in front to run each")]
     if override.is_interval_sweep() and not own_sweeper:
         return [Problem(f"{line}: an interval has no end of values", _BASIC_SWEEPER)]
+    if not 0 <= (values := sweeps.length(override)) <= sweeps.MOST:
+        return [sweeps.too_many(f"{line} is", values)]
     if override.is_discrete_sweep() and not list(override.sweep_iterator()):
         return [Problem(f"{line} matches nothing", "name what to run; --help lists the choices")]
     return []
@@ -135,6 +152,10 @@ def _choice_problems(group: str, value: Any, catalog: Catalog) -> list[Problem]:
     if isinstance(value, dict):
         return [Problem(f"{group} takes a choice, not keys", f"give keys one by one: {group}.KEY=VALUE")]
     folder, _, name = str(value).rpartition("/")
+    if folder and not contents.plain_path(folder.replace("/.", "/")):
+        return [
+            Problem(f"{group}={show(value)}: leads out of the group's folder", f"{group}=NAME, or {group}=FOLDER/NAME")
+        ]
     options = catalog.get_group_options(f"{group}/{folder}" if folder else group)
     if (value is None and group in _MAY_BE_NULL) or (value is not None and name in options):
         return []

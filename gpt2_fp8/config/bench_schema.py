@@ -10,6 +10,8 @@ from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.typed import show
 
+MOST = 10**12  # of anything that is counted
+_LONGEST = 10**8  # seconds: three years, and within what a clock takes
 TOKENS_PER_STEP = 131_072  # about; of a step on a GPU
 
 
@@ -49,6 +51,12 @@ def check(bench: BenchConfig) -> Iterator[Finding]:
         value = getattr(bench, name)
         if value is not None and value < least:
             yield _finding(bench, name, f"must be at least {least}", f"choose {least} or more")
+        elif value is not None and value > MOST:
+            yield _finding(bench, name, f"is beyond {MOST:,}", "choose a number that can be reached")
+    if any(size > MOST for size in bench.micro_batch_size):
+        yield _finding(bench, "micro_batch_size", f"is beyond {MOST:,}", "choose sizes that a machine has room for")
+    if bench.timeout > _LONGEST:
+        yield _finding(bench, "timeout", f"is beyond {_LONGEST:,} seconds", "choose seconds, as bench.timeout=600")
     if bench.timeout <= 0:
         yield _finding(bench, "timeout", "must be above 0", "choose seconds, such as bench.timeout=600")
     if any(size < 1 for size in bench.micro_batch_size):

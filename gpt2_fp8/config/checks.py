@@ -30,6 +30,11 @@ class _Rule(NamedTuple):
 _POSITIVE = _Rule(lambda x: x > 0, "must be above 0", "choose a value above 0")
 _COUNT = _Rule(lambda x: x >= 1, "must be at least 1", "choose 1 or more")
 _OR_ZERO = _Rule(lambda x: x >= 0, "must not be negative", "choose 0 or more")
+# Nothing here is counted beyond; below, what torch and the logs count in does not overflow.
+_COUNTED = _Rule(lambda x: x <= 10**12, "is beyond 1,000,000,000,000", "choose a number that can be reached")
+_FLOAT32 = _Rule(
+    lambda x: x == 0 or 1e-38 <= abs(x) <= 1e38, "is beyond what float32 can hold", "choose from 1e-38 to 1e38"
+)
 _PART = _Rule(lambda x: 0 <= x < 1, "must be at least 0 and below 1", "choose a value such as 0.1")
 _RATIO = _Rule(lambda x: 0 <= x <= 1, "must be from 0 to 1", "choose from 0 to 1")
 _SEED = _Rule(lambda x: 0 <= x < 2**32, "must be from 0 to 4294967295", "choose another seed, such as 1337")
@@ -78,6 +83,19 @@ RANGES: dict[str, _Rule] = {
 }
 
 
+# What would take more of the machine than anyone has, before the run could say so.
+LIMITS: dict[str, tuple[int, str]] = {
+    "trainer.devices": (4096, "processes on a machine"),
+    "trainer.num_nodes": (10**6, "machines"),
+    "data.num_workers": (1024, "processes"),
+    "recipe.margin": (100, "powers of two"),
+    "recipe.amax_history_len": (10**6, "steps"),
+    "data.val_sequences": (10**7, "sequences"),
+    "trainer.overfit_batches": (10**4, "steps, which are read before the first"),
+    "callbacks.sample_tokens": (10**6, "tokens"),
+}
+
+
 def check(config: RunConfig) -> list[Finding]:
     """Everything that is wrong with a configuration whose types are right. Reads the disk, writes nothing."""
     found = [*_ranges(config), *_names(config), *paths.check(config)]
@@ -111,8 +129,14 @@ def _finding(config: RunConfig, keys: str, reason: str, remedy: str) -> Finding:
 def _ranges(config: RunConfig) -> Iterator[Finding]:
     for key, rule in RANGES.items():
         value = value_of(config, key)
-        if isinstance(value, (int, float)) and not rule.holds(value):
-            yield _finding(config, key, rule.reason, rule.remedy)
+        if not isinstance(value, (int, float)):
+            continue
+        most, what = LIMITS.get(key, (None, ""))
+        rules = (rule, _FLOAT32 if isinstance(value, float) else _COUNTED)
+        if broken := next((r for r in rules if not r.holds(value)), None):
+            yield _finding(config, key, broken.reason, broken.remedy)
+        elif most is not None and value > most:
+            yield _finding(config, key, f"is beyond {most:,} {what}", f"{key}={most} or less")
 
 
 def _names(config: RunConfig) -> Iterator[Finding]:

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from gpt2_fp8.config.shown import line
+
+_MOST = 100  # problems that are shown
+
 
 class Problem(NamedTuple):
     """One thing wrong with what the user asked for, as two lines: what, and what to do about it."""
@@ -34,15 +38,22 @@ class RunError(Exception):
 
 
 class UserError(RunError):
-    """The user's input is at fault; carries every problem found, so that they are all shown at once."""
+    """The user's input is at fault; carries every problem found, so that they are all shown at once.
+
+    Causes and remedies may quote a file or a value of anyone's: what a terminal would obey is escaped, and what is
+    long is cut.
+    """
 
     exit_code = 2
     status = "refused"
 
     def __init__(self, problems: Iterable[Problem]):
-        self.problems = list(problems)
+        self.problems = [Problem(line(cause), line(remedy)) for cause, remedy in problems]
         assert self.problems, "a UserError names at least one problem"
-        super().__init__("\n".join(map(str, self.problems)))
+        shown = self.problems[:_MOST]
+        if left := len(self.problems) - len(shown):
+            shown.append(Problem(f"and {left:,} more", "correct these first"))
+        super().__init__("\n".join(map(str, shown)))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[list[Problem]]]:
         """Pickle by the problems: an exception is otherwise made again from its text."""

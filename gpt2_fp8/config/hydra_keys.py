@@ -1,8 +1,13 @@
-"""Which of Hydra's own settings a user may change. The others could make Hydra import and call what a file names."""
+"""Which of Hydra's own settings a user may change, and to what. The others could make Hydra import code."""
 
 from __future__ import annotations
 
-from gpt2_fp8.config.errors import Problem
+import os
+from collections.abc import Callable
+from pathlib import PurePosixPath
+
+from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.typed import show
 
 # `hydra.launcher` and `hydra.sweeper` take the parameters of the plugin that is chosen; never what it is made of.
 KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.verbose", "hydra.mode")
@@ -20,7 +25,11 @@ def refuse_override(key: str, value: object) -> Problem | None:
             "hydra.job.chdir=true: paths would be looked up in the run's own folder",
             "leave it out; every path is relative to where the command was typed",
         )
-    if key in KEYS or key in GROUPS or key == "hydra.searchpath" or key.startswith(PREFIXES):
+    if key == "hydra.searchpath":
+        return _searchpath(value)
+    if key == "hydra.job.env_copy":
+        return _env_copy(value)
+    if key in KEYS or key in GROUPS or key.startswith(PREFIXES):
         return None
     return Problem(f"{key} is not a setting of Hydra's that this program leaves open", _MAY)
 
@@ -34,14 +43,78 @@ def names_code(key: str, value: object) -> bool:
     return isinstance(value, (list, tuple)) and any(names_code("", item) for item in value)
 
 
-def refuse_content(data: object) -> str | None:
-    """What a file of a user's folder holds that only our own may: `_target_` anywhere, or a `hydra` node."""
-    if not isinstance(data, dict):
+def _searchpath(value: object) -> Problem | None:
+    """Hydra takes a list of texts, and looks at the first that it is given."""
+    if isinstance(value, list) and all(isinstance(item, str) and item for item in value):
         return None
-    if "hydra" in data or any(str(key).startswith("hydra.") for key in data):
-        return "a hydra: node"
-    defaults = data.get("defaults")
-    entries = defaults if isinstance(defaults, list) else []
-    if any("hydra" in str(name) for entry in entries for name in (entry if isinstance(entry, dict) else [entry])):
-        return "a default of hydra's"
-    return "a _target_" if names_code("", data) else None
+    folder = value if isinstance(value, str) and value else "FOLDER"
+    return Problem(f"hydra.searchpath={show(value)}: needs a list of folders", f"'hydra.searchpath=[{folder}]'")
+
+
+def _env_copy(value: object) -> Problem | None:
+    names = value if isinstance(value, list) else [value]
+    missing = [name for name in names if not isinstance(name, str) or name not in os.environ]
+    if isinstance(value, list) and not missing:
+        return None
+    what = f"{show(missing[0])} is not in the environment" if isinstance(value, list) else "needs a list of names"
+    return Problem(f"hydra.job.env_copy={show(value)}: {what}", "hydra.job.env_copy=[NAME], of what is set there")
+
+
+def check_values(get: Callable[[str], object]) -> list[Finding]:
+    """What is wrong with the values of Hydra's settings that it would take, and fall over. `get` gives a key's."""
+    found = []
+    for key, (reason, remedy) in _RULES.items():
+        value = get(key)
+        if why := reason(value):
+            found.append(Finding((key,), Problem(f"{key}={show(value)}: {why}", remedy)))
+    return found
+
+
+def _job_name(value: object) -> str | None:
+    """The log's name is made of it."""
+    name = str(value)
+    if not isinstance(value, str) or not name.strip() or name in (".", ".."):
+        return "is no name of a file"
+    if "/" in name or not name.isprintable():
+        return "the log's file has this name, and a name has no / and no control characters"
+    return "is too long for a file's name" if len(os.fsencode(name)) > 200 else None
+
+
+def _output_subdir(value: object) -> str | None:
+    """Hydra writes its files there."""
+    if value is None:
+        return None
+    path = PurePosixPath(str(value))
+    if not str(value).isprintable() or any(len(os.fsencode(part)) > 200 for part in path.parts):
+        return "is no name of a folder"
+    if path.is_absolute() or ".." in path.parts:
+        return "leads out of the run's folder"
+    return f"{path.parts[0]} is the run's own" if path.parts and path.parts[0] in RUN_FILES else None
+
+
+def _verbose(value: object) -> str | None:
+    names = value if isinstance(value, list) else [value]
+    good = isinstance(value, bool) or all(isinstance(name, str) for name in names)
+    return None if good else "must be true, false, or names of loggers"
+
+
+def _max_batch_size(value: object) -> str | None:
+    good = value is None or (type(value) is int and value >= 1)
+    return None if good else "must be 1 or more, or null"
+
+
+def _env_set(value: object) -> str | None:
+    names = [str(name) for name in value] if isinstance(value, dict) else []
+    bad = [name for name in names if not name or "=" in name or not name.isprintable()]
+    return f"{show(bad[0])} is no name of a variable" if bad else None
+
+
+# What a run writes into its folder, which Hydra's own files are to leave alone.
+RUN_FILES = ("checkpoints", "tensorboard", "run.log", "metrics.csv", "summary.json", ".lock")
+_RULES: dict[str, tuple[Callable[[object], str | None], str]] = {
+    "hydra.job.name": (_job_name, "choose a plain name, such as hydra.job.name=run"),
+    "hydra.output_subdir": (_output_subdir, "a folder in the run's, as hydra.output_subdir=.hydra, or null for none"),
+    "hydra.verbose": (_verbose, "hydra.verbose=true, or hydra.verbose=[LOGGER]"),
+    "hydra.sweeper.max_batch_size": (_max_batch_size, "leave it out, or hydra.sweeper.max_batch_size=10"),
+    "hydra.job.env_set": (_env_set, "+hydra.job.env_set.NAME=VALUE"),
+}

@@ -13,6 +13,7 @@ from gpt2_fp8.config.schema import FileOrHubData, FilesData, RunConfig
 from gpt2_fp8.config.typed import key_paths, show
 
 _MAY_HOLD_ANYTHING = ("run_name", "callbacks.sample_prompt")  # of the texts; the first has a message of its own
+_LONGEST = 4096  # characters of a text: of a path, Linux's own limit; all of them reach the log
 _EXAMPLE = "data.train_files='[/corpus/*.jsonl.zst]' (txt, jsonl, jsonl.zst and parquet)"
 
 
@@ -25,16 +26,26 @@ def check(config: RunConfig) -> list[Finding]:
 def check_folder(path: str | Path, setting: str, key: str | None = None) -> list[Finding]:
     """Whether a folder can be written, or made, parents and all. `setting` holds it; `key` is what the user gave."""
     key = key or setting
+    if reason := _no_path(str(path)):
+        return [_finding(key, f"{setting}={show(str(path))}: {reason}", f"choose a folder: {setting}=FOLDER")]
     path = Path(path).expanduser()
     existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
     remedy = f"choose a folder that can be written: {setting}=FOLDER"
-    if not str(path).isprintable():
-        return [_finding(key, f"{setting}={show(str(path))}: has control characters", remedy)]
     if not os.path.isdir(existing):
         return [_finding(key, f"{setting}={show(str(path))}: {existing} is a file, not a folder", remedy)]
     if reason := run_folder.unwritable(existing):
         return [_finding(key, f"{setting}={show(str(path))}: {existing} cannot be written: {reason}", remedy)]
     return []
+
+
+def _no_path(path: str) -> str | None:
+    """Why a text cannot be the path of a folder, whatever is there."""
+    if not path.strip():
+        return "is empty"
+    if not path.isprintable():
+        return "has control characters"
+    too_long = any(len(os.fsencode(part)) > 255 for part in Path(path).parts) or len(os.fsencode(path)) > 4000
+    return "is too long for a path" if too_long else None
 
 
 def check_untaken(folder: Path) -> list[Finding]:
@@ -54,6 +65,10 @@ def _texts(config: RunConfig) -> Iterator[Finding]:
             value = getattr(value, part, None)
         texts = value if isinstance(value, list) else [value]
         bad = next((text for text in texts if isinstance(text, str) and not text.isprintable()), None)
+        long = next((text for text in texts if isinstance(text, str) and len(text) > _LONGEST), None)
+        if long is not None and key != "run_name":
+            cause = f"{key}: {show(long)} has {len(long):,} characters"
+            yield _finding(key, cause, f"a text has at most {_LONGEST:,}")
         if bad is not None and key not in _MAY_HOLD_ANYTHING:
             yield _finding(key, f"{key}: {show(bad)} has control characters", "leave them out")
 

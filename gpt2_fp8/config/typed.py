@@ -54,15 +54,12 @@ def show(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
         return f"[{','.join(map(show, value))}]"
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to write out the longest
+        return f"a number of {value.bit_length()} bits"
     text = str(value)
     if isinstance(value, str) and (not value or value != value.strip() or not value.isprintable()):
         text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def printable(text: str) -> str:
-    """`text` on one line, with nothing that a terminal would obey: other people's words, for a message or the log."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class _Builder:
@@ -114,7 +111,7 @@ class _Builder:
         literals = [str(v) for m in members if get_origin(m) is Literal for v in get_args(m)]
         words = [*(_WORDS[m] for m in members if m in _WORDS), *literals]
         words.sort(key=lambda word: word == "null")  # last, as people say it
-        if isinstance(value, float) and not math.isfinite(value) and float in members:
+        if type(value) in (int, float) and float in members:
             return self._bad(path, f"{path}={show(value)}: not a finite number", f"{path}={_example(members)}")
         if lists := [m for m in members if get_origin(m) is list]:
             (item,) = get_args(lists[0])
@@ -145,8 +142,12 @@ def _match(member: Any, value: object) -> Any:
     if get_origin(member) is list:
         items = [_match(get_args(member)[0], v) for v in value] if isinstance(value, list) else [_BAD]
         return _BAD if any(item is _BAD for item in items) else items
-    if member is float and type(value) in (int, float) and math.isfinite(cast("float", value)):
-        return float(cast("float", value))
+    if member is float and type(value) in (int, float):
+        try:
+            number = float(cast("float", value))
+        except OverflowError:  # an int that no float can hold
+            return _BAD
+        return number if math.isfinite(number) else _BAD
     if member is str and type(value) is int:  # run_name=42
         return str(value)
     return value if type(value) is member and member is not float else _BAD

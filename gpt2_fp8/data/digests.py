@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.typed import printable
+from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.units import Corpus, Unit
 
 log = logging.getLogger(__name__)

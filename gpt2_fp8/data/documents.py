@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.typed import printable
+from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.tokenizer import Tokens, encode
 from gpt2_fp8.data.units import Unit
 

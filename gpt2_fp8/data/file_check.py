@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.typed import printable
+from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import bounds, formats, parquet
 from gpt2_fp8.data.units import Unit
 

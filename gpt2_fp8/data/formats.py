@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.typed import printable
+from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import bounds, parquet
 from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.units import Unit

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
-from gpt2_fp8.config.typed import printable
+from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import hub_client
 from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.hub_client import import_datasets

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpt2_fp8.config.errors import RunError, UserError
-from gpt2_fp8.config.typed import printable
+from gpt2_fp8.config.shown import printable
 
 
 def check_unit(tokens: npt.NDArray[np.integer], vocab_size: int, unit: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from gpt2_fp8.config.errors import DataSourceLost, RunError
-from gpt2_fp8.config.typed import printable
+from gpt2_fp8.config.shown import printable
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,218 @@
+"""What a file of a user's settings folder may hold: a list of what is allowed, everything else is refused.
+
+A file selects choices and sets values of this program's keys: plain texts, numbers, truth values, lists and groups of
+these, and `${...}` of a few harmless kinds. Code and the environment are named on the command line alone: `_target_`
+and its kin, factories (`()`), objects (`ext://`), Hydra's own node, `oc.env` and every resolver that could make one up.
+
+The file is read as YAML's nodes, before anything is built from them: an alias costs nothing until it is written out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import yaml  # type: ignore[import-untyped]
+
+from gpt2_fp8.config.shown import line
+
+LARGEST = 1 << 16  # bytes of a file; ours have a tenth of that, and YAML takes a second for them
+_MOST = 10_000  # values in it, once its aliases are written out
+_DEEPEST = 20  # groups within groups
+_LONGEST_NUMBER = 100  # characters
+_PLAIN = tuple(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "timestamp"))
+_KEY = re.compile(r"[A-Za-z0-9][\w-]{0,99}")  # and so neither _target_ nor ()
+_HEADER = re.compile(r"[ \t]*#[ \t]*@[ \t]*(\S+)(.*)")
+_PACKAGE = re.compile(r"_global_|_group_|(?!hydra\b)[A-Za-z]\w*(\.[A-Za-z]\w*)*")
+_ALLOWED = re.compile(
+    r"\$\{(\.*(?!hydra\b)[A-Za-z_]\w*(\.\w+|\[\w+\])*"
+    r"|now:[^${}]*"
+    r"|oc\.select:\s*\.*(?!hydra\b)[A-Za-z_]\w*(\.\w+|\[\w+\])*(,[^${}]*)?"
+    r"|hydra:(job\.(num|id|name|override_dirname)|runtime\.(cwd|output_dir|choices\.\w+)))\}"
+)
+_OBJECT = re.compile(r"\s*(ext|cfg)://")
+_ALL_PRINTABLE = re.compile(r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]*")
+
+
+class Refusal(NamedTuple):
+    """What is refused in a file, and why."""
+
+    what: str  # follows "the file holds"
+    why: str
+
+
+CODE = "which could make Hydra run other code"
+_ONLY = "which only the command line may"
+FOR_THE_COMMAND_LINE = (CODE, _ONLY)
+
+
+def read(data: bytes) -> tuple[str, list[yaml.Node]]:
+    """The text of a file, and its documents as nodes. Raises ValueError, saying why, where it is no YAML in UTF-8."""
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError("it is UTF-16, and settings are UTF-8: save it as that")
+    if data.startswith(b"\xef\xbb\xbf"):
+        raise ValueError("it begins with a byte-order mark, behind which Hydra sees no header: save it without")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8: save it as UTF-8") from None
+    if bad := _ALL_PRINTABLE.match(text).end() - len(text):  # type: ignore[union-attr]
+        sign = text[bad]
+        raise ValueError(f"line {text[:bad].count(chr(10)) + 1} has the control character {sign!r}")
+    try:
+        return text, list(yaml.compose_all(text, Loader=yaml.SafeLoader))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise ValueError(_yaml_error(text, error)) from None
+
+
+def refused(text: str, documents: list[yaml.Node]) -> Refusal | None:
+    """The first thing in a file that is not on the list, or None."""
+    return next(_refusals(text, documents), None)
+
+
+def _yaml_error(text: str, error: Exception) -> str:
+    """What is wrong with a file that is no YAML, and where."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return line(" ".join(str(error).split()), 200)
+    lines = text.splitlines()
+    words = lines[mark.line] if mark.line < len(lines) else ""
+    if "\t" in words[: len(words) - len(words.lstrip())] or "'\\t'" in str(getattr(error, "problem", "")):
+        return f"line {mark.line + 1} is indented with a tab, and YAML takes blanks"
+    return line(f"line {mark.line + 1}: {getattr(error, 'problem', None) or 'it is no YAML'}", 200)
+
+
+def _refusals(text: str, documents: list[yaml.Node]) -> Iterator[Refusal]:
+    yield from _header(text)
+    if len(documents) > 1:
+        yield Refusal("a second document", "and Hydra reads one")
+    for root in documents:
+        yield from _values(root)
+        if isinstance(root, yaml.MappingNode):
+            yield from _defaults(root)
+
+
+def _header(text: str) -> Iterator[Refusal]:
+    """Where the file's keys go (`# @package optim`). Hydra looks at the first lines; here it is all of them."""
+    for comment in text.splitlines():
+        header = _HEADER.match(comment)
+        if header is None:
+            continue
+        name, value = header[1], header[2].strip()
+        if name == "package" and value.partition(".")[0] in ("hydra", "_global_") and value != "_global_":
+            yield Refusal(f"settings of Hydra's own (@package {line(value, 80)})", CODE)
+        elif name == "package" and not _PACKAGE.fullmatch(value):
+            yield Refusal(f"the header @package {line(value, 80)}", "which is no group of this program's")
+
+
+def _values(root: yaml.Node) -> Iterator[Refusal]:
+    """Every value, and every key, aliases written out."""
+    left: list[tuple[yaml.Node, str, int]] = [(root, "", 0)]
+    most = _MOST
+    while left:
+        node, path, depth = left.pop()
+        if isinstance(node, yaml.ScalarNode):
+            yield from _scalar(node, path)
+            continue
+        below = list(_members(node, path))
+        most -= len(below)
+        if most < 0 or depth > _DEEPEST:
+            what = f"more than {_MOST:,} values" if most < 0 else f"more than {_DEEPEST} groups within groups"
+            yield Refusal(what, "once its aliases are written out")
+            return
+        if isinstance(node, yaml.MappingNode) and not path.startswith("defaults["):  # for which see `_defaults`
+            yield from _keys(node, path)
+        plain = "map" if isinstance(node, yaml.MappingNode) else "seq"
+        if node.tag != f"tag:yaml.org,2002:{plain}":
+            yield _tag(node, path)
+        left += [(member, name, depth + 1) for member, name in reversed(below)]
+
+
+def _members(node: yaml.Node, path: str) -> Iterator[tuple[yaml.Node, str]]:
+    if isinstance(node, yaml.SequenceNode):
+        yield from ((item, f"{path}[{number}]") for number, item in enumerate(node.value))
+    else:
+        for key, value in node.value:
+            name = str(key.value) if isinstance(key, yaml.ScalarNode) else "?"
+            yield value, f"{path}.{name}" if path else name
+
+
+def _keys(node: yaml.MappingNode, path: str) -> Iterator[Refusal]:
+    seen: set[str] = set()
+    for key, value in node.value:
+        name = key.value if isinstance(key, yaml.ScalarNode) else ""
+        where = _at(key, f"{path}.{name}" if path else name)
+        if not path and name.partition(".")[0] == "hydra":
+            inside = [k.value for k, _ in value.value] if isinstance(value, yaml.MappingNode) else []
+            sets = ".".join(map(str, ([name, *inside[:1]] if name == "hydra" else [name])))
+            yield Refusal(f"a hydra: node, and sets {line(sets, 80)}", CODE)
+        elif re.fullmatch(r"_\w+_", name):
+            yield Refusal(f"a {line(name, 40)} {where}", CODE)
+        elif "(" in name:
+            yield Refusal(f"a factory {where}", CODE)
+        elif key.tag == "tag:yaml.org,2002:merge":
+            continue
+        elif key.tag not in _PLAIN or not all(map(_KEY.fullmatch, name.split("."))):
+            yield Refusal(f"a key that is no name {where}", "which no key of this program's is")
+        elif name in seen:
+            yield Refusal(f"{line(name, 80)} twice {where}", "and only one of them could count")
+        seen.add(name)
+
+
+def _scalar(node: yaml.ScalarNode, path: str) -> Iterator[Refusal]:
+    value, where = str(node.value), _at(node, path)
+    if node.tag not in _PLAIN:
+        yield _tag(node, path)
+    elif _OBJECT.match(value):
+        yield Refusal(f"{line(value, 80)} {where}", CODE)
+    elif node.tag != _PLAIN[0] and len(value) > _LONGEST_NUMBER:
+        yield Refusal(f"a number of {len(value):,} characters {where}", "which nothing here can be")
+    elif "${" in (left := _ALLOWED.sub("", value)):
+        if variable := re.search(r"oc\.env:\s*([^\s,}:]+)", left):
+            yield Refusal(f"${{oc.env:}} {where}: {line(variable[1], 80)} of the environment is read", _ONLY)
+        else:
+            yield Refusal(f"{line(left[left.index('${') :], 80)} {where}", _ONLY)
+
+
+def _defaults(root: yaml.MappingNode) -> Iterator[Refusal]:
+    """The defaults list: choices of this program's groups, by plain names."""
+    for key, value in root.value:
+        if not isinstance(key, yaml.ScalarNode) or key.value != "defaults":
+            continue
+        for entry in value.value if isinstance(value, yaml.SequenceNode) else ():
+            for text, node in _texts(entry):
+                where = _at(node, "defaults")
+                if "hydra" in text:
+                    yield Refusal(f"a default of hydra's {where}", CODE)
+                elif not plain_path(re.sub(r"@_(global|here|group)_$", "", text.split(" ")[-1].removeprefix("/"))):
+                    yield Refusal(f"the default {line(text, 80)} {where}", "which is no choice of a group's")
+
+
+def _texts(node: yaml.Node) -> Iterator[tuple[str, yaml.Node]]:
+    """Every text in an entry of the defaults list."""
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag != "tag:yaml.org,2002:null":
+            yield str(node.value), node
+    else:
+        members = [n for pair in node.value for n in pair] if isinstance(node, yaml.MappingNode) else node.value
+        for member in members[:_MOST]:
+            if isinstance(member, yaml.ScalarNode):
+                yield from _texts(member)
+            elif isinstance(member, yaml.SequenceNode):
+                yield from ((str(n.value), n) for n in member.value if isinstance(n, yaml.ScalarNode))
+
+
+def plain_path(path: str) -> bool:
+    """Whether a choice stays in its group's folder, and is not hidden: `mine`, `mine/one`, `${model}`, `_self_`."""
+    return all(re.fullmatch(r"(\w[\w.+-]*|\$\{\w+\})+( \w[\w.+-]*)*", part) for part in path.split("/"))
+
+
+def _tag(node: yaml.Node, path: str) -> Refusal:
+    return Refusal(f"the tag {line(str(node.tag), 80)} {_at(node, path)}", CODE)
+
+
+def _at(node: yaml.Node, path: str) -> str:
+    return f"({f'{line(path, 80)}, ' if path else ''}line {node.start_mark.line + 1})"

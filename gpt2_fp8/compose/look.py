@@ -1,0 +1,68 @@
+"""What only shows something (`--help`, `--hydra-help`, `--cfg`, `--info`, completion): under the same rule as a run.
+
+Hydra would compose, and for `--help` configure logging from, whatever a settings folder holds. So the folders, the
+choices and the keys are checked as a run's are. What a value is worth, and whether its files are there, is not: a
+configuration may be looked at on another machine than it is for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from omegaconf import OmegaConf
+
+from gpt2_fp8.compose import commandline, overrides
+from gpt2_fp8.compose.catalog import Catalog
+from gpt2_fp8.compose.commandline import CommandLine
+from gpt2_fp8.compose.jobs import Job
+from gpt2_fp8.config import typed
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.schema import RunConfig
+
+_SHOW = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # Hydra takes one of them
+
+
+def check(argv: list[str], line: CommandLine, catalog: Catalog, problems: list[Problem]) -> list[str]:
+    """The command line that Hydra may be given. What is wrong with it is added to `problems`."""
+    args = commandline.flags(argv)
+    if args.shell_completion:
+        problems += _completion(line, catalog)
+        return argv
+    problems += _contradictions(args)
+    try:
+        request = overrides.sort(line, catalog, problems)
+        if not problems:
+            problems += _composition(Job(request, catalog, request.task, None), args)
+    except UserError as error:
+        problems += error.problems
+    return ["--hydra-help"] if args.hydra_help and not args.help else argv
+
+
+def _contradictions(args: argparse.Namespace) -> list[Problem]:
+    given = [flag for flag in _SHOW if getattr(args, flag.lstrip("-").replace("-", "_"))]
+    if len(given) > 1:
+        return [Problem(f"{' and '.join(given)} cannot be had together", f"leave out all but one: {given[-1]}")]
+    if args.resolve and not (args.cfg or args.help):
+        return [Problem("--resolve says how --cfg shows a configuration", "--cfg job --resolve")]
+    return []
+
+
+def _composition(job: Job, args: argparse.Namespace) -> list[Problem]:
+    """Whether there is something to show: keys that exist, and for `--resolve` what they refer to."""
+    cfg, plain = job.composed()
+    known = typed.key_paths(RunConfig)
+    _, found = typed.build(RunConfig, plain)
+    problems = [finding.problem for finding in job.found if args.resolve or not set(finding.keys) & set(job.unresolved)]
+    problems += [finding.problem for finding in found if not set(finding.keys) & set(known)]
+    if args.package and args.package != "_global_" and OmegaConf.select(cfg, args.package) is None:
+        problems.append(Problem(f"--package {args.package}: there is none in this configuration", "--package trainer"))
+    return problems
+
+
+def _completion(line: CommandLine, catalog: Catalog) -> list[Problem]:
+    """What is typed so far stands in a variable of the shell's; Hydra composes it."""
+    typed_so_far = os.environ.get("COMP_LINE", "").split()
+    folders = [word.partition("=")[2].strip("[]'\"") for word in typed_so_far if word.startswith("hydra.searchpath=")]
+    several = [folder.strip("'\" ") for folders_ in folders for folder in folders_.split(",")]
+    return catalog.add_folders([folder for folder in [line.config_dir, *several] if folder])
