@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gpt2_fp8 import resume, rng
 from gpt2_fp8.attempts import Attempts
+from gpt2_fp8.checkpoint import loops
 from gpt2_fp8.checkpoint.run_state import restoring
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine import Engine
@@ -24,6 +25,7 @@ from gpt2_fp8.optim import build_optimizer, build_schedule
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.plugin import FP8Precision
 from gpt2_fp8.precision.resolve import Plan
+from gpt2_fp8.signals import Interrupted
 from gpt2_fp8.step import StepResult, Verdict, update
 
 
@@ -48,6 +50,7 @@ class GPT2Module(pl.LightningModule):
         self._restored_from: Any = None  # the checkpoint that the run continues from
         self._validation = ExitStack()
         self._first_step = True
+        self._rng_before: dict[str, Any] = {}  # the step that is not finished
         self._unfinished: tuple[dict[str, Any], StepResult] | None = None  # a batch and what its step was like
 
     # Building
@@ -83,10 +86,15 @@ class GPT2Module(pl.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """One optimizer step."""
         ids, plugin = batch["ids"], self.trainer.precision_plugin
-        if self._first_step:
-            self._prepare_scales(ids)
-        optimizer = cast(LightningOptimizer, self.optimizers())
-        loss = self.attempts.gradients(ids, plugin.forward_context)
+        self._rng_before = rng.capture()
+        try:
+            if self._first_step:
+                self._prepare_scales(ids)
+            optimizer = cast(LightningOptimizer, self.optimizers())
+            loss = self.attempts.gradients(ids, plugin.forward_context)
+        except Interrupted:  # the step is given up
+            rng.restore(self._rng_before)
+            raise
         self._unfinished = batch, self._update(optimizer.optimizer, optimizer.step, loss)
 
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -107,7 +115,13 @@ class GPT2Module(pl.LightningModule):
         batch, result = self._unfinished
         verdict, plugin = result.read(), self.trainer.precision_plugin
         if verdict.skipped and isinstance(plugin, FP8Precision):
-            result = self._run_again_in_bf16(batch["ids"], plugin, verdict)
+            try:
+                result = self._run_again_in_bf16(batch["ids"], plugin, verdict)
+            except Interrupted:  # so is this one, which has changed no weight and is counted
+                self._unfinished = None
+                rng.restore(self._rng_before)
+                loops.uncount_step(self.trainer)
+                raise
         self._unfinished, self.last_step = None, result
         cast(LRScheduler, self.lr_schedulers()).step()
         self.trainer.datamodule.advance(batch["cursor"])  # type: ignore[attr-defined]  # Lightning sets it in `fit`

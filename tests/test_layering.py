@@ -72,7 +72,8 @@ HOUSE = {
     "startup": Row("checkpoint precision memory model layers.attention kernels.nvrtc flops config", "torch"),
     # what Lightning calls
     "module": Row(
-        "resume attempts engine step sampling optim model flops precision checkpoint rng config", "torch lightning"
+        "resume attempts engine step sampling optim model flops precision checkpoint rng signals config",
+        "torch lightning",
     ),
     "callbacks": Row(
         "ladder stragglers exchange memory signals slurm checkpoint sampling model flops precision config",
@@ -89,7 +90,7 @@ HOUSE = {
     "ladder": Row("step config"),
     "resume": Row("optim config", "torch"),
     "stragglers": Row(""),
-    "attempts": Row("engine memory exchange", "torch"),
+    "attempts": Row("engine memory exchange signals", "torch"),
     "memory": Row("exchange config", "torch"),
     "engine": Row("compiling graphs bf16 step loss model layers precision config", "torch"),
     "bf16": Row("step loss model layers config", "torch"),
