@@ -22,14 +22,17 @@ class Attempts:
     """The gradients of a step and the sums of an evaluation, each with a batch size of its own, which only falls.
 
     Tokens per step, their order and the schedule do not depend on any of them. `backward` is called with each
-    micro-batch's loss, inside `no_sync`: ranks average their gradients afterwards, once all have succeeded.
+    micro-batch's loss, inside `no_sync`: ranks average their gradients afterwards, once all have succeeded. `asked`:
+    the micro-batch that the settings name, where the engine begins with another.
     """
 
-    def __init__(self, engine: Engine, backward: Callable[[Tensor], None], no_sync: Context):
+    def __init__(
+        self, engine: Engine, backward: Callable[[Tensor], None], no_sync: Context, asked: int | None = None
+    ):  # fmt: skip
         self.engine, self._backward, self._no_sync = engine, backward, no_sync
-        self._asked = engine.micro_batch_size
+        self._asked = asked or engine.micro_batch_size
         self._share = engine.config.global_batch_size // exchange.rank_and_world()[1]  # of a step, this rank's
-        self.training = Fitting(self._asked, "micro_batch_size")
+        self.training = Fitting(engine.micro_batch_size, "micro_batch_size")
         self._in_bf16: Fitting | None = None
         self._evaluation: Fitting | None = None
 
@@ -116,8 +119,9 @@ class Attempts:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin with what fitted before, where the same was asked for then."""
-        if state["asked"] == self._asked and self._share % state["fits"] == 0:
-            self.training.size = self.engine.micro_batch_size = state["fits"]
+        if state["asked"] == self._asked and state["fits"] and self._share % state["fits"] == 0:
+            fits = min(state["fits"], self.training.size)  # less where memory has become less
+            self.training.size = self.engine.micro_batch_size = fits
             self.training.settled = True
 
 

@@ -45,6 +45,7 @@ class GPT2Module(pl.LightningModule):
         self.config, self.plan, self.vocab_size = config, plan, vocab_size
         self.last_step: StepResult | None = None
         self.val_loss: float | None = None  # the newest, on the host
+        self.micro_batch_asked: int | None = None  # where memory allows less
         self._weights = weights
         self._rng: list[Any] | None = None
         self._restored_from: Any = None  # the checkpoint that the run continues from
@@ -61,7 +62,7 @@ class GPT2Module(pl.LightningModule):
             return
         self.engine = Engine(self.config, self.plan, self.vocab_size)
         self.model = self.engine.model
-        self.attempts = Attempts(self.engine, self.manual_backward, self._no_sync)
+        self.attempts = Attempts(self.engine, self.manual_backward, self._no_sync, self.micro_batch_asked)
         if self._weights is None:
             initialise(self.model, self.config.seed)
         else:

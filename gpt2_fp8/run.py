@@ -45,7 +45,8 @@ def job(cfg: DictConfig) -> float | None:
     from gpt2_fp8.train import run  # imports torch
 
     try:
-        return run(compose.to_run_config(cfg), Path(HydraConfig.get().runtime.output_dir))
+        typed = any(word.lstrip("+").startswith("micro_batch_size=") for word in HydraConfig.get().overrides.task)
+        return run(compose.to_run_config(cfg), Path(HydraConfig.get().runtime.output_dir), typed)
     except RunError as error:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
             raise _Ended(error) from error

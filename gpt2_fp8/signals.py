@@ -114,7 +114,7 @@ class Signals:
         if self.received is None:
             self.received, self._received_at = signal.SIGTERM if signum in LIKE_SIGTERM else signum, now
             if signum == signal.SIGHUP:
-                _leave_terminal()
+                leave_terminal()
             threading.Thread(target=self._ask_again, name="signals", daemon=True).start()
             if not self._held:
                 self._throw_from(frame)
@@ -164,7 +164,7 @@ def _is_delicate(frame: FrameType | None) -> bool:
     return False
 
 
-def _leave_terminal() -> None:
+def leave_terminal() -> None:
     """Let output go nowhere where the terminal is gone: whoever writes to it would fail."""
     for number in (1, 2):
         try:

@@ -39,7 +39,7 @@ HOUSE = {
     # from settings to checked settings, before torch is there
     "compose": Row("compose config", "hydra omegaconf yaml"),
     # measuring: the benchmark, what it runs in child processes, and what `precision=auto` decides by
-    "bench": Row("compose startup measure measure.record measure.room measure.sections config"),
+    "bench": Row("compose signals startup measure measure.record measure.room measure.sections config"),
     "measure.sections": Row("measure measure.record config"),
     "measure.record": Row("measure measure.plot checkpoint config"),
     "measure.plot": Row("measure", "matplotlib"),
@@ -66,10 +66,11 @@ HOUSE = {
     "measure.timing": Row("measure measure.room memory", "torch"),
     "measure.profile": Row("measure", "torch"),
     "measure.versions": Row("", "torch"),
-    "measure.room": Row("measure flops config"),
+    "measure.room": Row("measure flops limits config"),
     "measure": Row("measure config"),
     "build": Row(f"startup {PARTS}", "torch lightning"),
-    "startup": Row("checkpoint precision memory model layers.attention kernels.nvrtc flops config", "torch"),
+    "startup": Row("checkpoint precision footprint memory model layers.attention kernels.nvrtc flops config", "torch"),
+    "footprint": Row("limits memory model flops config"),
     # what Lightning calls
     "module": Row(
         "resume attempts engine step sampling optim model flops precision checkpoint rng signals config",
@@ -120,6 +121,7 @@ HOUSE = {
     # what everything stands on
     "exchange": Row("", "torch"),
     "signals": Row("slurm"),
+    "limits": Row(""),
     "slurm": Row("config"),
     "config": Row("config"),
 }
