@@ -24,7 +24,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-from gpt2_fp8 import exchange
+from gpt2_fp8 import exchange, signals
 from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.stragglers import Place, Stragglers
 
@@ -175,11 +175,12 @@ class Ranks(Callback):
             self._follow(ended[0], ended[1].pid, ended[1].returncode)
 
     def _follow(self, rank: int, process: int, code: int) -> None:
-        if code in STOPPED:  # as a signal to this process would
-            os.kill(os.getpid(), STOPPED[code])
+        signum = STOPPED.get(code, -code if -code in signals.SIGNALS else None)  # below 0: it had no handlers yet
+        if signum is not None:
+            os.kill(os.getpid(), signum)  # as one to this process would
             if self._met.wait(GRACE_SECONDS):
                 return
-            self._leave(Stopped(STOPPED[code]))
+            self._leave(Stopped(signal.SIGTERM if signum in signals.LIKE_SIGTERM else signum))
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._leave(RankLost(f"rank {rank} (process {process}) {how}", max(code, 1)))
 
