@@ -97,7 +97,7 @@ def test_119_as_it_is_typed(tmp_path):
         "sys.exit(run.main(sys.argv[1:]))\n"
     )
     words = ["model=gpt2", "trainer=cpu", "micro_batch_size=64", "run_name=run", "data.tokenizer=bytes"]
-    done = subprocess.run([sys.executable, script, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, script, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
     assert "of the memory of ulimit -v are to be had\n  fix: micro_batch_size=" in done.stderr
     assert summary(tmp_path / "outputs/run")["status"] == "refused"
