@@ -4,8 +4,8 @@
     python -m gpt2_fp8.bench 'bench.model=[gpt2,gpt2_medium]' 'bench.recipe=[delayed,current]'
 
 Bad input is refused before torch is imported. Exit codes: 0 done, 1 no case came to its end or the files could not be
-written, 2 the input, 130 and 143 stopped by SIGINT and SIGTERM, 141 nobody reads its output any more (`| head`). What
-was measured until then is written.
+written, 2 the input, 130 stopped by SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT, 141 nobody reads its output any more
+(`| head`). What was measured until then is written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from gpt2_fp8 import speech
+from gpt2_fp8 import signals, speech
 from gpt2_fp8.compose import benchmark
 from gpt2_fp8.config import paths, typed
 from gpt2_fp8.config.bench_schema import BenchConfig
@@ -67,7 +67,31 @@ MEANINGS = {
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which is to end things as Ctrl-C does."""
+    """SIGTERM and its like, which are to end things as Ctrl-C does."""
+
+
+class _Handlers:
+    """Raise a KeyboardInterrupt for every signal, but for those that are ignored.
+
+    Attributes: `code`, the exit code that the first one is due, None before it. What was raised may have become another
+    error on its way (`signals.py`).
+    """
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        numbers = [number for number in signals.SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._stop) for number in numbers}
+
+    def put_back(self) -> None:
+        """What was there before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, signum: int, frame: object) -> None:
+        self.code = self.code or (130 if signum == signal.SIGINT else 143)
+        if signum == signal.SIGHUP:
+            signals.leave_terminal()
+        raise KeyboardInterrupt if signum == signal.SIGINT else _Terminated
 
 
 def main(argv: list[str]) -> int:
@@ -85,7 +109,7 @@ def _main(argv: list[str]) -> int:
     if {"-h", "--help", "--version"} & set(argv):
         print(help_text())
         return 0
-    before = signal.signal(signal.SIGTERM, _terminate)
+    handlers = _Handlers()
     try:
         bench, configs, device = _request(argv)
         record = Record(_folder(), bench, benchmark.PROGRAM.command, argv)
@@ -96,14 +120,16 @@ def _main(argv: list[str]) -> int:
             record.complete = True
         finally:
             _end(record)
-    except RunError as error:
+    except (KeyboardInterrupt, Exception) as error:
+        if handlers.code is not None or isinstance(error, KeyboardInterrupt):
+            print("stopped", file=sys.stderr)
+            return handlers.code or (143 if isinstance(error, _Terminated) else 130)
+        if not isinstance(error, RunError):
+            raise
         print(error, file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt as stop:
-        print("stopped", file=sys.stderr)
-        return 143 if isinstance(stop, _Terminated) else 130
     finally:
-        signal.signal(signal.SIGTERM, before)
+        handlers.put_back()
     if record.unwritten:
         print(f"error: {record.folder} does not hold what was measured: {record.unwritten}", file=sys.stderr)
         return 1
@@ -193,10 +219,6 @@ def _end(record: Record) -> None:
         print(f"\n{reason}")
     if files := sorted(path.name for path in record.folder.glob("bench.*")):
         print(f"\n{record.folder}: {', '.join(files)}")
-
-
-def _terminate(*_: object) -> None:
-    raise _Terminated
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ def start_workers() -> None:
     and save. They end with this process, when their pipe to it closes. A signal that arrives meanwhile is delivered
     afterwards.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         from torch._inductor.async_compile import AsyncCompile  # its import may start them
 

@@ -45,7 +45,9 @@ class Ending:
     def built(self, parts: Parts) -> Parts:
         """The parts of a `fit` that is about to begin."""
         self.parts = parts
-        self._launcher = self._launcher or parts.trainer.strategy.launcher  # the first one starts the other ranks
+        if self._launcher is None:  # the first one starts the other ranks
+            self._launcher = parts.trainer.strategy.launcher
+            self.ranks.expect(self._launcher)
         return parts
 
     def rolled_back(self) -> None:

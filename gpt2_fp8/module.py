@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gpt2_fp8 import resume, rng
 from gpt2_fp8.attempts import Attempts
+from gpt2_fp8.checkpoint import loops
 from gpt2_fp8.checkpoint.run_state import restoring
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine import Engine
@@ -24,6 +25,7 @@ from gpt2_fp8.optim import build_optimizer, build_schedule
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.plugin import FP8Precision
 from gpt2_fp8.precision.resolve import Plan
+from gpt2_fp8.signals import Interrupted
 from gpt2_fp8.step import StepResult, Verdict, update
 
 
@@ -43,11 +45,13 @@ class GPT2Module(pl.LightningModule):
         self.config, self.plan, self.vocab_size = config, plan, vocab_size
         self.last_step: StepResult | None = None
         self.val_loss: float | None = None  # the newest, on the host
+        self.micro_batch_asked: int | None = None  # where memory allows less
         self._weights = weights
         self._rng: list[Any] | None = None
         self._restored_from: Any = None  # the checkpoint that the run continues from
         self._validation = ExitStack()
         self._first_step = True
+        self._rng_before: dict[str, Any] = {}  # the step that is not finished
         self._unfinished: tuple[dict[str, Any], StepResult] | None = None  # a batch and what its step was like
 
     # Building
@@ -58,7 +62,7 @@ class GPT2Module(pl.LightningModule):
             return
         self.engine = Engine(self.config, self.plan, self.vocab_size)
         self.model = self.engine.model
-        self.attempts = Attempts(self.engine, self.manual_backward, self._no_sync)
+        self.attempts = Attempts(self.engine, self.manual_backward, self._no_sync, self.micro_batch_asked)
         if self._weights is None:
             initialise(self.model, self.config.seed)
         else:
@@ -83,10 +87,15 @@ class GPT2Module(pl.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """One optimizer step."""
         ids, plugin = batch["ids"], self.trainer.precision_plugin
-        if self._first_step:
-            self._prepare_scales(ids)
-        optimizer = cast(LightningOptimizer, self.optimizers())
-        loss = self.attempts.gradients(ids, plugin.forward_context)
+        self._rng_before = rng.capture()
+        try:
+            if self._first_step:
+                self._prepare_scales(ids)
+            optimizer = cast(LightningOptimizer, self.optimizers())
+            loss = self.attempts.gradients(ids, plugin.forward_context)
+        except Interrupted:  # the step is given up
+            rng.restore(self._rng_before)
+            raise
         absurd = self.engine.absurd_magnitudes()
         self._unfinished = batch, self._update(optimizer.optimizer, optimizer.step, loss, absurd)
 
@@ -109,7 +118,13 @@ class GPT2Module(pl.LightningModule):
         batch, result = self._unfinished
         verdict, plugin = result.read(), self.trainer.precision_plugin
         if verdict.skipped and isinstance(plugin, FP8Precision):
-            result = self._run_again_in_bf16(batch["ids"], plugin, verdict)
+            try:
+                result = self._run_again_in_bf16(batch["ids"], plugin, verdict)
+            except Interrupted:  # so is this one, which has changed no weight and is counted
+                self._unfinished = None
+                rng.restore(self._rng_before)
+                loops.uncount_step(self.trainer)
+                raise
         elif verdict.absurd:
             self.engine.limit_magnitudes()
         self._unfinished, self.last_step = None, result

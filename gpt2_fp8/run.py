@@ -4,7 +4,7 @@
     python -m gpt2_fp8.run -m precision=bf16,fp8_hybrid seed=1,2
 
 Bad input is refused before torch is imported. Exit codes: 0 done, 1 any fault, 2 the input, 3 diverged, 4 data source
-lost, 130 and 143 stopped by SIGINT and SIGTERM.
+lost, 130 stopped by SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # imported in functions, while signals are handled
     from gpt2_fp8.config.schema import RunConfig
 
 PATIENCE = 15.0  # seconds that another rank's process waits for rank 0 to end
+STOPPED_PATIENCE = 2.0  # the same after a signal, which rank 0 may not have got
 _AFTER_RANK_ZERO = 10.0  # and in which it is to end when rank 0 is gone
 
 
@@ -48,14 +50,15 @@ def job(cfg: DictConfig) -> float | None:
 
     try:
         run = _training()
-        return run(compose.to_run_config(cfg), Path(HydraConfig.get().runtime.output_dir))
+        typed = any(word.lstrip("+").startswith("micro_batch_size=") for word in HydraConfig.get().overrides.task)
+        return run(compose.to_run_config(cfg), Path(HydraConfig.get().runtime.output_dir), typed)
     except RunError as error:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
             raise _Ended(error) from error
         raise  # to Hydra, which says what job it was, runs the others, and raises the first
 
 
-def _training() -> Callable[[RunConfig, Path], float | None]:
+def _training() -> Callable[[RunConfig, Path, bool], float | None]:
     """`train.run`, which imports torch. Raises UserError where the process may not have the memory for that."""
     try:
         from gpt2_fp8.train import run
@@ -72,26 +75,33 @@ def _training() -> Callable[[RunConfig, Path], float | None]:
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    with signals.handled():
+    with signals.handled() as handlers:
         rank_zero = os.getppid() if _is_launched(argv) else None
-        if rank_zero is not None:
-            threading.Thread(target=_end_after_rank_zero, args=(rank_zero,), daemon=True).start()
         try:
-            _run(argv)
-        except (RunError, _Ended, signals.Interrupted) as caught:
-            error = _run_error(caught)
-            if not _rank_zero_ends(rank_zero):  # or else it has said the same
-                print(error, file=sys.stderr)
-            return error.exit_code
-        except Exception as error:
-            refused = _unwritable(error)
-            if refused is None:
-                traceback.print_exc()
-            else:
-                print(refused, file=sys.stderr)
-            _rank_zero_ends(rank_zero)
-            return 1 if refused is None else refused.exit_code
+            if rank_zero is not None:
+                threading.Thread(target=_end_after_rank_zero, args=(rank_zero,), daemon=True).start()
+            with handlers.at_once():
+                _run(argv)
+            if handlers.thrown:  # and lost in what was not to be disturbed
+                handlers.throw()
+        except BaseException as caught:
+            error = _run_error(caught, handlers)
+            if error is None and not isinstance(caught, Exception):
+                raise  # SystemExit, of Hydra's own answers
+            return _end(error, rank_zero)
     return 0
+
+
+def _end(error: RunError | None, rank_zero: int | None) -> int:
+    """Say how the run has ended, `error`, or None for what nobody expected and is being handled; the exit code."""
+    with suppress(OSError):  # a terminal that is gone
+        if error is None:
+            traceback.print_exc()
+    patience = STOPPED_PATIENCE if isinstance(error, Stopped) else PATIENCE
+    if not _rank_zero_ends(rank_zero, patience) and error is not None:  # or else it has said the same
+        with suppress(OSError):
+            print(error, file=sys.stderr, flush=True)
+    return 1 if error is None else error.exit_code
 
 
 def _run(argv: list[str]) -> None:
@@ -109,10 +119,17 @@ def _run(argv: list[str]) -> None:
     hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")(job)()
 
 
-def _run_error(caught: RunError | _Ended | signals.Interrupted) -> RunError:
-    if isinstance(caught, signals.Interrupted):  # before there was a run, or after it
-        return slurm.ended(caught.signum)
-    return caught.error if isinstance(caught, _Ended) else caught
+def _run_error(caught: BaseException, handlers: signals.Signals) -> RunError | None:
+    """The known end that `caught` is; None where it is not one. After a signal was thrown it is the signal's: other
+    errors may well come of what that has left half done."""
+    if isinstance(caught, _Ended):
+        caught = caught.error
+    if handlers.thrown and not isinstance(caught, Stopped):  # before there was a run, or after it
+        assert handlers.received is not None
+        return slurm.ended(handlers.received)
+    if isinstance(caught, RunError):
+        return caught
+    return _unwritable(caught) if isinstance(caught, Exception) else None
 
 
 def _unwritable(error: Exception) -> UserError | None:
@@ -140,13 +157,12 @@ def _end_after_rank_zero(rank_zero: int) -> None:
     os._exit(1)
 
 
-def _rank_zero_ends(rank_zero: int | None) -> bool:
+def _rank_zero_ends(rank_zero: int | None, patience: float) -> bool:
     """In a process that Lightning started for another rank, wait for rank 0 to end; whether it did.
 
-    Before the ranks have met, Lightning looks every 5 seconds whether such a process has failed, and then kills rank 0
-    with SIGKILL. Where all ranks end alike, rank 0 is to write the summary, to say why, and to return the exit code.
+    Where all ranks end alike, rank 0 is to write the summary, to say why, and to return the exit code.
     """
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + patience
     while os.getppid() == rank_zero and time.monotonic() < until:
         time.sleep(0.1)
     return rank_zero is not None and os.getppid() != rank_zero
@@ -155,7 +171,9 @@ def _rank_zero_ends(rank_zero: int | None) -> bool:
 def entry() -> None:
     """The `gpt2-fp8` command."""
     speech.begin()
+    signals.ignore_at_the_end()
     code = main(sys.argv[1:])
+    signals.leave_with(code)
     speech.end()
     sys.exit(code)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 
 def generate(
-    model: nn.Module, prompt: list[int], tokens: int, vocab_size: int, n_positions: int, seed: int, top_k: int = 50
-) -> list[int]:
+    model: nn.Module, prompt: list[int], tokens: int, vocab_size: int, n_positions: int, seed: int, top_k: int = 50,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[int]:  # fmt: skip
     """Draw `tokens` ids after `prompt` (at least one id), at temperature 1 among the `top_k` likeliest.
 
     The context is a fixed window of `n_positions` with the future left blank (the model is causal), so that every
     forward has the shape FP8 wants. Call it in evaluation mode. The draw happens on the CPU from `seed`, and touches no
-    global random state. Ends early where a model that has diverged gives logits that are not finite. Raises ValueError
-    for a prompt with an id that the model has not: a GPU would read past the end of its table.
+    global random state. Ends early where `stopped()`, and where a model that has diverged gives logits that are not
+    finite. Raises ValueError for a prompt with an id that the model has not: a GPU would read past its table.
     """
     assert prompt, "a prompt has at least one token"
     if odd := [i for i in prompt if not 0 <= i < vocab_size]:
@@ -23,6 +26,8 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
     for _ in range(tokens):
+        if stopped():
+            break
         context = ids[-n_positions:]
         window = torch.zeros(1, n_positions, dtype=torch.long)
         window[0, : len(context)] = torch.tensor(context)

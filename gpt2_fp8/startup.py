@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from gpt2_fp8.checkpoint import run_state, space
 from gpt2_fp8.checkpoint.find import resolve as find_checkpoint
-from gpt2_fp8.checkpoint.manifest import read_manifest
+from gpt2_fp8.checkpoint.manifest import SKELETON, read_json, read_manifest
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.flops import flops_per_token, parameter_count, peak_bf16_flops
+from gpt2_fp8.footprint import fitted
 from gpt2_fp8.layers.chosen import chosen, slower
 from gpt2_fp8.memory import largest_divisor
 from gpt2_fp8.model import padded_vocabulary
@@ -49,14 +50,34 @@ def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
     return asked
 
 
-def settle_micro_batch(config: RunConfig, world_size: int, on: Literal["cuda", "cpu"]) -> RunConfig:
-    """With a number for `micro_batch_size=auto`: a GPU begins with its whole share of a step, and takes the largest
-    part of it that fits; a CPU, whose memory ends in the system's swap and not in an error, with at most `ON_CPU`."""
-    if config.micro_batch_size != "auto":
-        return config
-    share = config.global_batch_size // world_size
-    most = share if on == "cuda" else min(share, ON_CPU)
-    return replace(config, micro_batch_size=largest_divisor(share, most))
+class Batch(NamedTuple):
+    """A configuration with a number for its micro-batch, and the one that was asked for before memory had its say."""
+
+    config: RunConfig
+    asked: int
+
+
+def settle_micro_batch(
+    config: RunConfig, world_size: int, on: Literal["cuda", "cpu"], typed: bool, start: Path | None
+) -> Batch:
+    """Settle a run's micro-batch, which was `typed` or stands in a file of settings.
+
+    A GPU begins with what was asked for (`auto`: its whole share of a step) and takes the largest part of it that fits.
+    A CPU begins with no more than memory allows (`footprint`), and where it continues from `start`, with what that was
+    trained with. Raises UserError where what was typed cannot fit.
+    """
+    share, auto = config.global_batch_size // world_size, config.micro_batch_size == "auto"
+    if auto:
+        most = share if on == "cuda" else min(share, ON_CPU)
+        config = replace(config, micro_batch_size=largest_divisor(share, most))
+    asked = config.micro_batch
+    if on == "cuda":
+        return Batch(config, asked)
+    before = (read_json(start, SKELETON).get("micro_batch_size") or {}) if start else {}
+    if not typed and before.get("asked") == asked and before["fits"] and share % before["fits"] == 0:
+        config = replace(config, micro_batch_size=before["fits"])
+    ranks = world_size // config.trainer.num_nodes
+    return Batch(fitted(config, vocabulary(config), ranks, share, typed and not auto), asked)
 
 
 def check_room(config: RunConfig, checkpoints: Path) -> None:

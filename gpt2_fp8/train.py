@@ -28,8 +28,9 @@ from gpt2_fp8.recovery import checkpoint_before
 log = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, folder: Path) -> float | None:
-    """Train as `config` says, in `folder`; returns the last validation loss (what a sweep compares).
+def run(config: RunConfig, folder: Path, typed: bool = False) -> float | None:
+    """Train as `config` says, in `folder`; returns the last validation loss (what a sweep compares). `typed`: its
+    micro-batch was, and is not to become another one.
 
     Writes `summary.json` at every end, good or bad. Raises the errors of `config.errors` for ends of a known kind.
     """
@@ -37,14 +38,14 @@ def run(config: RunConfig, folder: Path) -> float | None:
     alone = rank() == 0 and not config.trainer.fast_dev_run
     spool.clear()
     with RunLock(folder) if alone else nullcontext():
-        return _run(config, folder)
+        return _run(config, folder, typed)
 
 
-def _run(config: RunConfig, folder: Path) -> float | None:
+def _run(config: RunConfig, folder: Path, typed: bool) -> float | None:
     ending, error = Ending(config, folder), None
     try:
         with GracefulStop(lambda trainer: _stop_here(trainer, ending.tiers)) as stop:
-            parts = _train(_prepare(config, folder, ending), folder, ending, stop)
+            parts = _train(_prepare(config, folder, ending, typed), folder, ending, stop)
         return last_val_loss(parts, ending.tiers)
     except BaseException as caught:
         error = ending.ranks.explain(caught)  # a torn connection is another rank's end
@@ -62,29 +63,31 @@ class _Start(NamedTuple):
     plan: Plan
     checkpoint: Path | None
     world_size: int
+    asked: int  # as a micro-batch
 
 
-def _prepare(config: RunConfig, folder: Path, ending: Ending) -> _Start:
+def _prepare(config: RunConfig, folder: Path, ending: Ending, typed: bool) -> _Start:
     """From settings to what they mean on this machine, with everything refused that can be before anything is built."""
     device = startup.device(config)
     world_size = startup.devices(config, device) * config.trainer.num_nodes
     check_batch(config, world_size)
-    config = startup.settle_micro_batch(config, world_size, device)
     checkpoint = startup.checkpoint(config, folder)
+    config, asked = startup.settle_micro_batch(config, world_size, device, typed, checkpoint)
     if rank() == 0:
         startup.check_room(config, ending.tiers.folder)
     config, choice = auto.settle(config, device, world_size, checkpoint, rank())
     plan = _plan(config, device, choice, checkpoint)
     ending.chosen(config, choice)
-    return _Start(config, plan, checkpoint, world_size)
+    return _Start(config, plan, checkpoint, world_size, asked)
 
 
 def _train(start: _Start, folder: Path, ending: Ending, stop: GracefulStop) -> Parts:
     """Build and fit, again after each rollback; returns the parts of the last `fit`, which came to its end."""
-    config, plan, checkpoint, world_size = start
+    config, plan, checkpoint, world_size, asked = start
     ends = [ending.ranks, ending.tiers, stop]
     while True:
         parts = ending.built(build(config, plan, folder, checkpoint, ending.fallback, ends))
+        parts.module.micro_batch_asked = asked
         startup.announce(config, plan, parts.module.vocab_size, world_size, folder, checkpoint)
         back = _fit(parts, checkpoint)
         if back is None:

@@ -39,7 +39,7 @@ HOUSE = {
     # from settings to checked settings, before torch is there
     "compose": Row("compose config", "hydra omegaconf yaml"),
     # measuring: the benchmark, what it runs in child processes, and what `precision=auto` decides by
-    "bench": Row("speech compose startup measure measure.record measure.room measure.sections config"),
+    "bench": Row("speech signals compose startup measure measure.record measure.room measure.sections config"),
     "measure.sections": Row("measure measure.record config"),
     "measure.record": Row("measure measure.plot checkpoint config"),
     "measure.plot": Row("measure", "matplotlib"),
@@ -66,13 +66,15 @@ HOUSE = {
     "measure.timing": Row("measure measure.room memory", "torch"),
     "measure.profile": Row("measure", "torch"),
     "measure.versions": Row("kernels", "torch"),
-    "measure.room": Row("measure flops config"),
+    "measure.room": Row("measure flops limits config"),
     "measure": Row("spool measure config"),
     "build": Row(f"startup kernels {PARTS}", "torch lightning"),
-    "startup": Row("checkpoint precision memory model layers.chosen flops config", "torch"),
+    "startup": Row("checkpoint precision footprint memory model layers.chosen flops config", "torch"),
+    "footprint": Row("limits memory model flops config"),
     # what Lightning calls
     "module": Row(
-        "resume attempts engine step sampling optim model flops precision checkpoint rng config", "torch lightning"
+        "resume attempts engine step sampling optim model flops precision checkpoint rng signals config",
+        "torch lightning",
     ),
     "callbacks": Row(
         "ladder stragglers exchange memory signals slurm checkpoint sampling model flops precision config",
@@ -90,7 +92,7 @@ HOUSE = {
     "ladder": Row("step config"),
     "resume": Row("optim checkpoint config", "torch"),
     "stragglers": Row(""),
-    "attempts": Row("engine memory exchange", "torch"),
+    "attempts": Row("engine memory exchange signals", "torch"),
     "memory": Row("exchange config", "torch"),
     "engine": Row("compiling graphs bf16 step loss model layers precision config", "torch"),
     "bf16": Row("step loss model layers config", "torch"),
@@ -123,6 +125,7 @@ HOUSE = {
     "signals": Row("slurm"),
     "speech": Row(""),
     "spool": Row(""),
+    "limits": Row(""),
     "slurm": Row("config"),
     "config": Row("config"),
 }

@@ -1,6 +1,8 @@
-"""Ends of training between two steps: SIGINT and SIGTERM (`signals.py` has the rest), and data that does not come.
+"""Ends of training between two steps: SIGINT, SIGTERM and their like (`signals.py`), and data that does not come.
 
-Either way the last step is finished and saved, on every rank, and the run is left.
+Either way the last finished step is saved, on every rank, and the run is left. One process alone does not finish the
+step that a signal finds it in, which may take minutes on a CPU: `signals.look` gives it up between two of its passes,
+and whoever computes it puts back what it has changed (`GPT2Module`). Several ranks finish it, and agree.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class GracefulStop(Checkpoint):
         self._signals = signals.Signals()  # these handle nothing; those of the context do
         self._context = ExitStack()
         self._waiting = False  # for the next step's data
+        self._validating = False
 
     @property
     def requested(self) -> int | None:
@@ -58,14 +61,17 @@ class GracefulStop(Checkpoint):
         if self._signals.received is not None:  # after the end of a sweep's job, which was held
             self._context.close()
             raise slurm.ended(self._signals.received)
+        self._validating = False
         self._signals.release()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._signals.hold()  # what follows is the end of the run already: its summary
+        self._signals.gives_up = False
         self._context.close()
-        if isinstance(error, Interrupted):
-            raise slurm.ended(error.signum) from None
+        if self._signals.thrown and error is not None and not isinstance(error, Stopped):
+            assert self._signals.received is not None
+            raise slurm.ended(self._signals.received) from None  # whatever it has become on its way
         if isinstance(error, Stopped) and error.exit_code == 128 + slurm.REQUEUE_SIGNAL:
             raise slurm.ended(slurm.REQUEUE_SIGNAL) from None
 
@@ -74,6 +80,7 @@ class GracefulStop(Checkpoint):
         if self._signals.installed:
             self._signals.install()
         self._signals.hold()
+        self._signals.gives_up = not exchange.several()  # from here on one that leaves a step leaves no others waiting
         self._waiting = True
         self._stop_if(self._agreed())
 
@@ -98,10 +105,11 @@ class GracefulStop(Checkpoint):
 
     def on_validation_start(self, *_: Any) -> None:
         """What goes wrong from here on is no wait for data."""
-        self._waiting = False
+        self._waiting, self._validating = False, True
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         """Back to the steps, if any are left."""
+        self._validating = False
         self._waiting = trainer.global_step < trainer.max_steps
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -111,18 +119,16 @@ class GracefulStop(Checkpoint):
             raise Stopped(signum)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save the last step, where the wait for the next one's data was ended by a signal, or by its source."""
+        """Save the last step, where a signal has ended the next one or the wait for its data, or their source has."""
         waited, self._waiting = self._waiting, False
-        if not waited or isinstance(exception, (Stopped, Diverged)):
-            return
-        if isinstance(exception, Interrupted):
+        if isinstance(exception, Interrupted) and (waited or self._signals.gives_up):
             self._agreed()  # the other ranks ask before their step
-        elif isinstance(exception, RunError):
+        elif isinstance(exception, RunError) and not isinstance(exception, (Stopped, Diverged)) and waited:
             self._agreed(_NO_DATA)
         else:
             return
         try:
-            self._save_last_step(trainer)
+            self._save(trainer) if self._validating else self._save_last_step(trainer)
         except (RollBack, RunError) as error:  # what `exception` says is why the run ends
             log.warning("step %d is not saved, continuing will come to it again: %s", trainer.global_step, error)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -23,15 +24,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-from gpt2_fp8 import exchange
-from gpt2_fp8.config.errors import RunError
+from gpt2_fp8 import exchange, signals
+from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.stragglers import Place, Stragglers
 
 LIFE_SECONDS = 60.0  # that a rank may show no life
 STUCK_SECONDS = 600.0  # that the others may wait for a rank in the midst of a step: one of them may compile for itself
 GRACE_SECONDS = 5.0  # for this rank to end by itself, as all do where all see the same error
 FAREWELL_SECONDS = 10.0
-_BEAT = 1.0
+STOPPED = {128 + number: number for number in (signal.SIGINT, signal.SIGTERM)}  # exit codes, and what they come of
+_BEAT, _START_BEAT = 1.0, 0.2
 _ENDED = -(1 << 40)  # a count from which no beat leads above zero
 
 
@@ -40,6 +42,8 @@ class RankLost(RunError):
 
     def __init__(self, message: str, exit_code: int = 1):
         self.exit_code = exit_code
+        if exit_code in STOPPED:
+            self.status = Stopped.status
         super().__init__(f"{message}; under the same run_name, ckpt_path=last continues")
 
 
@@ -59,6 +63,7 @@ class Ranks(Callback):
         self._rank, self._world = 0, 1
         self._store: Any = None
         self._over = threading.Event()
+        self._met = threading.Event()  # the ranks have, or never will
         self._ending = False
         self._to_post: str | None = None
         self._failure: RankLost | None = None  # of another rank, in its own words
@@ -67,8 +72,14 @@ class Ranks(Callback):
         self._places: list[Place] = []  # each rank's, as last read
         self._store_lost = False
 
+    def expect(self, launcher: object) -> None:
+        """From here on watch the processes that a Trainer's launcher is about to start, until the ranks have met."""
+        if isinstance(launcher, _SubprocessScriptLauncher):
+            threading.Thread(target=self._watch_start, args=(launcher,), name="ranks start", daemon=True).start()
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start watching; the process group is there."""
+        self._met.set()
         self._ending = False  # after a rollback, a run's next trainer
         if trainer.world_size == 1 or self._store is not None:
             return
@@ -103,6 +114,7 @@ class Ranks(Callback):
 
         For the end of the process: nobody is watched any more.
         """
+        self._met.set()
         if self._store is None:
             return error
         self._ending = True
@@ -119,6 +131,7 @@ class Ranks(Callback):
 
     def close(self) -> None:
         """Stop watching, and say that this rank's silence is no cause for alarm."""
+        self._met.set()
         if self._store is not None:
             self._over.set()
             if not self._store_lost:
@@ -140,8 +153,8 @@ class Ranks(Callback):
         """Take the processes that a Trainer's launcher has started out of its list: Lightning watches that, and kills
         this process without a word when one of them has failed."""
         if isinstance(launcher, _SubprocessScriptLauncher):
-            self.children += launcher.procs
-            launcher.procs.clear()
+            while launcher.procs:  # which may be growing
+                self.children.append(launcher.procs.pop(0))
 
     def end_children(self) -> None:
         """End the ranks that this one has started: they may wait in a collective for it, which has failed. Lightning
@@ -149,7 +162,27 @@ class Ranks(Callback):
         for child in self.children:
             child.kill()
 
-    # ---- two threads ---------------------------------------------------------------------------------------------
+    # ---- threads -------------------------------------------------------------------------------------------------
+
+    def _watch_start(self, launcher: object) -> None:
+        """End this process with one that it has started and that ends before the ranks have met. The main thread may be
+        waiting for it where no signal reaches it."""
+        ended = None
+        while ended is None and not self._met.wait(_START_BEAT):
+            self.take_over(launcher)
+            ended = next(((i, child) for i, child in enumerate(self.children, 1) if child.poll()), None)
+        if ended is not None:
+            self._follow(ended[0], ended[1].pid, ended[1].returncode)
+
+    def _follow(self, rank: int, process: int, code: int) -> None:
+        signum = STOPPED.get(code, -code if -code in signals.SIGNALS else None)  # below 0: it had no handlers yet
+        if signum is not None:
+            os.kill(os.getpid(), signum)  # as one to this process would
+            if self._met.wait(GRACE_SECONDS):
+                return
+            self._leave(Stopped(signal.SIGTERM if signum in signals.LIKE_SIGTERM else signum))
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self._leave(RankLost(f"rank {rank} (process {process}) {how}", max(code, 1)))
 
     def _beat(self) -> None:
         """Count upwards in the store, read the others' counts, and pass on what is to be posted."""
@@ -220,7 +253,7 @@ class Ranks(Callback):
             lost = RankLost(f"rank {quiet[0]} is gone")
         return lost
 
-    def _leave(self, error: RankLost) -> None:
+    def _leave(self, error: RunError) -> None:
         print(f"rank {self._rank}: {error}", file=sys.stderr, flush=True)
         farewell = threading.Thread(target=self.farewell, args=(error,), daemon=True)
         farewell.start()

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from gpt2_fp8 import signals
 from gpt2_fp8.memory import is_out_of_memory
 from gpt2_fp8.sampling import generate
 
@@ -28,11 +29,17 @@ class Samples(pl.Callback):
         n_positions = pl_module.config.model.n_positions
         try:
             with pl_module.evaluation():
-                ids = generate(pl_module.model, prompt, self.tokens, pl_module.vocab_size, n_positions, self.seed)
+                ids = generate(
+                    pl_module.model, prompt, self.tokens, pl_module.vocab_size, n_positions, self.seed,
+                    stopped=signals.pending,
+                )  # fmt: skip
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             log.warning("no sample at step %d: out of memory", trainer.global_step)
+            return
+        if signals.pending():
+            log.info("no sample at step %d: the run is stopping", trainer.global_step)
             return
         text = self.prompt + tokenizer.decode([i for i in ids if i < tokenizer.n_vocab])
         log.info("sample at step %d: %r", trainer.global_step, text)

@@ -31,17 +31,29 @@ def is_validation_due(trainer: Any) -> bool:
     return fetcher is not None and loop._should_check_val_fx(fetcher)
 
 
+def uncount_step(trainer: Any) -> None:
+    """Leave the step out that was counted last: its update was not made, and it is given up."""
+    loop = trainer.fit_loop.epoch_loop
+    stepped = loop.manual_optimization.optim_step_progress
+    for count in (stepped.total, stepped.current):
+        count.ready = count.completed = count.completed - 1
+    for count in (loop.batch_progress.total, loop.batch_progress.current):
+        count.processed -= 1
+        count.completed = min(count.completed, count.processed)
+
+
 def set_back_to_last_step(trainer: Any) -> None:
     """Between two steps, make the counters what they were at the last hook of the step, or of its validation.
 
-    They have gone on since: to a step that is complete, and perhaps to the next one, made ready. What they say decides
-    whether a resumed run validates.
+    They have gone on since: to a step that is complete, and perhaps to the next one, made ready or begun. What they say
+    decides whether a resumed run validates.
     """
     loop = trainer.fit_loop.epoch_loop
     counts = (loop.batch_progress.total, loop.batch_progress.current)
     if not counts[1].processed:
         return
-    loop._batches_that_stepped -= 1
+    loop._batches_that_stepped = counts[0].processed - 1
+    loop.batch_progress.is_last_batch = False  # the next one may be
     for count in counts:
         count.ready = count.started = count.processed
     if not is_validation_due(trainer):

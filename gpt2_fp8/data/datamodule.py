@@ -168,7 +168,11 @@ class TokenDataModule(LightningDataModule):
         if self._val is None:
             return []
         rows = Validation(self._val, self.micro_batch_size, self.vocab_size)
-        return DataLoader(rows, batch_size=None, num_workers=0, pin_memory=torch.cuda.is_available())
+        # A generator of its own: a loader draws a number from it for every pass, and a validation that a signal ends is
+        # done once more.
+        return DataLoader(
+            rows, batch_size=None, num_workers=0, pin_memory=torch.cuda.is_available(), generator=torch.Generator("cpu")
+        )
 
     def advance(self, cursor: Cursor) -> None:
         """The step whose item had this cursor was trained on: a resume starts after it."""

@@ -59,7 +59,8 @@ class SpoolLost(RunError):
 
 def run(connection: Connection, reader: bytes, spool: str) -> None:
     """Read units until the pipe closes. `reader`: a pickled UnitReader; `spool`: where tokens go."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the group's: what ends workers is their parent
+    # The group's: what ends workers is their parent.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     os.environ["USE_TORCH"] = "0"  # for `datasets`, see `hub_client.import_datasets`; hence the inner pickle
     lock = threading.Lock()

@@ -6,12 +6,12 @@ fit is not started. A GPU says by itself what does not fit, but the tokens of a 
 
 from __future__ import annotations
 
-import os
 import re
 
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.flops import parameter_count
+from gpt2_fp8.limits import machine_bytes
 from gpt2_fp8.measure.children import one_line
 
 TRAINED = 16  # bytes of a parameter in float32, its gradient and its two moments
@@ -39,15 +39,6 @@ def wanted(error: BaseException) -> str:
         return f"wanted {asked[1]} {asked[2]} more"
     whole = machine_bytes()  # the host's allocator counts in bytes
     return f"wanted {_gib(int(asked[1]))} more" + (f", and this machine has {_gib(whole)}" if whole else "")
-
-
-def machine_bytes() -> int | None:
-    """The physical memory of this machine; None where the system does not tell."""
-    try:
-        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
-    return pages * size if pages > 0 and size > 0 else None
 
 
 def _parts(config: RunConfig, device: str, steps: int) -> list[tuple[int, str]]:

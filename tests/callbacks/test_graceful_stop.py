@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).with_name("tiny_run.py")
 def test_exit_codes_and_a_last_that_loads(tmp_path, name, code):
     done = subprocess.run([sys.executable, SCRIPT, tmp_path, name, "5"], capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
-    assert f"{name}: stopping after this step" in done.stderr
+    assert f"{name}: stopping and saving" in done.stderr
     assert "Traceback" not in done.stderr
     path = find.resolve("last", tmp_path / "checkpoints")
     assert files.read(path)["global_step"] == 6  # the step that ran was finished

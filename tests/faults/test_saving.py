@@ -294,13 +294,14 @@ def interrupt(monkeypatch, step, micro_batch, action):
 
 
 def test_20_stopped_in_the_second_of_four_micro_batches(tmp_path, monkeypatch, whole):
+    """The step is given up, and comes again as if it had not begun."""
     steps = record_steps(monkeypatch)
     with monkeypatch.context() as patch:
         interrupt(patch, 2, 2, lambda: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(Stopped) as stopped:
             train(tmp_path / "run", base=SHORT)
     assert stopped.value.exit_code == 143
-    assert find.resolve("last", tmp_path / "run" / "checkpoints") == checkpoint(tmp_path / "run", 3)  # the step's end
+    assert find.resolve("last", tmp_path / "run" / "checkpoints") == checkpoint(tmp_path / "run", 2)
     train(tmp_path / "run", "ckpt_path=last", base=SHORT)
     assert_as_whole(tmp_path / "run", steps, whole)
 

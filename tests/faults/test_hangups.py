@@ -1,0 +1,295 @@
+"""Faults 121 to 124: signals lost in start-up, to one rank alone, of a closed terminal, and to the benchmark."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gpt2_fp8 import signals
+from tests.runs import SMALL, checkpoint, summary
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+LONG = [*(word for word in SMALL if not word.startswith("trainer.max_steps")), "trainer.max_steps=4000", "run_name=run"]
+
+# ---- lost in start-up --------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys, time
+
+def kill():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+class Careless:
+    def __del__(self):  # Python prints what is raised here, and drops it
+        kill()
+        time.sleep(0.3)
+
+def swallowed():
+    try:
+        kill()
+        time.sleep(60)
+    except BaseException:
+        pass
+
+def half_done():
+    try:
+        kill()
+        time.sleep(60)
+        handle = 1
+    finally:
+        print(handle)
+
+def translated():
+    try:
+        kill()
+        time.sleep(60)
+    except BaseException:
+        from gpt2_fp8.config.errors import UserError
+        raise UserError.of("nonsense", "nothing") from None
+
+def ended():
+    try:
+        half_done()
+    except BaseException:
+        sys.exit(7)
+
+def careless():
+    Careless()
+
+from gpt2_fp8.data.datamodule import TokenDataModule
+setup = TokenDataModule.setup
+def lost(self, *arguments, **options):
+    {case}()
+    return setup(self, *arguments, **options)
+TokenDataModule.setup = lost
+from gpt2_fp8 import run
+if __name__ == "__main__":
+    sys.exit(run.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("case", ["careless", "swallowed", "half_done", "translated", "ended"])
+def test_121_a_signal_that_a_library_loses_ends_the_run(tmp_path, case):
+    (tmp_path / "script.py").write_text(SCRIPT.replace("{case}", case))
+    done = subprocess.run(
+        [sys.executable, "script.py", *LONG], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 143, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert "nonsense" not in done.stderr
+    assert summary(tmp_path / "outputs/run")["status"] == "stopped"
+    assert not list((tmp_path / "outputs/run/checkpoints").glob("step-*"))
+
+
+def thrown_in(body):
+    with signals.handled() as handlers, pytest.raises(signals.Interrupted), handlers.at_once():
+        body()
+
+
+def test_121_an_import_is_not_left_half_done(tmp_path, monkeypatch):
+    (tmp_path / "slow_module.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.5)\ndone = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def imports():
+        import slow_module
+
+        assert slow_module.done
+        time.sleep(60)
+
+    thrown_in(imports)
+    assert sys.modules["slow_module"].done
+
+
+def test_121_an_import_that_does_not_end_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "IMPORT_SECONDS", 0.5)
+    (tmp_path / "endless_module.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def imports():
+        import endless_module  # noqa: F401
+
+    thrown_in(imports)
+
+
+def test_121_who_is_on_the_way_out_is_left_in_peace():
+    """The signal is thrown again as long as nobody ends for it; but not into what ends for it."""
+    tidy = []
+
+    def tidies():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            time.sleep(0.5)
+            tidy.append(True)
+
+    thrown_in(tidies)
+    assert tidy
+
+
+def test_121_held_it_is_noted_and_no_more():
+    with signals.handled() as handlers:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        assert (handlers.received, handlers.thrown) == (signal.SIGTERM, False)
+        signals.look()  # nobody has said that anything can be given up
+        handlers.gives_up = True
+        with pytest.raises(signals.Interrupted):
+            signals.look()
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------------
+
+RANK_ONE = """
+import os, signal, sys, time
+from gpt2_fp8.data.datamodule import TokenDataModule
+if "LOCAL_RANK" in os.environ:
+    from gpt2_fp8 import train
+    run = train.run
+    def stopped(*arguments):
+        {how}
+        return run(*arguments)
+    train.run = stopped
+from gpt2_fp8 import run
+if __name__ == "__main__":
+    sys.exit(run.main(sys.argv[1:]))
+"""
+WAYS = {
+    "stopped": "os.kill(os.getpid(), signal.SIGTERM)",
+    "before its handlers": "signal.signal(signal.SIGTERM, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGTERM)",
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_122_a_signal_to_one_rank_in_start_up_ends_all_with_a_summary(tmp_path, how):
+    (tmp_path / "script.py").write_text(RANK_ONE.format(how=WAYS[how]))
+    words = [*LONG, "trainer.devices=2", "trainer.strategy=ddp"]
+    done = subprocess.run(
+        [sys.executable, "script.py", *words], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 143, done.stdout + done.stderr
+    report = summary(tmp_path / "outputs/run")
+    assert (report["status"], report["exit_code"]) == ("stopped", 143)
+    assert "stopped by signal 15" in done.stderr
+
+
+# ---- terminals ---------------------------------------------------------------------------------------------------
+
+
+def started(tmp_path, *before, **options):
+    return subprocess.Popen(
+        [*before, sys.executable, "-m", "gpt2_fp8.run", *LONG], cwd=tmp_path, env=ALONE, **options
+    )  # fmt: skip
+
+
+def wait_for_steps(process, folder):
+    until = time.monotonic() + 300
+    while not (folder / "metrics.csv").exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert process.poll() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_123_hangup_and_quit_end_as_sigterm_does(tmp_path, number):
+    process = started(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for_steps(process, tmp_path / "outputs/run")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, output
+    assert f"{number.name}: stopping and saving" in output
+    report = summary(tmp_path / "outputs/run")
+    assert (report["status"], report["exit_code"]) == ("stopped", 143)
+    assert checkpoint(tmp_path / "outputs/run", report["steps"]).is_dir()
+
+
+def test_123_a_terminal_that_is_closed(tmp_path):
+    """Whoever writes to it from then on gets an error: the progress bar, the log, the run's last word."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(tmp_path)
+        words = [*LONG[:-1], "callbacks.progress_bar=true", LONG[-1], "data.num_workers=1"]
+        os.execve(sys.executable, [sys.executable, "-m", "gpt2_fp8.run", *words], ALONE)
+    threading.Thread(target=drain, args=(terminal,), daemon=True).start()
+    until = time.monotonic() + 300
+    while not (tmp_path / "outputs/run/metrics.csv").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    os.close(terminal)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 143
+    report = summary(tmp_path / "outputs/run")
+    assert report["status"] == "stopped"
+    assert checkpoint(tmp_path / "outputs/run", report["steps"]).is_dir()
+
+
+def drain(terminal):
+    try:
+        while os.read(terminal, 1 << 16):
+            pass
+    except OSError:
+        pass
+
+
+def test_123_nohup_stays_nohup(tmp_path):
+    process = started(tmp_path, "nohup", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for_steps(process, tmp_path / "outputs/run")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(1.0)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, output
+    assert "SIGHUP" not in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_123_what_was_ignored_stays_so_when_handlers_are_taken_again(number):
+    """As after Lightning, which takes SIGTERM's."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with signals.handled() as handlers:
+            signal.signal(number, lambda *_: None)
+            handlers.install()
+            os.kill(os.getpid(), number)
+            assert handlers.received is None
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+# ---- the benchmark -----------------------------------------------------------------------------------------------
+
+BENCH = """
+import os, signal, sys, time
+from gpt2_fp8 import bench
+def measure(*_):
+    try:
+        os.kill(os.getpid(), signal.{name})
+        time.sleep({seconds})
+        handle = 1
+    finally:
+        print(handle)
+bench._measure = measure
+sys.exit(bench.main(["bench.model=[tiny]", "bench.precision=[fp32]", "trainer=cpu"]))
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 143), ("SIGQUIT", 143)])
+def test_124_a_signal_to_the_benchmark_is_what_it_ends_with(tmp_path, name, code):
+    """Also where what it has interrupted fails for that."""
+    (tmp_path / "script.py").write_text(BENCH.format(name=name, seconds=60))
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, "stopped"), done.stderr
+    assert "Traceback" not in done.stderr
