@@ -22,10 +22,14 @@ ODD = st.sampled_from(["gone", "folder", "link", "pipe", "empty"])
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(-5, 5), st.integers(), st.floats(), st.text(max_size=8),
     st.sampled_from([
-        2**31, 2**63, 2**64, 10**18, -(2**63), 10**400, 1e308, -1.0, 0.0, 5e-324, "\x1b[2J", "x" * 5000, "../../beside/file", [], {},
-        [[]], [0] * 50, {"a": 1}, {"$int": "0x" + "f" * 400}, {"$int": "-0x1"}, {"$int": "zz"}, {"$float": "nan"}, {"$float": "-inf"},
-        {"$tensor": "state_dict.tokens.weight"}, {"$tensor": "rng.0.torch"}, {"$tensor": "nope"}, {"$tuple": []}, {"$dict": [[0, 1]]},
-        {"$dict": [[[], 1]]}, {"$ordered": [["a", {"$float": "inf"}]]}, {"$x": 1}, {"_target_": "os.mkdir", "path": "canary"}, "DROP",
+        2**31, 2**63, 2**64, 10**18, -(2**63), 10**400, 1e308, -1.0, 0.0, 5e-324, "\x1b[2J", "x" * 5000,
+        "../../beside/file", [], {},
+        [[]], [0] * 50, {"a": 1}, {"$int": "0x" + "f" * 400}, {"$int": "-0x1"}, {"$int": "zz"}, {"$float": "nan"},
+        {"$float": "-inf"},
+        {"$tensor": "state_dict.tokens.weight"}, {"$tensor": "rng.0.torch"}, {"$tensor": "nope"}, {"$tuple": []},
+        {"$dict": [[0, 1]]},
+        {"$dict": [[[], 1]]}, {"$ordered": [["a", {"$float": "inf"}]]}, {"$x": 1},
+        {"_target_": "os.mkdir", "path": "canary"}, "DROP",
     ]),
 )  # fmt: skip
 NUMBERS = st.sampled_from(["nan", "inf", "huge", "tiny", "zero", "negative"])
@@ -40,8 +44,12 @@ def _cases(draw: Any) -> dict[str, Any]:
         "damage": draw(st.lists(DAMAGE, min_size=1, max_size=2)) if how in (0, 1) else [],
         "odd": draw(ODD) if how == 2 else "",
         # forged: [which of the places of a tree, what comes there]
-        "state": draw(st.lists(st.tuples(st.integers(0, 10**6), VALUES), min_size=1, max_size=2)) if 3 <= how <= 8 else [],
-        "manifest": draw(st.lists(st.tuples(st.integers(0, 10**6), VALUES), min_size=1, max_size=1)) if how == 9 else [],
+        "state": draw(st.lists(st.tuples(st.integers(0, 10**6), VALUES), min_size=1, max_size=2))
+        if 3 <= how <= 8
+        else [],
+        "manifest": draw(st.lists(st.tuples(st.integers(0, 10**6), VALUES), min_size=1, max_size=1))
+        if how == 9
+        else [],
         "header": draw(st.lists(st.tuples(st.integers(0, 10**6), VALUES), min_size=1, max_size=1)) if how == 10 else [],
         "numbers": [draw(st.integers(0, 10**6)), draw(NUMBERS)] if how == 11 else [],
     }
@@ -164,7 +172,9 @@ def _with_header(content: bytes, case: dict[str, Any]) -> bytes:
     at, what = case["numbers"]
     names = [name for name, said in header.items() if name != "__metadata__" and said["dtype"] == "F32"]
     if names:
-        value = {"nan": float("nan"), "inf": float("inf"), "huge": 3e38, "tiny": 1e-45, "zero": 0.0, "negative": -1.0}[what]
+        value = {"nan": float("nan"), "inf": float("inf"), "huge": 3e38, "tiny": 1e-45, "zero": 0.0, "negative": -1.0}[
+            what
+        ]
         start, stop = header[names[at % len(names)]]["data_offsets"]
         body[start:stop] = struct.pack("<f", value) * ((stop - start) // 4)
     return content[: 8 + size] + bytes(body)

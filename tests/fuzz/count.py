@@ -14,12 +14,13 @@ import json
 import random
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from tests.fuzz.place import Place
 from tests.fuzz.program import Program
 from tests.fuzz.promise import Broken
-from tests.fuzz.tally import CLASSES, Tally, table, tally, try_case
+from tests.fuzz.tally import CLASSES, table, tally, try_case
 
 
 def main() -> int:
@@ -35,23 +36,9 @@ def main() -> int:
         return _again(*asked.again)
     print(f"seed {asked.seed}", flush=True)
     seconds = None if asked.cases else 60 * asked.minutes / len(asked.classes)
-    tallies = [tally(name, asked.seed, asked.cases, seconds) for name in asked.classes]
-    for one in tallies:
-        print("".join(f"{told}\n" for told in told_of(one)), flush=True)
+    tallies = [tally(name, asked.seed, asked.cases, seconds, partial(print, flush=True)) for name in asked.classes]
     print(table(tallies))
     return int(any(one.broken for one in tallies))
-
-
-def told_of(one: Tally) -> list[str]:
-    """Each input that did not hold: why, and how to try it again."""
-    return [
-        f"{why}\n    python -m tests.fuzz.count --again '{one.name}' {_quoted(json.dumps(case))}"
-        for case, why in one.broken
-    ]
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
 
 
 def _again(name: str, text: str) -> int:

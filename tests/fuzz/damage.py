@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 _WHERE = st.floats(0, 1, exclude_max=True)  # a part of the file
 _BYTES = st.one_of(
     st.binary(max_size=12),
-    st.sampled_from([b"\0" * 300, b"\xff" * 40, b"\n", b"\r", b'"', b",", b"\x1b[2J", b"\xef\xbb\xbf", b"9" * 400, b"[" * 3000]),
+    st.sampled_from(
+        [b"\0" * 300, b"\xff" * 40, b"\n", b"\r", b'"', b",", b"\x1b[2J", b"\xef\xbb\xbf", b"9" * 400, b"[" * 3000]
+    ),
     st.just(b"x" * 200_000),
 ).map(lambda data: data.decode("latin-1"))
 DAMAGE = st.one_of(

@@ -16,10 +16,14 @@ from tests.fuzz.promise import REFUSED
 from tests.fuzz.run_folder import ON, STEPS, continued, lay
 
 METRICS = "metrics.csv"
-NAMES = st.sampled_from([METRICS] * 6 + ["summary.json", "run.log", ".lock", ".hydra/config.yaml", ".summary.json.tmp", "metrics.csv.tmp"])
+NAMES = st.sampled_from(
+    [METRICS] * 6 + ["summary.json", "run.log", ".lock", ".hydra/config.yaml", ".summary.json.tmp", "metrics.csv.tmp"]
+)
 LINES = st.sampled_from([
-    "", ",", '"', '"open', "4", "step", "step,train_loss", "9" * 5000 + ",1", "1e3,1", "-1,1", "4,nan,inf", ",".join("0" * 60),
-    "\ufeffstep", "٣,1", "²,1", "x" * 140_000, '"' + "x\n" * 70_000 + '"', "\0", "\x1b[2J", "'=1+1", "4;5", "5\r", "\u2028",
+    "", ",", '"', '"open', "4", "step", "step,train_loss", "9" * 5000 + ",1", "1e3,1", "-1,1", "4,nan,inf",
+    ",".join("0" * 60),
+    "\ufeffstep", "٣,1", "²,1", "x" * 140_000, '"' + "x\n" * 70_000 + '"', "\0", "\x1b[2J", "'=1+1", "4;5", "5\r",
+    "\u2028",
 ])  # fmt: skip
 ODD = st.sampled_from(["folder", "link", "dangling", "pipe", "gone", "unreadable"])
 
@@ -31,7 +35,9 @@ def _cases(draw: Any) -> dict[str, Any]:
     return {
         "name": name,
         "odd": draw(ODD) if how == 0 or (name != METRICS and how < 7) else "",
-        "lines": draw(st.lists(st.tuples(st.integers(0, 9), LINES), min_size=1, max_size=3)) if how in (1, 2, 3) else [],
+        "lines": draw(st.lists(st.tuples(st.integers(0, 9), LINES), min_size=1, max_size=3))
+        if how in (1, 2, 3)
+        else [],
         "damage": draw(st.lists(DAMAGE, min_size=1, max_size=2)) if how > 3 else [],
     }
 
@@ -55,7 +61,9 @@ def try_one(case: dict[str, Any], place: Place, typed: bool = False) -> str:
         if case["name"] == METRICS or not case["odd"]:
             _goes_on(run, place)
     else:
-        place.expect(case["odd"] and outcome.code == REFUSED, f"exit {outcome.code} for a log: {outcome.stderr[:300]!a}")
+        place.expect(
+            case["odd"] and outcome.code == REFUSED, f"exit {outcome.code} for a log: {outcome.stderr[:300]!a}"
+        )
     return str(outcome.code)
 
 

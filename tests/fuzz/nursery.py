@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import faulthandler
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -27,10 +28,9 @@ MOST_MEMORY = 3 << 10  # MiB, of which an idle child has 300
 
 def serve() -> None:
     """Answer requests until there are no more."""
-    import hydra._internal.hydra
-    import pyarrow.parquet
-    import tiktoken
-    import torch.utils.tensorboard  # noqa: F401
+    for name in ("hydra._internal.hydra", "pyarrow.parquet", "tiktoken", "torch.utils.tensorboard"):
+        importlib.import_module(name)
+    import torch
 
     import gpt2_fp8.layers.block
     import gpt2_fp8.run

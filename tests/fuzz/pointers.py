@@ -17,11 +17,15 @@ from tests.fuzz.run_folder import ON, STEPS, continued, lay, true_losses
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=True), st.text(max_size=12), st.integers(-2, 6),
     st.sampled_from([
-        "step-00000001", "step-00000002", "step-00000003", "step-00000009", "step-1", "../run/checkpoints/step-00000002",
-        "/etc", ".", "", "step-00000002/", "step-" + "9" * 15, "step-" + "9" * 400, "\x1b[2J", "x" * 5000, 10**400, [], {}, [[]],
+        "step-00000001", "step-00000002", "step-00000003", "step-00000009", "step-1",
+        "../run/checkpoints/step-00000002",
+        "/etc", ".", "", "step-00000002/", "step-" + "9" * 15, "step-" + "9" * 400, "\x1b[2J", "x" * 5000, 10**400, [],
+        {}, [[]],
     ]),
 )  # fmt: skip
-FILES = st.sampled_from(["last.json", "last.json", "best.json", "step-00000003/validation.json", "step-00000001/validation.json"])
+FILES = st.sampled_from(
+    ["last.json", "last.json", "best.json", "step-00000003/validation.json", "step-00000001/validation.json"]
+)
 FOLDERS = st.sampled_from(["swap", "rename", "copy", "empty", "file", "link", "gone", "old"])
 
 
@@ -30,7 +34,9 @@ def _cases(draw: Any) -> dict[str, Any]:
     how = draw(st.integers(0, 9))
     return {
         "file": draw(FILES),
-        "values": draw(st.dictionaries(st.sampled_from(["checkpoint", "step", "val_loss", "x"]), VALUES, min_size=1)) if how < 4 else {},
+        "values": draw(st.dictionaries(st.sampled_from(["checkpoint", "step", "val_loss", "x"]), VALUES, min_size=1))
+        if how < 4
+        else {},
         "take": draw(st.lists(st.sampled_from(["checkpoint", "step", "val_loss"]), max_size=1)) if how < 4 else [],
         "damage": draw(st.lists(DAMAGE, min_size=1, max_size=2)) if 4 <= how < 8 else [],
         "folders": draw(FOLDERS) if how >= 8 else "",

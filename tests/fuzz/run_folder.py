@@ -76,7 +76,9 @@ def continued(outcome: Outcome, place: Place, true: bool = True) -> int | None:
     named, step = map(int, said.groups())
     place.expect(named == step == outcome.noted("step")[0], f"says {said[0]}, and begins at {outcome.noted('step')[0]}")
     if true:
-        place.expect(same(outcome.noted("weights")[0], true_weights()[step]), f"other weights than those of step {step}")
+        place.expect(
+            same(outcome.noted("weights")[0], true_weights()[step]), f"other weights than those of step {step}"
+        )
     return step
 
 

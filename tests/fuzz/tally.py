@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +36,7 @@ class Tally:
     name: str
     tried: int = 0
     ends: Counter[str] = field(default_factory=Counter)  # of those that held: by exit code
-    broken: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)  # why, and how to try it again
 
     @property
     def held(self) -> int:
@@ -43,8 +44,17 @@ class Tally:
         return self.tried - len(self.broken)
 
 
-def tally(name: str, seed: int, most: int | None = None, seconds: float | None = None) -> Tally:
-    """Try inputs of the class `name` until there were `most`, or `seconds` are over; the n-th depends on `seed` alone."""
+def tally(
+    name: str,
+    seed: int,
+    most: int | None = None,
+    seconds: float | None = None,
+    say: Callable[[str], None] = lambda told: None,
+) -> Tally:
+    """Try inputs of the class `name` until there were `most`, or `seconds` are over; the n-th depends on `seed` alone.
+
+    What does not hold is said at once.
+    """
     found, end = Tally(name), time.monotonic() + (seconds if seconds is not None else float("inf"))
     with Program() as program, tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         place = Place(Path(folder), program)
@@ -55,7 +65,9 @@ def tally(name: str, seed: int, most: int | None = None, seconds: float | None =
             try:
                 found.ends[try_case(name, case, place, typed=found.tried % _TYPED_EVERY == 0)] += 1
             except Broken as why:
-                found.broken.append((case, str(why)))
+                again = f"python -m tests.fuzz.count --again {shlex.quote(name)} {shlex.quote(json.dumps(case))}"
+                found.broken.append(f"{why}\n    {again}")
+                say(found.broken[-1])
     return found
 
 
@@ -95,7 +107,10 @@ def _round(strategy: Any, seed: int) -> list[dict[str, Any]]:
 
 def table(tallies: list[Tally]) -> str:
     """The counts as Markdown."""
-    lines = ["| input | tried | held | of these went on | refused (2) | other known ends |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| input | tried | held | of these went on | refused (2) | other known ends |",
+        "|---|---|---|---|---|---|",
+    ]
     for one in tallies:
         known = one.ends["0"], one.ends["2"], one.ends.total() - one.ends["0"] - one.ends["2"]
         lines.append(f"| {one.name} | {one.tried} | {one.held} | {known[0]} | {known[1]} | {known[2]} |")

@@ -9,7 +9,6 @@ import random
 
 import pytest
 
-from tests.fuzz.count import told_of
 from tests.fuzz.tally import CLASSES, tally
 
 FEW = {"settings": 24, "checkpoints": 14, "pointers": 10, "logs": 12, "data files": 14}  # a minute in all
@@ -19,7 +18,7 @@ FEW = {"settings": 24, "checkpoints": 14, "pointers": 10, "logs": 12, "data file
 def test_a_few_of_each_hold(name):
     found = tally(name, seed=1, most=FEW[name])
     assert found.tried == FEW[name]
-    assert not found.broken, "\n".join(told_of(found))
+    assert not found.broken, "\n".join(found.broken)
 
 
 @pytest.mark.slow
@@ -28,4 +27,4 @@ def test_many_of_each_hold(name):
     seed, minutes = random.SystemRandom().randrange(10**9), float(os.environ.get("FUZZ_MINUTES", "60"))
     found = tally(name, seed, seconds=60 * minutes / len(CLASSES))
     print(f"{name}: {found.held} of {found.tried} held, seed {seed}")
-    assert not found.broken, "\n".join(told_of(found))
+    assert not found.broken, "\n".join(found.broken)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,24 @@ from hypothesis import strategies as st
 from tests.fuzz.damage import DAMAGE, damage
 from tests.fuzz.place import SMALL, Place
 from tests.fuzz.promise import REFUSED
+from tests.fuzz.reading import BOM, EOT, collapsed, documents_of
 
-EOT = 256
 FILLER = "the words of a document that is long enough, and of another "
 TEXTS = st.one_of(
     st.text(max_size=40),
-    st.sampled_from(["", " ", "\n", "\t\r\n", "\0", "\ufeff", "\ufeffx", "a\0b", "<|endoftext|>", "\x1b[2J", "\u2028", "\x85",
-                     "\ud800".encode("utf-16", "surrogatepass").decode("utf-16", "replace"), "x" * 3000, "a\r\nb", "\x0c", "\x1c"]),
+    st.sampled_from(["", " ", "\n", "\t\r\n", "\0", "\ufeff", "\ufeffx", "a\0b", "<|endoftext|>", "\x1b[2J", "\u2028",
+        "\x85",
+                     "\ud800".encode("utf-16", "surrogatepass").decode("utf-16", "replace"), "x" * 3000, "a\r\nb",
+                     "\x0c", "\x1c"]),
     st.just(FILLER * 3),
 )  # fmt: skip
 ODD = st.sampled_from([None, 5, True, ["x"], {"a": 1}, 1e300])
 LINES = st.sampled_from([
-    "", "   ", "x", "{", "[]", "5", "null", '"x"', '{"other": 1}', '{"text": "a"', '{"text": "a"} x', '{"text": "a", "text": "b"}',
+    "", "   ", "x", "{", "[]", "5", "null", '"x"', '{"other": 1}', '{"text": "a"', '{"text": "a"} x',
+    '{"text": "a", "text": "b"}',
     '{"text": "\\ud800"}', '{"text": "\\ud83d\\ude00"}', '{"text": "\\u0000"}', '{"text": NaN}', '{"text": 1e999}',
-    '{"x": ' + "9" * 5000 + ', "text": "t"}', "[" * 5000, '{"text": "\udcff\udc80"}', '{"text": "\udce2\udc82"}', '{"text": "a\tb"}',
+    '{"x": ' + "9" * 5000 + ', "text": "t"}', "[" * 5000, '{"text": "\udcff\udc80"}', '{"text": "\udce2\udc82"}',
+    '{"text": "a\tb"}',
     "\ufeff" + '{"text": "b"}', '{"text": "c"}\r', "\r", "\0", '{"TEXT": "x"}', '{"text\\u0000": "x"}', "\x1b[2J",
 ])  # fmt: skip
 ENDINGS = [".txt", ".jsonl", ".jsonl.zst", ".parquet"]
@@ -43,8 +48,13 @@ def _cases(draw: Any) -> dict[str, Any]:
     documents = draw(st.lists(TEXTS, max_size=6)) + [FILLER * 4] * draw(st.sampled_from([0, 1, 2, 3, 3, 4]))
     return {
         "kind": kind,
-        "name": draw(st.sampled_from([f"a{kind}"] * 20 + ["a.txt", "a.jsonl", "a.jsonl.zst", "a.parquet", f"A{kind.upper()}"])),
-        "documents": [draw(ODD) if draw(st.sampled_from([False] * 6 + [True])) else text for text in draw(st.permutations(documents))],
+        "name": draw(
+            st.sampled_from([f"a{kind}"] * 20 + ["a.txt", "a.jsonl", "a.jsonl.zst", "a.parquet", f"A{kind.upper()}"])
+        ),
+        "documents": [
+            draw(ODD) if draw(st.sampled_from([False] * 6 + [True])) else text
+            for text in draw(st.permutations(documents))
+        ],
         "lines": draw(st.lists(st.tuples(st.integers(0, 9), LINES), max_size=2)) if "jsonl" in kind else [],
         "bom": draw(st.sampled_from([False] * 6 + [True])),
         "last_newline": draw(st.booleans()),
@@ -71,7 +81,7 @@ def try_one(case: dict[str, Any], place: Place, typed: bool = False) -> str:
         "data.cache_dir=cache", "run_name=run", typed=typed,
     )  # fmt: skip
     try:
-        found = _documents(case["name"].lower(), content)
+        found = documents_of(case["name"].lower(), content)
     except Exception as error:  # whatever a library says of a damaged file
         place.expect(outcome.code == REFUSED, f"exit {outcome.code}, where {type(error).__name__}: {error}")
         return str(outcome.code)
@@ -93,7 +103,7 @@ def _is_sound(case: dict[str, Any]) -> bool:
 
 def _content(case: dict[str, Any]) -> bytes:
     kind, form, documents = case["kind"], case["form"], case["documents"]
-    bom = b"\xef\xbb\xbf" if case["bom"] and kind != ".parquet" else b""
+    bom = BOM if case["bom"] and kind != ".parquet" else b""
     if kind == ".txt":
         return bom + "\n".join(str(d) for d in documents).encode(errors="replace")
     if kind == ".parquet":
@@ -113,7 +123,14 @@ def _content(case: dict[str, Any]) -> bytes:
 
 
 def _parquet(form: int, documents: list[str | None]) -> bytes:
-    types = [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string()), pa.string(), pa.string_view()]
+    types = [
+        pa.string(),
+        pa.large_string(),
+        pa.binary(),
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.string(),
+        pa.string_view(),
+    ]
     column = pa.array(documents, pa.string()).cast(types[form % 5])
     buffer = io.BytesIO()
     pq.write_table(
@@ -121,59 +138,6 @@ def _parquet(form: int, documents: list[str | None]) -> bytes:
         compression=["snappy", "zstd", "none", "gzip", "lz4", "snappy"][form], write_page_checksum=form == 2,
     )  # fmt: skip
     return buffer.getvalue()
-
-
-def _documents(name: str, content: bytes) -> list[list[list[int]]]:
-    """The tokens of each document, unit by unit, as the formats' own libraries read them. Raises where they do."""
-    if name.endswith(".txt"):
-        return [[_tokens(content)] if _clean(content) else []]
-    if name.endswith(".parquet"):
-        with pq.ParquetFile(io.BytesIO(content)) as file:
-            groups = [file.read_row_group(i, ["text"]).column(0) for i in range(file.num_row_groups)]
-        return [[_tokens(d) for d in _plain(group) if d is not None and _clean(d)] for group in groups]
-    if name.endswith(".zst"):
-        content = b"".join(_frames(content))
-    content = content.removeprefix(b"\xef\xbb\xbf")
-    rows = [_row(line) for line in content.split(b"\n")]
-    texts = [row.get("text") for row in rows if isinstance(row, dict)]
-    return [[_tokens(t) for t in texts if isinstance(t, str) and _clean(t)]]
-
-
-def _plain(column: Any) -> list[bytes | None]:
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    return list(column.cast(pa.large_binary()).to_pylist())
-
-
-def _frames(content: bytes) -> list[bytes]:
-    parts, left = [], content
-    while left:
-        unpacker = zstandard.ZstdDecompressor().decompressobj()
-        parts.append(unpacker.decompress(left))
-        if not unpacker.eof:
-            raise ValueError("the last frame is not whole")
-        left = unpacker.unused_data
-    return parts
-
-
-def _row(line: bytes) -> Any:
-    try:
-        return json.loads(line.decode(errors="surrogateescape"))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _clean(text: str | bytes) -> str:
-    """The text as it is encoded; empty where there is nothing but white space."""
-    whole = text if isinstance(text, str) else text.decode(errors="replace")
-    whole = whole.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    while "\ufffd\ufffd" in whole:  # how many stand for a few bad bytes is no matter
-        whole = whole.replace("\ufffd\ufffd", "\ufffd")
-    return "" if whole.isspace() else whole
-
-
-def _tokens(text: str | bytes) -> list[int]:
-    return [*_clean(text).encode(), EOT]
 
 
 def _compare(case: dict[str, Any], place: Place, found: list[list[list[int]]]) -> None:
@@ -189,8 +153,7 @@ def _compare(case: dict[str, Any], place: Place, found: list[list[list[int]]]) -
         tokens = _kept(about)
         if case["name"].lower().endswith(".txt"):
             whole = bytes(t for t in [*found[0], [EOT]][0] if t != EOT)
-            bom = b"\xef\xbb\xbf"
-            right = case["val_fraction"] or tokens in ([*whole, EOT], [*whole.removeprefix(bom), EOT])
+            right = case["val_fraction"] or tokens in ([*whole, EOT], [*whole.removeprefix(BOM), EOT])
         else:
             unsure = case["val_fraction"] and bytes(t for t in tokens if t < EOT).find(b"\xef\xbf\xbd") >= 0
             right = unsure or any(tokens == [t for text in texts for t in text] for texts in sides)
@@ -200,17 +163,7 @@ def _compare(case: dict[str, Any], place: Place, found: list[list[list[int]]]) -
 def _kept(about: Path) -> list[int]:
     said = json.loads(about.read_text())
     tokens = np.frombuffer(about.with_suffix(".u16").read_bytes(), "<u2", said["tokens"]).tolist()
-    return _collapsed(tokens)
-
-
-def _collapsed(tokens: list[int]) -> list[int]:
-    """With one U+FFFD for several in a row."""
-    out: list[int] = []
-    for token in tokens:
-        out.append(token)
-        if out[-6:] == [0xEF, 0xBF, 0xBD] * 2:
-            del out[-3:]
-    return out
+    return collapsed(tokens)
 
 
 def _trained(case: dict[str, Any], place: Place, ids: list[Any], whole: list[list[int]]) -> None:
@@ -218,6 +171,6 @@ def _trained(case: dict[str, Any], place: Place, ids: list[Any], whole: list[lis
     texts = {bytes(text[:-1]) for text in whole}
     for row in (row for step in ids for row in step) if not case["name"].lower().endswith(".txt") else ():
         ends = [i for i, token in enumerate(row) if token == EOT]
-        for start, stop in zip(ends, ends[1:], strict=False):
-            inner = bytes(_collapsed(row[start + 1 : stop]))
+        for start, stop in pairwise(ends):
+            inner = bytes(collapsed(row[start + 1 : stop]))
             place.expect(inner in texts, f"trained on a document that is not in the file: {inner[:40]!r}")
