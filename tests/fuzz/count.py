@@ -2,7 +2,7 @@
 
     python -m tests.fuzz.count --minutes 60                 every class for a fifth of it; the seed is printed
     python -m tests.fuzz.count --cases 200 --seed 1         so many of each; the same inputs each time
-    python -m tests.fuzz.count --again checkpoints 'JSON'   one input once more, as it was printed
+    python -m tests.fuzz.count --again checkpoints 'JSON'   one input once more, as it was printed (or @FILE)
 
 Ends with 1 where any did not hold; each of those is printed as the words after `--again`.
 """
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _again(name: str, text: str) -> int:
-    case = json.loads(text)
+    case = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
     with Program() as program, tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         try:
             print(f"held, exit {try_case(name, case, Place(Path(folder), program))}")

@@ -26,7 +26,8 @@ CLASSES: dict[str, ModuleType] = {
     "settings": settings, "checkpoints": checkpoints, "pointers": pointers, "logs": logs, "data files": texts,
 }  # fmt: skip
 _TYPED_EVERY = 40  # of so many inputs one is tried as a command in a process of its own
-_ROUND = 20  # inputs that are drawn with one seed
+_LONG = 1500  # characters of an input that is printed
+_ROUND = 3  # inputs that are drawn with one seed: the simplest, a random one, and often that with a change
 
 
 @dataclass
@@ -65,10 +66,19 @@ def tally(
             try:
                 found.ends[try_case(name, case, place, typed=found.tried % _TYPED_EVERY == 0)] += 1
             except Broken as why:
-                again = f"python -m tests.fuzz.count --again {shlex.quote(name)} {shlex.quote(json.dumps(case))}"
-                found.broken.append(f"{why}\n    {again}")
+                found.broken.append(f"{why}\n    python -m tests.fuzz.count --again {shlex.quote(name)} {_words(case)}")
                 say(found.broken[-1])
     return found
+
+
+def _words(case: dict[str, Any]) -> str:
+    """An input as a word of a command line; a long one is kept in a file."""
+    text = json.dumps(case)
+    if len(text) <= _LONG:
+        return shlex.quote(text)
+    with tempfile.NamedTemporaryFile("w", prefix="fuzz-input-", suffix=".json", delete=False) as file:
+        file.write(text)
+    return f"@{file.name}"
 
 
 def try_case(name: str, case: dict[str, Any], place: Place, typed: bool = False) -> str:

@@ -129,7 +129,6 @@ def _parquet(form: int, documents: list[str | None]) -> bytes:
         pa.binary(),
         pa.dictionary(pa.int32(), pa.string()),
         pa.string(),
-        pa.string_view(),
     ]
     column = pa.array(documents, pa.string()).cast(types[form % 5])
     buffer = io.BytesIO()
