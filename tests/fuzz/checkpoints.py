@@ -144,10 +144,11 @@ def _forge(path: Path, name: str, content: bytes) -> None:
 
 
 def _changed(tree: Any, changes: list[list[Any]]) -> bytes:
-    """A tree of JSON with other values in some of its places."""
+    """An object of JSON with other values in some of its places."""
     for at, value in changes:
-        places = list(_places(tree))
-        holder, key = places[at % len(places)]
+        top = sorted(tree)[at % len(tree)]  # or else the optimizer's many tensors would be all
+        places = [(tree, top), *_places(tree[top])]
+        holder, key = places[at // len(tree) % len(places)]
         if value == "DROP":
             del holder[key]
         else:
