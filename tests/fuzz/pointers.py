@@ -24,23 +24,34 @@ VALUES = st.one_of(
     ]),
 )  # fmt: skip
 FILES = st.sampled_from(
-    ["last.json", "last.json", "best.json", "step-00000003/validation.json", "step-00000001/validation.json"]
+    [
+        "last.json",
+        "last.json",
+        "best.json",
+        "best.json",
+        "step-00000003/validation.json",
+        "step-00000001/validation.json",
+    ]
 )
-FOLDERS = st.sampled_from(["swap", "rename", "copy", "empty", "file", "link", "gone", "old"])
+FOLDERS = st.sampled_from(["swap", "swap", "rename", "copy", "empty", "file", "link", "gone", "old"])
+
+
+FLIP = st.tuples(st.just("flip"), st.floats(0, 1, exclude_max=True), st.integers(0, 7)).map(lambda one: [list(one)])
 
 
 @st.composite
 def _cases(draw: Any) -> dict[str, Any]:
     how = draw(st.integers(0, 9))
+    one = draw(st.integers(1, STEPS))
     return {
         "file": draw(FILES),
         "values": draw(st.dictionaries(st.sampled_from(["checkpoint", "step", "val_loss", "x"]), VALUES, min_size=1))
-        if how < 4
+        if how < 3
         else {},
-        "take": draw(st.lists(st.sampled_from(["checkpoint", "step", "val_loss"]), max_size=1)) if how < 4 else [],
-        "damage": draw(st.lists(DAMAGE, min_size=1, max_size=2)) if 4 <= how < 8 else [],
-        "folders": draw(FOLDERS) if how >= 8 else "",
-        "steps": [draw(st.integers(1, STEPS)), draw(st.integers(1, STEPS + 2))],
+        "take": draw(st.lists(st.sampled_from(["checkpoint", "step", "val_loss"]), max_size=1)) if how < 3 else [],
+        "damage": draw(st.one_of(FLIP, FLIP, st.lists(DAMAGE, min_size=1, max_size=2))) if 3 <= how < 7 else [],
+        "folders": draw(FOLDERS) if how >= 7 else "",
+        "steps": [one, one % STEPS + 1 if draw(st.booleans()) else draw(st.integers(1, STEPS + 2))],
         "ckpt_path": draw(st.sampled_from(["last", "last", "best"])),
     }
 
