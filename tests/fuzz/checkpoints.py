@@ -119,7 +119,7 @@ def _says_the_same(part: str, before: bytes, after: bytes) -> bool:
         return False
     try:
         return bool(json.loads(before) == json.loads(after))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
