@@ -11,7 +11,7 @@ import pytest
 
 from tests.fuzz.tally import CLASSES, tally
 
-FEW = {"settings": 24, "checkpoints": 14, "pointers": 10, "logs": 12, "data files": 14}  # a minute in all
+FEW = {"settings": 20, "checkpoints": 12, "pointers": 8, "logs": 10, "data files": 12}  # a minute in all
 
 
 @pytest.mark.parametrize("name", CLASSES)
