@@ -159,7 +159,7 @@ def _heads(config: RunConfig) -> Iterator[Finding]:
     model = config.model
     if model.n_embd % model.n_head:
         width = _nearest(model.n_embd, math.lcm(model.n_head, _width_multiple(config)))
-        heads = max(d for d in range(1, model.n_head + 1) if model.n_embd % d == 0)
+        heads = _largest_divisor(model.n_embd, model.n_head)
         remedy = f"model.n_embd={width}, or model.n_head={heads}"
         yield _finding(config, "model.n_embd model.n_head", "the heads share n_embd in equal parts", remedy)
 
@@ -192,7 +192,7 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Finding]:
     remedy = f"global_batch_size={larger}"
     if whole % world_size == 0:
         share = whole // world_size
-        fits = max(d for d in range(1, min(share, micro) + 1) if share % d == 0)
+        fits = _largest_divisor(share, micro)
         remedy = f"micro_batch_size={fits}, or {remedy}"
     over = f"{micro} on each of {world_size} devices" if world_size > 1 else f"{micro}"
     reason = f"a step of {whole} sequences does not divide into forward passes of {over}"
@@ -247,6 +247,12 @@ def _width_multiple(config: RunConfig) -> int:
 def _nearest(value: int, multiple: int) -> int:
     """The multiple that is nearest to a value, and not 0."""
     return max(1, round(value / multiple)) * multiple
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    """The largest divisor that is at most `most`; of a number beyond 10^12, of those with a factor up to a million."""
+    small = [d for d in range(1, min(math.isqrt(number), 10**6) + 1) if number % d == 0]
+    return max(d for one in small for d in (one, number // one) if d <= most)
 
 
 # What compares numbers, and the numbers: where one is out of range, the comparison would only confuse.
