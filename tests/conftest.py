@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,13 @@ import pytest
 if TYPE_CHECKING:  # imported where they are used: most tests need no hub
     from tests.data.hub import Hub
     from tests.data.hub_runs import Client
+
+
+# What is ignored at the start of a run stays ignored, and a shell has its background jobs ignore signals: tests and the
+# processes that they start begin as from a terminal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    signal.signal(_number, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")

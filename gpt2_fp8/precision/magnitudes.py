@@ -48,12 +48,12 @@ def absurd(model: nn.Module, micro_batches: int) -> Tensor | None:
 def limit(model: nn.Module, micro_batches: int) -> None:
     """Limit every history, and what has been taken from it already: Transformer Engine's scales follow at once, within
     the step; the fused layers' at the first forward of the next one."""
-    for _, it in state.scaling_states(model):
+    for name, it in state.scaling_states(model):
         before = it.amax_history.clone()
         it.amax_history.copy_(limited(before, _new(it, micro_batches)))
         if (recipe := _recipe(it)) is not None:
-            ratio = _amax(before, recipe) / _amax(it.amax_history, recipe)
-            it.scale.mul_(torch.where(torch.isfinite(ratio), ratio, 1.0))  # of one that is not finite TE takes none
+            jumped = (it.amax_history != before).any(0)
+            it.scale.copy_(torch.where(jumped, _scale(it, recipe, name.endswith("scaling_fwd")), it.scale))
         it.scale.copy_(_represented(it.scale))
 
 
@@ -68,9 +68,12 @@ def _new(state: Any, micro_batches: int) -> slice:
     return slice(0, 1) if _recipe(state) is None else slice(-micro_batches, None)
 
 
-def _amax(history: Tensor, recipe: Any) -> Tensor:
-    """The magnitudes [tensors] that Transformer Engine has taken scales from."""
-    return history[-1] if recipe.amax_compute_algo == "most_recent" else history.amax(0)
+def _scale(state: Any, recipe: Any, forward: bool) -> Tensor:
+    """The scales [tensors] that Transformer Engine takes from its histories (`DelayedScaling`'s docstring)."""
+    history, limits = state.amax_history, recipe.fp8_format.value
+    amax = history[-1] if recipe.amax_compute_algo == "most_recent" else history.amax(0)
+    fresh = (limits.max_fwd if forward else limits.max_bwd) / amax / 2.0**recipe.margin
+    return torch.where(amax > 0, fresh, state.scale)
 
 
 def _represented(scale: Tensor) -> Tensor:

@@ -112,9 +112,9 @@ def _take_notes(path: Path) -> None:
 
     whole, step = train.run, GPT2Module.training_step
 
-    def run(config: Any, folder: Path) -> float | None:
+    def run(config: Any, folder: Path, *others: Any) -> float | None:
         _note(path, {"settings": asdict(config)})
-        return whole(config, folder) if _affordable(config) else None
+        return whole(config, folder, *others) if _affordable(config) else None
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
         if not hasattr(self, "_noted"):

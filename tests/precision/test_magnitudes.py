@@ -10,7 +10,7 @@ from torch import nn
 from gpt2_fp8.layers.scales import LARGEST_SCALE
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.magnitudes import JUMP, absurd, limit, limited
-from tests.test_scales import E4M3, Model, assert_reciprocal, step, trained
+from tests.test_scales import E4M3, E5M2, Model, assert_reciprocal, step, trained
 
 NEWEST = slice(0, 1)
 
@@ -117,7 +117,8 @@ class TransformerEngine(nn.Module):
 
     def __init__(self, algorithm="max"):
         super().__init__()
-        recipe = SimpleNamespace(amax_compute_algo=algorithm)
+        hybrid = SimpleNamespace(value=SimpleNamespace(max_fwd=E4M3, max_bwd=E5M2))
+        recipe = SimpleNamespace(amax_compute_algo=algorithm, fp8_format=hybrid, margin=0)
         self.state = SimpleNamespace(recipe=recipe, scale=torch.ones(2), amax_history=torch.zeros(8, 2))
         self.fp8_meta = {"scaling_fwd": self.state}
 
