@@ -87,14 +87,14 @@ class GPT2Module(pl.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """One optimizer step."""
         ids, plugin = batch["ids"], self.trainer.precision_plugin
-        self._rng_before = rng.capture()
+        self._rng_before = rng.capture_torch()
         try:
             if self._first_step:
                 self._prepare_scales(ids)
             optimizer = cast(LightningOptimizer, self.optimizers())
             loss = self.attempts.gradients(ids, plugin.forward_context)
         except Interrupted:  # the step is given up
-            rng.restore(self._rng_before)
+            rng.restore_torch(self._rng_before)
             raise
         absurd = self.engine.absurd_magnitudes()
         self._unfinished = batch, self._update(optimizer.optimizer, optimizer.step, loss, absurd)
@@ -122,7 +122,7 @@ class GPT2Module(pl.LightningModule):
                 result = self._run_again_in_bf16(batch["ids"], plugin, verdict)
             except Interrupted:  # so is this one, which has changed no weight and is counted
                 self._unfinished = None
-                rng.restore(self._rng_before)
+                rng.restore_torch(self._rng_before)
                 loops.uncount_step(self.trainer)
                 raise
         elif verdict.absurd:

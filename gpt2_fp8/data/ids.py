@@ -32,5 +32,7 @@ def check_batch(ids: npt.NDArray[np.int32], vocab_size: int, lowest: int = 0) ->
 def _beyond(ids: npt.NDArray[np.integer], lowest: int, vocab_size: int) -> int | None:
     if not ids.size:
         return None
+    if lowest == 0 and ids.dtype == np.int32 and ids.view(np.uint32).max() < vocab_size:
+        return None  # in one pass: a negative one is large
     smallest, largest = int(ids.min()), int(ids.max())
     return smallest if smallest < lowest else largest if largest >= vocab_size else None
