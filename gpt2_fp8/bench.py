@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gpt2_fp8 import signals, speech
 from gpt2_fp8.compose import benchmark
-from gpt2_fp8.config import paths, typed
+from gpt2_fp8.config import paths, run_folder, typed
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.schema import RunConfig
@@ -148,6 +148,8 @@ def help_text() -> str:
 
 def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
     """The settings, the cases and the device. Raises UserError."""
+    if unfit := run_folder.current():
+        raise UserError(unfit)
     if found := paths.check_folder(FOLDER, "outputs/bench"):
         raise UserError.of(found[0].problem.cause, ELSEWHERE)
     likely = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))

@@ -1,4 +1,4 @@
-"""What training on a CPU takes of the host's memory, and which micro-batch fits.
+"""What training on a CPU takes of the host's memory, and which micro-batch fits; and, on a GPU too, a step's text.
 
 A GPU says by itself what does not fit. A CPU's memory ends in the swap of the system, or in a process that the kernel
 kills without a word, so what fits is estimated before anything is built.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from gpt2_fp8 import limits
 from gpt2_fp8.config.errors import UserError
@@ -24,6 +24,8 @@ PARAMETER = 4 * (4 + 3)  # in float32: it, its gradient, two moments; all but th
 BLOCK, MLP = 4 * 17, 4 * 9  # of a token and a channel: what a block keeps for its backward, and the MLP's part of it
 LOGITS = 4 * 4  # of a logit: it, without the padding, its softmax, its gradient
 SCORES = 4 * 4  # of a pair of tokens and a head: attention with dropout keeps them all
+ID = 4  # of a token
+STEPS_HELD = {"cpu": 2, "cuda": 4}  # this step's ids, and the next one's while they are read; on a GPU page-locked too
 USED = 0.9  # of what is left now
 USED_BY_RANKS = 0.75  # of the whole, which all of them see alike
 LEAST_FIXED, LEAST_SEQUENCE = 0.55, 0.75  # of the estimate: what a run takes that saves nothing while it trains
@@ -61,6 +63,31 @@ def footprint(config: RunConfig, vocab_size: int) -> Footprint:
     return Footprint(PROCESS + PARAMETER * parameters + casts, kept + LOGITS * tokens * rows)
 
 
+def step_bytes(config: RunConfig, share: int, on: Literal["cuda", "cpu"]) -> int:
+    """What a process holds of the text: its `share` of a step's sequences, some steps of it."""
+    return (STEPS_HELD[on] + config.trainer.overfit_batches) * share * (config.model.n_positions + 1) * ID
+
+
+def check_step(config: RunConfig, vocab_size: int, ranks: int, share: int, on: Literal["cuda", "cpu"]) -> None:
+    """Raises UserError where the host has no memory for a step's text, beside a model for which it has."""
+    limit = limits.narrowest()
+    if limit is None:
+        return
+    left = _left(limit, ranks) + limits.swap_bytes() / ranks
+    room = left - (footprint(config, vocab_size).least(1) if on == "cpu" else 0)
+    held = step_bytes(config, share, on)
+    if held <= room or room <= 0:  # or what there is to say is said by `fitted`
+        return
+    micro = config.micro_batch if config.micro_batch < share else 1
+    fits = max(int(room * USED / held * share) // micro, 1) * micro * (config.global_batch_size // share)
+    also = f", or fewer of trainer.overfit_batches={n}" if (n := config.trainer.overfit_batches) else ""
+    raise UserError.of(
+        f"global_batch_size={config.global_batch_size}: the text of its steps takes {_gib(held)} of each process, and "
+        f"{_gib(max(room, 0))} of the memory of {limit.what} are to be had for it",
+        f"global_batch_size={fits}{also}",
+    )
+
+
 def fitted(config: RunConfig, vocab_size: int, ranks: int, share: int, typed: bool) -> RunConfig:
     """`config` with a micro-batch that the memory which `ranks` processes can have allows: a divisor of `share`, and
     never more than there was. Said so in the log.
@@ -70,7 +97,7 @@ def fitted(config: RunConfig, vocab_size: int, ranks: int, share: int, typed: bo
     limit, needed, asked = limits.narrowest(), footprint(config, vocab_size), config.micro_batch
     if limit is None:
         return config
-    left = (limit.left if ranks == 1 else limit.whole * USED_BY_RANKS) / ranks
+    left = _left(limit, ranks) - step_bytes(config, share, "cpu")
     most = needed.most(left * USED if ranks == 1 else left)
     if most >= asked:
         return config
@@ -89,6 +116,11 @@ def fitted(config: RunConfig, vocab_size: int, ranks: int, share: int, typed: bo
         fits, asked, _gib(needed.of(fits)), _gib(left), limit.what,
     )  # fmt: skip
     return replace(config, micro_batch_size=fits)
+
+
+def _left(limit: limits.Limit, ranks: int) -> float:
+    """What each of a machine's ranks may take."""
+    return (limit.left if ranks == 1 else limit.whole * USED_BY_RANKS) / ranks
 
 
 def _gib(size: float) -> str:

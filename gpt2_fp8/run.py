@@ -145,8 +145,9 @@ def _unwritable(error: Exception) -> UserError | None:
 
 
 def _is_launched(argv: list[str]) -> bool:
-    """Whether Lightning has started this process, for another rank than 0."""
-    return any(word.startswith("hydra.job.name=train_ddp_process_") for word in argv)
+    """Whether Lightning has started this process, for another rank than 0: it says so in both places."""
+    rank = os.environ.get("LOCAL_RANK", "0")
+    return rank != "0" and f"hydra.job.name=train_ddp_process_{rank}" in argv
 
 
 def _end_after_rank_zero(rank_zero: int) -> None:

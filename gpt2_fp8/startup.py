@@ -16,7 +16,7 @@ from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.flops import flops_per_token, parameter_count, peak_bf16_flops
-from gpt2_fp8.footprint import fitted
+from gpt2_fp8.footprint import check_step, fitted
 from gpt2_fp8.layers.chosen import chosen, slower
 from gpt2_fp8.memory import largest_divisor
 from gpt2_fp8.model import padded_vocabulary
@@ -64,19 +64,19 @@ def settle_micro_batch(
 
     A GPU begins with what was asked for (`auto`: its whole share of a step) and takes the largest part of it that fits.
     A CPU begins with no more than memory allows (`footprint`), and where it continues from `start`, with what that was
-    trained with. Raises UserError where what was typed cannot fit.
+    trained with. Raises UserError where what was typed cannot fit, or a step's text.
     """
     share, auto = config.global_batch_size // world_size, config.micro_batch_size == "auto"
     if auto:
         most = share if on == "cuda" else min(share, ON_CPU)
         config = replace(config, micro_batch_size=largest_divisor(share, most))
-    asked = config.micro_batch
+    asked, ranks = config.micro_batch, world_size // config.trainer.num_nodes
+    check_step(config, vocabulary(config), ranks, share, on)
     if on == "cuda":
         return Batch(config, asked)
     before = (read_json(start, SKELETON).get("micro_batch_size") or {}) if start else {}
     if not typed and before.get("asked") == asked and before["fits"] and share % before["fits"] == 0:
         config = replace(config, micro_batch_size=before["fits"])
-    ranks = world_size // config.trainer.num_nodes
     return Batch(fitted(config, vocabulary(config), ranks, share, typed and not auto), asked)
 
 

@@ -33,7 +33,10 @@ def preflight(argv: list[str]) -> list[RunConfig]:
 
     Raises UserError with every problem of every job, each once.
     """
-    if unfit := [*run_folder.umask(), *run_folder.temporary()]:  # no folder could be looked at
+    if unfit := [
+        *run_folder.umask(),
+        *(run_folder.current() or run_folder.temporary()),
+    ]:  # no folder could be looked at
         raise UserError(unfit)
     line, problems = commandline.read(argv)
     with open_catalog(conf_dir(), line.config_name) as catalog:
@@ -50,6 +53,8 @@ def look_only(argv: list[str]) -> list[str]:
     """
     if commandline.shows_version(argv):
         return ["--version"]
+    if unfit := run_folder.current():
+        raise UserError(unfit)
     line, problems = commandline.read(argv)
     with open_catalog(conf_dir(), line.config_name) as catalog:
         argv = look.check(argv, line, catalog, problems)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from hydra import compose, initialize_config_dir
-from hydra.core.config_loader import ConfigLoader
+from hydra._internal.config_loader_impl import ConfigLoaderImpl  # a search path that grows is nobody's interface
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
@@ -23,9 +23,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from gpt2_fp8.compose import folders as settings_folders
+from gpt2_fp8.compose import references
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.shown import line
+from gpt2_fp8.config.shown import line, printable
 from gpt2_fp8.config.typed import show
 
 # What differs between any two compositions says nothing about a file's content.
@@ -44,7 +45,7 @@ class Composed(NamedTuple):
 class Catalog:
     """The choices there are, and their composition. Has the one method that Hydra's override parser asks for."""
 
-    def __init__(self, loader: ConfigLoader, config_name: str):
+    def __init__(self, loader: ConfigLoaderImpl, config_name: str):
         self._loader = loader
         self._composed: dict[tuple[str, ...], Composed] = {}
         self._options: dict[tuple[str, ...], list[str]] = {}
@@ -73,8 +74,9 @@ class Catalog:
         return self._options[key]
 
     def check_name(self) -> list[Problem]:
-        """Whether the primary configuration (`-cn NAME`) exists."""
-        names = [name for name in self.get_group_options("") if not name.startswith("_") and name != BENCH]
+        """Whether the primary configuration (`-cn NAME`) exists: ours, or one in the folder of `-cd`."""
+        there = self._loader.get_group_options("", ObjectType.CONFIG)  # of hydra.searchpath comes no primary one
+        names = [name for name in there if not name.startswith("_") and name != BENCH]
         if self.config_name in names:
             return []
         problem = Problem(*hints.unknown_choice("--config-name", self.config_name, names))
@@ -98,6 +100,13 @@ class Catalog:
         self.refused_folder = bool(problems)
         return problems
 
+    def take_names_from(self, folder: str) -> None:
+        """Find primary configurations in the folder of `-cd` too, last of all, as Hydra does; none in a refused one."""
+        path = f"file://{Path(folder).absolute()}"
+        if path in self.folders:
+            self._loader.config_search_path.prepend("command-line", path, "schema")
+            self._loader.repository.initialize_sources(self._loader.config_search_path)
+
     def compose(self, overrides: list[str]) -> Composed:
         """The whole configuration, Hydra's own node included. The same objects for the same overrides: copy them.
 
@@ -106,11 +115,19 @@ class Catalog:
         key = tuple(overrides)
         if key not in self._composed:
             composed = _compose(self.config_name, [*overrides, *self._search()])
+            self.check_references(composed.plain)
             if self.folders:
                 ours = _compose("config", [o for o in overrides if o.lstrip("+").startswith(("hydra.", "hydra/"))])
                 self._refuse_changes(_settings(ours), _settings(composed))
             self._composed[key] = composed
         return self._composed[key]
+
+    def check_references(self, plain: dict[str, Any]) -> None:
+        """Raises UserError where the `${...}` of a configuration come to more than can be resolved."""
+        if found := references.refused(plain):
+            named = [place for folder in self.folders if (place := settings_folders.place_of(_path(folder), found.key))]
+            where = f"{printable(named[0])} holds {found.key}" if named else found.key
+            raise UserError.of(f"{where}: {found.reason}", "write the values out, or refer to fewer")
 
     def environment(self, name: str, *default: Any) -> Any:
         """`${oc.env:NAME}`, wherever it stands. Raises ValueError where it is a file of the user's that reads it."""
@@ -124,6 +141,11 @@ class Catalog:
 
     def _refuse_changes(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         changed = [key for key in theirs if theirs[key] != ours.get(key)]
+        if changed and self.config_name != "config":
+            raise UserError.of(
+                f"--config-name={self.config_name} has other settings of Hydra's than this program, hydra.{changed[0]}",
+                f"begin {self.config_name}.yaml with `defaults: [config, _self_]`, and leave hydra: out of it",
+            )
         if changed:
             raise UserError.of(
                 f"a file in {', '.join(f.removeprefix('file://') for f in self.folders)} sets hydra.{changed[0]}",
@@ -139,13 +161,17 @@ def open_catalog(folder: Path, config_name: str) -> Iterator[Catalog]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), job_name="run", version_base="1.3"):
-            catalog = Catalog(GlobalHydra.instance().config_loader(), config_name)
+            catalog = Catalog(cast(ConfigLoaderImpl, GlobalHydra.instance().config_loader()), config_name)
             OmegaConf.register_new_resolver("oc.env", catalog.environment, replace=True)
             yield catalog
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
         HydraConfig.instance().cfg = running
         GlobalHydra.instance().hydra = initialized
+
+
+def _path(folder: str) -> Path:
+    return Path(folder.removeprefix("file://"))
 
 
 def _compose(config_name: str, overrides: list[str]) -> Composed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import shlex
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -200,6 +201,8 @@ def _no_flag(word: str, key: str, value: str, program: Program) -> Problem:
 
 def _parse_one(word: str, program: Program) -> Override | Problem:
     key, equals, value = word.partition("=")
+    if re.search("[\ud800-\udfff]", word):  # what Python makes of such bytes
+        return Problem(f"{word} has bytes that are no UTF-8", "type it in UTF-8; `locale` says what the terminal sends")
     if not equals:
         if word.startswith("~"):
             try:

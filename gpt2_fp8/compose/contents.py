@@ -23,7 +23,7 @@ _DEEPEST = 20  # groups within groups
 _LONGEST_NUMBER = 100  # characters
 _PLAIN = tuple(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "timestamp"))
 _KEY = re.compile(r"[A-Za-z0-9][\w-]{0,99}")  # and so neither _target_ nor ()
-_HEADER = re.compile(r"[ \t]*#[ \t]*@[ \t]*(\S+)(.*)")
+_HEADER = re.compile(r"\s*#\s*@\s*(\S+)(.*)")  # Hydra's own \s: more than blanks and tabs
 _PACKAGE = re.compile(r"_global_|_group_|(?!hydra\b)[A-Za-z]\w*(\.[A-Za-z]\w*)*")
 _ALLOWED = re.compile(
     r"\$\{(\.*(?!hydra\b)[A-Za-z_]\w*(\.\w+|\[\w+\])*"
@@ -31,6 +31,7 @@ _ALLOWED = re.compile(
     r"|oc\.select:\s*\.*(?!hydra\b)[A-Za-z_]\w*(\.\w+|\[\w+\])*(,[^${}]*)?"
     r"|hydra:(job\.(num|id|name|override_dirname)|runtime\.(cwd|output_dir|choices\.\w+)))\}"
 )
+_LOGGINGS = ("class", "filters", "handlers")  # what Python's logging makes handlers of, by their names
 _OBJECT = re.compile(r"\s*(ext|cfg)://")
 _ALL_PRINTABLE = re.compile(r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]*")
 
@@ -71,6 +72,18 @@ def read(data: bytes) -> tuple[str, list[yaml.Node]]:
 def refused(text: str, documents: list[yaml.Node]) -> Refusal | None:
     """The first thing in a file that is not on the list, or None."""
     return next(_refusals(text, documents), None)
+
+
+def line_of(documents: list[yaml.Node], key: str) -> int | None:
+    """The line on which a file, in which nothing is refused, sets a key: by the whole of it, or by its last parts."""
+    left = [(root, "") for root in documents]
+    while left:
+        node, path = left.pop()
+        if path and f".{key}".endswith(f".{path}"):
+            return int(node.start_mark.line) + 1
+        if isinstance(node, yaml.MappingNode):
+            left += _members(node, path)
+    return None
 
 
 def _yaml_error(text: str, error: Exception) -> str:
@@ -153,6 +166,10 @@ def _keys(node: yaml.MappingNode, path: str) -> Iterator[Refusal]:
             yield Refusal(f"a {line(name, 40)} {where}", CODE)
         elif "(" in name:
             yield Refusal(f"a factory {where}", CODE)
+        elif logging := set(_LOGGINGS) & set(name.split(".")):
+            yield Refusal(f"a {min(logging)} {where}", CODE)
+        elif key.tag == "tag:yaml.org,2002:merge" and not path:
+            yield Refusal(f"a merge {where}", "and at the top a file sets its keys by their names")
         elif key.tag == "tag:yaml.org,2002:merge":
             continue
         elif key.tag not in _PLAIN or not all(map(_KEY.fullmatch, name.split("."))):

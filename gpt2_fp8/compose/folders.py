@@ -38,6 +38,15 @@ def problems(folder: Path) -> list[Problem]:
     return found
 
 
+def place_of(folder: Path, key: str) -> str | None:
+    """The file and line of a folder, in which nothing is refused, that give a key its value; None: none does."""
+    for file in _files(folder):
+        _, documents = contents.read(file.read_bytes())
+        if (number := contents.line_of(documents, key)) is not None:
+            return f"{file}, line {number},"
+    return None
+
+
 def _problem(folder: Path, file: Path, data: bytes, reason: str | None) -> Problem | None:
     shown = printable(str(file))
     if reason is None:

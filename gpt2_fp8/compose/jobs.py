@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
@@ -66,7 +66,7 @@ class Job:
     """One job: its choices composed, its values set, and all checked that its mistakes leave standing."""
 
     def __init__(self, request: Request, catalog: Catalog, overrides: list[Override], number: int | None):
-        self.request, self.number = request, number
+        self.request, self.catalog, self.number = request, catalog, number
         groups = [str(o.input_line) for o in overrides if is_group(o, catalog)]
         self.base, self.plain_base = catalog.compose([*request.hydra, *groups])
         self.values = [o for o in overrides if not is_group(o, catalog)]
@@ -78,9 +78,13 @@ class Job:
         self.folder: str | None = None  # where it will write
 
     def composed(self) -> tuple[DictConfig, dict[str, Any]]:
-        """The configuration with the values that could be set, and the same as plain values; see `found`."""
+        """The configuration with the values that could be set, and the same as plain values; see `found`.
+
+        Raises UserError where these would have no end.
+        """
         cfg = self._copy()
         self.values = [o for o in self.values if self._set(cfg, o)]
+        self.catalog.check_references(cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=False)))
         return cfg, self._plain(cfg)
 
     def check(self) -> tuple[RunConfig | None, list[Problem]]:

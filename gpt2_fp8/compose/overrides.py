@@ -42,6 +42,8 @@ def sort(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> Reques
     problems += found
     problems += _several_paths(overrides)
     problems += catalog.add_folders(_folders(line, overrides))
+    if line.config_dir:
+        catalog.take_names_from(line.config_dir)
     problems += catalog.check_name()
     request = Request(line.multirun or any(map(_is_multirun, overrides)))
     own_sweeper = any(o.key_or_group == "hydra/sweeper" for o in overrides)

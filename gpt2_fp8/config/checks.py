@@ -85,6 +85,8 @@ RANGES: dict[str, _Rule] = {
 
 # What would take more of the machine than anyone has, before the run could say so.
 LIMITS: dict[str, tuple[int, str]] = {
+    "global_batch_size": (10**6, "sequences a step"),  # each is dealt out by itself; the largest models take thousands
+    "micro_batch_size": (10**6, "sequences"),
     "trainer.devices": (4096, "processes on a machine"),
     "trainer.num_nodes": (10**6, "machines"),
     "data.num_workers": (1024, "processes"),

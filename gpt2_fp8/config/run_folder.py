@@ -77,6 +77,16 @@ def umask() -> list[Problem]:
     return [Problem(cause, "type `umask 022` before the command; or `umask 077`, so that nobody else reads them")]
 
 
+def current() -> list[Problem]:
+    """Whether the folder that the command was typed in is there: every relative path begins with it."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        cause = f"the current folder is not there any more, or may not be looked at: {error.strerror}"
+        return [Problem(cause, "cd into a folder that is there (`cd ~`), and type the command again")]
+    return []
+
+
 def temporary() -> list[Problem]:
     """Whether there is a folder for temporary files: torch and the data's worker processes need one."""
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LONGEST = 2000  # characters of a cause or a remedy; a path may have 4096, a value of a stranger's file any number
+LONGEST = 290  # characters of a cause or a remedy; a path may have 4096, a value of a stranger's file any number
 
 
 def printable(text: str) -> str:
@@ -17,8 +17,11 @@ def line(text: str, longest: int = LONGEST) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """`text`, or its beginning and its end with the number of characters that are left out between them."""
+    """`text`, or its beginning and its end with the number of characters that are left out between them: `longest`
+    characters with these words, where it is more than what they take."""
     if len(text) <= longest:
         return text
-    end = longest // 4
-    return f"{text[: longest - end]} ...({len(text) - longest:,} characters)... {text[-end:]}"
+    between = f" ...({len(text) - longest:,} characters)... "
+    left = longest - len(between) if longest > 2 * len(between) else longest
+    end = left // 4
+    return f"{text[: left - end]}{between}{text[-end:]}"

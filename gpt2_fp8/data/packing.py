@@ -22,6 +22,7 @@ from gpt2_fp8.data.order import Order, Permutation, Place
 from gpt2_fp8.data.tokenizer import Tokens
 from gpt2_fp8.data.units import Unit
 from gpt2_fp8.data.workers import Ticket, UnitPool
+from gpt2_fp8.signals import interruptible
 
 
 class LaneState(TypedDict):
@@ -194,12 +195,13 @@ class Batches:
 
     def next(self) -> npt.NDArray[np.int32]:
         """int32 [global_batch_size // world, n_positions + 1]. Raises RunError for an id that is none."""
-        ids = np.empty((self.global_batch_size // self.world, self.n_positions + 1), dtype=np.int32)
-        for j in range(self.global_batch_size):
-            if lane := self.lanes.get(j % self.n_lanes):
-                block = lane.next()
-                if j % self.world == self.rank:
-                    ids[j // self.world] = block
+        with interruptible():  # nothing of a step that was not trained on is kept
+            ids = np.empty((self.global_batch_size // self.world, self.n_positions + 1), dtype=np.int32)
+            for j in range(self.global_batch_size):
+                if lane := self.lanes.get(j % self.n_lanes):
+                    block = lane.next()
+                    if j % self.world == self.rank:
+                        ids[j // self.world] = block
         check_batch(ids, self.vocab_size)
         return ids
 
@@ -218,5 +220,5 @@ class Batches:
 
 
 def lanes_of(rank: int, world: int, n_lanes: int, global_batch_size: int) -> list[int]:
-    """The lanes from which the sequences of `rank` come."""
-    return sorted({j % n_lanes for j in range(rank, global_batch_size, world)})
+    """The lanes from which the sequences of `rank` come. After `n_lanes` of its sequences they are the same again."""
+    return sorted({j % n_lanes for j in range(rank, min(global_batch_size, rank + n_lanes * world), world)})

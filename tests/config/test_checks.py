@@ -32,7 +32,7 @@ TABLE = [
     ("model.n_embd=100 model.n_head=3 precision=bf16", "the heads share", "model.n_embd=99, or model.n_head=2"),
     ("model.n_embd=96 model.n_head=5", "heads share n_embd", "model.n_embd=80, or model.n_head=4"),
     ("model.n_head=1000000000000 precision=bf16", "the heads share n_embd", "or model.n_head=128"),
-    ("global_batch_size=10000000019 micro_batch_size=10000000018", "does not divide", "micro_batch_size=1, or glob"),
+    ("global_batch_size=999983 micro_batch_size=999982", "does not divide", "micro_batch_size=1, or glob"),
     ("trainer.max_steps=5", "trainer.max_steps=5, optim.warmup_steps=10: the warm-up", "optim.warmup_steps=0"),
     ("global_batch_size=12", "12 sequences does not divide", "micro_batch_size=12, or global_batch_size=16"),
     ("trainer.devices=8", "16 on each of 8 devices", "micro_batch_size=2, or global_batch_size=128"),

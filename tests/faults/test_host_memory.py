@@ -9,7 +9,7 @@ import pytest
 
 from gpt2_fp8 import compose, limits
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.footprint import fitted, footprint
+from gpt2_fp8.footprint import check_step, fitted, footprint, step_bytes
 from gpt2_fp8.limits import Limit
 from tests.runs import SMALL, assert_same_checkpoint, checkpoint, summary, train, train_until
 
@@ -85,6 +85,23 @@ def test_119_where_not_one_sequence_fits_the_run_is_refused(machine):
     with pytest.raises(UserError, match=r"micro_batch_size=1 needs about 5\.0 GiB") as refused:
         fitted(config(), 50257, ranks=1, share=512, typed=False)
     assert "a smaller model (model=tiny)" in str(refused.value)
+
+
+@pytest.mark.parametrize(("on", "fits"), [("cpu", 115_008), ("cuda", 235_680)])
+def test_119_the_text_of_a_step_is_part_of_what_a_run_takes(machine, on, fits):
+    """On a GPU too, where it waits in the host's memory."""
+    made = config("global_batch_size=1000000", "micro_batch_size=32")
+    machine(4 * GIB)
+    with pytest.raises(UserError) as refused:
+        check_step(made, 50257, ranks=1, share=10**6, on=on)
+    cause, remedy = str(refused.value).splitlines()
+    assert cause.startswith("error: global_batch_size=1000000: the text of its steps takes ")
+    assert remedy == f"  fix: global_batch_size={fits}"
+    smaller = config(f"global_batch_size={fits}", "micro_batch_size=32")
+    check_step(smaller, 50257, ranks=1, share=fits, on=on)
+    machine(None)
+    check_step(made, 50257, ranks=1, share=10**6, on=on)
+    assert step_bytes(made, 10**6, on) > 7 * GIB
 
 
 def test_119_as_it_is_typed(tmp_path):

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_fp8.compose import contents, preflight, sweeps
+from gpt2_fp8 import bench, run
+from gpt2_fp8.compose import contents, look_only, preflight, sweeps
 from gpt2_fp8.config.checks import LIMITS, RANGES
 from gpt2_fp8.config.errors import Problem, UserError
 from tests.data.hub_runs import ROOT
@@ -43,6 +44,12 @@ CODE = {  # what: (content of experiment/x.yaml, words of the cause)
     "a hidden default": (b"defaults: [/.git/x]", "holds the default /.git/x"),
     "a default from the root": (b"defaults: [//tmp/x]", "holds the default //tmp/x"),
     "a default in another place": (b"defaults: [/optim@callbacks: tiny]", "holds the default /optim@callbacks"),
+    "a merge at the top": (b"<<: {hydra: {job: {env_set: {LD_PRELOAD: x}}}}", "holds a merge (<<, line 2)"),
+    "defaults merged": (b"<<: [{defaults: [override /hydra/job_logging: none]}]", "holds a merge (<<, line 2)"),
+    "a handler's class": (b"logger: {x: {class: subprocess.Popen, args: [touch]}}", "a class (logger.x.class, line 2)"),
+    "a dotted handler's class": (b"logger.x.class: subprocess.Popen", "a class (logger.x.class, line 2)"),
+    "a header behind another blank": ("# \xa0@package hydra\nx: 1".encode(), "@package hydra"),
+    "a header before another blank": ("#\u2003@package hydra.job\nx: 1".encode(), "@package hydra.job"),
     "a package in Hydra": (b"#@package _global_.hydra\nx: 1", "@package _global_.hydra"),
 }
 MODES = ["--help", "-h", "--hydra-help", "--cfg=job", "--cfg=all --resolve", "--info=all", "--info=config", "", "-m"]
@@ -115,7 +122,7 @@ def check(end: tuple[int, str, str], cause: str, problems: int | None = 1) -> No
     assert problems is None or len(lines) == 2 * problems, err
     assert all(line.startswith("error: ") for line in lines[::2])
     assert all(line.startswith("  fix: ") for line in lines[1::2])
-    assert all(line.isprintable() and len(line) < 2200 for line in lines)
+    assert all(line.isprintable() and len(line) <= 300 for line in lines)
     assert cause in err, err
     assert "s3cr3t" not in err
 
@@ -172,6 +179,26 @@ def test_84_what_cannot_be_shown_is_told_in_two_lines(tmp_path: Path) -> None:
         check(end, cause)
 
 
+def test_84_a_configuration_of_ones_own_begins_with_the_programs(tmp_path: Path) -> None:
+    put(tmp_path, b"defaults: [config, _self_]\nseed: 7\n", "theirs/mine.yaml")
+    put(tmp_path, b"seed: 7\n", "theirs/alone.yaml")
+    put(tmp_path, b"<<: {hydra: {help: {template: x}}}\ndefaults: [config]\n", "bad/mine.yaml")
+    mine = ["-cd", "theirs", "-cn", "mine"]
+    told = ends([(tmp_path, [*mode.split(), *mine]) for mode in ("--cfg=job", "--info=config", "--help")])
+    assert [code for code, *_ in told] == [0, 0, 0], told
+    assert all("seed: 7\n" in shown for _, shown, _ in told[:2])
+    refused = {
+        "-cd theirs -cn mine data.seed=-1": "data.seed=-1",
+        "-cd theirs -cn alone": "begin alone.yaml with `defaults: [config, _self_]`",
+        "-cd theirs -cn alone --cfg=job": "begin alone.yaml with `defaults: [config, _self_]`",
+        "-cd theirs -cn nosuch": "the choices are alone, config, mine",
+        "hydra.searchpath=[theirs] -cn mine": "the choices are config",
+        "-cd bad -cn mine": "holds a merge (<<, line 1)",
+    }
+    for cause, end in zip(refused.values(), ends([(tmp_path, words.split()) for words in refused]), strict=True):
+        check(end, cause, None)
+
+
 def test_85_a_file_that_is_no_plain_yaml_is_refused_with_its_line(tmp_path: Path) -> None:
     lines = []
     for number, (content, _) in enumerate(UNREADABLE.values()):
@@ -180,6 +207,52 @@ def test_85_a_file_that_is_no_plain_yaml_is_refused_with_its_line(tmp_path: Path
         lines.append((tmp_path / str(number), [*mode, "-cd", "theirs", "experiment=x"]))
     for (_, cause), end in zip(UNREADABLE.values(), ends(lines), strict=True):
         check(end, cause)
+
+
+def chain(form: str, times: int, names: str = "a") -> bytes:
+    """Eight values, each of which refers to the next so many times."""
+    rows = (f"{names}{i}: {form % ', '.join([f'${{{names}{i + 1}}}'] * times)}" for i in range(8))
+    return "\n".join([*rows, f"{names}8: x\n"]).encode()
+
+
+REFERENCES = {  # what: (files of the folder, words of the cause)
+    "texts": ({"x": chain("'%s'", 50)}, "x.yaml, line 2, holds a0: its ${...} come to more than 10,000 values"),
+    "lists": ({"x": chain("[%s]", 50).replace(b"${", b"'${").replace(b"}", b"}'")}, "line 2, holds a0: "),
+    "selected": ({"x": chain("'%s'", 50).replace(b"${", b"${oc.select:")}, "line 2, holds a0: "),
+    "over two files": (
+        {"x": b"defaults: [y]\n" + b"\n".join(chain("'%s'", 50).splitlines()[:4]),
+         "y": GLOBAL + b"\n".join(chain("'%s'", 50).splitlines()[4:])},
+        "x.yaml, line 3, holds a0: ",
+    ),
+    "through others": (
+        {"x": b"b: {c: '${a0}'}\nd: ${b}\nrun_name: '%s'\n" % (b"${d.c}" * 50) + chain("'%s'", 8)}, "than 10,000",
+    ),
+    "long texts": ({"x": b"a0: '%s'\na1: %s\n" % (b"${a1}" * 500, b"x" * 4000)}, "more than 1,048,576 characters"),
+    "a circle": ({"x": b"a0: ${a1}\na1: [x, '${a0}']\n"}, "holds a0: its ${...} lead back to itself"),
+    "a circle through its own part": ({"x": b"a0: '%s'\n" % (b"${a0.b}" * 100)}, "RecursionError raised"),
+}  # fmt: skip
+
+
+def test_85_references_that_come_to_more_than_any_machine_holds(tmp_path: Path) -> None:
+    lines = []
+    for number, (files, _) in enumerate(REFERENCES.values()):
+        for name, content in files.items():
+            put(tmp_path / str(number), GLOBAL + content, f"theirs/experiment/{name}.yaml")
+        modes = ["--cfg=job", "--help", "--info=config", "", "-m"] if number < 1 else [""]
+        lines += [(tmp_path / str(number), [*mode.split(), "-cd", "theirs", "experiment=x"]) for mode in modes]
+    told = ends(lines)
+    expected = [cause for _, cause in REFERENCES.values()]
+    for cause, end in zip(expected[:1] * 4 + expected, told, strict=True):
+        check(end, cause, None)
+
+
+@pytest.mark.usefixtures("_here")
+def test_85_references_typed_on_the_command_line() -> None:
+    typed = [f"+a{i}='" + f"${{a{i + 1}}}" * 50 + "'" for i in range(8)]
+    assert causes(*typed, "+a8=x") == ["a0: its ${...} come to more than 10,000 values"]
+    assert causes("run_name='${ckpt_path}'", "ckpt_path='${run_name}'") == ["run_name: its ${...} lead back to itself"]
+    with pytest.raises(UserError, match="come to more than"):
+        look_only([*typed, "+a8=x", "--cfg", "job"])
 
 
 def test_85_what_stands_in_place_of_a_file(tmp_path: Path) -> None:
@@ -220,7 +293,7 @@ def test_86_no_message_holds_what_a_terminal_obeys_or_more_than_anyone_reads() -
     error = UserError([Problem("\x1b[2J" + "x" * 10**6, "a\nb\u202e")] * 1000)
     lines = str(error).splitlines()
     assert len(lines) == 2 * 101
-    assert all(line.isprintable() and len(line) < 2100 for line in lines)
+    assert all(line.isprintable() and len(line) <= 300 for line in lines)
     assert "and 900 more" in lines[-2]
 
 
@@ -319,6 +392,9 @@ HYDRAS = {
     "hydra.output_subdir=../../x": "leads out of the run's folder",
     "hydra.output_subdir=/etc": "leads out of the run's folder",
     "hydra.output_subdir=checkpoints": "is the run's own",
+    "hydra.output_subdir=metrics.csv.tmp": "is the run's own",
+    "hydra.output_subdir=.summary.json.tmp/x": "is the run's own",
+    "run_name=a\udcff": "run_name=a\\udcff has bytes that are no UTF-8",
     "hydra.verbose=1": "must be true, false, or names of loggers",
     "hydra.verbose=[1]": "must be true, false, or names of loggers",
     "hydra.run.dir=": "is empty",
@@ -351,6 +427,29 @@ def test_90_values_of_hydras_own_settings_that_it_would_fall_over(tmp_path: Path
         check(end, cause, None)
         assert "Traceback" not in end[2], line
     assert os.listdir(tmp_path) == ["theirs"]
+
+
+def test_90_a_name_of_lightnings_makes_no_shell_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank's process waits for its parent's end: Lightning says so in its environment too."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name in ("x", "0", "1"):
+        assert not run._is_launched([f"hydra.job.name=train_ddp_process_{name}"])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert run._is_launched(["seed=1", "hydra.job.name=train_ddp_process_1"])
+    assert not run._is_launched(["hydra.job.name=train_ddp_process_x"])
+    assert not run._is_launched(["seed=1"])
+
+
+@pytest.mark.parametrize("words", ["", "--cfg job", "--help", "-m seed=1,2"])
+def test_90_a_current_folder_that_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: str
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    check((run.main(words.split()), *capfd.readouterr()), "the current folder is not there any more")
+    assert bench.main([]) == 2
+    assert "the current folder is not there any more" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("_here")
