@@ -46,7 +46,7 @@ def _limits() -> Iterator[Limit]:
         yield Limit(min(known.get("MemAvailable", whole), whole), whole, "this machine")
     yield from _control_groups()
     pages = _numbers(ROOT / "proc/self/statm")
-    size = os.sysconf("SC_PAGE_SIZE") if pages else 0
+    size = _page_bytes() or 0
     for kind, used, slack, what in (
         (resource.RLIMIT_AS, 0, _ADDRESSES, "ulimit -v"),
         (resource.RLIMIT_DATA, 5, 0, "ulimit -d"),
@@ -58,11 +58,21 @@ def _limits() -> Iterator[Limit]:
 
 
 def _physical() -> int | None:
+    pages, size = _told("SC_PHYS_PAGES"), _page_bytes()
+    return pages * size if pages and size else None
+
+
+def _page_bytes() -> int | None:
+    return _told("SC_PAGE_SIZE")
+
+
+def _told(name: str) -> int | None:
+    """What the system tells of itself under `name`, if it does."""
     try:
-        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        number = os.sysconf(name)
     except (OSError, ValueError):
         return None
-    return pages * size if pages > 0 and size > 0 else None
+    return number if number > 0 else None
 
 
 def _control_groups() -> Iterator[Limit]:

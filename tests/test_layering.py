@@ -28,7 +28,7 @@ PARTS = (
 
 HOUSE = {
     # the entry and the other programs: each a file, none knows another
-    "run": Row("compose config train signals slurm speech", "hydra omegaconf"),
+    "run": Row("compose config train report signals slurm speech", "hydra omegaconf"),
     **dict.fromkeys(
         ("doctor", "compare", "generate", "evaluate", "export", "plot_schedule"),
         Row(
@@ -123,7 +123,8 @@ HOUSE = {
     # what everything stands on
     "exchange": Row("", "torch"),
     "signals": Row("slurm"),
-    "speech": Row(""),
+    "speech": Row("streams config"),
+    "streams": Row(""),
     "spool": Row(""),
     "limits": Row(""),
     "slurm": Row("config"),
@@ -136,7 +137,7 @@ INSIDE_FUNCTIONS = {
     *("datasets", "huggingface_hub", "tiktoken", "pyarrow", "requests"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
-BEFORE_TORCH = ["config", "compose", "run", "signals", "slurm", "speech"]
+BEFORE_TORCH = ["config", "compose", "run", "signals", "slurm", "speech", "streams"]
 
 
 class Import(NamedTuple):
