@@ -135,7 +135,7 @@ def write_unbegun(config: RunConfig, folder: Path, error: BaseException) -> None
     summary = Summary(precision=Precision(asked=config.precision.name), recipe=recipe)
     summary.finish(error)
     summary.take_over(folder)
-    with suppress(OSError, UserError), RunLock(folder):
+    with suppress(OSError, UserError, MemoryError), RunLock(folder):
         summary.write(folder)
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2_fp8 import signals, slurm, speech
+from gpt2_fp8 import limits, signals, slurm, speech
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
 
@@ -66,30 +66,31 @@ def _training(config: RunConfig, folder: Path) -> Callable[[RunConfig, Path, boo
 
     Raises UserError where the process may not have the memory for torch.
     """
+    from gpt2_fp8 import report
+
     with signals.handled() as handlers:
         try:
             return _import_training()
         except BaseException as caught:
-            from gpt2_fp8 import report
-
-            error = _run_error(caught, handlers) or caught
-            report.write_unbegun(config, folder, error)
-            if error is caught:
-                raise
-            raise error from None
+            if handlers.received is not None:  # whatever it has become in an import, where it would be thrown next
+                stopped = slurm.ended(handlers.received)
+                report.write_unbegun(config, folder, stopped)
+                raise stopped from None
+            report.write_unbegun(config, folder, caught)
+            raise
 
 
 def _import_training() -> Callable[[RunConfig, Path, bool], float | None]:
     try:
         from gpt2_fp8.train import run
     except (ImportError, MemoryError, OSError) as error:
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if limit == resource.RLIM_INFINITY:
-            raise
-        raise UserError.of(
-            f"torch cannot be loaded into the {limit >> 20:,} MiB that `ulimit -v` leaves: {_reason(error)}",
-            "type `ulimit -v unlimited` before the command; a limit of memory, not of addresses, does no harm",
-        ) from error
+        for kind, what in limits.SHELL.items():
+            if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
+                raise UserError.of(
+                    f"torch cannot be loaded into the {limit >> 20:,} MiB that `{what}` leaves: {_reason(error)}",
+                    f"type `{what} unlimited` before the command; a limit of a container's memory does no harm",
+                ) from error
+        raise
     return run
 
 

@@ -61,8 +61,9 @@ class _Harmless(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """As it is to be written."""
+        record.message = record.getMessage()  # as every formatter leaves it
         told = copy.copy(record)  # other handlers have theirs
-        told.msg, told.args = harmless(record.getMessage()), None
+        told.msg, told.args = harmless(record.message), None
         if record.exc_info:
             told.exc_text = harmless(self._otherwise.formatException(record.exc_info))
         return self._otherwise.format(told)

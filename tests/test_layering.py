@@ -28,7 +28,7 @@ PARTS = (
 
 HOUSE = {
     # the entry and the other programs: each a file, none knows another
-    "run": Row("compose config train report signals slurm speech", "hydra omegaconf"),
+    "run": Row("compose config train report limits signals slurm speech", "hydra omegaconf"),
     **dict.fromkeys(
         ("doctor", "compare", "generate", "evaluate", "export", "plot_schedule"),
         Row(
@@ -137,7 +137,7 @@ INSIDE_FUNCTIONS = {
     *("datasets", "huggingface_hub", "tiktoken", "pyarrow", "requests"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
-BEFORE_TORCH = ["config", "compose", "run", "signals", "slurm", "speech", "streams"]
+BEFORE_TORCH = ["config", "compose", "run", "limits", "report", "signals", "slurm", "speech", "streams"]
 
 
 class Import(NamedTuple):
