@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # imported in functions, while signals are handled
 
 PATIENCE = 15.0  # seconds that another rank's process waits for rank 0 to end
 STOPPED_PATIENCE = 2.0  # the same after a signal, which rank 0 may not have got
+LEAST_DATA = 128 << 20  # bytes; with less, what torch loads ends the process itself
 _AFTER_RANK_ZERO = 10.0  # and in which it is to end when rank 0 is gone
 
 
@@ -82,6 +83,8 @@ def _training(config: RunConfig, folder: Path) -> Callable[[RunConfig, Path, boo
 
 def _import_training() -> Callable[[RunConfig, Path, bool], float | None]:
     try:
+        if 0 <= resource.getrlimit(resource.RLIMIT_DATA)[0] < LEAST_DATA:
+            raise MemoryError("it takes more")
         from gpt2_fp8.train import run
     except (ImportError, MemoryError, OSError) as error:
         for kind, what in limits.SHELL.items():
