@@ -144,7 +144,7 @@ class Signals:
             self._throw_from(frame)
 
     def _throw_from(self, frame: FrameType | None) -> None:
-        """Raise, but not in the midst of what it would leave half done: from there in a moment, if anybody asks then."""
+        """Raise, but not in the midst of what it would leave half done: from there in a moment, if somebody asks."""
         if not self._asks or time.monotonic() > self._received_at + IMPORT_SECONDS or not _is_delicate(frame):
             self.throw()
 
