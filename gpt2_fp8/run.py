@@ -10,7 +10,6 @@ lost, 130 stopped by SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT.
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import threading
 import time
@@ -19,20 +18,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2_fp8 import limits, signals, slurm, speech
+from gpt2_fp8 import loading, signals, slurm, speech
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
-    from collections.abc import Callable
-
     from omegaconf import DictConfig
-
-    from gpt2_fp8.config.schema import RunConfig
 
 PATIENCE = 15.0  # seconds that another rank's process waits for rank 0 to end
 STOPPED_PATIENCE = 2.0  # the same after a signal, which rank 0 may not have got
-LEAST_DATA = 128 << 20  # bytes; with less, what torch loads ends the process itself
 _AFTER_RANK_ZERO = 10.0  # and in which it is to end when rank 0 is gone
 
 
@@ -53,55 +47,13 @@ def job(cfg: DictConfig) -> float | None:
     try:
         folder = Path(HydraConfig.get().runtime.output_dir)
         config = compose.to_run_config(cfg)
-        run = _training(config, folder)
+        run = loading.training(config, folder)
         typed = any(word.lstrip("+").startswith("micro_batch_size=") for word in HydraConfig.get().overrides.task)
         return run(config, folder, typed)
     except RunError as error:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
             raise _Ended(error) from error
         raise  # to Hydra, which says what job it was, runs the others, and raises the first
-
-
-def _training(config: RunConfig, folder: Path) -> Callable[[RunConfig, Path, bool], float | None]:
-    """`train.run`, which imports torch. Whatever ends that is in the run's summary.
-
-    Raises UserError where the process may not have the memory for torch.
-    """
-    from gpt2_fp8 import report
-
-    with signals.handled() as handlers:
-        try:
-            return _import_training()
-        except BaseException as caught:
-            if handlers.received is not None:  # whatever it has become in an import, where it would be thrown next
-                stopped = slurm.ended(handlers.received)
-                report.write_unbegun(config, folder, stopped)
-                raise stopped from None
-            report.write_unbegun(config, folder, caught)
-            raise
-
-
-def _import_training() -> Callable[[RunConfig, Path, bool], float | None]:
-    try:
-        if 0 <= resource.getrlimit(resource.RLIMIT_DATA)[0] < LEAST_DATA:
-            raise MemoryError("it takes more")
-        from gpt2_fp8.train import run
-    except (ImportError, MemoryError, OSError) as error:
-        for kind, what in limits.SHELL.items():
-            if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
-                raise UserError.of(
-                    f"torch cannot be loaded into the {limit >> 20:,} MiB that `{what}` leaves: {_reason(error)}",
-                    f"type `{what} unlimited` before the command; a limit of a container's memory does no harm",
-                ) from error
-        raise
-    return run
-
-
-def _reason(error: BaseException) -> str:
-    """What an error came of, in a line: numpy has a page of advice, which is of no use here."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def main(argv: list[str]) -> int:
