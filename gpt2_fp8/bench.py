@@ -23,6 +23,7 @@ from gpt2_fp8.config import paths, run_folder, typed
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.measure import room, table
 from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.record import Record
@@ -126,7 +127,7 @@ def _main(argv: list[str]) -> int:
             return handlers.code or (143 if isinstance(error, _Terminated) else 130)
         if not isinstance(error, RunError):
             raise
-        print(error, file=sys.stderr)
+        print(harmless(str(error)), file=sys.stderr)
         return error.exit_code
     finally:
         handlers.put_back()
@@ -224,5 +225,5 @@ def _end(record: Record) -> None:
 
 
 if __name__ == "__main__":
-    speech.begin()
+    speech.begin(pipe_ends=True)
     sys.exit(main(sys.argv[1:]))

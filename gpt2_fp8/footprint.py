@@ -82,8 +82,8 @@ def check_step(config: RunConfig, vocab_size: int, ranks: int, share: int, on: L
     fits = max(int(room * USED / held * share) // micro, 1) * micro * (config.global_batch_size // share)
     also = f", or fewer of trainer.overfit_batches={n}" if (n := config.trainer.overfit_batches) else ""
     raise UserError.of(
-        f"global_batch_size={config.global_batch_size}: the text of its steps takes {_gib(held)} of each process, and "
-        f"{_gib(max(room, 0))} of the memory of {limit.what} are to be had for it",
+        f"global_batch_size={config.global_batch_size}: the text of its steps takes {_size(held)} of each process, and "
+        f"{_size(max(room, 0))} of the memory of {limit.what} are to be had for it",
         f"global_batch_size={fits}{also}",
     )
 
@@ -104,16 +104,20 @@ def fitted(config: RunConfig, vocab_size: int, ranks: int, share: int, typed: bo
     fits, wanted = largest_divisor(share, most) if most else 1, asked if typed else 1
     if needed.least(wanted) > left + limits.swap_bytes() / ranks:
         each = f" by each of {ranks} ranks" if ranks > 1 else ""
+        smaller = f"micro_batch_size={fits}" if most else "a smaller model (model=tiny), or a shorter model.n_positions"
+        remedies = [limit.lift] if limit.lift and not most else [smaller, limit.lift]
+        have = f"{_size(left)} of the memory of {limit.what} are to be had"
+        if left < 1 << 20:
+            have = f"nothing of the {_size(limit.whole)} of {limit.what} is left"
         raise UserError.of(
-            f"micro_batch_size={wanted} needs about {_gib(needed.of(wanted))}, and {_gib(left)} of the memory of "
-            f"{limit.what} are to be had{each}",
-            f"micro_batch_size={fits}" if most else "a smaller model (model=tiny), or a shorter model.n_positions",
+            f"micro_batch_size={wanted} needs about {_size(needed.of(wanted))}, and {have}{each}",
+            "; or ".join(filter(None, remedies)),
         )
     if typed:
         return config
     log.warning(
         "micro_batch_size %d instead of %d: it needs about %s of the %s that %s has left",
-        fits, asked, _gib(needed.of(fits)), _gib(left), limit.what,
+        fits, asked, _size(needed.of(fits)), _size(left), limit.what,
     )  # fmt: skip
     return replace(config, micro_batch_size=fits)
 
@@ -123,5 +127,5 @@ def _left(limit: limits.Limit, ranks: int) -> float:
     return (limit.left if ranks == 1 else limit.whole * USED_BY_RANKS) / ranks
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"
+def _size(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

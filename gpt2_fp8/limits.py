@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path("/")  # of the system's own files
+SHELL = {resource.RLIMIT_AS: "ulimit -v", resource.RLIMIT_DATA: "ulimit -d"}  # limits of it, and what sets them
 _UNLIMITED = 1 << 60  # version 1 of control groups has a huge number for none
 _ADDRESSES = 1 << 30  # that are reserved and never used: threads' stacks and arenas
 
@@ -23,6 +24,11 @@ class Limit(NamedTuple):
     left: int
     whole: int
     what: str
+
+    @property
+    def lift(self) -> str | None:
+        """What the user can type against it; None where only memory helps."""
+        return f"type `{self.what} unlimited` before the command" if self.what in SHELL.values() else None
 
 
 def narrowest() -> Limit | None:
@@ -46,11 +52,8 @@ def _limits() -> Iterator[Limit]:
         yield Limit(min(known.get("MemAvailable", whole), whole), whole, "this machine")
     yield from _control_groups()
     pages = _numbers(ROOT / "proc/self/statm")
-    size = os.sysconf("SC_PAGE_SIZE") if pages else 0
-    for kind, used, slack, what in (
-        (resource.RLIMIT_AS, 0, _ADDRESSES, "ulimit -v"),
-        (resource.RLIMIT_DATA, 5, 0, "ulimit -d"),
-    ):
+    size = _page_bytes() or 0
+    for (kind, what), used, slack in zip(SHELL.items(), (0, 5), (_ADDRESSES, 0), strict=True):
         most = resource.getrlimit(kind)[0]
         if most != resource.RLIM_INFINITY:
             taken = pages[used] * size if len(pages) > used else 0
@@ -58,11 +61,21 @@ def _limits() -> Iterator[Limit]:
 
 
 def _physical() -> int | None:
+    pages, size = _told("SC_PHYS_PAGES"), _page_bytes()
+    return pages * size if pages and size else None
+
+
+def _page_bytes() -> int | None:
+    return _told("SC_PAGE_SIZE")
+
+
+def _told(name: str) -> int | None:
+    """What the system tells of itself under `name`, if it does."""
     try:
-        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        number = os.sysconf(name)
     except (OSError, ValueError):
         return None
-    return pages * size if pages > 0 and size > 0 else None
+    return number if number > 0 else None
 
 
 def _control_groups() -> Iterator[Limit]:

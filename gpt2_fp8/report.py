@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import sys
 import time
@@ -15,7 +16,9 @@ from typing import Any, Literal
 
 from gpt2_fp8 import __version__
 from gpt2_fp8.checkpoint import bounded, durable
-from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.checkpoint.lock import RunLock
+from gpt2_fp8.config.errors import RunError, UserError
+from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 
 Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_lost", "interrupted"]
 
@@ -119,6 +122,21 @@ class Summary:
         path = Path(folder) / "summary.json"
         durable.write_json(path, _finite(asdict(self)))
         return path
+
+
+def write_unbegun(config: RunConfig, folder: Path, error: BaseException) -> None:
+    """The summary of a run that has ended before anything of it was built. Not where another run is at work, nor where
+    a word that was not accepted would replace what the run has reached. Raises nothing."""
+    rank = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0")
+    refused = isinstance(error, UserError) and (folder / "summary.json").exists()
+    if rank != "0" or refused:
+        return
+    recipe = None if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
+    summary = Summary(precision=Precision(asked=config.precision.name), recipe=recipe)
+    summary.finish(error)
+    summary.take_over(folder)
+    with suppress(OSError, UserError, MemoryError), RunLock(folder):
+        summary.write(folder)
 
 
 def _now() -> str:

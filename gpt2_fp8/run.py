@@ -10,7 +10,6 @@ lost, 130 stopped by SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT.
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import threading
 import time
@@ -19,15 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2_fp8 import signals, slurm, speech
+from gpt2_fp8 import loading, signals, slurm, speech
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
+from gpt2_fp8.config.shown import harmless
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
-    from collections.abc import Callable
-
     from omegaconf import DictConfig
-
-    from gpt2_fp8.config.schema import RunConfig
 
 PATIENCE = 15.0  # seconds that another rank's process waits for rank 0 to end
 STOPPED_PATIENCE = 2.0  # the same after a signal, which rank 0 may not have got
@@ -49,28 +45,15 @@ def job(cfg: DictConfig) -> float | None:
     from gpt2_fp8 import compose
 
     try:
-        run = _training()
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        config = compose.to_run_config(cfg)
+        run = loading.training(config, folder)
         typed = any(word.lstrip("+").startswith("micro_batch_size=") for word in HydraConfig.get().overrides.task)
-        return run(compose.to_run_config(cfg), Path(HydraConfig.get().runtime.output_dir), typed)
+        return run(config, folder, typed)
     except RunError as error:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
             raise _Ended(error) from error
         raise  # to Hydra, which says what job it was, runs the others, and raises the first
-
-
-def _training() -> Callable[[RunConfig, Path, bool], float | None]:
-    """`train.run`, which imports torch. Raises UserError where the process may not have the memory for that."""
-    try:
-        from gpt2_fp8.train import run
-    except (ImportError, MemoryError, OSError) as error:
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if limit == resource.RLIM_INFINITY:
-            raise
-        raise UserError.of(
-            f"torch cannot be loaded into the {limit >> 20:,} MiB that `ulimit -v` leaves: {error}",
-            "type `ulimit -v unlimited` before the command; a limit of memory, not of addresses, does no harm",
-        ) from error
-    return run
 
 
 def main(argv: list[str]) -> int:
@@ -94,14 +77,19 @@ def main(argv: list[str]) -> int:
 
 def _end(error: RunError | None, rank_zero: int | None) -> int:
     """Say how the run has ended, `error`, or None for what nobody expected and is being handled; the exit code."""
-    with suppress(OSError):  # a terminal that is gone
-        if error is None:
-            traceback.print_exc()
-    patience = STOPPED_PATIENCE if isinstance(error, Stopped) else PATIENCE
-    if not _rank_zero_ends(rank_zero, patience) and error is not None:  # or else it has said the same
-        with suppress(OSError):
-            print(error, file=sys.stderr, flush=True)
+    if error is None:
+        _say(traceback.format_exc().rstrip("\n"))
+    stopped = isinstance(error, Stopped)
+    ended = _rank_zero_ends(rank_zero, STOPPED_PATIENCE if stopped else PATIENCE)
+    told = ended or (stopped and rank_zero is not None)  # by rank 0, which ends as this one did, if only later
+    if error is not None and not told:
+        _say(str(error))
     return 1 if error is None else error.exit_code
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # a terminal that is gone
+        print(harmless(text), file=sys.stderr, flush=True)
 
 
 def _run(argv: list[str]) -> None:
@@ -136,7 +124,7 @@ def _unwritable(error: Exception) -> UserError | None:
     """What Hydra could not write before it came to a job: its settings, or the log's file. None for all else."""
     cause = error.__cause__ if isinstance(error, ValueError) else error  # `logging` has it in a ValueError
     ours = any(frame.f_code is job.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
-    if ours or not isinstance(cause, OSError):
+    if ours or not isinstance(cause, OSError) or isinstance(cause, BrokenPipeError):  # the terminal's
         return None
     return UserError.of(
         f"{cause.filename or 'the settings in the folder of the run'} cannot be written: {cause.strerror or cause}",

@@ -63,6 +63,7 @@ class Signals:
         self.gives_up = False
         self._received_at = 0.0
         self._held = True
+        self._asks = False  # again, until the signal's exception has arrived
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
@@ -116,7 +117,9 @@ class Signals:
             self.received, self._received_at = signal.SIGTERM if signum in LIKE_SIGTERM else signum, now
             if signum == signal.SIGHUP:
                 leave_terminal()
-            threading.Thread(target=self._ask_again, name="signals", daemon=True).start()
+            with suppress(RuntimeError, MemoryError):  # no thread can be started
+                threading.Thread(target=self._ask_again, name="signals", daemon=True).start()
+                self._asks = True
             if not self._held:
                 self._throw_from(frame)
                 return
@@ -141,8 +144,8 @@ class Signals:
             self._throw_from(frame)
 
     def _throw_from(self, frame: FrameType | None) -> None:
-        """Raise, but not in the midst of what it would leave half done: from there in a moment."""
-        if time.monotonic() > self._received_at + IMPORT_SECONDS or not _is_delicate(frame):
+        """Raise, but not in the midst of what it would leave half done: from there in a moment, if somebody asks."""
+        if not self._asks or time.monotonic() > self._received_at + IMPORT_SECONDS or not _is_delicate(frame):
             self.throw()
 
 

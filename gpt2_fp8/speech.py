@@ -1,10 +1,11 @@
-"""What a process hears and says: names in UTF-8 whatever the locale, and output that costs no run. Stdlib only.
+"""What a process hears and says: names in UTF-8 whatever the locale, and output that costs no run.
 
-Names of files, settings and log lines are UTF-8 here. In the C locale Python would take them for ASCII.
+Names of files, settings and log lines are UTF-8 here. Elsewhere Python would take them for what the locale says.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
@@ -12,23 +13,26 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from gpt2_fp8 import streams
+from gpt2_fp8.config.shown import harmless
+
 _MODE = "PYTHONUTF8"
 
 
-def begin() -> None:
-    """Of a program's first moment: start it again in Python's UTF-8 mode where the locale is ASCII's, and have what a
-    terminal cannot show escaped. Its process stays the same one; those that it starts inherit the mode."""
-    if sys.getfilesystemencoding() == "ascii" and os.environ.get(_MODE) != "1":
+def begin(pipe_ends: bool = False) -> None:
+    """Of a program's first moment: open what was closed of its standard streams, and have them take everything; start
+    it again in Python's UTF-8 mode where the locale is another's. Its process stays the same one; those that it starts
+    inherit the mode. `pipe_ends`: as `streams.forgive` has it."""
+    streams.open_closed()
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get(_MODE) != "1":
         os.environ[_MODE] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    streams.forgive(pipe_ends)
 
 
 def end() -> None:
-    """Of its last moment: a full disk or a closed pipe behind stdout does not change the exit code."""
-    for stream in (sys.stdout, sys.stderr):
+    """Of its last moment: what cannot be written does not change the exit code."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except (OSError, ValueError):
@@ -37,12 +41,32 @@ def end() -> None:
 
 
 def forgive_outputs() -> None:
-    """Have a log line that cannot be written cost one warning, where logging prints a traceback for each."""
+    """Have a log line that cannot be written cost one warning, where logging prints a traceback for each; and escape
+    in each what a terminal would obey: a folder's own name may hold it."""
+    streams.say_losses()
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and not isinstance(handler.handleError, _Forgiving):
             handler.handleError = _Forgiving(handler)  # type: ignore[method-assign]
+            handler.setFormatter(_Harmless(handler.formatter or logging.Formatter()))
     if not isinstance(threading.excepthook, _Threads):
         threading.excepthook = _Threads(threading.excepthook)
+
+
+class _Harmless(logging.Formatter):
+    """Another formatter's lines, with nothing that a terminal would obey but what is that formatter's own."""
+
+    def __init__(self, otherwise: logging.Formatter) -> None:
+        super().__init__()
+        self._otherwise = otherwise
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As it is to be written."""
+        record.message = record.getMessage()  # as every formatter leaves it
+        told = copy.copy(record)  # other handlers have theirs
+        told.msg, told.args = harmless(record.message), None
+        if record.exc_info:
+            told.exc_text = harmless(self._otherwise.formatException(record.exc_info))
+        return self._otherwise.format(told)
 
 
 class _Forgiving:

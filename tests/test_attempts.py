@@ -19,6 +19,7 @@ class Engine:
 
     parameters = ()
     config = SimpleNamespace(global_batch_size=len(IDS))
+    plan = SimpleNamespace(graphs=False)
 
     def __init__(self, room, size=8):
         self.room, self.micro_batch_size, self.asked, self.forgotten = room, size, [], 0

@@ -28,7 +28,7 @@ PARTS = (
 
 HOUSE = {
     # the entry and the other programs: each a file, none knows another
-    "run": Row("compose config train signals slurm speech", "hydra omegaconf"),
+    "run": Row("compose config loading signals slurm speech", "hydra omegaconf"),
     **dict.fromkeys(
         ("doctor", "compare", "generate", "evaluate", "export", "plot_schedule"),
         Row(
@@ -55,6 +55,7 @@ HOUSE = {
     "measure.gemm": Row("measure measure.timing model precision config", "torch"),
     "measure.attention": Row("measure measure.timing layers config", "torch"),
     # what puts a run together
+    "loading": Row("train report limits signals slurm config"),
     "train": Row(f"spool build startup measure.auto process outcome ending recovery ladder {PARTS}", "torch"),
     "ending": Row(f"build process outcome {PARTS}"),
     "outcome": Row(f"build kernels ladder {PARTS}", "torch"),
@@ -123,7 +124,8 @@ HOUSE = {
     # what everything stands on
     "exchange": Row("", "torch"),
     "signals": Row("slurm"),
-    "speech": Row(""),
+    "speech": Row("streams config"),
+    "streams": Row(""),
     "spool": Row(""),
     "limits": Row(""),
     "slurm": Row("config"),
@@ -136,7 +138,7 @@ INSIDE_FUNCTIONS = {
     *("datasets", "huggingface_hub", "tiktoken", "pyarrow", "requests"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
-BEFORE_TORCH = ["config", "compose", "run", "signals", "slurm", "speech"]
+BEFORE_TORCH = ["config", "compose", "run", "loading", "limits", "report", "signals", "slurm", "speech", "streams"]
 
 
 class Import(NamedTuple):

@@ -26,6 +26,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from gpt2_fp8 import exchange, signals
 from gpt2_fp8.config.errors import RunError, Stopped
+from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.stragglers import Place, Stragglers
 
 LIFE_SECONDS = 60.0  # that a rank may show no life
@@ -125,7 +126,7 @@ class Ranks(Callback):
             self._to_post = json.dumps({"rank": self._rank, "message": words.splitlines()[0], "exit_code": code})
             self._over.wait(2 * _BEAT)  # until all can have read it: with rank 0 the store ends
         elif self._rank:  # rank 0 says its error itself, and may have no time to
-            print(f"rank {self._rank}: {lost}", file=sys.stderr, flush=True)
+            print(harmless(f"rank {self._rank}: {lost}"), file=sys.stderr, flush=True)
         self.close()
         return lost or error
 
@@ -254,7 +255,7 @@ class Ranks(Callback):
         return lost
 
     def _leave(self, error: RunError) -> None:
-        print(f"rank {self._rank}: {error}", file=sys.stderr, flush=True)
+        print(harmless(f"rank {self._rank}: {error}"), file=sys.stderr, flush=True)
         farewell = threading.Thread(target=self.farewell, args=(error,), daemon=True)
         farewell.start()
         farewell.join(FAREWELL_SECONDS)

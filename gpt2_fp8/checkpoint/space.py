@@ -68,7 +68,7 @@ def require_writable(folder: Path) -> None:
     """Raise UserError where files cannot be written into `folder`, or it cannot be made. Leaves nothing behind."""
     existing = _existing(folder)
     if not existing.is_dir():
-        raise UserError.of(f"{folder}: {existing} is a file, not a folder", f"remove it, or give {_ELSEWHERE}")
+        raise UserError.of(f"{folder}: {existing} {run_folder.no_folder(existing)}", f"remove it, or give {_ELSEWHERE}")
     if reason := run_folder.unwritable(existing):
         raise UserError.of(
             f"{folder}: {existing} cannot be written: {reason}", f"make it writable, or give {_ELSEWHERE}"

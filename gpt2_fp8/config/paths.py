@@ -32,7 +32,7 @@ def check_folder(path: str | Path, setting: str, key: str | None = None) -> list
     existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
     remedy = f"choose a folder that can be written: {setting}=FOLDER"
     if not os.path.isdir(existing):
-        return [_finding(key, f"{setting}={show(str(path))}: {existing} is a file, not a folder", remedy)]
+        return [_finding(key, f"{setting}={show(str(path))}: {existing} {run_folder.no_folder(existing)}", remedy)]
     if reason := run_folder.unwritable(existing):
         return [_finding(key, f"{setting}={show(str(path))}: {existing} cannot be written: {reason}", remedy)]
     return []

@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.typed import show
 
 TRIAL = b"\0" * 4096
+_TRIAL_NAME, _TRIAL_SECONDS = ".write-test-", 60.0
 FOLDERS = ("tensorboard", "checkpoints")
 REPLACED = ("summary.json", ".summary.json.tmp", "metrics.csv", "metrics.csv.tmp")
 WRITTEN_TO = (".lock", "tensorboard/hparams.yaml")
@@ -60,11 +63,29 @@ def unwritable(folder: Path) -> str | None:
     """Why nothing can be made in a folder that is there, or None. By trying: os.access lies on networks, and there may
     be no byte, no inode, or no folder of one's own to write into."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".write-test-", dir=folder) as trial:
+        _clear_trials(folder)
+        with tempfile.TemporaryDirectory(prefix=_TRIAL_NAME, dir=folder) as trial:
             (Path(trial) / "file").write_bytes(TRIAL)
     except OSError as error:
         return error.strerror or str(error)
     return None
+
+
+def no_folder(path: Path) -> str:
+    """What is there instead of a folder, for a sentence about it."""
+    mode = os.lstat(path).st_mode
+    if stat.S_ISLNK(mode):
+        return "is a link that leads to no folder"
+    return "is a pipe, not a folder" if stat.S_ISFIFO(mode) else "is a file, not a folder"
+
+
+def _clear_trials(folder: Path) -> None:
+    """Remove what starts that were killed have left: only what they made, and nothing that may be in use."""
+    for trial in folder.glob(_TRIAL_NAME + "*"):
+        with suppress(OSError):
+            if time.time() - os.lstat(trial).st_mtime > _TRIAL_SECONDS:
+                (trial / "file").unlink(missing_ok=True)
+                trial.rmdir()
 
 
 def umask() -> list[Problem]:

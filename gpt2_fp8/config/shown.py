@@ -10,6 +10,13 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def harmless(text: str) -> str:
+    """`text` on its lines, with nothing else that a terminal would obey."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 def line(text: str, longest: int = LONGEST) -> str:
     """`text` as `printable`, and where that is longer than `longest`, its beginning and its end."""
     text = printable(shortened(text, longest))  # first, as a megabyte takes long to escape

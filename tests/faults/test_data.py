@@ -415,8 +415,8 @@ def test_hostile_a_column_of_a_files_own_naming(tmp_path: Path, canary: Path) ->
 def test_hostile_documents_reach_the_terminal_escaped(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     evil = "\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202e"
     ids = list(evil.encode())
-    monkeypatch.setattr(sampling, "generate", lambda *_: ids)
-    monkeypatch.setattr("gpt2_fp8.callbacks.samples.generate", lambda *_: ids)
+    monkeypatch.setattr(sampling, "generate", lambda *_, **__: ids)
+    monkeypatch.setattr("gpt2_fp8.callbacks.samples.generate", lambda *_, **__: ids)
 
     class Anything:
         tokenizer = load_tokenizer("bytes")

@@ -88,6 +88,36 @@ def test_121_a_signal_that_a_library_loses_ends_the_run(tmp_path, case):
     assert not list((tmp_path / "outputs/run/checkpoints").glob("step-*"))
 
 
+IMPORT = """
+import os, signal, sys, time
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "{module}":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+            {then}
+
+sys.meta_path.insert(0, Finder())
+from gpt2_fp8 import run
+if __name__ == "__main__":
+    sys.exit(run.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("then", ["pass", "raise ImportError('half a torch')"])
+def test_121_a_signal_while_torch_is_imported_leaves_a_summary(tmp_path, then):
+    (tmp_path / "script.py").write_text(IMPORT.format(module="torch.nn", then=then))
+    done = subprocess.run(
+        [sys.executable, "script.py", *LONG], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 143, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    report = summary(tmp_path / "outputs/run")
+    assert (report["status"], report["exit_code"], report["steps"]) == ("stopped", 143, 0)
+    assert not (tmp_path / "outputs/run/.lock").exists()
+
+
 def thrown_in(body):
     with signals.handled() as handlers, pytest.raises(signals.Interrupted), handlers.at_once():
         body()
@@ -136,6 +166,31 @@ def test_121_who_is_on_the_way_out_is_left_in_peace():
 
     thrown_in(tidies)
     assert tidy
+
+
+def test_121_where_no_thread_can_be_started_it_is_thrown_at_once(monkeypatch):
+    """Nobody could throw it again: not even an `__exit__` is left in peace. And no other error comes of it."""
+
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    class Manager:
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *_):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    def body():
+        with Manager():
+            pass
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    thrown_in(body)
+    with signals.handled() as handlers:  # held
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert handlers.received == signal.SIGTERM
 
 
 def test_121_held_it_is_noted_and_no_more():

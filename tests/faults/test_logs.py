@@ -189,3 +189,40 @@ def test_99_a_full_disk_behind_stdout_changes_nothing(tmp_path: Path) -> None:
         "the log on the terminal is not written, training goes on: [Errno 28] No space left on device"
     ]
     assert "completed" in (tmp_path / "run/run.log").read_text()
+
+
+LOST = {
+    "a full disk": (">/dev/full", "No space left on device"),
+    "nobody reads": (">&$gone", "Broken pipe"),
+    "nor what is said of it": (">&$gone 2>&1", ""),
+    "closed": ("<&- >&- 2>&-", ""),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_99_a_progress_bar_that_cannot_be_written_ends_no_run(tmp_path: Path, case: str) -> None:
+    """Nor does any other library that prints. What a run opens never gets the number of a closed stream."""
+    redirection, reason = LOST[case]
+    words = [*SMALL, "callbacks.progress_bar=true", "data.num_workers=1", "hydra.run.dir=run"]
+    script = f'exec {{gone}}> >(:); sleep 0.2; exec "$@" {redirection}'  # a pipe whose reader has left
+    done = subprocess.run(["bash", "-c", script, "bash", sys.executable, "-m", "gpt2_fp8.run", *words], cwd=tmp_path,
+                          env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = [f"the log on the terminal is not written, training goes on: [Errno {n}] {reason}" for n in (28, 32)]
+    assert done.stderr.splitlines() == ([] if not reason else [line for line in said if line in done.stderr])
+    assert bool(done.stderr) == bool(reason)
+    assert summary(tmp_path / "run")["steps"] == 12
+    log = (tmp_path / "run/run.log").read_text()
+    assert all(line.startswith("[") for line in log.splitlines()), "nothing but the log is in it"
+    assert "completed" in log
+
+
+@pytest.mark.parametrize(("module", "closed"), [("run", "2>&-"), ("bench", ">&-"), ("bench", "<&- >&- 2>&-")])
+def test_99_a_closed_stream_changes_no_exit_code(tmp_path: Path, module: str, closed: str) -> None:
+    words = [sys.executable, "-m", f"gpt2_fp8.{module}", "nonsense=1"]
+    done = subprocess.run(["bash", "-c", f'exec "$@" {closed}', "bash", *words], cwd=tmp_path, capture_output=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert ("error: " in done.stderr) == (closed == ">&-")

@@ -182,7 +182,7 @@ def test_70_the_way_to_bf16_has_a_size_of_its_own(tmp_path, caplog):
 
 
 def test_66_a_sample_that_does_not_fit_is_left_out(tmp_path, monkeypatch, caplog, clean):
-    def full(*_):
+    def full(*_, **__):
         raise torch.OutOfMemoryError(TEXT)
 
     monkeypatch.setattr(samples, "generate", full)

@@ -150,7 +150,7 @@ def slow(*arguments):
     return sound(*arguments)
 file_check.problems = slow
 try:
-    with signals.handled():
+    with signals.handled() as handlers, handlers.at_once():  # as in a run's start-up
         module(files_config(sys.argv[1]))
 except signals.Interrupted as ended:
     sys.exit(128 + ended.signum)

@@ -1,7 +1,10 @@
 """Faults 97, 98, 100 and 101: temporary files, the locale, and limits of the shell that a run is started from."""
 
 import fcntl
+import io
+import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +12,7 @@ import time
 
 import pytest
 
-from gpt2_fp8 import spool
+from gpt2_fp8 import speech, spool
 from gpt2_fp8.spool import Spool
 from tests.data.hub_runs import ROOT
 from tests.runs import SMALL, command, metrics, summary
@@ -169,6 +172,58 @@ LOCALES = {
 }
 
 
+@pytest.fixture
+def latin1(tmp_path):
+    """What makes Latin-1 the locale's encoding."""
+    if shutil.which("localedef") is None:
+        pytest.skip("no localedef")
+    (tmp_path / "locales").mkdir()
+    made = tmp_path / "locales/de_DE.ISO-8859-1"
+    done = subprocess.run(["localedef", "-i", "de_DE", "-f", "ISO-8859-1", made], capture_output=True, text=True)
+    if not made.exists():
+        pytest.skip(f"localedef: {done.stderr}")
+    return {"LOCPATH": str(made.parent), "LC_ALL": made.name}
+
+
+def test_100_a_locale_of_another_encoding_is_none_of_ours(tmp_path, latin1):
+    (tmp_path / "größe.txt").write_text("größe\n" * 3000, encoding="utf-8")
+    files = ["data=text_files", "data.tokenizer=bytes", 'data.train_files=["größe.txt"]']
+    done = command(*SMALL, 'run_name="größe"', *files, cwd=tmp_path, PYTHONUTF8="", **latin1, **PLAIN)
+    assert done.returncode == 0, done.stderr
+    assert "outputs/größe" in (tmp_path / "outputs/größe/run.log").read_text(encoding="utf-8")
+
+
+def test_100_a_folders_own_name_is_escaped_wherever_it_is_told(tmp_path):
+    folder = tmp_path / "w\x1b[31m\x9b\x07X"
+    folder.mkdir()
+    broken = folder / "outputs/run/checkpoints/step-00000012/model.safetensors"
+    for words in (["run_name=run"], ["run_name=run", "trainer.max_steps=16", "ckpt_path=last"], ["seed=x"]):
+        done = command(*SMALL, *words, cwd=folder, **PLAIN)
+        assert done.returncode == (0 if "run_name=run" in words else 2), done.stderr
+        shown = done.stdout + done.stderr
+        if "run_name=run" in words:
+            shown += (folder / "outputs/run/run.log").read_text(encoding="utf-8")
+            assert "w\\x1b[31m\\x9b\\x07X/outputs/run" in shown
+        assert not set(shown) & {"\x1b", "\x9b", "\x07"}
+        if broken.exists():
+            broken.write_bytes(b"")
+
+
+def test_100_a_lines_format_keeps_its_own_colours(monkeypatch):
+    handler = logging.StreamHandler(io.StringIO())
+    handler.setFormatter(logging.Formatter("\x1b[1m%(message)s\x1b[0m"))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    speech.forgive_outputs()
+    speech.forgive_outputs()
+    try:
+        raise ValueError("\x1b[5m")
+    except ValueError:
+        logging.getLogger().error("a\x1b[31m %s\n\tb", "c\r", exc_info=True)
+    first, second, *rest = handler.stream.getvalue().split("\n")
+    assert (first, second) == ("\x1b[1ma\\x1b[31m c\\r", "\tb\x1b[0m")
+    assert rest[-2:] == ["ValueError: \\x1b[5m", ""]
+
+
 @pytest.mark.parametrize("locale", LOCALES)
 def test_100_names_are_utf8_in_every_locale(tmp_path, locale):
     for file in ("größe.txt", "größe.jsonl"):
@@ -209,3 +264,25 @@ def test_101_an_address_space_too_small_for_torch_is_refused(tmp_path):
     assert first.startswith("error: torch cannot be loaded into the 195 MiB that `ulimit -v` leaves: ")
     assert second.startswith("  fix: type `ulimit -v unlimited`")
     assert "Traceback" not in done.stderr
+
+
+LIMITS = {  # in KiB
+    "-v 500000": "torch cannot be loaded into the 488 MiB that `ulimit -v` leaves: ",
+    "-v 1500000": "micro_batch_size=4 needs about 402 MiB, and nothing of the 1.4 GiB of ulimit -v is left",
+    "-d 100000": "torch cannot be loaded into the 97 MiB that `ulimit -d` leaves: it takes more",
+    "-d 300000": " MiB of the memory of ulimit -d are to be had",
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_101_a_limit_of_the_shell_is_to_be_lifted(tmp_path, limit):
+    """No smaller model would fit either. numpy's page of advice is not for those who read this."""
+    words = [sys.executable, "-m", "gpt2_fp8.run", *SMALL, "run_name=a"]
+    done = subprocess.run(["sh", "-c", f'ulimit {limit}; exec "$@"', "sh", *words], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=300, env=os.environ | PLAIN | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    first, second = done.stderr.splitlines()
+    assert LIMITS[limit] in first
+    assert second.startswith(f"  fix: type `ulimit {limit[:2]} unlimited` before the command")
+    assert len(first) < 300
+    assert summary(tmp_path / "outputs/a")["status"] == "refused"
