@@ -2,8 +2,8 @@
 
 Digests show that a checkpoint is what somebody wrote, not that it is a run's. Lightning takes over what it finds
 without a look, so that a wrong value would come to light in the midst of training, as an error of ours, or as a run
-that never ends. The table is asked where a run is resumed, without reading a tensor, then whether its numbers agree, and
-then whether its weights are numbers; what none of these can tell, whoever restores it finds out, under `restoring`.
+that never ends. The table is asked where a run is resumed, without reading a tensor, then whether its numbers agree,
+and then whether its weights are numbers; what none of these can tell, whoever restores it finds out, under `restoring`.
 """
 
 from __future__ import annotations
