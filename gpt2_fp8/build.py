@@ -16,7 +16,7 @@ from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.callbacks.same_kernels import SameKernels
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.callbacks.throughput import Throughput
-from gpt2_fp8.checkpoint.files import read_weights
+from gpt2_fp8.checkpoint.finite import finite_weights
 from gpt2_fp8.checkpoint.io import FolderCheckpointIO, blame_checkpoints
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
@@ -50,7 +50,7 @@ def build(
     """
     pl.seed_everything(config.seed, workers=True, verbose=False)
     data = build_data(config)
-    weights = read_weights(Path(config.init_from)) if config.init_from else None
+    weights = finite_weights(Path(config.init_from)) if config.init_from else None
     module = GPT2Module(config, plan, config.model.vocab_size or data.vocab_size, weights)
     throughput = Throughput(config, module.vocab_size)
     memory = PeakMemory()

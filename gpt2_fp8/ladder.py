@@ -6,6 +6,7 @@ not finite in bf16     the update is left out, the batch counts as a step       
 `limit` skips in a row back to a checkpoint of before them, once, and on in bf16        (a rollback)
 the loss stays high    likewise: more than `sigma` standard deviations above its mean, for `patience` steps in a row
 any of this once more  the run ends: `Diverged`
+every step was skipped the run ends so too, however few they were: it has trained nothing
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Ladder:
         self._high_since = 0  # the step of the first of them
         self._statistics = LossStatistics()
         self._knows_more_than_checkpoints = False
+        self._updates = self._left_out = 0  # since this process began, or went back
 
     def judge(self, step: int, verdict: Verdict, first: Verdict | None) -> None:
         """Take note of the finished `step`, counted from 1. `first`: of the attempt in FP8, where it was run again.
@@ -100,6 +102,7 @@ class Ladder:
             self._skip(step, verdict, first)
             return
         self._skips_in_a_row = 0
+        self._updates += 1
         if first is not None:
             self._note(step, "rerun", f"its {_culprit(first)} was not finite in FP8; run again in bf16")
         if verdict.absurd:
@@ -113,6 +116,7 @@ class Ladder:
 
     def _skip(self, step: int, verdict: Verdict, first: Verdict | None) -> None:
         self.skipped += 1
+        self._left_out += 1
         self._skips_in_a_row += 1
         both = "" if first is None else ", in FP8 and in bf16"
         reason = f"its {_culprit(verdict)} was not finite{both}; the batch is left out and counts as a step"
@@ -142,6 +146,13 @@ class Ladder:
         self._note(step, "rollback", reason)
         raise RollBack(step, before, reason, weights_intact)
 
+    def end(self, step: int, weights_finite: bool) -> None:
+        """The run has come to its last step. Raises Diverged where it has trained nothing, or not a model."""
+        if self._left_out and not self._updates:
+            raise Diverged(f"none of the {self._left_out} steps up to {step} had a finite loss and gradient; {ADVICE}")
+        if not weights_finite:
+            raise Diverged(f"after step {step} there are weights that are not finite; {ADVICE}")
+
     def _note(self, step: int, what: str, reason: str) -> None:
         self._say(f"step {step}: {reason}")
         if len(self.events) < EVENTS or what == "rollback":
@@ -150,6 +161,7 @@ class Ladder:
     def start_again(self) -> None:
         """After a rollback: what happened stays, whatever the checkpoint that the run goes on from knows of it."""
         self._skips_in_a_row = self._high_in_a_row = 0
+        self._updates = self._left_out = 0
         self._statistics = LossStatistics()
         self._knows_more_than_checkpoints = True
 

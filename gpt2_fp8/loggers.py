@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config.schema import LoggerConfig
-from gpt2_fp8.rows import Row, rescued, up_to
+from gpt2_fp8.rows import COLUMNS, renew
 
 log = logging.getLogger(__name__)
 
@@ -150,11 +150,9 @@ class _Writer(ExperimentWriter):
 
     def _begin(self) -> None:
         """Keep the rows up to the step that the run continues from, or start afresh. Raises OSError."""
-        rows = [] if self._resume_step is None else up_to(self._path, self._resume_step)
-        if rows:
-            self._replace(rows, list(rows[0]))
-            last = [row for row in rows if int(row["step"]) == self._resume_step]
-            self._there = {key for row in last for key, value in row.items() if value} - {"step"}
+        kept = None if self._resume_step is None else renew(self._path, last=self._resume_step)
+        if kept and kept.rows:
+            self.metrics_keys, self._there = kept.columns, kept.at_last
         elif self._path.is_dir() and not self._path.is_symlink():
             durable.put_aside(self._path)
         else:
@@ -166,6 +164,7 @@ class _Writer(ExperimentWriter):
         row already."""
         if step == self._resume_step:
             metrics_dict = {key: value for key, value in metrics_dict.items() if key not in self._there}
+        assert metrics_dict.keys() <= COLUMNS, "a log that is continued knows its columns"
         if metrics_dict:
             super().log_metrics(metrics_dict, step)
 
@@ -181,20 +180,11 @@ class _Writer(ExperimentWriter):
             self._begin()
         columns = set().union(*self.metrics) - set(self.metrics_keys)
         if columns or not self._path.is_file() or self._path.is_symlink():
-            self._replace(rescued(self._path), [*self.metrics_keys, *sorted(columns)])
+            self.metrics_keys = renew(self._path, [*self.metrics_keys, *sorted(columns)]).columns
         text = io.StringIO(newline="")
         csv.DictWriter(text, self.metrics_keys).writerows(self.metrics)
         _append(self._path, text.getvalue().encode())
         self.metrics = []
-
-    def _replace(self, rows: list[Row], columns: list[str]) -> None:
-        temporary = self._path.with_name(f"{self._path.name}.tmp")
-        with durable.create(temporary) as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(temporary, self._path)
-        self.metrics_keys = columns
 
     def _check_log_dir_exists(self) -> None:
         """Lightning 2.6 deletes an existing file here."""

@@ -30,11 +30,13 @@ def check_moments(optimizer: AdamW, saved: dict[str, Any], step: int) -> None:
     """Raise ValueError unless a saved state has moments, and each is of its parameter's shape and dtype, and such as
     `step` updates may have left: torch takes any over, and its fused kernels trust them.
 
-    Moments that are not finite pass: a run may have written them, and goes back by itself.
+    Of numbers: an update whose gradient is not finite is left out, so that moments are. And a mean of gradients is
+    bounded by the root of the mean of their squares, whatever the gradients were (`_most_ratio`).
     """
     named = [index for group in saved["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shapes = {index: parameter.shape for index, parameter in zip(named, parameters, strict=True)}
+    ratio = max(_most_ratio(*group["betas"]) for group in [*optimizer.param_groups, *_with_betas(saved)])
     if not saved["state"] or not saved["state"].keys() <= shapes.keys():
         raise ValueError(f"the optimizer's moments are of {len(saved['state'])} parameters, and it has {len(shapes)}")
     for index, moments in saved["state"].items():
@@ -43,11 +45,38 @@ def check_moments(optimizer: AdamW, saved: dict[str, Any], step: int) -> None:
                 raise ValueError(f"the optimizer's {name} {index} is {tuple(found)}, and belongs to {tuple(shape)}")
             if (dtype := moments[name].dtype) != torch.float32:
                 raise ValueError(f"the optimizer's {name} {index} is of {dtype}, not of float32")
-        if (moments["exp_avg_sq"] < 0).any():
+        mean, squares = moments["exp_avg"], moments["exp_avg_sq"]
+        if (squares < 0).any():
             raise ValueError(f"the optimizer's exp_avg_sq {index}, a mean of squares, has numbers below 0")
+        if not (torch.isfinite(mean).all() and torch.isfinite(squares).all()):
+            raise ValueError(f"the optimizer's exp_avg or exp_avg_sq {index} is not finite")
+        if (mean.abs() > squares.sqrt() * ratio + _UNDERFLOWN).any():
+            raise ValueError(
+                f"the optimizer's exp_avg {index} reaches {mean.abs().max().item():.3g}, where exp_avg_sq of at most "
+                f"{squares.max().item():.3g} says that no gradient was so large"
+            )
         updates = moments["step"].item()
         if not (0 <= updates <= step and updates == int(updates)):
             raise ValueError(f"the optimizer's step {index} is {updates}, in a state of {step} steps")
+
+
+_UNDERFLOWN = 1e-15  # of a gradient whose square is 0 in float32, with much to spare
+
+
+def _most_ratio(beta1: float, beta2: float) -> float:
+    """What |exp_avg| / sqrt(exp_avg_sq) stays below, by the inequality of Cauchy and Schwarz, a hundred times over:
+    earlier parts of the run may have had other betas. Infinity where the squares are forgotten before the gradients."""
+    forgotten = 1 - beta1**2 / beta2 if beta2 else 0.0
+    return 100 * max(1.0, (1 - beta1) / math.sqrt((1 - beta2) * forgotten)) if forgotten > 1e-6 else math.inf
+
+
+def _with_betas(saved: dict[str, Any]) -> list[dict[str, Any]]:
+    """The groups of a saved state that say what their betas were, as numbers below 1."""
+
+    def are_parts(betas: Any) -> bool:
+        return type(betas) in (tuple, list) and len(betas) == 2 and all(type(b) is float and 0 <= b < 1 for b in betas)
+
+    return [group for group in saved["param_groups"] if are_parts(group.get("betas"))]
 
 
 def learning_rate_factor(step: int, warmup_steps: int, max_steps: int, min_lr_ratio: float) -> float:

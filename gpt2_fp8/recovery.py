@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import files, pointers
+from gpt2_fp8.checkpoint.finite import is_finite
 from gpt2_fp8.ladder import RollBack
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def is_sound(path: Path) -> bool:
     except (files.CheckpointError, OSError):
         return False
     parts = checkpoint["state_dict"], checkpoint.get("optimizer_states", [])
-    return all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(parts) if tensor.is_floating_point())
+    return all(is_finite(tensor) for tensor in _tensors(parts))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -62,10 +62,10 @@ def keep_own_settings(checkpoint: dict[str, Any], model: nn.Module, config: Opti
     schedule = build_schedule(optimizer, config, max_steps)
     step = checkpoint["lr_schedulers"][0]["last_epoch"]
     rates = [rate * schedule.lr_lambdas[0](step) for rate in schedule.base_lrs]
+    check_moments(optimizer, checkpoint["optimizer_states"][0], step)
     groups = checkpoint["optimizer_states"][0]["param_groups"]
     for saved, fresh, lr in zip(groups, optimizer.param_groups, rates, strict=True):
         settings = {key: value for key, value in fresh.items() if key != "params"}
         saved.update(settings, lr=lr)
-    check_moments(optimizer, checkpoint["optimizer_states"][0], step)
     counts = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
     checkpoint["lr_schedulers"] = [schedule.state_dict() | counts]

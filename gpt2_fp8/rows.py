@@ -1,93 +1,138 @@
-"""The rows of a `metrics.csv`: read as far as they can be, and the file put aside where it is damaged."""
+"""The rows of a `metrics.csv`, which may have been torn, damaged or replaced: copied a line at a time. Stdlib only."""
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 import os
 import re
 import stat
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO, NamedTuple
 
 from gpt2_fp8.checkpoint import durable
 
 log = logging.getLogger(__name__)
 
-Row = dict[str, str]
-
+# What a run logs. A header with any other name is not the project's, and who knows what its numbers are of.
+COLUMNS = {
+    *("step", "train_loss", "val_loss", "lr", "grad_norm", "clip_ratio", "skipped_steps", "bf16_reruns", "tokens"),
+    *("tokens_per_second", "step_time", "data_wait", "mfu_bf16", "memory_gb"),
+}
 LARGEST = 4 << 30  # bytes of a file that is read: a hundred times what a long run logs
 LONGEST = 1 << 16  # of a line
-_STEP = re.compile(r"[0-9]{1,15}")
+SLOW = 3.0  # seconds of reading after which the log says so
+_CELL = r"(?:-?(?:[0-9]{1,40}(?:\.[0-9]{1,40})?(?:e[-+]?[0-9]{1,3})?|inf)|nan)?"
+_LOOK_AT_THE_CLOCK = 1 << 14  # lines
 
 
-def rescued(path: Path) -> list[Row]:
-    """The complete rows of `path`, none where there is no such file.
+class Renewed(NamedTuple):
+    """What a file holds now."""
+
+    columns: list[str]
+    rows: int
+    at_last: set[str]  # the columns, but for the step, with a value at the last step that was asked for
+
+
+def renew(path: Path, wanted: Sequence[str] = (), last: int | None = None) -> Renewed:
+    """Write `path` anew, whole or not at all: its complete rows up to the step `last` (None: all), and the columns
+    `wanted` beside its own. Where there is neither row nor wanted column, what is there stays.
 
     A last line without its end, which a killed process left, is dropped: it may hold half a number. Where more is
     damaged, or something else stands in the place, what was there is put aside and stays, and the log says so. Raises
-    OSError where it cannot be.
+    OSError where it cannot be, or for a file that cannot be written.
     """
-    try:
-        rows, damage = _read(path)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        rows, damage = [], error.strerror or str(error)
-    if damage:
+    temporary = path.with_name(f"{path.name}.tmp")
+    with durable.create(temporary) as file:
+        source = _Source(path)
+        added = [name for name in wanted if name not in source.columns]
+        renewed = _copy(source, file, [*source.columns, *added], "," * len(added), last)
+    if source.damage:
         aside = durable.put_aside(path)
         log.warning("%s is damaged (%s): it is put aside as %s, and what can be read of it goes on with %d rows",
-                    path, damage, aside.name, len(rows))  # fmt: skip
-    return rows
+                    path, source.damage, aside.name, renewed.rows)  # fmt: skip
+    if renewed.rows or wanted:
+        os.replace(temporary, path)
+    else:
+        temporary.unlink()
+    return renewed
 
 
-def up_to(path: Path, step: int) -> list[Row]:
-    """Those of `rescued` that are of no later step."""
-    return [row for row in rescued(path) if int(row["step"]) <= step]
+def _copy(source: _Source, file: IO[str], columns: list[str], more: str, last: int | None) -> Renewed:
+    file.write(",".join(columns) + "\r\n")
+    count, at_last = 0, set()
+    for line in source.lines():
+        cells = line.split(",")
+        if last is None or int(cells[0]) <= last:
+            file.write(line + more + "\r\n")
+            count += 1
+        if int(cells[0]) == last:
+            at_last |= {name for name, cell in zip(source.columns, cells, strict=True) if cell} - {"step"}
+    return Renewed(columns, count, at_last)
 
 
-def _read(path: Path) -> tuple[list[Row], str | None]:
-    """The rows that can be read, and what is wrong with the others. Raises OSError for anything but a regular file."""
-    with os.fdopen(durable.open_regular(path, os.O_RDONLY), "rb") as file:
+class _Source:
+    """A file's columns, none where it has none; its good lines; and from their end on what is wrong with it."""
+
+    def __init__(self, path: Path) -> None:
+        self.columns: list[str] = []
+        self.damage: str | None = None
+        self._path = path
+        self._file: IO[bytes] | None = None
+        try:
+            self._begin()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self.damage = error.strerror or str(error)
+
+    def _begin(self) -> None:
+        file = os.fdopen(durable.open_regular(self._path, os.O_RDONLY), "rb")
         if (size := os.fstat(file.fileno())[stat.ST_SIZE]) > LARGEST:
-            return [], f"it has {size:,} bytes"
-        columns = _cells(first := file.readline(LONGEST))
-        if columns is None or "step" not in columns or len(set(columns)) < len(columns):
-            return [], None if not first.endswith(b"\n") and len(first) < LONGEST else "its first line names no columns"
-        rows: list[Row] = []
-        bad: list[int] = []
-        number = 1
+            file.close()
+            self.damage = f"it has {size:,} bytes"
+            return
+        self._file = file
+        first = file.readline(LONGEST)
+        columns = first.decode("ascii", "replace").removesuffix("\n").removesuffix("\r").split(",")
+        if (
+            first.endswith(b"\n")
+            and columns[0] == "step"
+            and set(columns) <= COLUMNS
+            and len(set(columns)) == len(columns)
+        ):
+            self.columns = columns
+        elif first.endswith(b"\n") or len(first) == LONGEST:
+            self.damage = "its first line names no columns, or others than a run's"
+
+    def lines(self) -> Iterator[str]:
+        """The lines that are rows, without their ends."""
+        if self._file is None:
+            return
+        with self._file as file:
+            if self.columns:
+                try:
+                    yield from self._rows(file)
+                except OSError as error:  # of the reading: what is done with a line raises in its own place
+                    self.damage = error.strerror or str(error)
+
+    def _rows(self, file: IO[bytes]) -> Iterator[str]:
+        row = re.compile(rf"[0-9]{{1,15}}(?:,{_CELL}){{{len(self.columns) - 1}}}\r?\n".encode())
+        said, since = False, time.monotonic()
+        bad, first_bad, number, whole = 0, 0, 1, True
         while line := file.readline(LONGEST):
-            number += 1
-            if not line.endswith(b"\n") and len(line) < LONGEST:
+            began, whole = whole, line.endswith(b"\n")
+            if not whole and len(line) < LONGEST:
                 break  # torn by a kill
-            if row := _row(columns, _cells(line)):
-                rows.append(row)
+            if not began:
+                continue  # of a line that is too long
+            number += 1
+            if row.fullmatch(line):
+                yield line.decode().rstrip("\r\n")
             else:
-                bad.append(number)
-        return rows, f"{len(bad)} lines, the first of them line {bad[0]}" if bad else None
-
-
-def _cells(line: bytes) -> list[str] | None:
-    """The fields of a line; None where it is none of ours."""
-    try:
-        (cells,) = csv.reader(io.StringIO(line.decode("utf-8"), newline=""), strict=True)
-    except (ValueError, csv.Error):  # UnicodeDecodeError, and no or many lines, are ValueErrors
-        return None
-    return cells
-
-
-def _row(columns: list[str], cells: list[str] | None) -> Row | None:
-    """A row, where the cells are one: a step, and a number or nothing in each of the other columns."""
-    if cells is None or len(cells) != len(columns):
-        return None
-    row = dict(zip(columns, cells, strict=True))
-    return row if _STEP.fullmatch(row["step"]) and all(map(_is_number, cells)) else None
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell or "0")
-    except ValueError:
-        return False
-    return True
+                bad, first_bad = bad + 1, first_bad or number
+            if number % _LOOK_AT_THE_CLOCK == 0 and not said and time.monotonic() - since > SLOW:
+                said = True
+                log.info("%s is long: its rows are being read (%d so far)", self._path, number)
+        self.damage = f"{bad} lines, the first of them line {first_bad}" if bad else None

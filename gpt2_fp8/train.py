@@ -12,6 +12,7 @@ from gpt2_fp8 import spool, startup
 from gpt2_fp8.build import Parts, build
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.callbacks.tiers import Tiers
+from gpt2_fp8.checkpoint.finite import is_finite
 from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.config.checks import check_batch
@@ -95,9 +96,17 @@ def _train(start: _Start, folder: Path, ending: Ending, stop: GracefulStop) -> P
         plan, checkpoint = _go_back(back, config, parts, checkpoint, ending)
         del parts  # its memory is needed
         ending.rolled_back()
+    _check_end(parts, ending)
     if validation_missing(parts, ending.tiers):
         parts.trainer.validate(parts.module, datamodule=parts.data, verbose=False)
     return parts
+
+
+def _check_end(parts: Parts, ending: Ending) -> None:
+    """Raise Diverged, on all ranks together, where `fit` has come to its end and to no model."""
+    finite = all(is_finite(weight) for weight in parts.module.parameters())
+    finite = parts.trainer.strategy.reduce_boolean_decision(finite, all=True)
+    ending.fallback.ladder.end(parts.trainer.global_step, finite)
 
 
 def _stop_here(trainer: Any, tiers: Tiers) -> None:

@@ -251,10 +251,10 @@ def state():
         "environment": sorted(item for item in os.environ.items() if item[0] != "PL_GLOBAL_SEED"),
     }
 
-def watched(config, folder):
+def watched(*arguments):
     states.append(state())
     try:
-        return train_run(config, folder)
+        return train_run(*arguments)
     finally:
         states.append(state())
 

@@ -58,7 +58,7 @@ def _loops(step: int, loops: dict[str, Any]) -> Iterator[str]:
 
 
 def _lanes(step: int, data: dict[str, Any]) -> Iterator[str]:
-    """A lane cannot have come further than all tokens of all steps lead."""
+    """A lane cannot have come further than all tokens of all steps lead, nor within its text than its share of them."""
     size, length = (data["fingerprint"].get(key) for key in ("global_batch_size", "n_positions"))
     if not (type(size) is type(length) is int):
         yield "TokenDataModule.fingerprint has no batch size and length of sequences"
@@ -66,6 +66,9 @@ def _lanes(step: int, data: dict[str, Any]) -> Iterator[str]:
     for name, lane in data["lanes"].items():
         far = [(f"lanes.{name}.epoch", lane["epoch"])]
         yield from _beyond(step * size * length, "the tokens of its steps", far)
+        share = -(-step * size // len(data["lanes"]))  # sequences
+        yield from _beyond(share, "the sequences of its steps", [(f"lanes.{name}.block", lane["block"])])
+        yield from _beyond(share * length, "the tokens of its steps", [(f"lanes.{name}.offset", lane["offset"])])
 
 
 def _other_than(step: int, numbers: Iterator[tuple[str, int]]) -> Iterator[str]:

@@ -47,6 +47,13 @@ def read_weights(path: Path | str, map_location: Any = None) -> dict[str, Tensor
     return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
+def look_at_weights(path: Path | str, look: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """What `look` says of each tensor of the module's state dict, which are in memory one at a time. Raises as
+    `read`."""
+    weights: dict[str, Any] = _assemble(Path(path), "cpu", only=["state_dict"], look=look)["state_dict"]
+    return weights
+
+
 def read_structure(path: Path | str) -> dict[str, Any]:
     """The dictionary of `read` with tensors of no numbers (on the device `meta`, of their shapes and dtypes). Raises as
     `read`."""
@@ -59,15 +66,18 @@ def read_plain(path: Path | str, key: str) -> Any:
     return tree.unflatten(read_json(Path(path), SKELETON).get(key, {}), lambda name: None)
 
 
-def _assemble(path: Path, device: str, only: list[str] | None = None) -> dict[str, Any]:
-    """The checkpoint, or what it holds under the names `only`."""
+def _assemble(
+    path: Path, device: str, only: list[str] | None = None, look: Callable[[Tensor], Any] | None = None
+) -> dict[str, Any]:
+    """The checkpoint, or what it holds under the names `only`; with what `look` says in the place of each tensor."""
     manifest = verified(path)
     skeleton = read_json(path, SKELETON)
     try:
         if skeleton.get("global_step", 0) != manifest["global_step"]:
             raise ValueError(f"{SKELETON} is of another step than {MANIFEST}")
         with _tensors(path, manifest["files"].keys(), device) as load:
-            value = tree.unflatten({key: skeleton[key] for key in only or skeleton}, load)
+            read = load if look is None else lambda name: look(load(name))
+            value = tree.unflatten({key: skeleton[key] for key in only or skeleton}, read)
         if not isinstance(value["state_dict"], dict):
             raise ValueError(f"{SKELETON} holds no weights")
         return value

@@ -2,8 +2,8 @@
 
 Digests show that a checkpoint is what somebody wrote, not that it is a run's. Lightning takes over what it finds
 without a look, so that a wrong value would come to light in the midst of training, as an error of ours, or as a run
-that never ends. The table is asked where a run is resumed, without reading a tensor, and then whether its numbers
-agree; what neither can tell, whoever restores it finds out, under `restoring`.
+that never ends. The table is asked where a run is resumed, without reading a tensor, then whether its numbers agree,
+and then whether its weights are numbers; what none of these can tell, whoever restores it finds out, under `restoring`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gpt2_fp8.checkpoint.agreement import disagreements
 from gpt2_fp8.checkpoint.errors import unfit
+from gpt2_fp8.checkpoint.finite import check_weights
 from gpt2_fp8.checkpoint.forms import Exactly, Form, Line, Maybe, Numbers, Real, Row, Some, Whole, Word, problems
 from gpt2_fp8.checkpoint.load import read_structure
 from gpt2_fp8.checkpoint.names import MOST_STEPS
@@ -113,7 +114,7 @@ RUN: Form = {
         "step": COUNT,
         "lanes": {...: _LANE},
         "validation": Maybe((NoneType, Line(64))),
-        "digests": Maybe({...: str}),
+        "digests": Maybe({"train": str, ...: str}),
     },
     "FP8Precision": Maybe({"scaling": Maybe(Line(4000)), "sequences": Maybe(Whole(1)), ...: Tensor}),
     # of version 2
@@ -134,14 +135,15 @@ _SHOWN = 5  # problems; a table of them helps nobody
 
 
 def check(path: Path | str) -> None:
-    """Raise CheckpointError unless `path` is a whole checkpoint that a run can continue from, as far as its form
-    and its numbers beside the tensors tell."""
+    """Raise CheckpointError unless `path` is a whole checkpoint that a run can continue from, as far as its form,
+    its numbers beside the tensors, and its weights' being finite tell."""
     path = Path(path)
     state = read_structure(path)
     found = list(problems(state, RUN)) or list(disagreements(state))
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise unfit(path, "; ".join(found[:_SHOWN]) + more)
+    check_weights(path)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from gpt2_fp8.data.cache import UnitCache
 from gpt2_fp8.data.corpus_check import check_trainable, validation_blocks
 from gpt2_fp8.data.digests import Digests
 from gpt2_fp8.data.loaders import Cursor, Steps, Validation
-from gpt2_fp8.data.order import Order, Place, lane_count
+from gpt2_fp8.data.order import Order, lane_count
 from gpt2_fp8.data.packing import Batches, Lane, lane_start, lanes_of
 from gpt2_fp8.data.progress import Progress
 from gpt2_fp8.data.reader import UnitReader
@@ -187,12 +187,13 @@ class TokenDataModule(LightningDataModule):
 
         Raises:
             UserError: the text, the tokenizer or what else makes the order is not what it was (every difference).
-            LookupError, TypeError, ValueError: it is no state of this order.
+            TypeError, ValueError: it is no state of this order.
         """
         if self._ready:
             self._progress.restore(state_dict)
             for lane, state in self._progress.lanes.items():  # or it would come to light in the midst of training
-                self._order.unit(int(lane), Place(state["epoch"], state["position"]))
+                if state["position"] >= (units := self._order.length(int(lane))):
+                    raise ValueError(f"lane {lane} stands at its unit {state['position']}, counted from 0, of {units}")
         self._loaded = None if self._ready else state_dict
 
     def other_settings(self, state_dict: dict[str, Any]) -> list[Problem]:

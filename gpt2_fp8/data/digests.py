@@ -2,13 +2,13 @@
 
 The names, sizes and ranges of a corpus say which text a run is about, not what stands in it. Whatever reads a unit
 again, in a second epoch, after a resume, on another rank or out of the token cache, finds the same digest or ends the
-run. Text that was never read is nobody's loss: what it comes to be is what is trained on.
+run. Text that was never read is nobody's loss: what it comes to be is what is trained on. The text to validate on is
+not here: its sequences have a checksum of their own (`progress`).
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import logging
 import zlib
 from collections.abc import Iterable
@@ -31,25 +31,23 @@ Table = npt.NDArray[np.uint64]  # by unit; 0: not known
 
 
 class Digests:
-    """The digests of a corpus' units: of all that were read, and of those that training has come to."""
+    """The digests of a corpus' training units: of all that were read, and of those that training has come to."""
 
     def __init__(self, corpus: Corpus):
-        self._units = [*corpus.train, *corpus.val]
+        self._units = corpus.train
         self._index = {unit: i for i, unit in enumerate(self._units)}
-        self._train = len(corpus.train)
-        self._val_names = hashlib.sha256("\n".join(unit.name for unit in corpus.val).encode()).hexdigest()
+        self._width = _width(len(self._units))
         self._read: Table = np.zeros(len(self._units), np.uint64)  # here, or by the run that is continued
         self._saved: Table = np.zeros(len(self._units), np.uint64)  # of these, those that a checkpoint is to have
 
     def check(self, unit: Unit, sha256: str) -> None:
         """The unit was read. Raises UserError where its tokens are not those that it had before."""
-        i = self._index[unit]
-        digest = int(sha256[: 2 * self._width(i)], 16) or 1
+        if (i := self._index.get(unit)) is None:
+            return
+        digest = int(sha256[: 2 * self._width], 16) or 1
         if self._read[i] not in (0, digest):
             raise _changed([unit])
         self._read[i] = digest
-        if i >= self._train:  # validation is over the same text from the first step on
-            self._saved[i] = digest
 
     def trained_on(self, units: Iterable[int]) -> None:
         """Training has come to these, by their index among the training units; they were read."""
@@ -68,25 +66,22 @@ class Digests:
 
     def state_dict(self) -> dict[str, str]:
         """For JSON."""
-        parts = (self._saved[: self._train], self._saved[self._train :])
-        train, val = (_pack(part, _width(len(part))) for part in parts)
-        return {"train": train, "val": val, "val_units": self._val_names}
+        return {"train": _pack(self._saved, self._width)}
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Hold this run's text to what a `state_dict` says, None where an earlier version has written no such.
 
         Raises:
             UserError: what was read here already is another text (each unit).
-            ValueError, LookupError, TypeError: it is no state of this corpus.
+            ValueError: it is no state of this corpus.
         """
         if state is None:
             log.warning("data: an earlier version wrote this checkpoint, without digests of its text: "
                         "what was read before it cannot be compared")  # fmt: skip
             return
-        n_val = len(self._units) - self._train
-        same_val = state["val_units"] == self._val_names  # other text to validate on may be asked for
-        val = _unpack(state["val"], n_val) if same_val else np.zeros(n_val, np.uint64)
-        table = np.concatenate([_unpack(state["train"], self._train), val])
+        if "train" not in state:
+            raise ValueError("the digests of its text are missing")
+        table = _unpack(state["train"], len(self._units))
         self._refuse((table != 0) & (self._read != 0) & (table != self._read))
         self._read = np.where(table != 0, table, self._read)
         self._saved = np.where(table != 0, table, self._saved)
@@ -94,9 +89,6 @@ class Digests:
     def _refuse(self, changed: npt.NDArray[np.bool_]) -> None:
         if changed.any():
             raise _changed([self._units[i] for i in np.flatnonzero(changed)])
-
-    def _width(self, i: int) -> int:
-        return _width(self._train if i < self._train else len(self._units) - self._train)
 
 
 def _width(n_units: int) -> int:
@@ -115,7 +107,7 @@ def _unpack(text: str, n_units: int) -> Table:
     unpacker = zlib.decompressobj()
     try:
         content = unpacker.decompress(base64.b64decode(text, validate=True), n_units * width + 1)
-    except zlib.error as error:
+    except (zlib.error, ValueError) as error:
         raise ValueError(f"the digests of its text are damaged: {error}") from error
     if len(content) != n_units * width:
         raise ValueError(f"it has digests of another number of units than {n_units}")

@@ -38,15 +38,18 @@ class Order:
         """Every unit of an epoch, int64 [n_units]: lane l owns [l::lanes]."""
         return self._units(epoch)
 
+    def length(self, lane: int) -> int:
+        """How many units a lane has in an epoch."""
+        return len(range(lane, self.n_units, self.lanes))
+
     def unit(self, lane: int, place: Place) -> int:
         """The index of the unit at `place` of `lane`."""
         return int(self.epoch(place.epoch)[lane :: self.lanes][place.position])
 
     def after(self, lane: int, place: Place) -> Place:
         """The next place of `lane`, in the next epoch where this one is over."""
-        in_lane = len(range(lane, self.n_units, self.lanes))
         epoch, position = place.epoch, place.position + 1
-        return Place(epoch, position) if position < in_lane else Place(epoch + 1, 0)
+        return Place(epoch, position) if position < self.length(lane) else Place(epoch + 1, 0)
 
     def documents(self, epoch: int, unit: int, n: int) -> Permutation:
         """The order of a unit's `n` documents in an epoch."""

@@ -146,8 +146,9 @@ class Lane:
 
     def _changed(self, read: str, there: str) -> UserError:
         return UserError.of(
-            f"the text changed under this run: a unit of which {read} were read has only {there}",
-            "restore the text, or start a new run",
+            "the text changed under this run, or its checkpoint was: "
+            f"a unit of which {read} were read has only {there}",
+            "restore the text, name another checkpoint, or start a new run",
         )
 
     def _read(self, place: Place) -> tuple[Tokens, DocumentCounts]:

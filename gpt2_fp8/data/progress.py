@@ -51,15 +51,19 @@ class Progress:
         rank, world = rank_and_world()
         own = {str(lane) for lane in lanes_of(rank, world, len(self.lanes), self.global_batch_size)}
         lanes = {lane: state for lane, state in self.lanes.items() if lane in own}
-        told: list[Any] = [(self.step, lanes, self.digests.known())]
+        told: list[Any] = [(self.step, lanes, self.digests.known(), self.validation)]
         if world > 1:
             mine, told = told[0], [None] * world
             distributed.all_gather_object(told, mine)
-        for step, lanes, _ in told:
+        for step, lanes, *_ in told:
             assert step == self.step, f"ranks stand at the steps {[step for step, _ in told]}"
             self.lanes.update(lanes)
-        assert all(self.lanes[lane] == state for _, lanes, _ in told for lane, state in lanes.items()), "ranks disagree"
-        self.digests.merge(table for _, _, table in told)
+        assert all(self.lanes[lane] == state for _, lanes, *_ in told for lane, state in lanes.items()), (
+            "ranks disagree"
+        )
+        self.digests.merge(table for _, _, table, _ in told)
+        if any(validation != self.validation for *_, validation in told):
+            raise UserError.of("the validation text changed while the ranks read it", "let it be, and start again")
         return {
             "fingerprint": dict(self.fingerprint),
             "step": self.step,
@@ -113,6 +117,6 @@ _WORDS = {
 }
 _CURES = {
     "tokenizer": "set data.tokenizer= back as it was",
-    "validation": "set data.val_sequences= and what else chooses it back as they were, or do without: "
-    "data.val_sequences=0",
+    "validation": "set data.val_sequences= and what else chooses it back as they were, restore its files if they have "
+    "changed, or do without: data.val_sequences=0",
 }

@@ -11,7 +11,7 @@ import torch
 from gpt2_fp8 import rng
 from gpt2_fp8.checkpoint import files, pointers, run_state
 from gpt2_fp8.checkpoint.errors import CheckpointError
-from gpt2_fp8.config.errors import DataSourceLost, UserError
+from gpt2_fp8.config.errors import DataSourceLost
 from gpt2_fp8.data.loaders import Steps
 from gpt2_fp8.module import GPT2Module
 from tests.faults.test_hostile_checkpoints import forge
@@ -86,6 +86,7 @@ FORMS = {
     "FP8 scales in a list": (at("FP8Precision", []), "FP8Precision is an empty list, not a dict"),
     "no data": (at("TokenDataModule"), "TokenDataModule is missing"),
     "data without lanes": (at("TokenDataModule/lanes"), "TokenDataModule.lanes is missing"),
+    "no digests": (at("TokenDataModule/digests", {}), "TokenDataModule.digests.train is missing"),
     "data at a word": (at("TokenDataModule/lanes/3", {}), "TokenDataModule.lanes.3.epoch is missing"),
     "a precision that is a list": (at("precision", []), "precision is an empty list, not a dict"),
     "random numbers of another kind": (at("rng/0/python", (3, (1, 2), None)), "rng.0.python.1 is of type tuple, not a"),
@@ -101,7 +102,8 @@ FITS = {
     "fewer groups": (fewer_groups, r"ValueError: zip\(\)"),
     "random bytes of another length": (at("rng/0/torch", torch.zeros(3, dtype=torch.uint8)), "and this one 3"),
     "lanes of another text": (at("TokenDataModule/lanes/7"), "it has 7 lanes that are not the 8 of this text"),
-    "a lane past its end": (far_away, "IndexError"),
+    "a lane past its end": (far_away, r"lane 3 stands at its unit 1000000, counted from 0, of 1\d\n"),
+    "digests that are none": (at("TokenDataModule/digests/train", "@"), "the digests of its text are damaged"),
     "documents by other names": (at("TokenDataModule/lanes/3/documents", {"x": 1}), "TypeError: .*argument 'x'"),
     "statistics by other names": (at("callbacks/Fallback/statistics/x", 1), "TypeError: .*argument 'x'"),
 }  # fmt: skip
@@ -209,6 +211,8 @@ NUMBERS = {
     "Python's of an old version": (lambda s: python(s, 2), "rng.0.python.0 is 2, not an int from 3 to 3"),
     "a lane in an epoch without end": (at("TokenDataModule/lanes/3/epoch", HUGE), "3.epoch is an int of 1329 bits"),
     "a lane beyond its tokens": (at("TokenDataModule/lanes/3/epoch", 10**9), "epoch is 1000000000, beyond the tokens"),
+    "a lane past its tokens": (at("TokenDataModule/lanes/3/offset", 10**12), "offset is 1000000000000, beyond the tok"),
+    "a lane past its sequences": (at("TokenDataModule/lanes/3/block", 10**12), "block is 1000000000000, beyond the se"),
     "documents without number": (at("TokenDataModule/lanes/3/documents/read", HUGE), "read is an int of 1329 bits"),
     "moments of half precision": (lambda s: cast(s, "exp_avg", torch.float16), "exp_avg is a tensor of torch.float16"),
     "moments of whole numbers": (lambda s: cast(s, "exp_avg_sq", torch.int32), "exp_avg_sq is a tensor of torch.int32"),
@@ -229,6 +233,9 @@ TENSORS = {
     "numpy of zeros": (lambda s: s["rng"][0]["numpy"]["keys"].zero_(), "numpy's random numbers of rank 0"),
     "CUDA between two numbers": (at("rng/0/cuda", torch.full((16,), 3, dtype=torch.uint8)), "CUDA's random numbers"),
     "a mean of squares below 0": (lambda s: moments(s)["exp_avg_sq"].fill_(-1.0), "a mean of squares, has numbers"),
+    "a mean that is no number": (lambda s: moments(s)["exp_avg"].fill_(float("nan")), "exp_avg_sq 0 is not finite"),
+    "squares without end": (lambda s: moments(s)["exp_avg_sq"].fill_(float("inf")), "exp_avg_sq 0 is not finite"),
+    "a mean beyond its squares": (lambda s: moments(s)["exp_avg"].fill_(1e30), r"exp_avg 0 reaches 1e\+30, where"),
     "updates below 0": (lambda s: moments(s)["step"].fill_(-5.0), "step 0 is -5.0, in a state of 4 steps"),
     "updates of other steps": (lambda s: moments(s)["step"].fill_(10.0**6), "step 0 is 1000000.0, in a state of 4"),
 }  # fmt: skip
@@ -277,6 +284,17 @@ def test_102_nor_is_a_tensor_that_no_run_writes_put_in_its_place(run, steps, nam
     with pytest.raises(CheckpointError, match=words) as refused:
         train(run, f"ckpt_path={path}")
     assert_told(refused.value, path)
+    assert steps == []
+
+
+@pytest.mark.parametrize("key", ["ckpt_path", "init_from"])
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_102_weights_that_are_not_finite_are_refused(run, tmp_path, steps, key, number):
+    path = forged(run, lambda state: state["state_dict"]["positions.weight"][0, :1].fill_(number))
+    with pytest.raises(CheckpointError, match=r"holds weights that are not finite .*: positions\.weight\n") as refused:
+        train(tmp_path / "other", f"{key}={path}", f"trainer.max_steps={STEP + 1}")
+    assert refused.value.exit_code == 2
+    assert "an earlier one of the same run" in str(refused.value)
     assert steps == []
 
 
@@ -359,13 +377,6 @@ def assert_told(refused, path):
     assert cause.startswith(f"error: {path} cannot be continued from: ")
     assert "init_from=PATH" in remedy
     assert refused.exit_code == 2
-
-
-def test_a_block_past_its_unit_is_a_text_that_changed(run, steps):
-    path = forged(run, lambda state: state["TokenDataModule"]["lanes"]["3"].update(block=10**6))
-    with pytest.raises(UserError, match="of which 1000000 sequences were read has only"):
-        train(run, f"ckpt_path={path}")
-    assert steps == []
 
 
 def test_what_a_schedule_brings_along_is_not_taken(run, steps):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gpt2_fp8 import rows
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.loggers import MetricsFile, build_loggers
 from tests.data.hub_runs import ROOT
@@ -115,13 +118,62 @@ def test_96_a_damaged_line_costs_that_line_and_the_file_is_put_aside(
     assert "first of them line 4): it is put aside as metrics.csv.aside-1" in message
 
 
-@pytest.mark.parametrize("content", [b"\xff" * 9, b"a,b\n1,2\n", b"step,step\n1,2\n", bytes(1 << 20)])
+HEADER = b"step,train_loss,val_loss\n1,2.5,\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff" * 9,
+        b"a,b\n1,2\n",
+        HEADER.replace(b"train_loss", b"train_moss"),
+        HEADER.replace(b"step", b"stdp"),
+        HEADER.replace(b"loss,", b"loss "),
+        b"step,step\n1,2\n",
+        bytes(1 << 20),
+    ],
+)
 def test_96_what_is_no_log_at_all_is_put_aside_each_time(tmp_path: Path, content: bytes) -> None:
     for number in (1, 2):
         (tmp_path / "metrics.csv").write_bytes(content + b"\n")
         MetricsFile(tmp_path, 5).log_metrics({"train_loss": 0.5}, step=6)
         assert (tmp_path / "metrics.csv").read_text() == "step,train_loss\n6,0.5\n"
         assert (tmp_path / f"metrics.csv.aside-{number}").read_bytes() == content + b"\n"
+
+
+def test_96_a_run_logs_columns_that_its_log_may_have(tmp_path: Path) -> None:
+    train(tmp_path / "run", "trainer.max_steps=8")
+    with (tmp_path / "run/metrics.csv").open() as file:
+        assert rows.COLUMNS >= set(next(csv.reader(file))) >= {"train_loss", "val_loss", "tokens_per_second"}
+    train(tmp_path / "run", "trainer.max_steps=9", "ckpt_path=last")
+    assert not list((tmp_path / "run").glob("*.aside-*"))
+
+
+def test_96_the_end_of_an_endless_line_is_no_row(tmp_path: Path) -> None:
+    rest = b"9" * (rows.LONGEST - 2) + b"3,0.5\n"
+    (tmp_path / "metrics.csv").write_bytes(b"step,train_loss\n2," + rest + b"4,0.25\n")
+    MetricsFile(tmp_path, 5).log_metrics({"train_loss": 0.5}, step=6)
+    assert (tmp_path / "metrics.csv").read_text() == "step,train_loss\n4,0.25\n6,0.5\n"
+    assert (tmp_path / "metrics.csv.aside-1").exists()
+
+
+def test_96_a_long_log_is_copied_in_little_memory_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, n = tmp_path / "metrics.csv", 100_000
+    path.write_text("step,train_loss\n" + "".join(f"{step},{1 / step}\n" for step in range(1, n + 1)))
+    monkeypatch.setattr(rows, "SLOW", -1.0)
+    tracemalloc.start()
+    with caplog.at_level(logging.INFO):
+        renewed = rows.renew(path, ["step", "train_loss", "val_loss"], n - 1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 10
+    assert (renewed.rows, renewed.at_last) == (n - 1, {"train_loss"})
+    assert path.read_text().endswith(f"\n{n - 1},{1 / (n - 1)},\n")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} is long: its rows are being read (16384 so far)"
+    ]
 
 
 def test_96_a_sparse_file_of_any_size_is_put_aside_unread(tmp_path: Path) -> None:

@@ -158,6 +158,44 @@ def test_31_a_nan_weight_is_noticed_and_left_behind_for_a_checkpoint_without_it(
     assert metrics(tmp_path / "run")["train_loss"] == metrics(tmp_path / "clean")["train_loss"]
 
 
+def test_31_a_run_that_is_killed_before_it_notices_goes_on_from_the_checkpoint_before(tmp_path, caplog):
+    keys = ["precision=fp32", "trainer.val_check_interval=12", "callbacks.checkpoint_every_n_steps=2"]
+    train(tmp_path / "clean", *keys)
+    with going_wrong(NanWeight(), fp8=False):
+        train_until(6, tmp_path / "run", *keys)
+    train(tmp_path / "run", *keys, "ckpt_path=last")
+    assert "passed over: " in caplog.text
+    assert "step-00000006 holds weights that are not finite (NaN or infinite): positions.weight" in caplog.text
+    assert fallback(tmp_path / "run")["events"] == []
+    assert_same_checkpoint(checkpoint(tmp_path / "run", 12), checkpoint(tmp_path / "clean", 12))
+
+
+def test_31_after_the_last_step_there_is_no_next_one_to_notice_it(tmp_path):
+    keys = ["precision=fp32", "trainer.max_steps=6", "trainer.val_check_interval=6"]
+    with (
+        going_wrong(NanWeight(), fp8=False),
+        pytest.raises(Diverged, match="after step 6 there are weights that are not finite"),
+    ):
+        train(tmp_path / "run", *keys)
+    assert (summary(tmp_path / "run")["status"], summary(tmp_path / "run")["exit_code"]) == ("diverged", 3)
+
+
+class NoLoss(Faults):
+    """None is finite, in any precision."""
+
+    def loss(self, module, step, precision):
+        return NAN
+
+
+def test_35_a_run_all_of_whose_steps_are_left_out_is_not_completed(tmp_path):
+    """However few they are: it has trained nothing."""
+    keys = ["trainer.max_steps=3", "trainer.val_check_interval=3", "precision=fp32"]
+    with going_wrong(NoLoss(), fp8=False), pytest.raises(Diverged, match="none of the 3 steps up to 3 had a finite"):
+        train(tmp_path / "run", *keys)
+    assert (summary(tmp_path / "run")["status"], summary(tmp_path / "run")["exit_code"]) == ("diverged", 3)
+    assert [what for _, what in happened(tmp_path / "run")] == ["skip"] * 3
+
+
 class PoisonedBatch(Faults):
     """Step 7's, in any precision."""
 
