@@ -22,6 +22,7 @@ def training(config: RunConfig, folder: Path) -> Callable[[RunConfig, Path, bool
         try:
             return _imported()
         except BaseException as caught:
+            handlers.hold()  # what follows is the end already
             if handlers.received is not None:  # whatever it has become in an import, where it would be thrown next
                 stopped = slurm.ended(handlers.received)
                 report.write_unbegun(config, folder, stopped)
