@@ -77,6 +77,10 @@ class Job:
         self.unresolved: list[str] = []
         self.folder: str | None = None  # where it will write
 
+    def has(self, key: str) -> bool:
+        """Whether the choices have a key."""
+        return _lookup(self.plain_base, key)[0]
+
     def composed(self) -> tuple[DictConfig, dict[str, Any]]:
         """The configuration with the values that could be set, and the same as plain values; see `found`."""
         cfg = self._copy()

@@ -54,10 +54,19 @@ def _composition(job: Job, args: argparse.Namespace) -> list[Problem]:
     known = typed.key_paths(RunConfig)
     _, found = typed.build(RunConfig, plain)
     problems = [finding.problem for finding in job.found if args.resolve or not set(finding.keys) & set(job.unresolved)]
-    problems += [finding.problem for finding in found if not set(finding.keys) & set(known)]
+    typed_keys = [o.key_or_group for o in job.values if not (o.is_add() or o.is_force_add())]
+    absent = {key for key in typed_keys if not job.has(key)}  # Hydra would refuse those of another choice too
+    told = {part for key in absent for part in _above(key)}
+    problems += [f.problem for f in found if set(f.keys) & told or not set(f.keys) & set(known)]
     if args.package and args.package != "_global_" and OmegaConf.select(cfg, args.package) is None:
         problems.append(Problem(f"--package {args.package}: there is none in this configuration", "--package trainer"))
     return problems
+
+
+def _above(key: str) -> list[str]:
+    """`a.b.c`, `a.b` and `a`."""
+    parts = key.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
 
 def _completion(line: CommandLine, catalog: Catalog) -> list[Problem]:

@@ -167,6 +167,8 @@ def test_84_what_cannot_be_shown_is_told_in_two_lines(tmp_path: Path) -> None:
         "--cfg job -p nope": "--package nope",
         "--cfg job --resolve run_name=${nope}": "Interpolation key 'nope' not found",
         "--cfg job seed=1,2": "several values",
+        "--cfg all precision=fp32 precision.layers=te": "precision.layers belongs to precision=fp8_hybrid",
+        "--help data=stdlib data.train_files=[a]": "data.train_files belongs to data=text_files",
     }
     for cause, end in zip(lines.values(), ends([(tmp_path, line.split()) for line in lines]), strict=True):
         check(end, cause)
@@ -341,6 +343,8 @@ HYDRAS = {
     "-m seed=1,2 hydra.sweeper.max_batch_size=0": "must be 1 or more, or null",
     "-m seed=1,2 hydra.sweeper.params={seed:'1,2',hydra.job.name:x}": "cannot be composed",
     "hydra.launcher.setup=[x]": "cannot be composed",
+    "-m hydra=default": "hydra is not a setting of Hydra's that this program leaves open",
+    "--cfg job +hydra={job:{name:x}}": "hydra is not a setting of Hydra's",
 }
 
 
