@@ -16,7 +16,7 @@ import pytest
 from tests.fuzz.program import ROOT
 from tests.fuzz.tally import CLASSES, drawn, tally
 
-FEW = {"settings": 20, "checkpoints": 12, "pointers": 8, "logs": 10, "data files": 12}  # a minute in all
+FEW = {"settings": 20, "checkpoints": 9, "pointers": 8, "logs": 8, "data files": 10}  # under a minute in all
 
 
 @pytest.mark.parametrize("name", CLASSES)
