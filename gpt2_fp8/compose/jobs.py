@@ -77,6 +77,16 @@ class Job:
         self.unresolved: list[str] = []
         self.folder: str | None = None  # where it will write
 
+    def absent(self, found: list[Finding]) -> list[Finding]:
+        """Values without a + for keys that the choices lack: Hydra refuses them, though the key be one of ours.
+
+        Without what `found` says of such a key already.
+        """
+        told = {key for finding in found for key in finding.keys}
+        values = [o for o in self.values if not (o.is_add() or o.is_force_add() or told & set(above(o.key_or_group)))]
+        lacking = [o for o in values if not _lookup(self.plain_base, o.key_or_group)[0]]
+        return [Finding((o.key_or_group,), _lacking(o)) for o in lacking]
+
     def composed(self) -> tuple[DictConfig, dict[str, Any]]:
         """The configuration with the values that could be set, and the same as plain values; see `found`.
 
@@ -91,7 +101,7 @@ class Job:
         """The configuration, where there is one, and everything wrong with it but what follows from other mistakes."""
         cfg, plain = self.composed()
         config, found = typed.build(RunConfig, plain)
-        self.found += found
+        self.found += [*found, *self.absent(found)]
         if config is None:  # look across the other keys all the same, with these as they were
             self.dropped |= {key for finding in found for key in finding.keys}
             cfg = self._copy()
@@ -214,6 +224,19 @@ class Job:
             cause = f"{values} in a sweep: each process would start the whole sweep again"
             remedy = "sweep with trainer=gpu, a GPU a job; or start the runs one by one, without -m"
             yield Finding(("trainer.devices", "trainer.num_nodes"), Problem(cause, remedy))
+
+
+def _lacking(override: Override) -> Problem:
+    return Problem(
+        f"{override.input_line}: none of the files that were chosen has {override.key_or_group}",
+        f"+{override.input_line}, to add it",
+    )
+
+
+def above(key: str) -> list[str]:
+    """`a.b.c`, `a.b` and `a`."""
+    parts = key.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
 
 def _file_names(cfg: DictConfig) -> tuple[str | None, str | None]:

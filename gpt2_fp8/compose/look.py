@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from gpt2_fp8.compose import commandline, overrides
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.commandline import CommandLine
-from gpt2_fp8.compose.jobs import Job
+from gpt2_fp8.compose.jobs import Job, above
 from gpt2_fp8.config import typed
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
@@ -54,7 +54,10 @@ def _composition(job: Job, args: argparse.Namespace) -> list[Problem]:
     known = typed.key_paths(RunConfig)
     _, found = typed.build(RunConfig, plain)
     problems = [finding.problem for finding in job.found if args.resolve or not set(finding.keys) & set(job.unresolved)]
-    problems += [finding.problem for finding in found if not set(finding.keys) & set(known)]
+    absent = job.absent([])  # which Hydra would not show
+    problems += [f.problem for f in job.absent(found)]
+    told = {part for finding in absent for part in above(finding.keys[0])}
+    problems += [f.problem for f in found if set(f.keys) & told or not set(f.keys) & set(known)]
     if args.package and args.package != "_global_" and OmegaConf.select(cfg, args.package) is None:
         problems.append(Problem(f"--package {args.package}: there is none in this configuration", "--package trainer"))
     return problems

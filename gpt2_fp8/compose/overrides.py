@@ -48,7 +48,7 @@ def sort(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> Reques
     request = Request(line.multirun or any(map(_is_multirun, overrides)))
     own_sweeper = any(o.key_or_group == "hydra/sweeper" for o in overrides)
     for override in overrides:
-        if override.is_hydra_override():
+        if override.is_hydra_override() or override.key_or_group == "hydra":  # or all of them
             found = _hydra_problems(override, catalog)
             if not found and override.key_or_group != "hydra.searchpath":
                 request.hydra.append(str(override.input_line))

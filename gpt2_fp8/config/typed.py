@@ -103,7 +103,7 @@ class _Builder:
                 values[field_.name] = self.value(known[field_.name], data[field_.name], full)
             else:
                 self._bad(
-                    full, f"{full} is missing", f"give it a value: {full}={_example(_members(known[field_.name]))}"
+                    full, f"{full} is missing", f"give it a value: +{full}={_example(_members(known[field_.name]))}"
                 )
         return cls(**values) if len(self.found) == before else _BAD
 

@@ -156,14 +156,20 @@ def row(line: bytes | None) -> dict[str, object] | None:
     # surrogateescape: bytes that are no UTF-8 reach `documents.clean`, which repairs and counts them
     text = line.removeprefix(BOM_UTF8).decode(errors="surrogateescape")  # files with marks may have been put together
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    except ValueError:  # an integer of more digits than Python takes
-        values = json.loads(text, parse_int=float)
-    except RecursionError:
+        values = _parsed(text)
+    except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
+
+
+def _parsed(text: str) -> object:
+    """JSON's value of a text. Raises ValueError or RecursionError."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # an integer of more digits than Python takes
+        return json.loads(text, parse_int=float)
 
 
 def lines(unit: Unit) -> Iterator[bytes | None]:

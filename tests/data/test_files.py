@@ -215,3 +215,10 @@ def test_retries_are_counted_and_end() -> None:
     failures[:] = [KeyError("ours")]
     with pytest.raises(KeyError):  # a mistake of ours does not pass by waiting
         with_retries(action, "it", (0.0, 0.0))
+
+
+@pytest.mark.parametrize("rest", [b', "text": "t"', b', "text": ' + b"[" * 100_000, b"} x"])
+def test_a_line_with_an_endless_number_that_is_no_json_is_one_broken_line(rest: bytes) -> None:
+    number = b'{"x": ' + b"9" * 5000
+    assert formats.row(number + rest) is None
+    assert formats.row(number + b', "text": "t"}') is not None

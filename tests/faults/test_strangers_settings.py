@@ -166,6 +166,9 @@ def test_84_what_is_shown_of_good_settings_is_as_before(tmp_path: Path) -> None:
 
 
 def test_84_what_cannot_be_shown_is_told_in_two_lines(tmp_path: Path) -> None:
+    whole = (ROOT / "conf/optim/tiny.yaml").read_bytes()
+    put(tmp_path, whole.replace(b"global_batch_size: 16\n", b""), "theirs/optim/x.yaml")
+    mine = "-cd theirs optim=x"
     lines = {
         "--cfg job foo=1": "there is no key foo",
         "--help model=nope": "model=nope: there is no such choice",
@@ -174,6 +177,10 @@ def test_84_what_cannot_be_shown_is_told_in_two_lines(tmp_path: Path) -> None:
         "--cfg job -p nope": "--package nope",
         "--cfg job --resolve run_name=${nope}": "Interpolation key 'nope' not found",
         "--cfg job seed=1,2": "several values",
+        "--cfg all precision=fp32 precision.layers=te": "precision.layers belongs to precision=fp8_hybrid",
+        f"--cfg job {mine} global_batch_size=4 seed=x": "none of the files that were chosen has global_batch_size",
+        f"{mine} global_batch_size=16": "fix: +global_batch_size=16, to add it",
+        "--help data=stdlib data.train_files=[a]": "data.train_files belongs to data=text_files",
     }
     for cause, end in zip(lines.values(), ends([(tmp_path, line.split()) for line in lines]), strict=True):
         check(end, cause)
@@ -417,6 +424,8 @@ HYDRAS = {
     "-m seed=1,2 hydra.sweeper.max_batch_size=0": "must be 1 or more, or null",
     "-m seed=1,2 hydra.sweeper.params={seed:'1,2',hydra.job.name:x}": "cannot be composed",
     "hydra.launcher.setup=[x]": "cannot be composed",
+    "-m hydra=default": "hydra is not a setting of Hydra's that this program leaves open",
+    "--cfg job +hydra={job:{name:x}}": "hydra is not a setting of Hydra's",
 }
 
 

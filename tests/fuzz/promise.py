@@ -36,7 +36,7 @@ def hold(outcome: Outcome, folder: Path) -> None:
         raise Broken(f"exit {outcome.code}: {text[-300:]!a}")
     if obeyed := sorted({c for c in text if c not in "\n\t" and unicodedata.category(c) in _OBEYED}):
         raise Broken(f"exit {outcome.code}, and characters that a terminal may obey: {obeyed[:5]!a}")
-    if "s3cr3t" in text:
+    if "s3cr3t" in text and not any("oc.env:SECRET" in word for word in outcome.argv):  # asked for on the command line
         raise Broken("what stands in the environment is shown")
     for line in outcome.stderr.replace(str(folder), "").splitlines():
         if len(line) > LONGEST:

@@ -48,8 +48,9 @@ def _frames(content: bytes) -> list[bytes]:
 
 
 def _row(line: bytes) -> Any:
-    try:
-        return json.loads(line.decode(errors="surrogateescape"))
+    text = line.removeprefix(BOM)  # a file may have been put together of several that begin with a mark
+    try:  # a number of more digits than Python reads is JSON all the same
+        return json.loads(text.decode(errors="surrogateescape"), parse_int=len)
     except (ValueError, RecursionError):
         return None
 

@@ -22,7 +22,8 @@ LONGER = [
     "callbacks.checkpoint_every_n_steps=1", "callbacks.keep_checkpoints=3",
 ]  # fmt: skip
 ON = [*LONGER, f"trainer.max_steps={STEPS + 1}"]
-_CONTINUES = re.compile(r"continues  .*/step-(\d+) \(step (\d+)\)")
+# a killed writer leaves a checkpoint that it moves aside as `.step-00000003.old`, which is one
+_CONTINUES = re.compile(r"continues  .*/(?:step-|\.step-(?=\d+\.old ))(\d+)(?:\.old)? \(step (\d+)\)")
 
 
 @cache

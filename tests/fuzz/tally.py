@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import hypothesis
 from hypothesis import HealthCheck, Phase
+from hypothesis.internal.conjecture import providers
 
 from tests.fuzz import checkpoints, logs, pointers, settings, texts
 from tests.fuzz.place import Place
@@ -59,7 +61,7 @@ def tally(
     found, end = Tally(name), time.monotonic() + (seconds if seconds is not None else float("inf"))
     with Program() as program, tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         place = Place(Path(folder), program)
-        for case in _drawn(name, seed, most):
+        for case in drawn(name, seed, most):
             if time.monotonic() > end:
                 break
             found.tried += 1
@@ -87,7 +89,7 @@ def try_case(name: str, case: dict[str, Any], place: Place, typed: bool = False)
     return str(CLASSES[name].try_one(case, place, typed))
 
 
-def _drawn(name: str, seed: int, most: int | None) -> Iterator[dict[str, Any]]:
+def drawn(name: str, seed: int, most: int | None) -> Iterator[dict[str, Any]]:
     """Inputs, no two alike, in rounds: Hypothesis draws each round's from a seed of its own."""
     seen: set[str] = set()
     for number in itertools.count():
@@ -111,7 +113,10 @@ def _round(strategy: Any, seed: int) -> list[dict[str, Any]]:
     def draw(case: dict[str, Any]) -> None:
         cases.append(json.loads(json.dumps(case)))  # as `count --again` will have it
 
-    draw()
+    # Of itself Hypothesis also draws constants that it finds in whatever modules are imported: other inputs in another
+    # process, and after each change of the program.
+    with mock.patch.object(providers, "_get_local_constants", providers.Constants):
+        draw()
     return cases
 
 
