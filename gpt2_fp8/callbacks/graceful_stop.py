@@ -127,6 +127,7 @@ class GracefulStop(Checkpoint):
             self._agreed(_NO_DATA)
         else:
             return
+        self._signals.gives_up = False  # what is still to be done of the last step, a way to bf16, is part of saving it
         try:
             self._save(trainer) if self._validating else self._save_last_step(trainer)
         except (RollBack, RunError) as error:  # what `exception` says is why the run ends
