@@ -75,7 +75,7 @@ def no_folder(path: Path) -> str:
     """What is there instead of a folder, for a sentence about it."""
     mode = os.lstat(path).st_mode
     if stat.S_ISLNK(mode):
-        return "is a link that leads to no folder"
+        return "is a link that leads nowhere, not a folder"
     return "is a pipe, not a folder" if stat.S_ISFIFO(mode) else "is a file, not a folder"
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-LONGEST = 290  # characters of a cause or a remedy; a path may have 4096, a value of a stranger's file any number
+import re
+
+LONGEST = 1000  # characters of a cause or a remedy, which may name several files
+LONGEST_WORD = 200  # and of what in it has no blank: a path may have 4096, a value of a stranger's file any number
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 
 
 def printable(text: str) -> str:
@@ -18,8 +22,9 @@ def harmless(text: str) -> str:
 
 
 def line(text: str, longest: int = LONGEST) -> str:
-    """`text` as `printable`, and where that is longer than `longest`, its beginning and its end."""
-    text = printable(shortened(text, longest))  # first, as a megabyte takes long to escape
+    """`text` as `printable`, and where that is longer than `longest`, its beginning and its end; likewise its words."""
+    text = _LONG_WORD.sub(lambda word: shortened(word[0], LONGEST_WORD), text)
+    text = printable(shortened(text, longest))  # shortened first, as a megabyte takes long to escape
     return shortened(text, longest)
 
 

@@ -18,7 +18,7 @@ def make_link(path):
     ("make", "words"),
     [
         (os.mkfifo, "is a pipe, not a folder"),
-        (make_link, "is a link that leads to no folder"),
+        (make_link, "is a link that leads nowhere, not a folder"),
         (lambda path: path.write_text(""), "is a file, not a folder"),
     ],
 )

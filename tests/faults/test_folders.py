@@ -94,11 +94,11 @@ def test_92_nothing_that_is_written_later_goes_through_a_link(tmp_path, monkeypa
     with pytest.raises(UserError, match=r"\.lock: it is a link"), RunLock(tmp_path):
         pass
     durable.write_json(tmp_path / "summary.json", {})
-    MetricsFile(tmp_path, 3).log_metrics({"loss": 1.0}, step=4)
+    MetricsFile(tmp_path, 3).log_metrics({"train_loss": 1.0}, step=4)
     durable.write_text(tmp_path / "bench.md", "")  # as `measure/record.py` does
     cache.store({"a": 1}, "2026-01-01", [])
     assert precious.read_text() == "precious"
-    assert (tmp_path / "metrics.csv").read_text().splitlines()[0] == "step,loss"
+    assert (tmp_path / "metrics.csv").read_text().splitlines()[0] == "step,train_loss"
     assert json.loads((tmp_path / "summary.json").read_text()) == {}
 
 

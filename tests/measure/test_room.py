@@ -29,7 +29,7 @@ ONE = ["micro_batch_size=1", "global_batch_size=1"]
     [
         (ONE, 16 * 124_440_000 / GIB, "parameters, gradients and moments"),
         (["micro_batch_size=16", "global_batch_size=16"], 4 * 16 * 1024 * 50257 / GIB, "the logits of a forward pass"),
-        (["micro_batch_size=1", "global_batch_size=9999999"], 4 * 9999999 * 1025 * 3 / GIB, "the tokens of 3 steps"),
+        (["micro_batch_size=1", "global_batch_size=999999"], 4 * 999999 * 1025 * 3 / GIB, "the tokens of 3 steps"),
     ],
 )
 def test_the_largest_part_decides_on_a_cpu(words, least, what, machine):
@@ -57,4 +57,4 @@ def refuse(name):
 def test_where_the_system_does_not_tell_everything_may_fit(answer, monkeypatch):
     assert room.machine_bytes() > GIB / 4
     monkeypatch.setattr(os, "sysconf", answer)
-    assert too_large("micro_batch_size=1", "global_batch_size=999999999999") is None
+    assert too_large("micro_batch_size=1", "global_batch_size=999999") is None
