@@ -55,9 +55,10 @@ def why_not_usable(saved: dict[str, Tensor]) -> str | None:
     for name, tensor in saved.items():
         values = tensor.double()
         if name.endswith(".scale"):
-            if not ((values >= 1 / _LARGEST) & (values <= _LARGEST)).all():
-                return f"{name} has {values[~((values >= 1 / _LARGEST) & (values <= _LARGEST))][0].item():g}"
-        elif (values[values.isfinite()].clamp(0, _LARGEST) != values[values.isfinite()]).any():
+            odd = values[~((values >= 1 / _LARGEST) & (values <= _LARGEST))]  # NaN, too
+            if odd.numel():
+                return f"{name} has {odd[0].item():g}"
+        elif (values.isfinite() & ((values < 0) | (values > _LARGEST))).any():
             return f"{name} has magnitudes from {values.min().item():g} to {values.max().item():g}"
     return None
 
