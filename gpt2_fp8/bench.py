@@ -17,18 +17,19 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from gpt2_fp8 import signals, speech
 from gpt2_fp8.compose import benchmark
-from gpt2_fp8.config import paths, run_folder, typed
+from gpt2_fp8.config import paths, run_folder
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import RunError, UserError
+from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.measure import room, table
+from gpt2_fp8.measure import memory_bound, table
 from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.record import Record
 from gpt2_fp8.measure.sections import measure_sections
 from gpt2_fp8.measure.table import Measured, Row
+from gpt2_fp8.runtime import output, signals
 
 FOLDER = Path("outputs/bench")
 ELSEWHERE = "start the benchmark in a folder that can be written"
@@ -75,7 +76,7 @@ class _Handlers:
     """Raise a KeyboardInterrupt for every signal, but for those that are ignored.
 
     Attributes: `code`, the exit code that the first one is due, None before it. What was raised may have become another
-    error on its way (`signals.py`).
+    error on its way (`runtime/signals.py`).
     """
 
     def __init__(self) -> None:
@@ -141,7 +142,7 @@ def help_text() -> str:
     """What `--help` says."""
     gpu, cpu = benchmark.defaults(gpu=True), benchmark.defaults(gpu=False)
     rows: list[Row] = [
-        {"key": f"bench.{key}", "on a GPU": typed.show(gpu[key]), "on a CPU": typed.show(cpu[key]), "what it is": about}
+        {"key": f"bench.{key}", "on a GPU": show(gpu[key]), "on a CPU": show(cpu[key]), "what it is": about}
         for key, about in MEANINGS.items()
     ]
     return HELP.format(keys=table.text(rows))
@@ -155,9 +156,9 @@ def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
         raise UserError.of(found[0].problem.cause, ELSEWHERE)
     likely = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
     bench, configs = benchmark.preflight(argv, likely)
-    from gpt2_fp8 import startup  # imports torch
+    from gpt2_fp8.train import setup  # imports torch
 
-    device = startup.device(configs[0])
+    device = setup.device(configs[0])
     if (device == "cuda") != likely:
         bench, configs = benchmark.preflight(argv, device == "cuda")
     return bench, configs, device
@@ -197,7 +198,7 @@ def _measure_cases(record: Record, configs: list[RunConfig], device: str) -> Non
 
 def _measure(case: Case, device: str, timeout_s: float, log: Path) -> Result:
     """`measure`, of a case that can fit this machine."""
-    if reason := room.too_large(case.config, device, case.warmup + case.steps + case.profile):
+    if reason := memory_bound.too_large(case.config, device, case.warmup + case.steps + case.profile):
         return Result(status="out of memory", message=reason)
     result = measure(case, timeout_s, log)
     return replace(result, remedy=result.remedy and benchmark.in_lists(result.remedy))
@@ -225,5 +226,5 @@ def _end(record: Record) -> None:
 
 
 if __name__ == "__main__":
-    speech.begin(pipe_ends=True)
+    output.begin(pipe_ends=True)
     sys.exit(main(sys.argv[1:]))

@@ -18,9 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2_fp8 import loading, signals, slurm, speech
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
+from gpt2_fp8.runtime import output, signals, slurm
+from gpt2_fp8.train import loading
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
@@ -139,7 +140,7 @@ def _is_launched(argv: list[str]) -> bool:
 
 
 def _end_after_rank_zero(rank_zero: int) -> None:
-    """Leave no process behind where rank 0 was killed before the ranks had met (`callbacks/ranks.py` from there on)."""
+    """Leave no process behind where rank 0 was killed before the ranks had met (then: `callbacks/rank_watchdog.py`)."""
     while os.getppid() == rank_zero:
         time.sleep(0.5)
     time.sleep(_AFTER_RANK_ZERO)
@@ -159,11 +160,11 @@ def _rank_zero_ends(rank_zero: int | None, patience: float) -> bool:
 
 def entry() -> None:
     """The `gpt2-fp8` command."""
-    speech.begin()
+    output.begin()
     signals.ignore_at_the_end()
     code = main(sys.argv[1:])
     signals.leave_with(code)
-    speech.end()
+    output.end()
     sys.exit(code)
 
 

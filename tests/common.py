@@ -4,8 +4,8 @@ import torch
 
 from gpt2_fp8 import layers
 from gpt2_fp8.config.schema import ModelConfig, OptimConfig
-from gpt2_fp8.loss import cross_entropy, split
-from gpt2_fp8.model import GPT2, initialise
+from gpt2_fp8.model.gpt2 import GPT2, initialise
+from gpt2_fp8.model.loss import cross_entropy, split
 
 VOCAB = 257
 CONFIG = ModelConfig(

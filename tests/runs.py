@@ -14,7 +14,7 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read
-from gpt2_fp8.measure import auto
+from gpt2_fp8.measure import auto_precision
 
 SMALL = [
     "trainer=cpu", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.n_positions=32",
@@ -26,7 +26,7 @@ SMALL = [
 
 def train(folder, *overrides, base=SMALL):
     """Run in this process; returns the validation loss."""
-    from gpt2_fp8.train import run
+    from gpt2_fp8.train.fit import run
 
     (config,) = compose.preflight([*base, f"run_name={Path(folder).name}", *overrides])
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -61,13 +61,13 @@ def start_elsewhere(tmp_path, monkeypatch):
     """Go to a folder where `precision=auto` has measured nothing yet, as the only process of a run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in (auto.ANSWER, "WORLD_SIZE", "SLURM_NTASKS"):
+    for name in (auto_precision.ANSWER, "WORLD_SIZE", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
 
 
 def record_steps(monkeypatch):
     """Every later training step adds (step, hash of its tokens, loss as hex) to the list returned."""
-    from gpt2_fp8.module import GPT2Module
+    from gpt2_fp8.train.module import GPT2Module
 
     steps = []
     original = GPT2Module.finish_step

@@ -13,7 +13,7 @@ import pytest
 from gpt2_fp8 import bench
 from gpt2_fp8.measure import sections
 from gpt2_fp8.measure.case import Result
-from tests.measure.test_children import gone
+from tests.measure.test_subprocesses import gone
 
 TWO = ["trainer=cpu", "bench.precision=[fp32,bf16]", "bench.micro_batch_size=2"]
 GOOD = {"status": "ok", "ran": "bf16", "tokens_per_second": 100.0, "slowest": 90.0, "fastest": 110.0, "losses": [2.5]}

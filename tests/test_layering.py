@@ -287,7 +287,7 @@ def test_imports_without_torch(module):
 WRONG = {
     "config.x": ("import torch", "may not import torch"),
     "config.y": ("def f():\n    import omegaconf", "may not import omegaconf"),
-    "step": ("from gpt2_fp8 import module", "may not import gpt2_fp8.module"),
+    "step": ("from gpt2_fp8 import module", "may not import gpt2_fp8.train.module"),
     "model": ("from gpt2_fp8.data.files import FilesSource", "may not import gpt2_fp8.data.files"),
     "layers.te": ("import transformer_engine.pytorch as te", "at its top"),
     "callbacks.tiers": ("from gpt2_fp8.callbacks.samples import Samples", "may not import gpt2_fp8.callbacks.samples"),

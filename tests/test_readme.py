@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
 from gpt2_fp8.data.tokenizer import GPT2_FILES
-from gpt2_fp8.report import Precision, Summary
+from gpt2_fp8.train.summary import Precision, Summary
 from tests.runs import command, metrics
 
 ROOT = Path(__file__).resolve().parents[1]

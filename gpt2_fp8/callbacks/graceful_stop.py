@@ -1,4 +1,4 @@
-"""Ends of training between two steps: SIGINT, SIGTERM and their like (`signals.py`), and data that does not come.
+"""Ends of training between two steps: SIGINT, SIGTERM and their like (`runtime/signals.py`), data that does not come.
 
 Either way the last finished step is saved, on every rank, and the run is left. One process alone does not finish the
 step that a signal finds it in, which may take minutes on a CPU: `signals.look` gives it up between two of its passes,
@@ -16,11 +16,11 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from gpt2_fp8 import exchange, signals, slurm
-from gpt2_fp8.checkpoint import loops
+from gpt2_fp8.compat import loops
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped
-from gpt2_fp8.ladder import RollBack
-from gpt2_fp8.signals import Interrupted
+from gpt2_fp8.engine.divergence import RollBack
+from gpt2_fp8.runtime import collectives, signals, slurm
+from gpt2_fp8.runtime.signals import Interrupted
 
 log = logging.getLogger(__name__)
 
@@ -80,14 +80,14 @@ class GracefulStop(Checkpoint):
         if self._signals.installed:
             self._signals.install()
         self._signals.hold()
-        self._signals.gives_up = not exchange.several()  # from here on one that leaves a step leaves no others waiting
+        self._signals.gives_up = not collectives.several()  # one that leaves a step leaves no others waiting
         self._waiting = True
         self._stop_if(self._agreed())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Before the step, learn whether another rank was told to stop, or got none, while it waited for its data."""
         self._waiting = False
-        if exchange.several() and (reason := self._agreed()):
+        if collectives.several() and (reason := self._agreed()):
             self._save_last_step(trainer)
             self._stop_if(reason)
 
@@ -141,7 +141,7 @@ class GracefulStop(Checkpoint):
     def _agreed(self, own: int | None = None) -> int:
         """Why any rank has to stop, 0 for no reason; the same on all of them. `own`: this one's reason, if not the
         signal that it has received."""
-        return exchange.largest(own or self._signals.received or 0)
+        return collectives.largest(own or self._signals.received or 0)
 
     @staticmethod
     def _stop_if(reason: int) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from gpt2_fp8 import exchange
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.runtime import collectives
 
 
 class SameKernels(Callback):
@@ -21,7 +21,7 @@ class SameKernels(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Before anything is computed. Raises UserError, the same on all ranks."""
-        told = [json.loads(words) for words in exchange.everyones(json.dumps(self.computes_by, sort_keys=True))]
+        told = [json.loads(words) for words in collectives.everyones(json.dumps(self.computes_by, sort_keys=True))]
         for rank, other in enumerate(told):
             if other != told[0]:
                 raise UserError.of(

@@ -7,9 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from gpt2_fp8 import signals
-from gpt2_fp8.memory import is_out_of_memory
-from gpt2_fp8.sampling import generate
+from gpt2_fp8.engine.out_of_memory import is_out_of_memory
+from gpt2_fp8.model.generate import generate
+from gpt2_fp8.runtime import signals
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 import torch
 
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.flops import flops_per_token, peak_bf16_flops
-from gpt2_fp8.model import padded_vocabulary
+from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
+from gpt2_fp8.model.gpt2 import padded_vocabulary
 
 
 class Throughput(pl.Callback):
@@ -20,7 +20,7 @@ class Throughput(pl.Callback):
 
     `train_loss` (this rank's, mean over the interval's steps that were not skipped), `lr`, `grad_norm`, `clip_ratio`,
     `skipped_steps` and `bf16_reruns` (so far), `tokens`, `tokens_per_second` (all ranks), `step_time` (s), `data_wait`
-    (part of the time spent waiting for the loader), `mfu_bf16` (`flops.py`; only for GPUs whose peak is known) and
+    (part of the time spent waiting for the loader), `mfu_bf16` (`model/flops.py`; for GPUs whose peak is known) and
     `memory_gb` (peak allocated, GiB). Validation, sampling and the first step (compilation, calibration) are not in the
     time.
     """

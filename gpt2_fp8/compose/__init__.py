@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from gpt2_fp8.compose import commandline, jobs, look, overrides
 from gpt2_fp8.compose.catalog import Catalog, open_catalog
 from gpt2_fp8.compose.commandline import CommandLine, flags_first, is_help
-from gpt2_fp8.config import checks, run_folder, typed
+from gpt2_fp8.config import checks, parsing, run_folder
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 
@@ -80,7 +80,7 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
     Raises UserError with everything that is wrong with it.
     """
     data = OmegaConf.to_container(cfg, resolve=True)
-    config, found = typed.build(RunConfig, data)
+    config, found = parsing.build(RunConfig, data)
     found = found if config is None else checks.check(config)
     if found:
         raise UserError(dict.fromkeys(finding.problem for finding in found))

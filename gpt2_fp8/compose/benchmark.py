@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import Override
 from gpt2_fp8.compose import conf_dir, configs_of
 from gpt2_fp8.compose.catalog import BENCH, Catalog, open_catalog
 from gpt2_fp8.compose.commandline import CommandLine, Program, parse, read
-from gpt2_fp8.config import bench_schema, hints, typed
+from gpt2_fp8.config import bench_schema, hints, parsing
 from gpt2_fp8.config.bench_schema import BenchConfig, BenchRunConfig
 from gpt2_fp8.config.checks import VOCABULARY
 from gpt2_fp8.config.errors import Finding, Problem, UserError
@@ -43,7 +43,7 @@ class _Case(NamedTuple):
 
     def has(self, key: str) -> bool:
         """Whether a key changes anything in this case: some belong to one precision or recipe."""
-        tags, group = typed.key_paths(RunConfig).get(key, ()), key.partition(".")[0]
+        tags, group = parsing.key_paths(RunConfig).get(key, ()), key.partition(".")[0]
         if group == "recipe" and self.recipe is None:
             return False
         if key == "cuda_graphs" and self.recipe != "delayed":  # the fused layers' alone
@@ -103,7 +103,7 @@ def _refusal(override: Override, catalog: Catalog) -> Problem | None:
         return Problem(f"{line}: the benchmark has a key of its own", f"bench.{_HERE[key]}=VALUE")
     if key in _OWN:
         return Problem(f"there is no key {key}", f"did you mean bench.{key}={value}?")
-    of_trainer = key.startswith("trainer.") and key in typed.key_paths(RunConfig) and key not in _OF_TRAINER
+    of_trainer = key.startswith("trainer.") and key in parsing.key_paths(RunConfig) and key not in _OF_TRAINER
     if of_trainer or key in _MEANINGLESS or key.partition(".")[0] in _MEANINGLESS:
         return Problem(f"{line}: this changes nothing of what is measured", f"leave {key} out")
     if override.is_sweep_override():
@@ -136,7 +136,7 @@ def _settings(own: list[Override], catalog: Catalog, gpu: bool, problems: list[P
     """The `bench` keys. What is wrong with them is added to `problems`, and is as if it had not been said."""
     data = defaults(gpu)
     values = {**data, **_values(own, problems)}
-    _, found = typed.build(BenchConfig, values, BENCH)
+    _, found = parsing.build(BenchConfig, values, BENCH)
     bench = _leave_out(found, values, data, problems)
     bench = _leave_out(list(bench_schema.check(bench)), values, data, problems)
     return _leave_out(_choices(bench, catalog), values, data, problems)
@@ -150,7 +150,7 @@ def _leave_out(
     for key in {key.partition(".")[2] for finding in findings for key in finding.keys}:
         values.pop(key, None)
         values |= {key: data[key]} if key in data else {}
-    bench, _ = typed.build(BenchConfig, values, BENCH)
+    bench, _ = parsing.build(BenchConfig, values, BENCH)
     assert bench is not None, "the file's own values are right"
     return bench
 

@@ -26,8 +26,8 @@ from gpt2_fp8.compose import folders as settings_folders
 from gpt2_fp8.compose import references
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.shown import line, printable
-from gpt2_fp8.config.typed import show
 
 # What differs between any two compositions says nothing about a file's content.
 _OWN_TO_A_RUN = ("runtime", "overrides", "searchpath")

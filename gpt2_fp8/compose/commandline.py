@@ -20,9 +20,9 @@ from hydra.errors import HydraException
 
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.parsing import key_paths
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import shortened
-from gpt2_fp8.config.typed import key_paths
 
 
 class Program(NamedTuple):

@@ -19,10 +19,10 @@ from gpt2_fp8.compose import sweeps
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.commandline import CommandLine
 from gpt2_fp8.compose.overrides import Request, is_group, sort
-from gpt2_fp8.config import checks, hydra_keys, paths, run_folder, typed
+from gpt2_fp8.config import checks, hydra_policy, parsing, paths, run_folder
 from gpt2_fp8.config.errors import Finding, Problem, UserError
+from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.typed import show
 
 # Set by whatever starts one process a GPU itself (torchrun, SLURM), so that Lightning does not start more.
 _LAUNCHED_OUTSIDE = ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS")
@@ -100,7 +100,7 @@ class Job:
     def check(self) -> tuple[RunConfig | None, list[Problem]]:
         """The configuration, where there is one, and everything wrong with it but what follows from other mistakes."""
         cfg, plain = self.composed()
-        config, found = typed.build(RunConfig, plain)
+        config, found = parsing.build(RunConfig, plain)
         self.found += [*found, *self.absent(found)]
         if config is None:  # look across the other keys all the same, with these as they were
             self.dropped |= {key for finding in found for key in finding.keys}
@@ -108,7 +108,7 @@ class Job:
             for override in self.values:
                 if override.key_or_group not in self.dropped:
                     self._set(cfg, override)
-            config, _ = typed.build(RunConfig, self._plain(cfg))
+            config, _ = parsing.build(RunConfig, self._plain(cfg))
         if config is not None:
             across = checks.check(config)
             across += self._surroundings(cfg, config, {key for finding in across for key in finding.keys})
@@ -128,7 +128,7 @@ class Job:
         """Set one value, known or not: `typed` speaks of unknown keys. False if it makes no sense to."""
         key, line = override.key_or_group, str(override.input_line)
         there, _ = _lookup(self.plain_base, key)
-        if not there and self.request.doubts(key) and key in typed.key_paths(RunConfig):
+        if not there and self.request.doubts(key) and key in parsing.key_paths(RunConfig):
             return False  # it may belong to the choice that was refused
         parent = key
         while not _lookup(self.plain_base, parent)[0]:
@@ -196,7 +196,7 @@ class Job:
 
     def _surroundings(self, cfg: DictConfig, config: RunConfig, bad: set[str]) -> Iterator[Finding]:
         """What only Hydra knows: the run's folder, and that there are several jobs. `bad`: keys known to be wrong."""
-        yield from hydra_keys.check_values(lambda key: _hydra_value(cfg, key))
+        yield from hydra_policy.check_values(lambda key: _hydra_value(cfg, key))
         setting = "hydra.run.dir" if self.number is None else "hydra.sweep.dir"
         by_name = "${run_name}" in str(_lookup(self.plain_base, setting)[1])
         if not (by_name and "run_name" in bad):

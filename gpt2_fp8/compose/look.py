@@ -16,7 +16,7 @@ from gpt2_fp8.compose import commandline, overrides
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.commandline import CommandLine
 from gpt2_fp8.compose.jobs import Job, above
-from gpt2_fp8.config import typed
+from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 
@@ -51,8 +51,8 @@ def _contradictions(args: argparse.Namespace) -> list[Problem]:
 def _composition(job: Job, args: argparse.Namespace) -> list[Problem]:
     """Whether there is something to show: keys that exist, and for `--resolve` what they refer to."""
     cfg, plain = job.composed()
-    known = typed.key_paths(RunConfig)
-    _, found = typed.build(RunConfig, plain)
+    known = parsing.key_paths(RunConfig)
+    _, found = parsing.build(RunConfig, plain)
     problems = [finding.problem for finding in job.found if args.resolve or not set(finding.keys) & set(job.unresolved)]
     absent = job.absent([])  # which Hydra would not show
     problems += [f.problem for f in job.absent(found)]

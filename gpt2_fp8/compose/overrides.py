@@ -10,9 +10,9 @@ from hydra.core.override_parser.types import Override, Sweep, ValueType
 from gpt2_fp8.compose import contents, sweeps
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.commandline import CommandLine, parse
-from gpt2_fp8.config import hints, hydra_keys
+from gpt2_fp8.config import hints, hydra_policy
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.typed import show
+from gpt2_fp8.config.parsing import show
 
 _MAY_BE_NULL = ("experiment", "debug")
 # A wrong choice here leaves keys of other groups unknown too: `optim` follows `model`, an experiment sets anything.
@@ -99,7 +99,7 @@ def _hydra_problems(override: Override, catalog: Catalog) -> list[Problem]:
         return [Problem(f"{override.input_line}: Hydra would not look there", "hydra.searchpath=[FOLDER], as it is")]
     if override.is_delete():
         return [Problem(f"{override.input_line}: every setting of Hydra's has a value", "leave it out")]
-    if refused := hydra_keys.refuse_override(key, value):
+    if refused := hydra_policy.refuse_override(key, value):
         return [refused]
     if "/" in key and value not in (options := catalog.get_group_options(key)):
         cause, remedy = hints.unknown_choice(key, show(value), options)
@@ -172,7 +172,7 @@ def _value_problems(override: Override) -> list[Problem]:
     if group := _CHOSEN_BY_GROUP.get(key):
         choice = value if not isinstance(value, Sweep) else line.partition("=")[2]
         return [Problem(f"{line}: this is chosen with the whole group", f"{group}={show(choice)}")]
-    if hydra_keys.names_code(key, value):
+    if hydra_policy.names_code(key, value):
         return [Problem(f"{line}: nothing here is built from a _target_", "choose from the groups; --help lists them")]
     return []
 

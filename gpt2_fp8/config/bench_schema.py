@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.typed import show
 
 MOST = 10**12  # of anything that is counted
 _LONGEST = 10**8  # seconds: three years, and within what a clock takes

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from gpt2_fp8.config import fused, paths
+from gpt2_fp8.config import fused_support, paths
 from gpt2_fp8.config.errors import Finding, Problem, UserError
+from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.schema import AutoPrecisionConfig, AutoRecipe, FP8PrecisionConfig, HubData, RunConfig
-from gpt2_fp8.config.typed import show
 
 VOCABULARY = {"bytes": 257, "gpt2": 50257}  # the tokenizers' n_vocab
 FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)
@@ -265,7 +265,7 @@ _ACROSS: list[tuple[Callable[[RunConfig], Iterator[Finding]], set[str]]] = [
     (_known_batch, {"global_batch_size", "micro_batch_size", "trainer.devices", "trainer.num_nodes"}),
     (_format, set()),
     (_recipe, set()),
-    (fused.check, {"model.dropout"}),
+    (fused_support.check, {"model.dropout"}),
     (_width, {"model.n_embd", "model.n_head"}),
     (_tokens, {"model.n_positions"}),
     (_auto, set()),

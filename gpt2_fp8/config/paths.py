@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 
 from gpt2_fp8.config import globs, run_folder
 from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.parsing import key_paths, show
 from gpt2_fp8.config.schema import FileOrHubData, FilesData, RunConfig
-from gpt2_fp8.config.typed import key_paths, show
 
 _MAY_HOLD_ANYTHING = ("run_name", "callbacks.sample_prompt")  # of the texts; the first has a message of its own
 _LONGEST = 4096  # characters of a text: of a path, Linux's own limit; all of them reach the log

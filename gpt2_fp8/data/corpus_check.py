@@ -7,10 +7,10 @@ import numpy as np
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.documents import DocumentCounts
-from gpt2_fp8.data.looking import Looking
+from gpt2_fp8.data.prefetch import UnitPool
+from gpt2_fp8.data.progress_log import Looking
 from gpt2_fp8.data.tokenizer import Tokens
 from gpt2_fp8.data.units import Unit
-from gpt2_fp8.data.workers import UnitPool
 
 
 def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None:

@@ -25,13 +25,13 @@ from gpt2_fp8.data.digests import Digests
 from gpt2_fp8.data.loaders import Cursor, Steps, Validation
 from gpt2_fp8.data.order import Order, lane_count
 from gpt2_fp8.data.packing import Batches, Lane, lane_start, lanes_of
+from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.data.progress import Progress
 from gpt2_fp8.data.reader import UnitReader
 from gpt2_fp8.data.sources import DataSettings, build_source
 from gpt2_fp8.data.tokenizer import Tokens, fingerprint, load_tokenizer
 from gpt2_fp8.data.units import Corpus
-from gpt2_fp8.data.workers import UnitPool
-from gpt2_fp8.exchange import rank_and_world
+from gpt2_fp8.runtime.collectives import rank_and_world
 
 if TYPE_CHECKING:
     import tiktoken

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.data import bounds, formats, parquet
+from gpt2_fp8.data import formats, limits, parquet
 from gpt2_fp8.data.units import Unit
 
 _HEAD = 4096  # bytes
@@ -68,6 +68,6 @@ def _no_text(path: Path) -> Problem | None:
 
 def _first_keys(path: Path) -> set[str] | None:
     """The keys of the first JSON object among the first hundred lines; None where there is none."""
-    most = min(path.stat().st_size, bounds.LINE) if formats.ending(path) == ".jsonl" else path.stat().st_size
+    most = min(path.stat().st_size, limits.LINE) if formats.ending(path) == ".jsonl" else path.stat().st_size
     rows = map(formats.row, itertools.islice(formats.lines(Unit(path.name, str(path), 0, most)), 100))
     return next((set(row) for row in rows if row is not None), None)

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.data import bounds, parquet
+from gpt2_fp8.data import limits, parquet
 from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.units import Unit
 
@@ -91,7 +91,7 @@ def cut_after_newline(file: BinaryIO, at: int, *, hard: bool) -> int:
         remedy = "it was not written to its end, or has a hole: make it anew"
         raise _no_lines(file, at, "only NUL bytes in the MiB", remedy)
     while window and not window.endswith(b"\n") and not hard:
-        if file.tell() - at > (most := LINES * bounds.LINE):
+        if file.tell() - at > (most := LINES * limits.LINE):
             raise _no_lines(file, at, f"no line's end in the {most >> 20} MiB", "JSON lines end in newlines: repair it")
         window = file.readline(1 << 20)
     if window.endswith(b"\n") or not hard:
@@ -177,14 +177,14 @@ def lines(unit: Unit) -> Iterator[bytes | None]:
     if ending(unit.path) == ".jsonl":
         with open(unit.path, "rb") as file:
             file.seek(unit.start)
-            yield from (line for line, _ in bounds.lines(file, unit.stop - unit.start))
+            yield from (line for line, _ in limits.lines(file, unit.stop - unit.start))
         return
     import pyarrow as pa
 
     with pa.OSFile(unit.path) as raw, pa.CompressedInputStream(raw, "zstd") as stream:  # reads files of many frames too
-        left = bounds.allowed(raw.size())
-        for line, length in bounds.lines(io.BufferedReader(stream, 1 << 20), left):
-            left -= bounds.ROW + length
+        left = limits.allowed(raw.size())
+        for line, length in limits.lines(io.BufferedReader(stream, 1 << 20), left):
+            left -= limits.ROW + length
             if left < 0:
-                raise bounds.unfolds(unit.path)
+                raise limits.unfolds(unit.path)
             yield line

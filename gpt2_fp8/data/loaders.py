@@ -18,7 +18,7 @@ from gpt2_fp8.config.errors import DataSourceLost, RunError
 from gpt2_fp8.data.ids import check_batch
 from gpt2_fp8.data.packing import Batches, LaneState
 from gpt2_fp8.data.tokenizer import Tokens
-from gpt2_fp8.exchange import rank_and_world
+from gpt2_fp8.runtime.collectives import rank_and_world
 
 PADDING = -1  # the id of every token of a row that only fills up a validation batch; its targets are ignored
 

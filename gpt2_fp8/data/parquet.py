@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data import bounds
+from gpt2_fp8.data import limits
 
 FOOTER = 256 << 20  # bytes; that is a million row groups, and seconds to read
 SAID = 16 << 20  # bytes of a footer that takes long enough to be announced
@@ -72,9 +72,9 @@ def check_declared(path: Path, column: str) -> None:
     for group in range(footer.num_row_groups):
         about = footer.row_group(group)
         stored, unpacked = _chunk(about, places)
-        rows, most = about.num_rows, bounds.allowed(stored)
-        if not (0 <= stored <= size and 0 <= unpacked <= most and 0 <= rows * bounds.ROW <= most):
-            raise bounds.unfolds(path)
+        rows, most = about.num_rows, limits.allowed(stored)
+        if not (0 <= stored <= size and 0 <= unpacked <= most and 0 <= rows * limits.ROW <= most):
+            raise limits.unfolds(path)
 
 
 def read(path: str, groups: range, column: str) -> Iterator[bytes | None]:
@@ -83,14 +83,14 @@ def read(path: str, groups: range, column: str) -> Iterator[bytes | None]:
 
     footer = metadata(path)
     places = _places(footer, column)
-    left = max(bounds.allowed(_chunk(footer.row_group(group), places)[0]) for group in groups)
+    left = max(limits.allowed(_chunk(footer.row_group(group), places)[0]) for group in groups)
     with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True) as file:
         # Few rows at once: where a long value is repeated, the file has it once, and a batch as often as it occurs.
         for batch in file.iter_batches(batch_size=16, row_groups=list(groups), columns=[column]):
             for document in as_documents(batch.column(0)):
-                left -= bounds.ROW + len(document or b"")
+                left -= limits.ROW + len(document or b"")
                 if left < 0:
-                    raise bounds.unfolds(path)
+                    raise limits.unfolds(path)
                 yield document
 
 

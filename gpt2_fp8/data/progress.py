@@ -13,7 +13,7 @@ from gpt2_fp8.data.digests import Digests
 from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.loaders import Cursor
 from gpt2_fp8.data.packing import LaneState, lane_start, lanes_of
-from gpt2_fp8.exchange import rank_and_world
+from gpt2_fp8.runtime.collectives import rank_and_world
 
 Fingerprint = dict[str, str | int]
 

@@ -24,7 +24,7 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 
 from gpt2_fp8.config.schema import ModelConfig
-from gpt2_fp8.layers.scales import DelayedScaling, Scales
+from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 
 Backend = Literal["fused", "te", "reference"]
 

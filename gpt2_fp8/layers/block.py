@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.embedding import embed
-from gpt2_fp8.layers.scales import Scales
 
 
 class Block(nn.Module):

@@ -23,10 +23,10 @@ from gpt2_fp8.kernels.cast import cast_transpose
 from gpt2_fp8.kernels.layer_norm import Gradient, Statistics, layer_norm_backward, layer_norm_cast
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.attention import attention
-from gpt2_fp8.layers.product import Product, add_vector_gradient
+from gpt2_fp8.layers.delayed_scaling import Scales
+from gpt2_fp8.layers.fp8_linear import Product, add_vector_gradient
 from gpt2_fp8.layers.received import Received
 from gpt2_fp8.layers.reference import EPSILON
-from gpt2_fp8.layers.scales import Scales
 
 
 class Block(nn.Module):

@@ -7,10 +7,10 @@ from torch import nn
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers import te
 from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.layers.embedding import fused_embed
 from gpt2_fp8.layers.fused import Block
 from gpt2_fp8.layers.head import Head
-from gpt2_fp8.layers.scales import DelayedScaling, Scales
 
 
 class Fused:

@@ -18,9 +18,9 @@ from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
 from gpt2_fp8.kernels.product_gelu import Operands, fits
 from gpt2_fp8.kernels.product_logits import product_logits
 from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE, softmax_gradient_cast, softmax_statistics
-from gpt2_fp8.layers.product import Product
+from gpt2_fp8.layers.delayed_scaling import Scales
+from gpt2_fp8.layers.fp8_linear import Product
 from gpt2_fp8.layers.reference import EPSILON, LayerNormLinear
-from gpt2_fp8.layers.scales import Scales
 
 # Of the logits' gradient, whatever the blocks' is: it reaches from 1 down to the probabilities of rare tokens. E4M3
 # casts to 0 what is below 2^-18, half of a vocabulary and more, and nothing would push those tokens down.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gpt2_fp8.config import typed
+from gpt2_fp8.config import parsing
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers import reference, te
 from gpt2_fp8.measure import timing
@@ -79,7 +79,7 @@ def rows(request: Row) -> Iterator[Row]:
 
 
 def _shape(data: Row, batch: int) -> tuple[str, Shape]:
-    model, found = typed.build(ModelConfig, data)
+    model, found = parsing.build(ModelConfig, data)
     assert model is not None, found
     return model.name, Shape(batch, model.n_positions, model.n_head, model.n_embd // model.n_head)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.measure import children
+from gpt2_fp8.measure import subprocesses
 
 Status = Literal["ok", "out of memory", "refused", "failed", "timed out"]
 
@@ -62,7 +62,7 @@ def measure(case: Case, timeout_s: float, log: Path | None = None) -> Result:
 
     Returns a Result whatever happens to the child. Raises KeyboardInterrupt, with the child gone.
     """
-    ended = children.run("gpt2_fp8.measure.worker", asdict(case), timeout_s, log)
+    ended = subprocesses.run("gpt2_fp8.measure.worker", asdict(case), timeout_s, log)
     if ended.status != "ok":
         return Result(status=ended.status, message=ended.message)
     kernels = [Kernel(**kernel) for kernel in ended.answer.pop("profile")]

@@ -23,11 +23,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gpt2_fp8.config import typed
+from gpt2_fp8.config import parsing
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.measure import timing
 from gpt2_fp8.measure.timing import Row
-from gpt2_fp8.model import padded_vocabulary
+from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.precision.support import NEEDED
 
 Pass = Literal["forward", "dgrad", "wgrad"]
@@ -145,7 +145,7 @@ def _random(rows_: int, columns: int, device: str) -> Tensor:
 
 
 def _model(data: dict[str, Any]) -> ModelConfig:
-    model, found = typed.build(ModelConfig, data)
+    model, found = parsing.build(ModelConfig, data)
     assert model is not None, found
     return model
 

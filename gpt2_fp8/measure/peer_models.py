@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from gpt2_fp8 import layers
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers.reference import EPSILON, Attention
-from gpt2_fp8.loss import cross_entropy
 from gpt2_fp8.measure.timing import Unavailable, installed
-from gpt2_fp8.model import GPT2, INITIAL_STD, initialise, padded_vocabulary
+from gpt2_fp8.model.gpt2 import GPT2, INITIAL_STD, initialise, padded_vocabulary
+from gpt2_fp8.model.loss import cross_entropy
 from gpt2_fp8.precision.support import why_not_fp8
 
 

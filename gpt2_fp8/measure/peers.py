@@ -19,13 +19,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gpt2_fp8.config import typed
+from gpt2_fp8.config import parsing
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
-from gpt2_fp8.measure import children, timing
+from gpt2_fp8.engine.optim import build_optimizer
+from gpt2_fp8.measure import subprocesses, timing
 from gpt2_fp8.measure.peer_models import PEERS, Peer
 from gpt2_fp8.measure.timing import Row
-from gpt2_fp8.optim import build_optimizer
 
 COLUMNS = ("tokens_per_second", "slowest", "fastest", "peak_memory_gb", "loss", "parameters", "note")
 TIMEOUT_S = 600.0  # of one peer: compiling the largest model takes minutes
@@ -39,7 +39,7 @@ def rows(request: Row) -> Iterator[Row]:
         yield _row(request["peer"], request)
         return
     for name in request.get("peers", PEERS):
-        ended = children.run(__spec__.name, request | {"peer": name}, request.get("timeout_s", TIMEOUT_S))
+        ended = subprocesses.run(__spec__.name, request | {"peer": name}, request.get("timeout_s", TIMEOUT_S))
         if ended.status == "ok":
             yield ended.answer[0]
         else:
@@ -101,7 +101,7 @@ class Loop:
 
 
 def _row(name: str, request: Row) -> Row:
-    config, found = typed.build(RunConfig, request["config"])
+    config, found = parsing.build(RunConfig, request["config"])
     assert config is not None, found
     return timing.measured(_about(name), COLUMNS, lambda: measure(name, config, request["steps"], request["warmup"]))
 

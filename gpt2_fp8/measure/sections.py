@@ -9,8 +9,8 @@ from typing import Any
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.measure import table
-from gpt2_fp8.measure.children import section
 from gpt2_fp8.measure.record import Record, name
+from gpt2_fp8.measure.subprocesses import section
 from gpt2_fp8.measure.table import Measured, Row
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from gpt2_fp8.measure.children import one_line
-from gpt2_fp8.measure.room import wanted
-from gpt2_fp8.memory import is_out_of_memory
+from gpt2_fp8.engine.out_of_memory import is_out_of_memory
+from gpt2_fp8.measure.memory_bound import wanted
+from gpt2_fp8.measure.subprocesses import one_line
 
 Row = dict[str, Any]  # str, int, float or None, in the order of the columns
 

@@ -20,23 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2_fp8 import startup
-from gpt2_fp8.build import build_data
-from gpt2_fp8.config import typed
+from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import DelayedRecipe, RunConfig
-from gpt2_fp8.engine import Engine
-from gpt2_fp8.flops import flops_per_token, peak_bf16_flops
-from gpt2_fp8.measure import profile, room
+from gpt2_fp8.engine.engine import Engine
+from gpt2_fp8.engine.optim import build_optimizer, build_schedule
+from gpt2_fp8.engine.out_of_memory import is_out_of_memory
+from gpt2_fp8.engine.step import StepResult, update
+from gpt2_fp8.measure import memory_bound, profile
 from gpt2_fp8.measure.case import Case, Result
-from gpt2_fp8.measure.children import one_line
+from gpt2_fp8.measure.subprocesses import one_line
 from gpt2_fp8.measure.versions import versions
-from gpt2_fp8.memory import is_out_of_memory
-from gpt2_fp8.model import initialise, padded_vocabulary
-from gpt2_fp8.optim import build_optimizer, build_schedule
+from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
+from gpt2_fp8.model.gpt2 import initialise, padded_vocabulary
 from gpt2_fp8.precision.plugin import build_plugin
 from gpt2_fp8.precision.resolve import Plan, resolve
-from gpt2_fp8.step import StepResult, update
+from gpt2_fp8.train import setup
+from gpt2_fp8.train.build import build_data
 
 
 class Training:
@@ -93,7 +93,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
     if config.trainer.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-    device = startup.device(config)
+    device = setup.device(config)
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
     plan = resolve(config, device)
     known.update(device=name, ran=plan.ran, reason=plan.reason, backend=plan.backend, compiled=plan.compile)
@@ -156,7 +156,7 @@ def _timed(
 
 def _wanted(error: Exception) -> str:
     """How much memory was asked for, in one line."""
-    text = room.wanted(error)
+    text = memory_bound.wanted(error)
     if not (isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_initialized()):
         return text
     used, whole = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
@@ -164,6 +164,6 @@ def _wanted(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    _case, _found = typed.build(Case, json.load(sys.stdin))
+    _case, _found = parsing.build(Case, json.load(sys.stdin))
     assert _case is not None, _found
     Path(sys.argv[1]).write_text(json.dumps(asdict(run(_case))))

@@ -16,11 +16,11 @@ from typing import Any
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
 
-from gpt2_fp8 import exchange
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.recipes import build_recipe
 from gpt2_fp8.precision.resolve import Plan
+from gpt2_fp8.runtime import collectives
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class FP8Precision(BF16Precision):
     @property
     def _sequences(self) -> int:
         """That a rank computes in a step."""
-        return self.global_batch_size // exchange.rank_and_world()[1]
+        return self.global_batch_size // collectives.rank_and_world()[1]
 
     def state_dict(self) -> dict[str, Any]:
         """Delayed scaling's scales and histories as CPU tensors, and its settings; empty for the other recipes."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
-from gpt2_fp8.layers.scales import DelayedScaling
+from gpt2_fp8.layers.delayed_scaling import DelayedScaling
 
 
 def build_recipe(precision: FP8PrecisionConfig, recipe: DelayedRecipe | StatelessRecipe) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.fused import several
+from gpt2_fp8.config.fused_support import several
 from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.layers import Backend

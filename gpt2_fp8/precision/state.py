@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt2_fp8 import exchange
-from gpt2_fp8.layers.scales import Scales
+from gpt2_fp8.layers.delayed_scaling import Scales
+from gpt2_fp8.runtime import collectives
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 _LARGEST = 2.0**100  # of scales and magnitudes that tensors come to
@@ -91,7 +91,7 @@ def agree(model: nn.Module) -> None:
     second micro-batch on, each taken from the text that this rank has seen; it ends with the step, so that rank 0's
     state in a checkpoint is that of all.
     """
-    states = [state for _, state in scaling_states(model)] if exchange.several() else []
+    states = [state for _, state in scaling_states(model)] if collectives.several() else []
     if not states:
         return
     histories, scales = [state.amax_history for state in states], [state.scale for state in states]
@@ -100,7 +100,7 @@ def agree(model: nn.Module) -> None:
     # A magnitude that is NaN has no order. Infinity, for which no scale is taken either, has one.
     magnitudes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     negated.neg_()
-    exchange.maximum(flat)
+    collectives.maximum(flat)
     negated.neg_()
     _put_apart(flat, [*histories, *scales])
 

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from gpt2_fp8.config import fused
+from gpt2_fp8.config import fused_support
 from gpt2_fp8.config.schema import RunConfig
 
 NEEDED = (8, 9)  # Ada
@@ -47,7 +47,7 @@ def why_not_recipe(name: str) -> str | None:
 
 def why_not_fused(config: RunConfig) -> str | None:
     """The reason the fused layers cannot compute a run on this GPU, which can do FP8; None if they can."""
-    if reason := fused.why_not(config):
+    if reason := fused_support.why_not(config):
         return reason
     if torch.cuda.get_device_capability()[0] != HOPPER:
         return f"their kernels are made for Hopper, and this is {torch.cuda.get_device_name()}"

@@ -11,9 +11,9 @@ from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.checks import RANGES, check, check_batch, value_of
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.parsing import key_paths
 from gpt2_fp8.config.paths import check_folder
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.typed import key_paths
 
 
 @pytest.fixture(autouse=True)

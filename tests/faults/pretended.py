@@ -10,11 +10,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from gpt2_fp8 import build, engine, train
-from gpt2_fp8.engine import Engine
-from gpt2_fp8.module import GPT2Module
+from gpt2_fp8.engine import engine
+from gpt2_fp8.engine.engine import Engine
 from gpt2_fp8.precision.plugin import BF16Precision, FP8Precision, build_plugin
 from gpt2_fp8.precision.resolve import Plan, resolve
+from gpt2_fp8.train import build, fit
+from gpt2_fp8.train.module import GPT2Module
 
 NAN = float("nan")
 
@@ -39,7 +40,7 @@ def _plan(config, device):
 def pretend(patch):
     """Until `patch` is undone, a precision of FP8 runs here."""
     plain = engine.cross_entropy
-    patch.setattr(train, "resolve", _plan)
+    patch.setattr(fit, "resolve", _plan)
     patch.setattr(build, "build_plugin", lambda config, plan: Pretended() if plan.fp8 else build_plugin(config, plan))
     patch.setattr(engine, "cross_entropy", lambda *args: plain(*args[:3], False, *args[4:]))
 

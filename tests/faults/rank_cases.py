@@ -18,11 +18,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from gpt2_fp8 import exchange
-from gpt2_fp8.callbacks import ranks
+from gpt2_fp8.callbacks import rank_watchdog
 from gpt2_fp8.config.errors import DataSourceLost, RunError
+from gpt2_fp8.runtime import collectives
 
-ranks.LIFE_SECONDS, ranks.GRACE_SECONDS, ranks.STUCK_SECONDS = 6.0, 3.0, 5.0
+rank_watchdog.LIFE_SECONDS, rank_watchdog.GRACE_SECONDS, rank_watchdog.STUCK_SECONDS = 6.0, 3.0, 5.0
 STEPS, HARM_AT = 60, 20  # of a twentieth of a second at least
 
 
@@ -36,7 +36,7 @@ def harm(what):
     if what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if what == "busy":  # a compilation, a download, a save of one rank: the others wait for it, and it is alive
-        time.sleep(1.5 * ranks.LIFE_SECONDS)
+        time.sleep(1.5 * rank_watchdog.LIFE_SECONDS)
     if what == "hang":
         time.sleep(1000)
 
@@ -49,7 +49,7 @@ def train(what, harmed, rank, watch):
         watch.on_train_batch_start(SimpleNamespace(global_step=step))
         if step == HARM_AT and rank == harmed and what == "hang":
             harm(what)
-        exchange.any_rank(False)
+        collectives.any_rank(False)
         watch.on_train_batch_end(None)
         time.sleep(0.05)
 
@@ -59,7 +59,7 @@ def one(case, rank, port):
     what, harmed = case.rsplit("-", 1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))  # in a run: half an hour
-    watch = ranks.Ranks(lambda error: Path(f"{case}.farewell-{rank}").write_text(str(error)))
+    watch = rank_watchdog.Ranks(lambda error: Path(f"{case}.farewell-{rank}").write_text(str(error)))
     trainer = SimpleNamespace(world_size=2, global_rank=rank, strategy=SimpleNamespace(launcher=None))
     watch.setup(trainer, None, "fit")
     try:
@@ -74,7 +74,7 @@ def one(case, rank, port):
     finally:
         watch.close()
     if what == "slow" and rank == int(harmed):
-        time.sleep(1.5 * ranks.LIFE_SECONDS)  # its part is done; what it still does alone is nobody's affair
+        time.sleep(1.5 * rank_watchdog.LIFE_SECONDS)  # its part is done; what it still does alone is nobody's affair
     return 0
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt2_fp8 import compose, startup
+from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint import files, find, manifest, pointers, verify
 from gpt2_fp8.checkpoint.files import CheckpointError
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.train import setup
 from tests.runs import checkpoint, command, summary, train
 
 STEPS = ["trainer.val_check_interval=4", "callbacks.keep_checkpoints=9"]
@@ -42,7 +43,7 @@ def listed(path):
 
 def resolve(run):
     """What `ckpt_path=last` means in the run's folder, as a start finds it."""
-    return startup.checkpoint(continued(), run)
+    return setup.checkpoint(continued(), run)
 
 
 @cache

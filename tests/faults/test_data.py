@@ -23,16 +23,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from gpt2_fp8 import sampling
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import DataSourceLost, UserError
-from gpt2_fp8.data import bounds, datamodule, formats, tokenizer
+from gpt2_fp8.data import datamodule, formats, limits, tokenizer
 from gpt2_fp8.data.documents import MAX_BROKEN
 from gpt2_fp8.data.files import FilesSource
 from gpt2_fp8.data.loaders import Steps
 from gpt2_fp8.data.tokenizer import encode, load_tokenizer
 from gpt2_fp8.data.units import Unit
+from gpt2_fp8.model import generate
 from tests.data.corpora import files_config, items, module, rank_batches, write_jsonl
 
 TEXT = "some words of a document, and some more; "
@@ -98,7 +98,7 @@ def test_56_a_document_of_100_mb_in_one_line_is_read_in_pieces(tmp_path: Path, s
 
 
 def test_56_a_longer_line_is_passed_over_without_being_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "LINE", 5000)
+    monkeypatch.setattr(limits, "LINE", 5000)
     monkeypatch.setattr(formats, "RANGE", 2000)
     good = [json.dumps({"text": f"{i} {TEXT}"}) for i in range(40)]
     lines = [*good[:20], json.dumps({"text": "x" * 20_000}), *good[20:]]
@@ -306,7 +306,7 @@ UNFOLDS = "unfolds to more than 200 times its size"
 def test_hostile_a_zip_bomb_of_many_lines(
     tmp_path: Path, canary: Path, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "FREE", 4 * MEGABYTE)
+    monkeypatch.setattr(limits, "FREE", 4 * MEGABYTE)
     path = bomb(tmp_path / "bomb.jsonl.zst", line.encode() * (MEGABYTE // len(line)), 200)
     assert UNFOLDS in refusal(files_config(path))
 
@@ -415,7 +415,7 @@ def test_hostile_a_column_of_a_files_own_naming(tmp_path: Path, canary: Path) ->
 def test_hostile_documents_reach_the_terminal_escaped(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     evil = "\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202e"
     ids = list(evil.encode())
-    monkeypatch.setattr(sampling, "generate", lambda *_, **__: ids)
+    monkeypatch.setattr(generate, "generate", lambda *_, **__: ids)
     monkeypatch.setattr("gpt2_fp8.callbacks.samples.generate", lambda *_, **__: ids)
 
     class Anything:

@@ -15,8 +15,8 @@ from gpt2_fp8.checkpoint import durable, lock, pointers
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_folder import FOLDERS, HYDRA, REPLACED, SWEEP, WRITTEN_TO
-from gpt2_fp8.loggers import MetricsFile
-from gpt2_fp8.measure import cache
+from gpt2_fp8.measure import auto_cache
+from gpt2_fp8.train.loggers import MetricsFile
 from tests.data.hub_runs import ROOT
 from tests.runs import SMALL, command, summary, train
 
@@ -89,14 +89,14 @@ def test_92_nothing_that_is_written_later_goes_through_a_link(tmp_path, monkeypa
     planted = [".lock", ".summary.json.tmp", "metrics.csv", "metrics.csv.tmp", ".bench.md.tmp"]
     for name in planted:
         (tmp_path / name).symlink_to(precious)
-    cache.place().parent.mkdir(parents=True)
-    cache.place().with_suffix(".lock").symlink_to(precious)
+    auto_cache.place().parent.mkdir(parents=True)
+    auto_cache.place().with_suffix(".lock").symlink_to(precious)
     with pytest.raises(UserError, match=r"\.lock: it is a link"), RunLock(tmp_path):
         pass
     durable.write_json(tmp_path / "summary.json", {})
     MetricsFile(tmp_path, 3).log_metrics({"train_loss": 1.0}, step=4)
     durable.write_text(tmp_path / "bench.md", "")  # as `measure/record.py` does
-    cache.store({"a": 1}, "2026-01-01", [])
+    auto_cache.store({"a": 1}, "2026-01-01", [])
     assert precious.read_text() == "precious"
     assert (tmp_path / "metrics.csv").read_text().splitlines()[0] == "step,train_loss"
     assert json.loads((tmp_path / "summary.json").read_text()) == {}
@@ -156,7 +156,7 @@ def test_93_what_stands_in_a_pointers_way_is_put_aside(tmp_path, what):
 @pytest.mark.parametrize("what", ["mkdir", "mkfifo", "symlink"])
 def test_93_a_log_that_something_takes_the_place_of_costs_no_checkpoint(tmp_path, what):
     """Somebody who tidies, in the midst of the run."""
-    from gpt2_fp8.module import GPT2Module
+    from gpt2_fp8.train.module import GPT2Module
 
     original = GPT2Module.training_step
 

@@ -8,12 +8,12 @@ import struct
 import pytest
 import torch
 
-from gpt2_fp8 import rng
 from gpt2_fp8.checkpoint import files, pointers, run_state
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.config.errors import DataSourceLost
 from gpt2_fp8.data.loaders import Steps
-from gpt2_fp8.module import GPT2Module
+from gpt2_fp8.runtime import rng
+from gpt2_fp8.train.module import GPT2Module
 from tests.faults.test_hostile_checkpoints import forge
 from tests.runs import SMALL, checkpoint, command, summary, train, train_until
 

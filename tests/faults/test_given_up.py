@@ -5,11 +5,11 @@ import signal
 
 import pytest
 
-from gpt2_fp8.attempts import Attempts
-from gpt2_fp8.bf16 import BF16Gradients
 from gpt2_fp8.callbacks import samples
 from gpt2_fp8.config.errors import Stopped
-from gpt2_fp8.engine import Engine
+from gpt2_fp8.engine.bf16_rerun import BF16Gradients
+from gpt2_fp8.engine.engine import Engine
+from gpt2_fp8.engine.micro_batching import Attempts
 from tests.faults.pretended import NAN, Faults, going_wrong
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_fp8 import signals
+from gpt2_fp8.runtime import signals
 from tests.runs import SMALL, checkpoint, summary
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from gpt2_fp8 import compose, limits
+from gpt2_fp8 import compose
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.footprint import check_step, fitted, footprint, step_bytes
-from gpt2_fp8.limits import Limit
+from gpt2_fp8.runtime import memory_limits
+from gpt2_fp8.runtime.memory_limits import Limit
+from gpt2_fp8.train.footprint import check_step, fitted, footprint, step_bytes
 from tests.runs import SMALL, assert_same_checkpoint, checkpoint, summary, train, train_until
 
 GIB = 2**30
@@ -21,10 +22,12 @@ UNTYPED = [word for word in SMALL if not word.startswith("micro_batch_size")]
 @pytest.fixture
 def machine(monkeypatch):
     """Leaves so many bytes."""
-    monkeypatch.setattr(limits, "swap_bytes", lambda: 0)
+    monkeypatch.setattr(memory_limits, "swap_bytes", lambda: 0)
 
     def leaves(size):
-        monkeypatch.setattr(limits, "narrowest", lambda: None if size is None else Limit(int(size), int(size), WHAT))
+        monkeypatch.setattr(
+            memory_limits, "narrowest", lambda: None if size is None else Limit(int(size), int(size), WHAT)
+        )
 
     return leaves
 
@@ -143,9 +146,9 @@ def test_118_a_resumed_run_keeps_the_size_whatever_the_memory_is_then(tmp_path, 
 @pytest.fixture
 def system(tmp_path, monkeypatch):
     """A system whose files say what a test writes."""
-    monkeypatch.setattr(limits, "ROOT", tmp_path)
+    monkeypatch.setattr(memory_limits, "ROOT", tmp_path)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    monkeypatch.setattr(limits, "_physical", lambda: 64 * GIB)
+    monkeypatch.setattr(memory_limits, "_physical", lambda: 64 * GIB)
 
     def files(**texts):
         for name, text in texts.items():
@@ -157,10 +160,10 @@ def system(tmp_path, monkeypatch):
 
 
 def test_118_a_machine_has_what_its_kernel_calls_available(system):
-    assert limits.narrowest() == (64 * GIB, 64 * GIB, "this machine")
+    assert memory_limits.narrowest() == (64 * GIB, 64 * GIB, "this machine")
     system(proc__meminfo=f"MemTotal: {64 << 20} kB\nMemAvailable: {5 << 20} kB\nSwapFree: 1024 kB\n")
-    assert limits.narrowest() == (5 * GIB, 64 * GIB, "this machine")
-    assert (limits.swap_bytes(), limits.machine_bytes()) == (1 << 20, 64 * GIB)
+    assert memory_limits.narrowest() == (5 * GIB, 64 * GIB, "this machine")
+    assert (memory_limits.swap_bytes(), memory_limits.machine_bytes()) == (1 << 20, 64 * GIB)
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in a container", "on its host"])
@@ -173,13 +176,13 @@ def test_118_a_container_of_either_version_counts(system, inside):
         f"sys__fs__cgroup__{below}memory_dot_current": f"{5 * GIB}\n",
         f"sys__fs__cgroup__{below}memory_dot_stat": f"anon 1\ninactive_file {2 * GIB}\n",
     })  # fmt: skip
-    assert limits.narrowest() == (5 * GIB, 8 * GIB, WHAT)
+    assert memory_limits.narrowest() == (5 * GIB, 8 * GIB, WHAT)
     system(proc__self__cgroup=f"9:cpu:/x\n4:memory:{path}\n", **{
         f"sys__fs__cgroup__memory__{below}memory_dot_limit_in_bytes": f"{3 * GIB}\n",
         f"sys__fs__cgroup__memory__{below}memory_dot_usage_in_bytes": f"{2 * GIB}\n",
     })  # fmt: skip
-    assert limits.narrowest() == (1 * GIB, 3 * GIB, WHAT)
-    assert limits.machine_bytes() == 3 * GIB
+    assert memory_limits.narrowest() == (1 * GIB, 3 * GIB, WHAT)
+    assert memory_limits.machine_bytes() == 3 * GIB
 
 
 def test_118_a_group_without_a_limit_is_none(system):
@@ -187,12 +190,12 @@ def test_118_a_group_without_a_limit_is_none(system):
         proc__self__cgroup="0::/a\n4:memory:/a\n", sys__fs__cgroup__a__memory_dot_max="max\n",
         sys__fs__cgroup__memory__a__memory_dot_limit_in_bytes="9223372036854771712\n",
     )  # fmt: skip
-    assert limits.narrowest() == (64 * GIB, 64 * GIB, "this machine")
+    assert memory_limits.narrowest() == (64 * GIB, 64 * GIB, "this machine")
 
 
 def test_118_limits_of_the_process_count(system, monkeypatch):
     monkeypatch.setattr(
         resource, "getrlimit", lambda kind: (4 * GIB if kind == resource.RLIMIT_AS else resource.RLIM_INFINITY, 0)
     )
-    system(proc__self__statm=f"{GIB // limits.os.sysconf('SC_PAGE_SIZE')} 1 1 1 0 1 0\n")
-    assert limits.narrowest() == (2 * GIB, 4 * GIB, "ulimit -v")
+    system(proc__self__statm=f"{GIB // memory_limits.os.sysconf('SC_PAGE_SIZE')} 1 1 1 0 1 0\n")
+    assert memory_limits.narrowest() == (2 * GIB, 4 * GIB, "ulimit -v")

@@ -320,7 +320,7 @@ CALLS = {
 }
 # Each with its reason. A new one is a decision.
 ALLOWED = {
-    ("data/crew.py", "pickle"): "hands this process's own reader to the workers that it starts",
+    ("data/worker_pool.py", "pickle"): "hands this process's own reader to the workers that it starts",
     ("data/worker_process.py", "pickle"): "takes it there, out of the pipe from that process; nothing from a file",
     ("layers/__init__.py", "import_module"): "of a module of ours, by a name from the plan",
     ("measure/timing.py", "import_module"): "of a package whose name stands in the source, to see whether it is there",

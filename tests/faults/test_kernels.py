@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2_fp8 import exchange
 from gpt2_fp8.callbacks.same_kernels import SameKernels
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import RunError, UserError
@@ -23,11 +22,12 @@ from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.layers import attention
 from gpt2_fp8.layers.received import Received
 from gpt2_fp8.precision.resolve import Plan
-from gpt2_fp8.startup import announce
+from gpt2_fp8.runtime import collectives
+from gpt2_fp8.train.setup import announce
 from tests.data.corpora import files_config, module, rank_batches, write_jsonl
 from tests.runs import summary, train
-from tests.test_ddp import TWO
-from tests.test_ddp import run as run_of_two
+from tests.train.test_ddp import TWO
+from tests.train.test_ddp import run as run_of_two
 
 FUSED = Plan("cuda", "fp8_hybrid", "fp8_hybrid", None, "fused", compile=False, graphs=True)
 BROKEN = "cuda-core does not work here: RuntimeError: no libnvrtc.so.13"
@@ -94,7 +94,7 @@ def test_127_the_summary_says_what_computed(tmp_path: Path) -> None:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, *ranks: str) -> None:
-    monkeypatch.setattr(exchange, "everyones", lambda value: [value, *ranks])
+    monkeypatch.setattr(collectives, "everyones", lambda value: [value, *ranks])
 
 
 def test_128_the_same_kernels_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_129_rows_that_fill_up_a_validation_are_none(tmp_path: Path) -> None:
 
 
 def test_130_a_hook_that_writes_in_place_leaves_no_stale_cast() -> None:
-    """The address stays, and so would the cast in FP8 of what was there before; see `tests/test_received.py`."""
+    """The address stays, and so would the cast in FP8 of what was there before; see `tests/layers/test_received.py`."""
     dx = torch.ones(4, 8)
     kept = Received(SimpleNamespace(dx=dx))  # type: ignore[arg-type]
     assert kept.is_of(dx)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gpt2_fp8 import rows
 from gpt2_fp8.config.schema import LoggerConfig
-from gpt2_fp8.loggers import MetricsFile, build_loggers
+from gpt2_fp8.train import metrics_csv
+from gpt2_fp8.train.loggers import MetricsFile, build_loggers
 from tests.data.hub_runs import ROOT
 from tests.runs import SMALL, command, summary, train
 
@@ -144,13 +144,13 @@ def test_96_what_is_no_log_at_all_is_put_aside_each_time(tmp_path: Path, content
 def test_96_a_run_logs_columns_that_its_log_may_have(tmp_path: Path) -> None:
     train(tmp_path / "run", "trainer.max_steps=8")
     with (tmp_path / "run/metrics.csv").open() as file:
-        assert rows.COLUMNS >= set(next(csv.reader(file))) >= {"train_loss", "val_loss", "tokens_per_second"}
+        assert metrics_csv.COLUMNS >= set(next(csv.reader(file))) >= {"train_loss", "val_loss", "tokens_per_second"}
     train(tmp_path / "run", "trainer.max_steps=9", "ckpt_path=last")
     assert not list((tmp_path / "run").glob("*.aside-*"))
 
 
 def test_96_the_end_of_an_endless_line_is_no_row(tmp_path: Path) -> None:
-    rest = b"9" * (rows.LONGEST - 2) + b"3,0.5\n"
+    rest = b"9" * (metrics_csv.LONGEST - 2) + b"3,0.5\n"
     (tmp_path / "metrics.csv").write_bytes(b"step,train_loss\n2," + rest + b"4,0.25\n")
     MetricsFile(tmp_path, 5).log_metrics({"train_loss": 0.5}, step=6)
     assert (tmp_path / "metrics.csv").read_text() == "step,train_loss\n4,0.25\n6,0.5\n"
@@ -162,10 +162,10 @@ def test_96_a_long_log_is_copied_in_little_memory_and_said(
 ) -> None:
     path, n = tmp_path / "metrics.csv", 100_000
     path.write_text("step,train_loss\n" + "".join(f"{step},{1 / step}\n" for step in range(1, n + 1)))
-    monkeypatch.setattr(rows, "SLOW", -1.0)
+    monkeypatch.setattr(metrics_csv, "SLOW", -1.0)
     tracemalloc.start()
     with caplog.at_level(logging.INFO):
-        renewed = rows.renew(path, ["step", "train_loss", "val_loss"], n - 1)
+        renewed = metrics_csv.renew(path, ["step", "train_loss", "val_loss"], n - 1)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < path.stat().st_size / 10

@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from gpt2_fp8.bf16 import BF16Gradients
 from gpt2_fp8.callbacks import samples
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.engine import Engine
-from gpt2_fp8.memory import is_out_of_memory
+from gpt2_fp8.engine.bf16_rerun import BF16Gradients
+from gpt2_fp8.engine.engine import Engine
+from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from tests.faults.pretended import NAN, Faults, going_wrong
 from tests.runs import SMALL, checkpoint, metrics, record_steps, recorded, summary, train, train_until
 
@@ -139,7 +139,9 @@ def test_67_a_single_sequence_that_does_not_fit_ends_with_advice(tmp_path, monke
 
 
 @pytest.mark.parametrize("text", ["CUDA error: out of memory", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"])
-def test_68_its_texts_are_known_and_other_errors_come_through(text):  # the table of them: tests/test_memory.py
+def test_68_its_texts_are_known_and_other_errors_come_through(
+    text,
+):  # see tests/engine/test_out_of_memory.py
     assert is_out_of_memory(RuntimeError(text))
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 

@@ -9,17 +9,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt2_fp8 import compose, ladder, signals
+from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import Diverged, Stopped
 from gpt2_fp8.data.loaders import Steps
-from gpt2_fp8.layers.scales import DelayedScaling, Scales
-from gpt2_fp8.optim import learning_rate_factor
+from gpt2_fp8.engine import divergence
+from gpt2_fp8.engine.optim import learning_rate_factor
+from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.precision import magnitudes
 from gpt2_fp8.precision.resolve import Plan, as_before, fallen_back
+from gpt2_fp8.runtime import signals
 from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, going_wrong
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, summary, train, train_until
-from tests.test_ddp import TWO, run
+from tests.train.test_ddp import TWO, run
 
 QUIET = ["trainer.val_check_interval=12", "precision=fp8_hybrid"]  # 12 steps, a checkpoint every four
 
@@ -234,7 +236,7 @@ class Spike(Faults):
 
 
 def test_33_one_spike_is_said_and_nothing_else(tmp_path, monkeypatch, caplog, clean):
-    monkeypatch.setattr(ladder, "WARM_UP", 4)
+    monkeypatch.setattr(divergence, "WARM_UP", 4)
     with going_wrong(Spike()):
         train(tmp_path / "run", *QUIET, "callbacks.divergence_steps=2")
     assert happened(tmp_path / "run") == [(9, "spike")]
@@ -261,7 +263,7 @@ DIVERGING = [
 
 
 def test_34_a_run_that_diverges_goes_back_once_and_on_in_bf16(tmp_path, monkeypatch):
-    monkeypatch.setattr(ladder, "WARM_UP", 8)
+    monkeypatch.setattr(divergence, "WARM_UP", 8)
     with going_wrong(HotRate(always=False)):
         train(tmp_path / "run", *DIVERGING)
     (spike, since), (step, what) = happened(tmp_path / "run")
@@ -279,7 +281,7 @@ def test_34_a_run_that_diverges_goes_back_once_and_on_in_bf16(tmp_path, monkeypa
 
 
 def test_35_a_run_that_diverges_again_ends_with_exit_3(tmp_path, monkeypatch):
-    monkeypatch.setattr(ladder, "WARM_UP", 8)
+    monkeypatch.setattr(divergence, "WARM_UP", 8)
     with going_wrong(HotRate(always=True)), pytest.raises(Diverged, match=r"one way back.*a lower optim\.lr"):
         train(tmp_path / "run", *DIVERGING)
     report = summary(tmp_path / "run")

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data import bounds, formats, looking, parquet
+from gpt2_fp8.data import formats, limits, parquet, progress_log
 from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.files import FilesSource
 from gpt2_fp8.data.units import Unit
@@ -73,7 +73,7 @@ def test_113_a_file_of_a_hole_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_113_a_line_without_an_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "LINE", 1 << 20)
+    monkeypatch.setattr(limits, "LINE", 1 << 20)
     monkeypatch.setattr(formats, "RANGE", 1 << 20)
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(10) + b"x" * (20 << 20))
@@ -122,8 +122,8 @@ def test_113_footers_that_are_kept_take_bounded_room(tmp_path: Path, monkeypatch
 
 
 def test_113_what_takes_long_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr(looking, "FIRST", 0.0)
-    monkeypatch.setattr(looking, "EVERY", 0.0)
+    monkeypatch.setattr(progress_log, "FIRST", 0.0)
+    monkeypatch.setattr(progress_log, "EVERY", 0.0)
     for i in range(20):
         write_jsonl(tmp_path / f"{i}.jsonl", [f"{i}.{j} {TEXT}" for j in range(4)])
     with caplog.at_level(logging.INFO):

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2_fp8.callbacks import ranks
+from gpt2_fp8.callbacks import rank_watchdog
 from gpt2_fp8.config.errors import RunError
-from gpt2_fp8.data import crew
+from gpt2_fp8.data import worker_pool
 from gpt2_fp8.data.reader import UnitReader
-from gpt2_fp8.stragglers import Place, Stragglers
+from gpt2_fp8.runtime.stragglers import Place, Stragglers
 from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.faults.unlucky import (
     Once,
@@ -99,7 +99,7 @@ def test_47_a_script_without_a_guard_is_told_what_it_lacks(tmp_path):
     script.write_text(
         "from gpt2_fp8.data.reader import UnitReader\n"
         "from gpt2_fp8.data.units import Unit\n"
-        "from gpt2_fp8.data.workers import UnitPool\n"
+        "from gpt2_fp8.data.prefetch import UnitPool\n"
         "pool = UnitPool(UnitReader(None, 'bytes', None), num_workers=1)\n"
         "pool.take(pool.ask(Unit('a unit', 'path', 0, 1)))\n"
     )
@@ -117,7 +117,7 @@ def test_47_a_script_without_a_guard_is_told_what_it_lacks(tmp_path):
 
 @pytest.mark.parametrize("made", [(be_stopped, 1), (sleep, 1)], indirect=True)
 def test_48_a_worker_without_life_is_replaced(made, corpus, monkeypatch, caplog):
-    monkeypatch.setattr(crew, "LIFE_SECONDS", 2.0)
+    monkeypatch.setattr(worker_pool, "LIFE_SECONDS", 2.0)
     assert same(made, corpus)
     assert "showed no life for" in caplog.text
 
@@ -125,14 +125,14 @@ def test_48_a_worker_without_life_is_replaced(made, corpus, monkeypatch, caplog)
 @pytest.mark.slow
 @pytest.mark.parametrize("made", [(sluggish, 1)], indirect=True)
 def test_48_a_slow_worker_is_alive(made, corpus, monkeypatch):
-    monkeypatch.setattr(crew, "LIFE_SECONDS", 4.0)
+    monkeypatch.setattr(worker_pool, "LIFE_SECONDS", 4.0)
     assert same(made, corpus)
     assert made._pool.counts.worker_deaths == 0
 
 
 @pytest.mark.parametrize("made", [(fail, 0)], indirect=True)
 def test_48_a_worker_that_waits_to_try_again_is_alive(made, corpus, monkeypatch, tmp_path):
-    monkeypatch.setattr(crew, "LIFE_SECONDS", 2.0)
+    monkeypatch.setattr(worker_pool, "LIFE_SECONDS", 2.0)
     source = made._pool.reader.source
     source.action, source.times, source.waits = network_error, 1, (4.0,)
     assert same(made, corpus)
@@ -224,7 +224,7 @@ def test_49_who_is_behind_in_a_step(looks, found):
 
 
 def test_49_a_child_that_was_killed_is_named():
-    watch = ranks.Ranks()
+    watch = rank_watchdog.Ranks()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     watch.children = [child]
     assert watch._lost() is None

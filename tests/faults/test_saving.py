@@ -23,7 +23,7 @@ from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
-from gpt2_fp8.module import GPT2Module
+from gpt2_fp8.train.module import GPT2Module
 from tests.callbacks import tiny_run
 from tests.callbacks.tiny_run import At
 from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train, train_until
@@ -279,7 +279,7 @@ def test_19_resumed_at_the_last_step_it_is_already_complete(monkeypatch, caplog,
 
 def interrupt(monkeypatch, step, micro_batch, action):
     """Do something before the backward of one micro-batch (from 1) of one step (the count of those before it)."""
-    from gpt2_fp8.module import GPT2Module
+    from gpt2_fp8.train.module import GPT2Module
 
     original, count = GPT2Module.manual_backward, [0]
 

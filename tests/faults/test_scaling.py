@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from gpt2_fp8.layers.scales import DelayedScaling, Scales
+from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.magnitudes import JUMP
 from gpt2_fp8.precision.plugin import FP8Precision
 from tests.faults.pretended import NAN, Faults, going_wrong
+from tests.layers.test_delayed_scaling import trained
 from tests.runs import checkpoint, summary, train
-from tests.test_scales import trained
 
 
 @pytest.mark.parametrize("amax", [0.0, float("inf"), float("nan"), 1e-45, 3e38])
@@ -187,7 +187,7 @@ def test_81_gradients_scales_follow_a_rank_s_share_of_a_step_over_a_resume(monke
     saved = plugin(trained(), 16)
     saved.scales_found = True
     before = saved.state_dict()
-    monkeypatch.setattr("gpt2_fp8.exchange.rank_and_world", lambda: (0, ranks))
+    monkeypatch.setattr("gpt2_fp8.runtime.collectives.rank_and_world", lambda: (0, ranks))
     again = plugin(trained(), global_batch_size)
     again.load_state_dict(before)
     assert again.restore_scales()

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_fp8 import signals, slurm
 from gpt2_fp8.checkpoint import files, find
 from gpt2_fp8.config.errors import Stopped
-from gpt2_fp8.data import workers as workers_module
-from gpt2_fp8.data.workers import UnitPool
+from gpt2_fp8.data import prefetch as workers_module
+from gpt2_fp8.data.prefetch import UnitPool
+from gpt2_fp8.runtime import signals, slurm
 from tests.callbacks import tiny_run
 from tests.callbacks.tiny_run import At, kill, rows, run
 from tests.data.corpora import write_jsonl

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from gpt2_fp8 import speech, spool
-from gpt2_fp8.spool import Spool
+from gpt2_fp8.runtime import output, spool
+from gpt2_fp8.runtime.spool import Spool
 from tests.data.hub_runs import ROOT
 from tests.runs import SMALL, command, metrics, summary
 
@@ -213,8 +213,8 @@ def test_100_a_lines_format_keeps_its_own_colours(monkeypatch):
     handler = logging.StreamHandler(io.StringIO())
     handler.setFormatter(logging.Formatter("\x1b[1m%(message)s\x1b[0m"))
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
-    speech.forgive_outputs()
-    speech.forgive_outputs()
+    output.forgive_outputs()
+    output.forgive_outputs()
     try:
         raise ValueError("\x1b[5m")
     except ValueError:

@@ -107,10 +107,10 @@ def _be_the_program(request: dict[str, Any]) -> None:
 
 
 def _take_notes(path: Path) -> None:
-    from gpt2_fp8 import train
-    from gpt2_fp8.module import GPT2Module
+    from gpt2_fp8.train import fit
+    from gpt2_fp8.train.module import GPT2Module
 
-    whole, step = train.run, GPT2Module.training_step
+    whole, step = fit.run, GPT2Module.training_step
 
     def run(config: Any, folder: Path, *others: Any) -> float | None:
         _note(path, {"settings": asdict(config)})
@@ -124,7 +124,7 @@ def _take_notes(path: Path) -> None:
         _note(path, {"ids": batch["ids"].tolist()})
         return step(self, batch, batch_idx)
 
-    train.run, GPT2Module.training_step = run, training_step  # type: ignore[method-assign]
+    fit.run, GPT2Module.training_step = run, training_step  # type: ignore[method-assign]
 
 
 def _note(path: Path, what: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def _note(path: Path, what: dict[str, Any]) -> None:
 
 def _affordable(config: Any) -> bool:
     """Whether a run takes a second or two, on two cores."""
-    from gpt2_fp8.flops import parameter_count
+    from gpt2_fp8.model.flops import parameter_count
 
     trainer, data, callbacks = config.trainer, config.data, config.callbacks
     return (

@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
+from gpt2_fp8.config.parsing import key_paths
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.typed import key_paths
 from tests.fuzz.place import SMALL, Place
 
 KEYS = sorted(key_paths(RunConfig))

@@ -9,9 +9,9 @@ import torch
 
 from gpt2_fp8 import compose, layers
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, ModelConfig, StatelessRecipe
-from gpt2_fp8.engine import Engine
-from gpt2_fp8.layers.scales import DelayedScaling
-from gpt2_fp8.model import GPT2, initialise
+from gpt2_fp8.engine.engine import Engine
+from gpt2_fp8.layers.delayed_scaling import DelayedScaling
+from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.calibrate import calibrate
 from gpt2_fp8.precision.plugin import FP8Precision

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
-from gpt2_fp8 import exchange
-from gpt2_fp8.callbacks import ranks
-from gpt2_fp8.engine import Engine
-from gpt2_fp8.module import GPT2Module
+from gpt2_fp8.callbacks import rank_watchdog
+from gpt2_fp8.engine.engine import Engine
 from gpt2_fp8.precision import state
+from gpt2_fp8.runtime import collectives
+from gpt2_fp8.train.module import GPT2Module
 
 _here = {"step": 0, "parts": 0}  # from 1; the losses that were asked for in it
 
 
 def _rank():
-    return exchange.rank_and_world()[0]
+    return collectives.rank_and_world()[0]
 
 
 def _is_time(step):
@@ -124,11 +124,11 @@ def stopped():
 
 def killed_before_its_gradients():
     """SIGKILL in step 3: for the other rank a connection between the hosts breaks."""
-    ranks.LIFE_SECONDS = 20.0
+    rank_watchdog.LIFE_SECONDS = 20.0
     _before(Engine, "gradients", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))
 
 
 def killed_in_the_exchange():
     """SIGKILL in step 3, when the other rank's GPU waits for gradients that do not come."""
-    ranks.LIFE_SECONDS = 20.0
-    _before(exchange, "average", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))
+    rank_watchdog.LIFE_SECONDS = 20.0
+    _before(collectives, "average", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from gpt2_fp8.measure import auto, cache, candidates, worker
+from gpt2_fp8.measure import auto_cache, auto_candidates, auto_precision, worker
 from gpt2_fp8.precision.plugin import build_plugin
 from gpt2_fp8.precision.resolve import resolve
 from tests.gpu.common import HOPPER, composed
@@ -22,7 +22,7 @@ def _elsewhere(tmp_path, monkeypatch):
 
 
 def settle(*overrides):
-    return auto.settle(composed(*AUTO, *overrides), "cuda", 1, None, 0)
+    return auto_precision.settle(composed(*AUTO, *overrides), "cuda", 1, None, 0)
 
 
 def in_this_process(monkeypatch):
@@ -33,12 +33,12 @@ def in_this_process(monkeypatch):
         measured.append(f"{case.config.precision.name} {case.config.recipe.name}")
         return worker.run(case)
 
-    monkeypatch.setattr(candidates, "measure", here)
+    monkeypatch.setattr(auto_candidates, "measure", here)
     return measured
 
 
 def test_it_measures_chooses_says_why_and_remembers(monkeypatch):
-    monkeypatch.setattr(candidates, "RECIPES", ("mxfp8", "current", "delayed"))  # Hopper has no mxfp8
+    monkeypatch.setattr(auto_candidates, "RECIPES", ("mxfp8", "current", "delayed"))  # Hopper has no mxfp8
     measured = in_this_process(monkeypatch)
     config, choice = settle()
     assert [name.split()[0] for name in measured] == ["bf16"] + ["fp8_hybrid"] * (len(measured) - 1)
@@ -58,7 +58,7 @@ def test_it_measures_chooses_says_why_and_remembers(monkeypatch):
     assert "measured on this machine on 20" in choice.reason
     assert config.precision.name == choice.precision
     build_plugin(config, resolve(config, "cuda"))  # what was chosen can be built
-    assert cache.place().is_file()
+    assert auto_cache.place().is_file()
 
     measured.clear()
     again, same = settle("seed=7", "optim.lr=0.1")
@@ -72,13 +72,13 @@ def test_it_measures_chooses_says_why_and_remembers(monkeypatch):
 def test_a_candidate_without_memory_is_out(monkeypatch):
     """bf16 as it is measured, and an FP8 that does not fit."""
     in_this_process(monkeypatch)
-    here = candidates.measure
+    here = auto_candidates.measure
 
     def full(case, timeout_s):
         result = here(case, timeout_s)
         return result if result.ran == "bf16" else dataclasses.replace(result, status="out of memory")
 
-    monkeypatch.setattr(candidates, "measure", full)
+    monkeypatch.setattr(auto_candidates, "measure", full)
     config, choice = settle("recipe=delayed")
     assert config.precision.name == "bf16"
     assert "fp8_hybrid, recipe delayed is out: out of memory" in choice.reason

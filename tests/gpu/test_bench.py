@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gpt2_fp8.flops import peak_bf16_flops
 from gpt2_fp8.measure import worker
 from gpt2_fp8.measure.case import Case, measure
+from gpt2_fp8.model.flops import peak_bf16_flops
 from tests.gpu.common import HOPPER, composed
 
 pytestmark = pytest.mark.fp8

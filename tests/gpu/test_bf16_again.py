@@ -4,8 +4,8 @@ magnitude was absurd; and what a resumed run takes of it where its steps are sha
 import pytest
 import torch
 
-from gpt2_fp8.engine import Engine
-from gpt2_fp8.model import initialise
+from gpt2_fp8.engine.engine import Engine
+from gpt2_fp8.model.gpt2 import initialise
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.plugin import build_plugin
 from gpt2_fp8.precision.resolve import resolve

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from gpt2_fp8.layers import te
 from gpt2_fp8.layers.attention import FlashAttention, attention, flash_backward
 from gpt2_fp8.layers.reference import Attention
-from gpt2_fp8.loss import split
+from gpt2_fp8.model.loss import split
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.plugin import build_plugin
 from gpt2_fp8.precision.resolve import resolve
@@ -300,15 +300,15 @@ def test_a_block_casts_the_gradient_that_the_one_below_needs(monkeypatch):
 def test_products_with_gelu_are_used_and_as_exact(monkeypatch):
     """Each block has one forward and one backward of them; a product and a kernel of its own give the same gradient, up
     to what bfloat16 and FP8 round in between."""
-    from gpt2_fp8.layers import product
+    from gpt2_fp8.layers import fp8_linear
 
     _, expected = gradients(build("reference"), tokens(), False, common.bf16)
     calls, found = [], {}
     for name in ("product_gelu", "product_gelu_backward"):
-        real = getattr(product, name)
-        monkeypatch.setattr(product, name, lambda *given, real=real, name=name: calls.append(name) or real(*given))
-    for fits in (product.fits, lambda a, b: False):
-        monkeypatch.setattr(product, "fits", fits)
+        real = getattr(fp8_linear, name)
+        monkeypatch.setattr(fp8_linear, name, lambda *given, real=real, name=name: calls.append(name) or real(*given))
+    for fits in (fp8_linear.fits, lambda a, b: False):
+        monkeypatch.setattr(fp8_linear, "fits", fits)
         model, fp8 = calibrated("fused")
         calls.clear()
         _, gradient = gradients(model, tokens(), True, fp8.forward_context, first=True)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from gpt2_fp8 import graphs
-from gpt2_fp8.engine import Engine
+from gpt2_fp8.engine import cuda_graphs
+from gpt2_fp8.engine.engine import Engine
 from gpt2_fp8.measure.worker import Training
-from gpt2_fp8.model import initialise
+from gpt2_fp8.model.gpt2 import initialise
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.plugin import build_plugin
 from gpt2_fp8.precision.resolve import resolve
@@ -115,7 +115,7 @@ def test_training_goes_as_without_graphs(micro_batch_size):
 
 def test_recording_leaves_no_trace():
     engine, plugin = prepared(True)
-    recorder = graphs.GraphedGradients(engine.model, engine.loss, plugin.forward_context)
+    recorder = cuda_graphs.GraphedGradients(engine.model, engine.loss, plugin.forward_context)
     before = state.capture(engine.model)
     recorder._record(batch(0)[:4], 1 / 3)
     assert_same_state(before, state.capture(engine.model))
@@ -132,8 +132,8 @@ def test_recording_waits_for_what_it_keeps(monkeypatch):
         torch.cuda._sleep(200_000_000)  # a tenth of a second
         return original(model)
 
-    monkeypatch.setattr(graphs.state, "restored", late)
-    recorder = graphs.GraphedGradients(engine.model, engine.loss, plugin.forward_context)
+    monkeypatch.setattr(cuda_graphs.state, "restored", late)
+    recorder = cuda_graphs.GraphedGradients(engine.model, engine.loss, plugin.forward_context)
     before = state.capture(engine.model)
     recorder._record(batch(0)[:4], 1 / 3)
     assert_same_state(before, state.capture(engine.model))

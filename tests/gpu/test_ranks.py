@@ -11,7 +11,7 @@ import torch
 from tests.gpu.common import hopper
 from tests.gpu.test_faults import ROADS, WIDE, happened
 from tests.runs import checkpoint, metrics, summary
-from tests.test_ddp import finish, start
+from tests.train.test_ddp import finish, start
 
 pytestmark = [
     pytest.mark.fp8,

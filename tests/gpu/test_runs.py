@@ -6,11 +6,11 @@ import statistics
 import pytest
 import torch
 
-from gpt2_fp8 import engine
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.flops import peak_bf16_flops
-from gpt2_fp8.graphs import GraphedGradients
+from gpt2_fp8.engine import engine
+from gpt2_fp8.engine.cuda_graphs import GraphedGradients
+from gpt2_fp8.model.flops import peak_bf16_flops
 from tests.gpu.common import hopper
 from tests.runs import checkpoint, metrics, record_steps, summary, train, train_until
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import yaml
 
 from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.reference import EPSILON, causal_attention
-from gpt2_fp8.layers.scales import Scales
 from tests.gpu.common import VOCAB, hopper, scaling
 from tests.gpu.test_cast import DEVICE, to_fp8, use
 
@@ -190,7 +190,7 @@ def test_block(model, implementation):
 @pytest.mark.parametrize("model", MODELS)
 def test_head(model, implementation):
     from gpt2_fp8.layers.head import Head
-    from gpt2_fp8.model import padded_vocabulary
+    from gpt2_fp8.model.gpt2 import padded_vocabulary
 
     config, scales = config_of(model), Scales(scaling())
     with torch.device(DEVICE):

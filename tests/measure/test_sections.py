@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.loss import cross_entropy
 from gpt2_fp8.measure import attention, gemm, peers, timing
 from gpt2_fp8.measure.peer_models import PEERS, plain_gpt2
 from gpt2_fp8.measure.timing import Unavailable
+from gpt2_fp8.model.loss import cross_entropy
 from tests.common import CONFIG, VOCAB
 
 SMALL = asdict(replace(CONFIG, vocab_size=VOCAB))

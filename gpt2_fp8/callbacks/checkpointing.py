@@ -1,0 +1,270 @@
+"""Which checkpoints a run takes, and when. What becomes of them is `checkpoint/ledger.py`'s and the writer's.
+
+Saving is collective: every rank comes here at the same step, and rank 0 copies the state and writes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from gpt2_fp8.checkpoint import pointers
+from gpt2_fp8.checkpoint.errors import escaped
+from gpt2_fp8.checkpoint.ledger import Ledger
+from gpt2_fp8.checkpoint.pointers import Pointer
+from gpt2_fp8.checkpoint.writer import Writer, finite
+from gpt2_fp8.compat import loops
+from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.config.schema import CallbacksConfig
+
+log = logging.getLogger(__name__)
+
+_CLOCK_STEPS = 10  # the ranks agree on the time at every so many steps
+
+
+class Tiers(Checkpoint):
+    """Saves every `every_n_steps` optimizer steps, by the clock, at the end, and at every best validation.
+
+    Args:
+        folder: where the checkpoints and `last.json`, `best.json` lie.
+        every_n_steps: the interval; 0: not by steps.
+        keep: how many of the newest stay (at least one); the best stays besides.
+        monitor: the metric whose lowest finite value is the best.
+        every_minutes: besides, so long after the last one; 0: not by the clock.
+        keep_every_n_steps: one is taken every so many steps, and stays for good; 0: none.
+        asynchronous: written by a thread while training goes on; the step waits for a copy in host memory alone.
+
+    Attributes: `best` (a Pointer, or None), `saved_step` (of the newest checkpoint in the folder that this process
+    has written or resumed from, as far as this rank knows), `validated_step` (the last step that has a validation
+    result) and `longest_stall` (of all `fit`s, the most seconds that training waited for a checkpoint: for the GPU to
+    finish the step, the ranks, the checkpoint before it and the copy, or without a thread the disk; None before one).
+
+    A checkpoint taken at the end of a step whose validation is still due resumes into that validation.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        every_n_steps: int,
+        keep: int,
+        monitor: str = "val_loss",
+        every_minutes: float = 0.0,
+        keep_every_n_steps: int = 0,
+        asynchronous: bool = True,
+    ) -> None:
+        self.folder = Path(folder)
+        self.every_n_steps, self.every_minutes, self.keep_every_n_steps = (
+            every_n_steps, every_minutes, keep_every_n_steps,
+        )  # fmt: skip
+        self.monitor = monitor
+        self.writer = Writer(self.folder, keep, keep_every_n_steps, asynchronous)
+        self.ledger = Ledger(self.writer)
+        self.validated_step: int | None = None
+        self.longest_stall: float | None = None
+        self._taken_at = time.monotonic()
+        self._prepared = False  # the writer knows what it will be given
+        self._val_loss: float | None = None  # of `validated_step`
+        self._validation_due = False  # in the checkpoint that is being taken
+
+    @classmethod
+    def from_config(cls, folder: Path, config: CallbacksConfig) -> Tiers:
+        """As `callbacks` of a run's configuration says; `folder` is that of the checkpoints."""
+        return cls(
+            folder,
+            config.checkpoint_every_n_steps,
+            config.keep_checkpoints,
+            every_minutes=config.checkpoint_every_minutes,
+            keep_every_n_steps=config.keep_every_n_steps,
+            asynchronous=config.async_checkpoints,
+        )
+
+    @property
+    def best(self) -> Pointer | None:
+        """The best validation so far."""
+        return self.ledger.best
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint that is known to be in the folder."""
+        return self.ledger.saved_step
+
+    def save(self, trainer: Trainer) -> bool:
+        """Checkpoint the present step, unless that was done already; whether it is. To be called on every rank.
+
+        True of a checkpoint that is still being written, too. Outside `fit` there is nothing to resume from, so nothing
+        is saved. An OSError (a full disk) is a warning.
+        """
+        step = trainer.global_step
+        if self.ledger.taken_step == step:
+            return True
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or step == 0:
+            return False
+        module: Any = trainer.lightning_module
+        module.finish_step()
+        self.ledger.taken_step, self._taken_at = step, time.monotonic()
+        self._validation_due = self.validated_step != step and loops.is_validation_due(trainer)
+        path = self.folder / pointers.folder_name(step)
+        with self._stalled():
+            trainer.save_checkpoint(path, weights_only=False, storage_options=partial(self._hand_over, trainer))
+            self.ledger.share(trainer.strategy.broadcast)
+        return self.ledger.taken_step == step
+
+    def save_now(self, trainer: Trainer) -> bool:
+        """`save`, and wait for the disk; whether the step is there. For the ends of a run, on every rank."""
+        if not self.save(trainer):
+            return False
+        self.writer.wait()
+        self.ledger.settle(trainer.strategy.broadcast)
+        return self.saved_step == trainer.global_step
+
+    # ---- when ----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget an earlier `fit`: Lightning restores what is to be known of it after this."""
+        if stage == "fit":
+            self.ledger.clear()
+            self.validated_step = self._val_loss = None
+            self._prepared = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tidy the folder, and take its `best.json` for the truth: the checkpoint may be older than it.
+
+        Lightning has restored this callback by now, and gets here also when there is nothing left to train.
+        """
+        if trainer.is_global_zero:
+            self.writer.begin(self.saved_step, self.best)
+            if 0 < trainer.max_steps <= (self.saved_step or 0):
+                log.info("already complete: step %d of %d is saved", self.saved_step, trainer.max_steps)
+        self.ledger.settle(trainer.strategy.broadcast)
+        self._taken_at = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save at the intervals, and at the last step."""
+        if not self._prepared and trainer.is_global_zero:
+            # After the first step: the optimizer has its moments, and what is recorded as CUDA graphs has been.
+            self.writer.prepare([pl_module.state_dict(), *(optimizer.state_dict() for optimizer in trainer.optimizers)])
+            self._prepared = True
+        self.writer.check()
+        step = trainer.global_step
+        by_steps = any(n > 0 and step % n == 0 for n in (self.every_n_steps, self.keep_every_n_steps))
+        if by_steps or 0 < trainer.max_steps <= step or self._is_time(trainer):
+            self.save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the result beside the step's checkpoint; where it is the best yet, there is one, and `best` points."""
+        if trainer.sanity_checking:
+            return
+        step = trainer.global_step
+        metric = trainer.callback_metrics.get(self.monitor)
+        if self.ledger.is_best_missing():
+            with self._stalled():
+                self.writer.wait()  # what the new one is compared with has to be on the disk
+        # Without sync_dist every rank has a value of its own, and all of them must save or none.
+        value = self.ledger.settle(trainer.strategy.broadcast, math.nan if metric is None else float(metric))
+        self.validated_step, self._val_loss = step, value
+        better = self._is_better(step, value) and self.ledger.expect_best(
+            Pointer(pointers.folder_name(step), step, value), partial(self.save, trainer)
+        )
+        if self.ledger.taken_step == step and trainer.is_global_zero:
+            pointer = Pointer(pointers.folder_name(step), step, finite(value))
+            self.ledger.note(pointer, better, partial(_flush_logs, trainer))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the end, if it is not saved yet, and wait for it. Raises RunError when it cannot be."""
+        step = trainer.global_step
+        if step and not any(self.save_now(trainer) for _ in range(2)):
+            raise RunError(f"the end of the run (step {step}) could not be saved in {self.folder}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Finish what is being written, and let nothing that goes wrong with it hide `exception`."""
+        self.ledger.leave()
+        if trainer.is_global_zero:
+            self.ledger.settle(lambda own: own)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Finish what is being written: the end of a `fit`, or the note of a validation after it."""
+        self.writer.close()
+
+    # ---- what Lightning keeps for it -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: the best so far, and whether this step is validated or still to be."""
+        best = self.best and {"step": self.best.step, "val_loss": self.best.val_loss}
+        return {"best": best, "validated_step": self.validated_step, "validation_due": self._validation_due}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a run where its checkpoint left it."""
+        best = state_dict["best"]
+        self.ledger.best = best and Pointer(pointers.folder_name(best["step"]), best["step"], best["val_loss"])
+        self.validated_step, self._val_loss = state_dict["validated_step"], None
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Have Lightning run the validation that the checkpoint was taken before, unless it was done after all.
+
+        Lightning calls this before it hands `checkpoint` to the loops and to `load_state_dict`.
+        """
+        state, path = checkpoint["callbacks"].get(self.state_key), Path(str(trainer.ckpt_path))
+        if path.parent.resolve() == self.folder.resolve():
+            self.ledger.resume(checkpoint["global_step"])
+        if state and state["validation_due"]:
+            if _is_noted(path):
+                state["validated_step"] = checkpoint["global_step"]
+            else:
+                loops.resume_into_validation(checkpoint["loops"]["fit_loop"])
+
+    # ---- how -----------------------------------------------------------------------------------------------------
+
+    def _is_time(self, trainer: Trainer) -> bool:
+        """Whether rank 0's clock says so; the same on all ranks, for one small reduction in so many steps."""
+        if not self.every_minutes or trainer.global_step % _CLOCK_STEPS:
+            return False
+        late = time.monotonic() - self._taken_at >= 60 * self.every_minutes
+        return trainer.strategy.reduce_boolean_decision(late and trainer.is_global_zero, all=False)
+
+    @contextmanager
+    def _stalled(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.longest_stall = max(self.longest_stall or 0.0, time.perf_counter() - began)
+
+    def _is_better(self, step: int, value: float) -> bool:
+        """Whether a validation's result is the best yet."""
+        best = self.best
+        if not math.isfinite(value):
+            return False
+        # After a step back: what was the best here has been written anew.
+        return best is None or best.val_loss is None or value < best.val_loss or best.step == step
+
+    def _hand_over(self, trainer: Trainer, path: Path, checkpoint: dict[str, Any]) -> None:
+        """Give the state to the writer: on rank 0, in `Trainer.save_checkpoint`, where the other ranks wait."""
+        step = trainer.global_step
+        val_loss = finite(self._val_loss) if self.validated_step == step else None
+        self.ledger.save(checkpoint, Pointer(path.name, step, val_loss), partial(_flush_logs, trainer))
+
+
+def _is_noted(path: Path) -> bool:
+    """Whether the validation of the checkpoint `path` is done; one that was changed since is done once more."""
+    try:
+        return pointers.noted(path) is not None
+    except (OSError, ValueError) as error:
+        log.warning("%s of %s is not used, and the step is validated once more: %s",
+                    pointers.VALIDATION, path.name, escaped(str(error)))  # fmt: skip
+        return False
+
+
+def _flush_logs(trainer: Trainer) -> None:
+    """A run that continues from a checkpoint logs the steps after it: those before must be on the disk by then."""
+    for logger in trainer.loggers:
+        getattr(logger, "flush", logger.save)()  # `loggers.MetricsFile`: its `save` swallows what a disk refuses

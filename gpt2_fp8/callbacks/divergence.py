@@ -1,0 +1,65 @@
+"""The ladder under Lightning: judges every step, and leaves `fit` for a checkpoint where it says so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+
+from gpt2_fp8.config.schema import CallbacksConfig
+from gpt2_fp8.engine.divergence import Ladder
+
+log = logging.getLogger(__name__)
+
+
+class Fallback(pl.Callback):
+    """Raises what `Ladder.judge` raises: RollBack for the run to catch, or Diverged.
+
+    One object serves a whole run, in the `fit`s before and after a rollback alike. Comes after the callbacks that log,
+    and before those that save: nothing of a step that is rolled back is saved.
+
+    Args:
+        config: the limits.
+        save: called with the trainer on every rank at the end of the first step after a rollback, so that a run which
+            is killed then continues behind it, and not in front of it; whether it could be saved.
+    """
+
+    def __init__(self, config: CallbacksConfig, save: Callable[[pl.Trainer], bool]):
+        limits = config.nonfinite_limit, config.divergence_sigma, config.divergence_steps
+        self.ladder = Ladder(*limits, say=self._say)
+        self._save = save
+        self._says = True
+        self._save_next = False
+
+    def start_again(self) -> None:
+        """Between two `fit`s, after a rollback."""
+        self.ladder.start_again()
+        self._save_next = True
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Ranks decide alike: one of them says so."""
+        self._says = trainer.is_global_zero
+
+    def on_step_finished(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Judge the step, by what the host has been told of it."""
+        result = pl_module.last_step
+        self.ladder.judge(trainer.global_step, result.read(), result.first)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """The first step after a rollback is saved, once it is judged."""
+        if self._save_next:
+            self._save_next = not self._save(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ladder's."""
+        return self.ladder.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The ladder's."""
+        self.ladder.load_state_dict(state_dict)
+
+    def _say(self, line: str) -> None:
+        if self._says:
+            log.warning("%s", line)

@@ -1,0 +1,1 @@
+"""What is private in other libraries, and yet used."""

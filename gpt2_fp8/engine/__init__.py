@@ -1,0 +1,1 @@
+"""One optimizer step, in plain torch."""

@@ -1,0 +1,122 @@
+"""One optimizer step: split into micro-batches, forward, backward, check, clip, update. Plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gpt2_fp8.runtime import collectives
+
+LossOf = Callable[[Tensor, bool | None, float], Tensor]
+
+
+class Verdict(NamedTuple):
+    """What the host has to know of a step before the next one; the same on all ranks."""
+
+    loss: float  # mean over all ranks' tokens, before the update
+    skipped: bool  # it or the gradient's norm was not finite, and the update did nothing
+    absurd: int = 0  # FP8 tensors whose largest magnitude has jumped: see `precision.magnitudes`
+
+
+@dataclass
+class StepResult:
+    """What a step was like. The tensors are float32 scalars on the device: reading one waits for the GPU."""
+
+    loss: Tensor  # mean over this rank's tokens, before the update
+    grad_norm: Tensor  # global L2 norm before clipping
+    clip_ratio: Tensor  # what the gradients were multiplied by, 1 where nothing was clipped
+    lr: float  # of the update
+    skipped: Tensor  # 1 where the update did nothing
+    sent: _Sent
+    first: Verdict | None = None  # of the attempt in FP8 before this one, where the step had to be run again
+
+    def read(self) -> Verdict:
+        """The verdict. On a GPU it waits for the gradient's norm and not for the update, which the GPU has still to do
+        while the host goes on to the next step."""
+        return self.sent.read()
+
+
+def accumulate(
+    ids: Tensor,
+    micro_batch_size: int,
+    loss_of: LossOf,
+    forward_context: Callable[[], AbstractContextManager],
+    backward: Callable[[Tensor], None],
+) -> Tensor:
+    """Gradients of the mean loss over `ids` [sequences, tokens + 1], added to the parameters' `.grad`, a micro-batch at
+    a time; returns that mean loss, float32 on the device.
+
+    `loss_of(ids, is_first_microbatch, scale)` is `scale` times the mean loss of a micro-batch; it is called inside
+    `forward_context`, `backward` outside of it. Ranks exchange nothing here: see `exchange.average`.
+    """
+    total = torch.zeros((), dtype=torch.float32, device=ids.device)
+    for i, part in enumerate(ids.split(micro_batch_size)):
+        with forward_context():
+            loss = loss_of(part, i == 0, len(part) / len(ids))
+        backward(loss)
+        total += loss.detach()
+    return total
+
+
+def update(
+    optimizer: Optimizer,
+    apply: Callable[[], object],
+    parameters: Iterable[Tensor],
+    loss: Tensor,
+    max_grad_norm: float,
+    absurd: Tensor | None = None,
+) -> StepResult:
+    """Clip, and apply the update unless the loss or the gradient's norm is not finite, on any rank.
+
+    The decision is taken on the device (torch's fused optimizers skip where `found_inf` is set), so the update waits
+    for nobody. `apply` calls the optimizer's `step`, through whatever wraps it. `absurd` is for the verdict: float32,
+    the same on all ranks.
+    """
+    parameters = list(parameters)
+    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=True)
+    clip_ratio = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+    seen = _agreed(loss, grad_norm, absurd)
+    skipped = seen[1].clamp(max=1.0)
+    verdict = _Sent(seen)  # before the update: the host is told while the device still has that to do
+    optimizer.found_inf = skipped  # type: ignore[attr-defined]  # read by torch.optim's fused kernels
+    apply()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss, grad_norm, clip_ratio, optimizer.param_groups[0]["lr"], skipped, verdict)
+
+
+def _agreed(loss: Tensor, grad_norm: Tensor, absurd: Tensor | None) -> Tensor:
+    """[the mean loss of all ranks, how many of them have no finite loss and norm, `absurd`], float32 on the device."""
+    bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
+    seen = torch.stack([loss.detach().float(), bad.float(), torch.zeros_like(loss) if absurd is None else absurd])
+    if collectives.several():
+        collectives.enter()
+        torch.distributed.all_reduce(seen)
+        seen[::2] /= torch.distributed.get_world_size()
+    return seen
+
+
+class _Sent:
+    """A verdict on its way from the device."""
+
+    def __init__(self, seen: Tensor):
+        self._event: torch.cuda.Event | None = None
+        self._read: Verdict | None = None
+        self._values = seen
+        if seen.is_cuda:
+            self._values = torch.empty(len(seen), device="cpu", pin_memory=True).copy_(seen, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> Verdict:
+        if self._read is None:
+            if self._event is not None:
+                self._event.synchronize()
+            loss, bad, absurd = self._values.tolist()
+            self._read = Verdict(loss, bad > 0, round(absurd))
+        return self._read

@@ -1,0 +1,160 @@
+"""What competes under `precision=auto`: bf16, and FP8 with each recipe, over a few steps of the run's own model.
+
+The steps take the run's micro-batch, text that is on every machine, and hyper-parameters that are the same for every
+run. So their figures hold for each run of the same shape, and are kept (`cache`).
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from typing import Any, Literal, cast
+
+import torch
+
+from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.schema import (
+    AutoPrecisionConfig,
+    AutoRecipe,
+    DelayedRecipe,
+    FP8PrecisionConfig,
+    OptimConfig,
+    PlainPrecisionConfig,
+    RunConfig,
+    StatelessRecipe,
+    StdlibData,
+)
+from gpt2_fp8.kernels.nvrtc import missing
+from gpt2_fp8.measure import auto_cache
+from gpt2_fp8.measure.case import Case, Result, measure
+from gpt2_fp8.measure.versions import versions
+from gpt2_fp8.precision.choose import Figures
+from gpt2_fp8.precision.support import why_not_recipe
+
+log = logging.getLogger(__name__)
+
+FORMAT = "fp8_hybrid"
+RECIPES = ("mxfp8", "block", "current", "delayed")  # the most precise first: it wins where speeds are equal
+DELAYED = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")  # conf/recipe
+WARMUP, STEPS = 5, 10
+OUT_OF_MEMORY = "out of memory"  # which a candidate may be for another process' sake
+PATIENCE = 300.0  # seconds for a candidate, compilation included
+_DATA = StdlibData(
+    name="stdlib", kind="stdlib", tokenizer="bytes", num_workers=0, seed=0, val_sequences=0, cache_dir=None
+)
+_OPTIM = OptimConfig(
+    lr=3e-4, min_lr_ratio=0.1, warmup_steps=5, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, max_grad_norm=1.0
+)
+_NO_PART = ("precision", "recipe", "callbacks", "logger", "run_name", "ckpt_path", "init_from")
+
+
+def concrete(
+    config: RunConfig, precision: str, recipe: str | None, fallback: Literal["allow", "error"] = "allow"
+) -> RunConfig:
+    """A `precision=auto` configuration in a precision of the others' and a recipe, the user's own where it was named.
+    `fallback`: of the FP8 precisions."""
+    auto = cast(AutoPrecisionConfig, config.precision)
+    chosen: PlainPrecisionConfig | FP8PrecisionConfig
+    if precision in ("fp32", "bf16"):
+        chosen = PlainPrecisionConfig(name=cast(Literal["fp32", "bf16"], precision))
+    else:
+        name = cast(Literal["fp8_hybrid"], precision)
+        chosen = FP8PrecisionConfig(
+            name=name, keep_bf16=auto.keep_bf16, layers="auto", fast_accumulation=False, fallback=fallback
+        )
+    scaling = config.recipe
+    if isinstance(scaling, AutoRecipe):
+        stateless = recipe not in (None, "delayed")
+        scaling = StatelessRecipe(name=cast(Literal["current"], recipe)) if stateless else DELAYED
+    return replace(config, precision=chosen, recipe=scaling)
+
+
+def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
+    """What competes, bf16 first, then FP8 with the most precise recipe first, on a GPU that can do FP8. A step has two
+    micro-batches at most.
+
+    All that has no part in speed or numbers is alike for every run, so that what is left is the key of an answer; a
+    key that the schema gains takes part.
+    """
+    micro, model, steps = config.micro_batch, config.model, WARMUP + STEPS
+    base = replace(
+        config,
+        seed=0,
+        global_batch_size=micro * min(config.global_batch_size // (micro * world_size), 2),
+        model=replace(model, name="auto", vocab_size=vocabulary(config)),
+        cuda_graphs=config.cuda_graphs if world_size == 1 else False,  # several GPUs have none
+        data=_DATA,
+        optim=_OPTIM,
+        trainer=replace(
+            config.trainer, accelerator="gpu", devices=1, num_nodes=1, strategy="auto", max_steps=steps,
+            val_check_interval=steps, log_every_n_steps=1, fast_dev_run=False, overfit_batches=0, profiler=None,
+        ),
+    )  # fmt: skip
+    names = RECIPES if isinstance(config.recipe, AutoRecipe) else (config.recipe.name,)
+    able = [name for name in names if why_not_recipe(name) is None]
+    return [concrete(base, "bf16", None), *(concrete(base, FORMAT, name, fallback="error") for name in able)]
+
+
+def key(cases: Sequence[RunConfig]) -> dict[str, Any]:
+    """What figures hold for, in plain JSON values: the machine, its GPU, versions, the run's shape, what competes."""
+    run = {name: value for name, value in asdict(cases[0]).items() if name not in _NO_PART}
+    competing = [{name: asdict(case)[name] for name in ("precision", "recipe")} for case in cases]
+    about = {name: version for name, version in versions().items() if name not in ("python", "lightning")}
+    about["kernels"] = missing() or "all"
+    device = {"host": platform.node(), "device": torch.cuda.get_device_name()}  # a home may be several machines'
+    return {**device, "versions": about, "run": run, "candidates": competing}
+
+
+def unknown(cases: Sequence[RunConfig], known: Sequence[Figures]) -> list[RunConfig]:
+    """The candidates that have no figures among those `known` from before."""
+    have = {(figures.precision, figures.recipe) for figures in known}
+    return [case for case in cases if _name(case) not in have]
+
+
+def figures(cases: Sequence[RunConfig], under: dict[str, Any], known: Sequence[Figures]) -> auto_cache.Measured:
+    """Measure the candidates that are not `known` from before. The figures are kept, unless one may owe them to a fault
+    of the moment: a candidate that failed or took too long, or bf16 without figures. One that ran out of memory is
+    measured again next time, since another process may have held the GPU's memory."""
+    new, lasting = unknown(cases, known), True
+    log.info("precision  auto: %d candidates train for %d steps each; a few minutes, once", len(new), WARMUP + STEPS)
+    found = {(figures.precision, figures.recipe): figures for figures in known}
+    for case in new:
+        result = measure(Case(config=case, steps=STEPS, warmup=WARMUP), PATIENCE)
+        its = found[_name(case)] = _figures(case, result)
+        log.info("           %s: %s", its.name, its.problem or f"{result.tokens_per_second:,.0f} tokens/s")
+        lasting = lasting and result.status in ("ok", "refused", OUT_OF_MEMORY)
+    today, every = datetime.now(UTC).date().isoformat(), [found[_name(case)] for case in cases]
+    kept = [figures for figures in every if figures.problem != OUT_OF_MEMORY]
+    if kept and lasting and every[0].problem in (None, OUT_OF_MEMORY):
+        auto_cache.store(under, today, kept)
+    return today, every
+
+
+def _figures(case: RunConfig, result: Result) -> Figures:
+    (precision, recipe), problem = _name(case), None
+    if result.status != "ok":
+        problem = result.status if result.status == OUT_OF_MEMORY else f"{result.status}: {result.message}"
+    elif result.ran != case.precision.name:
+        problem = f"it ran in {result.ran}: {result.reason}"
+    elif result.tokens_per_second is None:
+        problem = "it gave no figures"
+    return Figures(
+        precision=precision,
+        recipe=recipe,
+        problem=problem,
+        layers=result.backend,
+        tokens_per_second=result.tokens_per_second,
+        fastest=result.fastest,
+        peak_memory_gb=result.peak_memory_gb,
+        losses=result.losses,
+        grad_norms=result.grad_norms,
+    )
+
+
+def _name(case: RunConfig) -> tuple[str, str | None]:
+    """A candidate's precision, and the recipe that scales it; None: nothing is scaled."""
+    scaled = isinstance(case.precision, FP8PrecisionConfig)
+    return case.precision.name, case.recipe.name if scaled else None

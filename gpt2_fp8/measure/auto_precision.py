@@ -1,0 +1,107 @@
+"""`precision=auto`: the precision and recipe of a run, settled before anything of it is built.
+
+Where the GPU can do FP8, `candidates` are measured, unless this machine remembers it (`cache`), and `precision.choose`
+decides. Elsewhere there is nothing to choose. One process settles it for all: those that Lightning starts for other
+GPUs find the answer in their environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.checkpoint.load import read_plain
+from gpt2_fp8.config.checks import FP8_MULTIPLE
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.schema import AutoPrecisionConfig, AutoRecipe, RunConfig
+from gpt2_fp8.measure import auto_cache
+from gpt2_fp8.measure.auto_candidates import FORMAT, OUT_OF_MEMORY, candidates, concrete, figures, key, unknown
+from gpt2_fp8.precision.choose import Choice, choose
+from gpt2_fp8.precision.support import why_not_fp8, why_not_recipe
+
+ANSWER = "GPT2_FP8_AUTO"  # rank 0's answer, in the environment of the processes that Lightning starts
+
+
+def settle(
+    config: RunConfig, device: Literal["cuda", "cpu"], world_size: int, checkpoint: Path | None, rank: int
+) -> tuple[RunConfig, Choice | None]:
+    """The configuration with a precision and a recipe that can be built, and how `precision=auto` came to them.
+
+    None where something else was asked for: then nothing is changed. A run that continues from a `checkpoint` stays
+    with what that was trained in. Raises UserError where no process comes before the others to measure.
+    """
+    if not isinstance(config.precision, AutoPrecisionConfig):
+        return config, None
+    if rank and (answer := os.environ.get(ANSWER)):
+        choice = Choice(**json.loads(answer))
+    else:
+        choice = _choose(config, config.precision.tolerance, device, world_size, checkpoint)
+        told = {"precision": choice.precision, "recipe": choice.recipe, "reason": choice.reason}
+        os.environ[ANSWER] = json.dumps(told)
+    return concrete(config, choice.precision, choice.recipe), choice
+
+
+def _choose(config: RunConfig, tolerance: float, device: str, world_size: int, checkpoint: Path | None) -> Choice:
+    """What to train in: as before, as the machine leaves no choice, or by measuring."""
+    if checkpoint is not None:
+        return _as_before(config, checkpoint)
+    if reason := _why_not(config, device):
+        return Choice(precision="bf16" if device == "cuda" else "fp32", recipe=None, reason=reason)
+    if world_size > 1 and (config.trainer.num_nodes > 1 or _started_outside()):
+        raise UserError.of(
+            "precision=auto is measured by one process before the others start, and here they start on several nodes, "
+            "or all at once (torchrun, SLURM)",
+            "see what it chooses on one GPU (trainer=gpu), then name that: precision=NAME recipe=NAME",
+        )
+    cases = candidates(config, world_size)
+    under = key(cases)
+    measured_on, known = auto_cache.load(under) or ("", [])
+    lacking = unknown(cases, known)
+    if lacking and config.trainer.fast_dev_run:
+        recipe = "delayed" if isinstance(config.recipe, AutoRecipe) else config.recipe.name
+        return Choice(precision=FORMAT, recipe=recipe, reason="trainer.fast_dev_run=true measures nothing")
+    if lacking:
+        measured_on, known = figures(cases, under, known)
+    choice = choose(known[0], known[1:], tolerance)
+    where = f"measured on this machine on {measured_on}, {len(known)} candidates"
+    if any(candidate.problem == OUT_OF_MEMORY for candidate in known):
+        where += "; those out of memory are measured again next time"
+    return replace(choice, reason=f"{choice.reason} ({where})", measured_on=measured_on)
+
+
+def _as_before(config: RunConfig, checkpoint: Path) -> Choice:
+    """What a checkpoint was trained in; a recipe that the user names now goes before its own."""
+    before = read_plain(checkpoint, "precision")
+    if "ran" not in before:
+        cause = f"{checkpoint} does not say what it was trained in, and precision=auto stays with that"
+        raise CheckpointError.of(cause, "name it: precision=NAME")
+    ran, recipe = before["ran"], None
+    if ran.startswith("fp8"):
+        keeps_scales = read_plain(checkpoint, "FP8Precision").get("scaling")  # of the recipes, delayed alone does
+        recipe = before.get("recipe") or ("delayed" if keeps_scales else "current")
+        recipe = recipe if isinstance(config.recipe, AutoRecipe) else config.recipe.name
+    return Choice(precision=ran, recipe=recipe, reason="what the checkpoint was trained in; precision=NAME changes it")
+
+
+def _why_not(config: RunConfig, device: str) -> str | None:
+    """The reason why FP8 cannot compete here; None if it can."""
+    if device == "cpu":
+        reason = why_not_fp8() if config.trainer.accelerator != "cpu" else None
+        return reason or "the CPU has no FP8 matrix units"
+    if reason := why_not_fp8():
+        return reason
+    if not isinstance(config.recipe, AutoRecipe) and (reason := why_not_recipe(config.recipe.name)):
+        return f"recipe={config.recipe.name} cannot run on this GPU: {reason}"
+    if config.model.n_embd % FP8_MULTIPLE or config.micro_batch_size * config.model.n_positions % FP8_MULTIPLE:
+        return f"FP8 matrix products need model.n_embd and a forward pass's tokens to be multiples of {FP8_MULTIPLE}"
+    return None
+
+
+def _started_outside() -> bool:
+    """Whether something other than Lightning has started several processes: torchrun, or SLURM's srun."""
+    counts = [os.environ.get(name, "") for name in ("WORLD_SIZE", "SLURM_NTASKS")]
+    return any(count.isdigit() and int(count) > 1 for count in counts)

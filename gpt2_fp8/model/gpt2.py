@@ -1,0 +1,98 @@
+"""GPT-2: a decoder of pre-norm blocks with learned positions and a head tied to the embedding (Radford et al. 2019)."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.layers import Family
+from gpt2_fp8.layers.delayed_scaling import Scales
+
+VOCABULARY_MULTIPLE = 64  # FP8 products want every dimension divisible by 16; 64 also fills the tiles of their kernels
+INITIAL_STD = 0.02
+
+
+def padded_vocabulary(vocab_size: int) -> int:
+    """The rows of the embedding: `vocab_size` rounded up. The rows beyond it take part in nothing."""
+    return math.ceil(vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+class GPT2(nn.Module):
+    """The model. `vocab_size` is the tokenizer's; logits have `padded_vocabulary(vocab_size)` columns, and the caller
+    must leave those beyond `vocab_size` out (`loss.cross_entropy` does).
+
+    `keep_bf16` names layers that stay out of FP8: "head", "first", "last" or "blocks.N".
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, layers: Family, keep_bf16: Iterable[str] = ()):
+        super().__init__()
+        self.config, self.vocab_size = config, vocab_size
+        kept = _kept_blocks(keep_bf16, config.n_layer)
+        self.tokens = nn.Embedding(padded_vocabulary(vocab_size), config.n_embd)
+        self.positions = nn.Embedding(config.n_positions, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+        self.blocks = nn.ModuleList(layers.block(config, fp8=i not in kept) for i in range(config.n_layer))
+        self.head = layers.head(config.n_embd, self.tokens.num_embeddings, fp8="head" not in keep_bf16)
+        device = next(self.head.parameters()).device
+        self.tokens.to(device)
+        self.positions.to(device)
+        self.head.weight = self.tokens.weight
+        self._embed, self.scales = layers.embed, layers.scales
+        if isinstance(self.scales, Scales):
+            self.scales.allocate(device)
+        self.register_state_dict_post_hook(_leave_out_tied)
+        self.register_load_state_dict_pre_hook(_put_in_tied)
+
+    def forward(self, ids: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """ids: integers [batch, tokens], tokens <= n_positions. Returns logits [batch, tokens, padded vocabulary] in
+        the autocast dtype, or the parameters' without autocast. `is_first_microbatch`: True casts the weights to FP8
+        and keeps the casts, False reuses them, None casts without keeping."""
+        return self.head(self.features(ids, is_first_microbatch), is_first_microbatch)
+
+    def features(self, ids: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """What the head gets: [batch, tokens, n_embd]. Arguments as `forward`'s."""
+        if isinstance(self.scales, Scales):
+            self.scales.begin(is_first_microbatch)
+        x = self.dropout(self._embed(ids, self.tokens.weight, self.positions.weight))
+        for block in self.blocks:
+            x = block(x, is_first_microbatch)
+        return x
+
+
+def _kept_blocks(keep_bf16: Iterable[str], n_layer: int) -> set[int]:
+    names = {"first": 0, "last": n_layer - 1} | {f"blocks.{i}": i for i in range(n_layer)}
+    return {names[name] for name in keep_bf16 if name != "head"}
+
+
+def _leave_out_tied(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    state.pop(f"{prefix}head.weight", None)
+
+
+def _put_in_tied(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if f"{prefix}tokens.weight" in state:
+        state.setdefault(f"{prefix}head.weight", state[f"{prefix}tokens.weight"])
+
+
+@torch.no_grad()
+def initialise(model: GPT2, seed: int) -> None:
+    """Fill every parameter as GPT-2 does: N(0, 0.02), the two projections into the residual stream divided by
+    sqrt(2 n_layer), biases 0, normalisation 1. Values depend on `seed` and the parameter's name alone, so they are the
+    same for every backend, device and order of construction."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif name.endswith("layer_norm_weight"):
+            parameter.fill_(1.0)
+        else:
+            into_residual = name.endswith(("projection.weight", "fc2_weight"))
+            std = INITIAL_STD / math.sqrt(2 * model.config.n_layer) if into_residual else INITIAL_STD
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+            values = torch.empty(parameter.shape, device="cpu")  # said, because Lightning sets a default device here
+            parameter.copy_(values.normal_(0.0, std, generator=generator))
+    model.tokens.weight[model.vocab_size :].zero_()

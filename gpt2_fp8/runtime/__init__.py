@@ -1,0 +1,1 @@
+"""What a process stands on: ranks, signals, random numbers, memory, output."""

@@ -1,0 +1,74 @@
+"""What SLURM asks of a job that it is about to end: to be put back into the queue.
+
+`sbatch --signal=SIGUSR1@90 --requeue` has SLURM send SIGUSR1 to every task 90 seconds before the time limit. Lightning
+2.6 has a handler for it, which saves in the middle of any computation; ours takes its place (`runtime/signals.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+
+from gpt2_fp8.config.errors import Stopped
+
+log = logging.getLogger(__name__)
+
+REQUEUE_SIGNAL = signal.SIGUSR1
+_PATIENCE = 60.0  # seconds that `scontrol` may take
+
+
+class Requeued(Stopped):
+    """Stopped, saved, and back in the queue: nothing is wrong, so the exit code is 0."""
+
+    def __init__(self, signum: int, job: str):
+        super().__init__(signum)
+        self.exit_code = 0
+        self.args = (
+            f"stopped by signal {signum}; SLURM job {job} is in the queue again and continues by ckpt_path=last",
+        )
+
+
+def is_batch_job() -> bool:
+    """Whether `srun` started this process in a batch job; what Lightning's SLURMEnvironment goes by.
+
+    A shell on a node (`srun --pty bash`) is not one: what is started there is treated as anywhere else.
+    """
+    return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+
+
+def ended(signum: int) -> Stopped:
+    """How a run ends that stopped for `signum`: under SLURM, SIGUSR1 has the job requeued first, by its rank 0.
+
+    To be called once, when everything is saved.
+    """
+    if signum != REQUEUE_SIGNAL or not is_batch_job():
+        return Stopped(signum)
+    job = job_id()
+    if os.environ.get("SLURM_PROCID", "0") != "0" or _requeue(job):
+        return Requeued(signum, job)
+    return Stopped(signum)
+
+
+def job_id() -> str:
+    """What `scontrol` calls this job; of an array, this task of it."""
+    array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_JOB_ID", "")
+    return f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}" if array else job
+
+
+def _requeue(job: str) -> bool:
+    """Ask once; whether it worked. Raises nothing."""
+    try:
+        if not re.fullmatch(r"[0-9]+(_[0-9]+)?", job):
+            raise ValueError(f"{job!r} is not the number of a job")
+        subprocess.run(
+            ["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=_PATIENCE
+        )  # fmt: skip
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or "").strip()
+        log.warning("SLURM job %s could not be requeued: %s %s", job, error, said)
+        return False
+    log.info("SLURM job %s is requeued", job)
+    return True

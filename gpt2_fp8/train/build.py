@@ -1,0 +1,118 @@
+"""From a configuration to the parts of a run. Everything that Lightning's Trainer is told is told here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from gpt2_fp8.callbacks.divergence import Fallback
+from gpt2_fp8.callbacks.peak_memory import PeakMemory
+from gpt2_fp8.callbacks.progress import ProgressBar
+from gpt2_fp8.callbacks.same_kernels import SameKernels
+from gpt2_fp8.callbacks.samples import Samples
+from gpt2_fp8.callbacks.throughput import Throughput
+from gpt2_fp8.checkpoint.finite import finite_weights
+from gpt2_fp8.compat.checkpoint_io import FolderCheckpointIO, blame_checkpoints
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.data.datamodule import TokenDataModule
+from gpt2_fp8.kernels import libraries
+from gpt2_fp8.precision.plugin import build_plugin
+from gpt2_fp8.precision.resolve import Plan
+from gpt2_fp8.train import setup
+from gpt2_fp8.train.loggers import build_loggers
+from gpt2_fp8.train.module import GPT2Module
+
+
+@dataclass
+class Parts:
+    """The parts of a run, ready to fit."""
+
+    plan: Plan
+    trainer: pl.Trainer
+    module: GPT2Module
+    data: TokenDataModule
+    throughput: Throughput
+    memory: PeakMemory
+    kernels: dict[str, str]  # what computes, by its part in it
+
+
+def build(
+    config: RunConfig, plan: Plan, folder: Path, checkpoint: Path | None, fallback: Fallback, ends: list[Callback]
+) -> Parts:
+    """Put a run together in `folder`. `checkpoint`: what it continues from, or None. `ends`: the callbacks that save
+    and stop; Lightning moves them behind all others, in their order.
+
+    Raises UserError for weights or a tokenizer that are not there.
+    """
+    pl.seed_everything(config.seed, workers=True, verbose=False)
+    data = build_data(config)
+    weights = finite_weights(Path(config.init_from)) if config.init_from else None
+    module = GPT2Module(config, plan, config.model.vocab_size or data.vocab_size, weights)
+    throughput = Throughput(config, module.vocab_size)
+    memory = PeakMemory()
+    kernels = setup.kernels(config, plan, module.vocab_size)
+    callbacks: list[Callback] = [throughput, memory, SameKernels(kernels | _versions(plan))]
+    if config.callbacks.sample_tokens:
+        callbacks.append(Samples(config.callbacks.sample_prompt, config.callbacks.sample_tokens, config.seed))
+    if config.callbacks.progress_bar:
+        callbacks.append(ProgressBar(refresh_rate=config.trainer.log_every_n_steps))
+    callbacks.append(fallback)
+    if not config.trainer.fast_dev_run:
+        callbacks += ends
+    trainer = build_trainer(config, plan, folder, callbacks, checkpoint)
+    return Parts(plan, trainer, module, data, throughput, memory, kernels)
+
+
+def _versions(plan: Plan) -> dict[str, str]:
+    """Of what computes."""
+    return {"torch": torch.__version__} | (libraries.versions() if plan.device == "cuda" else {})
+
+
+def build_data(config: RunConfig) -> TokenDataModule:
+    """The data module of a run."""
+    return TokenDataModule(
+        config.data,
+        n_positions=config.model.n_positions,
+        global_batch_size=config.global_batch_size,
+        micro_batch_size=config.micro_batch,
+        max_steps=config.trainer.max_steps,
+        overfit_batches=config.trainer.overfit_batches,
+    )
+
+
+def build_trainer(
+    config: RunConfig, plan: Plan, folder: Path, callbacks: list[Callback], checkpoint: Path | None
+) -> pl.Trainer:
+    """Lightning's Trainer. A run is one Lightning epoch of `max_steps` batches, whatever the corpus' epochs are."""
+    options = config.trainer
+    trainer = pl.Trainer(
+        accelerator=plan.device,
+        devices=setup.devices(config, plan.device),
+        num_nodes=options.num_nodes,
+        strategy=options.strategy,
+        max_steps=1 if options.fast_dev_run else options.max_steps,
+        max_epochs=-1,
+        val_check_interval=min(options.val_check_interval, options.max_steps),
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        limit_val_batches=0 if config.data.val_sequences == 0 else None,
+        log_every_n_steps=options.log_every_n_steps,
+        deterministic=options.deterministic,
+        fast_dev_run=options.fast_dev_run,
+        profiler=options.profiler,
+        plugins=[build_plugin(config, plan), FolderCheckpointIO()],
+        callbacks=callbacks,
+        logger=False if options.fast_dev_run else build_loggers(config.logger, folder, setup.step_of(checkpoint)),
+        enable_checkpointing=not options.fast_dev_run,
+        enable_progress_bar=config.callbacks.progress_bar,
+        enable_model_summary=False,
+        inference_mode=False,  # delayed scaling's tensors may be allocated in validation and change in training
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+    )
+    blame_checkpoints(trainer)
+    return trainer

@@ -1,0 +1,96 @@
+"""The end of a run, of whatever kind: what it needs to know of the run is kept here from the start."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from gpt2_fp8.callbacks.checkpointing import Tiers
+from gpt2_fp8.callbacks.divergence import Fallback
+from gpt2_fp8.callbacks.rank_watchdog import Ranks
+from gpt2_fp8.checkpoint import pointers
+from gpt2_fp8.config.errors import RunError, UserError
+from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
+from gpt2_fp8.precision.choose import Choice
+from gpt2_fp8.train.build import Parts
+from gpt2_fp8.train.outcome import fill
+from gpt2_fp8.train.process import forget, rank
+from gpt2_fp8.train.summary import Precision, Summary
+
+log = logging.getLogger(__name__)
+
+
+class Ending:
+    """Ends a run in `folder`: its summary, its other ranks, what it leaves in this process.
+
+    Attributes: `tiers`, `fallback` and `ranks` are the callbacks that outlive a rollback; `parts` are those of the
+    present `fit`, None where there are none (yet).
+    """
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self.folder = folder
+        self.tiers = Tiers.from_config(folder / "checkpoints", config.callbacks)
+        self.fallback = Fallback(config.callbacks, self.tiers.save)
+        self.ranks = Ranks(self._farewell)
+        self.parts: Parts | None = None
+        self._summary = Summary(precision=Precision(asked=config.precision.name), recipe=_recipe(config))
+        self._launcher: object = None
+
+    def chosen(self, config: RunConfig, choice: Choice | None) -> None:
+        """The settings are settled; `choice`: what `precision=auto` has come to, if it was asked for."""
+        self._summary.recipe, self._summary.precision.choice = _recipe(config), asdict(choice) if choice else None
+
+    def built(self, parts: Parts) -> Parts:
+        """The parts of a `fit` that is about to begin."""
+        self.parts = parts
+        if self._launcher is None:  # the first one starts the other ranks
+            self._launcher = parts.trainer.strategy.launcher
+            self.ranks.expect(self._launcher)
+        return parts
+
+    def rolled_back(self) -> None:
+        """Note what the last `fit` was like, and let go of its parts: their memory is needed. The caller keeps none."""
+        self._fill()
+        self.parts = None
+        forget()
+
+    def close(self, error: BaseException | None) -> None:
+        """End the run, by `error` or well. To be called once, whatever happened before."""
+        if self.parts is not None:
+            self.parts.data.say_documents()
+            self.parts.data.teardown()  # Lightning leaves it out where `fit` raises
+            with nullcontext() if error is None else suppress(Exception):  # a GPU that has failed answers nothing more
+                self._fill()
+        self._summary.finish(error)
+        refused = isinstance(error, UserError) and pointers.steps(self.tiers.folder)
+        if rank() == 0 and not refused:  # what a run has reached is not replaced by a line that was not accepted
+            self._summary.take_over(self.folder)
+            self._write()
+        if error is not None:
+            self.ranks.take_over(self._launcher)  # where the run did not come so far
+            self.ranks.end_children()
+        self.ranks.close()
+        forget()
+
+    def _farewell(self, lost: RunError) -> None:
+        """The summary of a run whose main thread hangs in a collective."""
+        self._fill()
+        self._summary.finish(lost)
+        if rank() == 0:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            log.info("%s: %s", self._summary.status, self._summary.write(self.folder))
+        except OSError as error:  # a full disk: the run's own end and exit code count
+            log.error("%s; the summary cannot be written: %s", self._summary.status, error)
+
+    def _fill(self) -> None:
+        if (parts := self.parts) is not None:  # also read by a thread, in a farewell
+            fill(self._summary, parts, self.fallback, self.tiers)
+
+
+def _recipe(config: RunConfig) -> str | None:
+    return None if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name

@@ -1,0 +1,160 @@
+"""A run from its configuration to its summary."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from gpt2_fp8.callbacks.checkpointing import Tiers
+from gpt2_fp8.callbacks.graceful_stop import GracefulStop
+from gpt2_fp8.checkpoint.finite import is_finite
+from gpt2_fp8.checkpoint.load import read_plain
+from gpt2_fp8.checkpoint.lock import RunLock
+from gpt2_fp8.config.checks import check_batch
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine.divergence import RollBack
+from gpt2_fp8.measure import auto_precision
+from gpt2_fp8.precision.choose import Choice
+from gpt2_fp8.precision.resolve import Plan, as_before, fallen_back, resolve
+from gpt2_fp8.runtime import spool
+from gpt2_fp8.train import setup
+from gpt2_fp8.train.build import Parts, build
+from gpt2_fp8.train.context import Ending
+from gpt2_fp8.train.outcome import last_val_loss, validation_missing
+from gpt2_fp8.train.process import quiet, rank
+from gpt2_fp8.train.rollback import checkpoint_before
+
+log = logging.getLogger(__name__)
+
+
+def run(config: RunConfig, folder: Path, typed: bool = False) -> float | None:
+    """Train as `config` says, in `folder`; returns the last validation loss (what a sweep compares). `typed`: its
+    micro-batch was, and is not to become another one.
+
+    Writes `summary.json` at every end, good or bad. Raises the errors of `config.errors` for ends of a known kind.
+    """
+    quiet()
+    alone = rank() == 0 and not config.trainer.fast_dev_run
+    spool.clear()
+    with RunLock(folder) if alone else nullcontext():
+        return _run(config, folder, typed)
+
+
+def _run(config: RunConfig, folder: Path, typed: bool) -> float | None:
+    ending, error = Ending(config, folder), None
+    try:
+        with GracefulStop(lambda trainer: _stop_here(trainer, ending.tiers)) as stop:
+            parts = _train(_prepare(config, folder, ending, typed), folder, ending, stop)
+        return last_val_loss(parts, ending.tiers)
+    except BaseException as caught:
+        error = ending.ranks.explain(caught)  # a torn connection is another rank's end
+        if error is not caught:
+            raise error from None
+        raise
+    finally:
+        ending.close(error)
+
+
+class _Start(NamedTuple):
+    """What a run begins with: its settings without any `auto`, what they mean here, and what it continues from."""
+
+    config: RunConfig
+    plan: Plan
+    checkpoint: Path | None
+    world_size: int
+    asked: int  # as a micro-batch
+
+
+def _prepare(config: RunConfig, folder: Path, ending: Ending, typed: bool) -> _Start:
+    """From settings to what they mean on this machine, with everything refused that can be before anything is built."""
+    device = setup.device(config)
+    world_size = setup.devices(config, device) * config.trainer.num_nodes
+    check_batch(config, world_size)
+    checkpoint = setup.checkpoint(config, folder)
+    config, asked = setup.settle_micro_batch(config, world_size, device, typed, checkpoint)
+    if rank() == 0:
+        setup.check_room(config, ending.tiers.folder)
+    config, choice = auto_precision.settle(config, device, world_size, checkpoint, rank())
+    plan = _plan(config, device, choice, checkpoint)
+    ending.chosen(config, choice)
+    return _Start(config, plan, checkpoint, world_size, asked)
+
+
+def _train(start: _Start, folder: Path, ending: Ending, stop: GracefulStop) -> Parts:
+    """Build and fit, again after each rollback; returns the parts of the last `fit`, which came to its end."""
+    config, plan, checkpoint, world_size, asked = start
+    ends = [ending.ranks, ending.tiers, stop]
+    while True:
+        parts = ending.built(build(config, plan, folder, checkpoint, ending.fallback, ends))
+        parts.module.micro_batch_asked = asked
+        setup.announce(config, plan, parts.module.vocab_size, world_size, folder, checkpoint)
+        back = _fit(parts, checkpoint)
+        if back is None:
+            break
+        plan, checkpoint = _go_back(back, config, parts, checkpoint, ending)
+        del parts  # its memory is needed
+        ending.rolled_back()
+    _check_end(parts, ending)
+    if validation_missing(parts, ending.tiers):
+        parts.trainer.validate(parts.module, datamodule=parts.data, verbose=False)
+    return parts
+
+
+def _check_end(parts: Parts, ending: Ending) -> None:
+    """Raise Diverged, on all ranks together, where `fit` has come to its end and to no model."""
+    finite = all(is_finite(weight) for weight in parts.module.parameters())
+    finite = parts.trainer.strategy.reduce_boolean_decision(finite, all=True)
+    ending.fallback.ladder.end(parts.trainer.global_step, finite)
+
+
+def _stop_here(trainer: Any, tiers: Tiers) -> None:
+    """Save the run for a signal, which may have come in the midst of a validation."""
+    trainer.lightning_module.leave_validation()
+    tiers.save_now(trainer)
+
+
+def _fit(parts: Parts, checkpoint: Path | None) -> RollBack | None:
+    """Train to the end; or to where the run has to go back, and why."""
+    try:
+        parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=False)
+    except RollBack as back:
+        return back.with_traceback(None)  # which holds the model
+    return None
+
+
+def _go_back(
+    back: RollBack, config: RunConfig, parts: Parts, checkpoint: Path | None, ending: Ending
+) -> tuple[Plan, Path | None]:
+    """What to go on with after a rollback, and from where; the same on all ranks, whose checkpoints rank 0 reads.
+
+    `checkpoint`: what the run has continued from so far.
+    """
+    parts.data.teardown()
+    saved = ending.tiers.writer.written
+    path = checkpoint_before(back, ending.tiers.folder, saved, checkpoint) if rank() == 0 else None
+    path = parts.trainer.strategy.broadcast(path)
+    ending.fallback.start_again()
+    for callback in parts.trainer.callbacks:  # type: ignore[attr-defined]
+        for method in ("log", "log_dict"):  # Lightning gives the module's to them, which would keep it in memory
+            vars(callback).pop(method, None)
+    return fallen_back(parts.plan, config, f"fallback at step {back.step}: {back.reason}"), path
+
+
+def _plan(config: RunConfig, device: Literal["cuda", "cpu"], choice: Choice | None, checkpoint: Path | None) -> Plan:
+    """What will run; `precision=auto` was asked for where there was a `choice`, and why comes with it. A run that has
+    fallen back to bf16 stays there."""
+    plan = resolve(config, device)
+    if choice is not None:
+        reason = choice.reason if plan.reason is None else f"{choice.reason}; {plan.reason}"
+        plan = replace(plan, asked="auto", reason=reason)
+    if checkpoint is None:
+        return plan
+    before = as_before(plan, config, read_plain(checkpoint, "precision"))
+    if before.ran != plan.ran:
+        log.info(
+            "the run has fallen back to bf16, and stays there; another precision=NAME than %s ends that", plan.asked
+        )
+    return before

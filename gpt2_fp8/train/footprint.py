@@ -1,0 +1,131 @@
+"""What training on a CPU takes of the host's memory, and which micro-batch fits; and, on a GPU too, a step's text.
+
+A GPU says by itself what does not fit. A CPU's memory ends in the swap of the system, or in a process that the kernel
+kills without a word, so what fits is estimated before anything is built.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine.out_of_memory import largest_divisor
+from gpt2_fp8.model.flops import parameter_count
+from gpt2_fp8.model.gpt2 import padded_vocabulary
+from gpt2_fp8.runtime import memory_limits
+
+log = logging.getLogger(__name__)
+
+PROCESS = 400 << 20  # bytes: libraries, text, the processes that read it
+PARAMETER = 4 * (4 + 3)  # in float32: it, its gradient, two moments; all but the gradient also while they are saved
+BLOCK, MLP = 4 * 17, 4 * 9  # of a token and a channel: what a block keeps for its backward, and the MLP's part of it
+LOGITS = 4 * 4  # of a logit: it, without the padding, its softmax, its gradient
+SCORES = 4 * 4  # of a pair of tokens and a head: attention with dropout keeps them all
+ID = 4  # of a token
+STEPS_HELD = {"cpu": 2, "cuda": 4}  # this step's ids, and the next one's while they are read; on a GPU page-locked too
+USED = 0.9  # of what is left now
+USED_BY_RANKS = 0.75  # of the whole, which all of them see alike
+LEAST_FIXED, LEAST_SEQUENCE = 0.55, 0.75  # of the estimate: what a run takes that saves nothing while it trains
+
+
+class Footprint(NamedTuple):
+    """Bytes of a process: whatever the micro-batch, and for each of its sequences."""
+
+    fixed: int
+    sequence: int
+
+    def of(self, sequences: int) -> int:
+        """With a micro-batch of so many."""
+        return self.fixed + sequences * self.sequence
+
+    def least(self, sequences: int) -> float:
+        """The same, less than which no run was seen to take."""
+        return LEAST_FIXED * self.fixed + LEAST_SEQUENCE * sequences * self.sequence
+
+    def most(self, left: float) -> int:
+        """The most sequences that `left` bytes are enough for; 0: not even one."""
+        return max(int((left - self.fixed) // self.sequence), 0)
+
+
+def footprint(config: RunConfig, vocab_size: int) -> Footprint:
+    """Of a run on a CPU; an upper bound, 1.2 to 1.6 times what was measured."""
+    model, rows = config.model, padded_vocabulary(vocab_size)
+    parameters = parameter_count(model, rows)
+    tokens, recompute = model.n_positions, config.activation_checkpointing == "mlp"
+    block = tokens * model.n_embd * (BLOCK - MLP if recompute else BLOCK)
+    if model.dropout:
+        block += SCORES * model.n_head * tokens**2
+    kept = model.n_layer * block + (tokens * model.n_embd * MLP if recompute else 0)
+    casts = 2 * parameters if config.precision.name == "bf16" else 0
+    return Footprint(PROCESS + PARAMETER * parameters + casts, kept + LOGITS * tokens * rows)
+
+
+def step_bytes(config: RunConfig, share: int, on: Literal["cuda", "cpu"]) -> int:
+    """What a process holds of the text: its `share` of a step's sequences, some steps of it."""
+    return (STEPS_HELD[on] + config.trainer.overfit_batches) * share * (config.model.n_positions + 1) * ID
+
+
+def check_step(config: RunConfig, vocab_size: int, ranks: int, share: int, on: Literal["cuda", "cpu"]) -> None:
+    """Raises UserError where the host has no memory for a step's text, beside a model for which it has."""
+    limit = memory_limits.narrowest()
+    if limit is None:
+        return
+    left = _left(limit, ranks) + memory_limits.swap_bytes() / ranks
+    room = left - (footprint(config, vocab_size).least(1) if on == "cpu" else 0)
+    held = step_bytes(config, share, on)
+    if held <= room or room <= 0:  # or what there is to say is said by `fitted`
+        return
+    micro = config.micro_batch if config.micro_batch < share else 1
+    fits = max(int(room * USED / held * share) // micro, 1) * micro * (config.global_batch_size // share)
+    also = f", or fewer of trainer.overfit_batches={n}" if (n := config.trainer.overfit_batches) else ""
+    raise UserError.of(
+        f"global_batch_size={config.global_batch_size}: the text of its steps takes {_size(held)} of each process, and "
+        f"{_size(max(room, 0))} of the memory of {limit.what} are to be had for it",
+        f"global_batch_size={fits}{also}",
+    )
+
+
+def fitted(config: RunConfig, vocab_size: int, ranks: int, share: int, typed: bool) -> RunConfig:
+    """`config` with a micro-batch that the memory which `ranks` processes can have allows: a divisor of `share`, and
+    never more than there was. Said so in the log.
+
+    `typed`: somebody wants this one and no other. Raises UserError where that one cannot fit, or none.
+    """
+    limit, needed, asked = memory_limits.narrowest(), footprint(config, vocab_size), config.micro_batch
+    if limit is None:
+        return config
+    left = _left(limit, ranks) - step_bytes(config, share, "cpu")
+    most = needed.most(left * USED if ranks == 1 else left)
+    if most >= asked:
+        return config
+    fits, wanted = largest_divisor(share, most) if most else 1, asked if typed else 1
+    if needed.least(wanted) > left + memory_limits.swap_bytes() / ranks:
+        each = f" by each of {ranks} ranks" if ranks > 1 else ""
+        smaller = f"micro_batch_size={fits}" if most else "a smaller model (model=tiny), or a shorter model.n_positions"
+        remedies = [limit.lift] if limit.lift and not most else [smaller, limit.lift]
+        have = f"{_size(left)} of the memory of {limit.what} are to be had"
+        if left < 1 << 20:
+            have = f"nothing of the {_size(limit.whole)} of {limit.what} is left"
+        raise UserError.of(
+            f"micro_batch_size={wanted} needs about {_size(needed.of(wanted))}, and {have}{each}",
+            "; or ".join(filter(None, remedies)),
+        )
+    if typed:
+        return config
+    log.warning(
+        "micro_batch_size %d instead of %d: it needs about %s of the %s that %s has left",
+        fits, asked, _size(needed.of(fits)), _size(left), limit.what,
+    )  # fmt: skip
+    return replace(config, micro_batch_size=fits)
+
+
+def _left(limit: memory_limits.Limit, ranks: int) -> float:
+    """What each of a machine's ranks may take."""
+    return (limit.left if ranks == 1 else limit.whole * USED_BY_RANKS) / ranks
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

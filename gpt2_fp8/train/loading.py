@@ -1,0 +1,55 @@
+"""Torch comes in: the training program imported, and whatever ends that in the run's summary."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.runtime import memory_limits, signals, slurm
+from gpt2_fp8.train import summary
+
+LEAST_DATA = 128 << 20  # bytes; with less, what torch loads ends the process itself
+
+
+def training(config: RunConfig, folder: Path) -> Callable[[RunConfig, Path, bool], float | None]:
+    """`train.run`, for a run of `config` in `folder`.
+
+    Raises UserError where the process may not have the memory for torch, and Stopped for a signal.
+    """
+    with signals.handled() as handlers:
+        try:
+            return _imported()
+        except BaseException as caught:
+            handlers.hold()  # what follows is the end already
+            if handlers.received is not None:  # whatever it has become in an import, where it would be thrown next
+                stopped = slurm.ended(handlers.received)
+                summary.write_unbegun(config, folder, stopped)
+                raise stopped from None
+            summary.write_unbegun(config, folder, caught)
+            raise
+
+
+def _imported() -> Callable[[RunConfig, Path, bool], float | None]:
+    try:
+        if 0 <= resource.getrlimit(resource.RLIMIT_DATA)[0] < LEAST_DATA:
+            raise MemoryError("it takes more")
+        from gpt2_fp8.train.fit import run
+    except (ImportError, MemoryError, OSError) as error:
+        for kind, what in memory_limits.SHELL.items():
+            if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
+                raise UserError.of(
+                    f"torch cannot be loaded into the {limit >> 20:,} MiB that `{what}` leaves: {_reason(error)}",
+                    f"type `{what} unlimited` before the command; a limit of a container's memory does no harm",
+                ) from error
+        raise
+    return run
+
+
+def _reason(error: BaseException) -> str:
+    """What an error came of, in a line: numpy has a page of advice, which is of no use here."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

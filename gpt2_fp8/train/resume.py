@@ -1,0 +1,71 @@
+"""What a run takes from a checkpoint and what it does not: another model, settings that are its own. Plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.schema import ModelConfig, OptimConfig
+from gpt2_fp8.engine.optim import build_optimizer, build_schedule, check_moments
+
+_SHOWN = 5  # weights that differ; a list of them all helps nobody
+
+
+def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:
+    """Every difference between a checkpoint's architecture, `given`, and this one: weights of equal shapes may mean
+    something else. Of format 1 nothing is given."""
+    for key, own in asdict(model).items():
+        if key not in ("name", "dropout") and key in given and given[key] != own:
+            cause = f"the checkpoint is of another model: model.{key} is {given[key]} there, {own} here"
+            yield Problem(cause, "use the model= that the checkpoint was trained with")
+
+
+def refuse(differences: list[Problem]) -> None:
+    """Raise CheckpointError with every difference, where there are any."""
+    if differences:
+        raise CheckpointError(differences)
+
+
+def refuse_other_weights(model: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError with the first differences where two state dicts have not the same names, shapes and
+    dtypes: torch would cast weights of another one in silence, to what they were not."""
+    here = {name: tuple(tensor.shape) for name, tensor in model.items()}
+    there = {name: tuple(tensor.shape) for name, tensor in given.items()}
+    names = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
+    if names:
+        remedy = "use the model= and data.tokenizer= that the checkpoint was trained with"
+        raise CheckpointError([_difference(name, here.get(name), there.get(name), remedy) for name in names[:_SHOWN]])
+    if names := [name for name in sorted(here) if model[name].dtype != given[name].dtype]:
+        remedy = "give a checkpoint whose weights are those of a run, or convert them where they come from"
+        raise CheckpointError(
+            [_difference(name, model[name].dtype, given[name].dtype, remedy) for name in names[:_SHOWN]]
+        )
+
+
+def _difference(name: str, own: Any, given: Any, remedy: str) -> Problem:
+    own, given = ("nothing" if value is None else value for value in (own, given))
+    return Problem(f"the checkpoint does not fit the model: {name} is {given} there, {own} here", remedy)
+
+
+def keep_own_settings(checkpoint: dict[str, Any], model: nn.Module, config: OptimConfig, max_steps: int) -> None:
+    """Let the configuration, not the checkpoint, say what optimizer and schedule are set to: of the saved states, in
+    place, the moments and the step stay.
+
+    Raises ValueError for moments that are not the model's.
+    """
+    optimizer = build_optimizer(model, config)
+    schedule = build_schedule(optimizer, config, max_steps)
+    step = checkpoint["lr_schedulers"][0]["last_epoch"]
+    rates = [rate * schedule.lr_lambdas[0](step) for rate in schedule.base_lrs]
+    check_moments(optimizer, checkpoint["optimizer_states"][0], step)
+    groups = checkpoint["optimizer_states"][0]["param_groups"]
+    for saved, fresh, lr in zip(groups, optimizer.param_groups, rates, strict=True):
+        settings = {key: value for key, value in fresh.items() if key != "params"}
+        saved.update(settings, lr=lr)
+    counts = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
+    checkpoint["lr_schedulers"] = [schedule.state_dict() | counts]

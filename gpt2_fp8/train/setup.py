@@ -1,0 +1,184 @@
+"""From a checked configuration to what it means here: which device, how many, which checkpoint; and saying so."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from gpt2_fp8.checkpoint import run_state, space
+from gpt2_fp8.checkpoint.find import resolve as find_checkpoint
+from gpt2_fp8.checkpoint.manifest import SKELETON, read_json, read_manifest
+from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine.out_of_memory import largest_divisor
+from gpt2_fp8.layers.chosen import chosen, slower
+from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
+from gpt2_fp8.model.gpt2 import padded_vocabulary
+from gpt2_fp8.precision.resolve import Plan
+from gpt2_fp8.train.footprint import check_step, fitted
+
+log = logging.getLogger(__name__)
+ON_CPU = 8  # sequences
+
+
+def device(config: RunConfig) -> Literal["cuda", "cpu"]:
+    """Where the run goes. Raises UserError for `trainer=gpu` where there is none."""
+    if config.trainer.accelerator == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if config.trainer.accelerator == "gpu":
+        raise UserError.of("trainer.accelerator=gpu, and torch sees no GPU here", "trainer=cpu, or trainer=auto")
+    return "cpu"
+
+
+def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
+    """Processes on this machine: what was asked for; `auto` is every GPU, or one on a CPU.
+
+    Raises UserError where there are fewer GPUs than asked for.
+    """
+    asked, present = config.trainer.devices, torch.cuda.device_count()
+    if asked == "auto":
+        return present if on == "cuda" else 1
+    if on == "cuda" and asked > present:
+        raise UserError.of(f"trainer.devices={asked}, and torch sees {present} GPUs", f"trainer.devices={present}")
+    return asked
+
+
+class Batch(NamedTuple):
+    """A configuration with a number for its micro-batch, and the one that was asked for before memory had its say."""
+
+    config: RunConfig
+    asked: int
+
+
+def settle_micro_batch(
+    config: RunConfig, world_size: int, on: Literal["cuda", "cpu"], typed: bool, start: Path | None
+) -> Batch:
+    """Settle a run's micro-batch, which was `typed` or stands in a file of settings.
+
+    A GPU begins with what was asked for (`auto`: its whole share of a step) and takes the largest part of it that fits.
+    A CPU begins with no more than memory allows (`footprint`), and where it continues from `start`, with what that was
+    trained with. Raises UserError where what was typed cannot fit, or a step's text.
+    """
+    share, auto = config.global_batch_size // world_size, config.micro_batch_size == "auto"
+    if auto:
+        most = share if on == "cuda" else min(share, ON_CPU)
+        config = replace(config, micro_batch_size=largest_divisor(share, most))
+    asked, ranks = config.micro_batch, world_size // config.trainer.num_nodes
+    check_step(config, vocabulary(config), ranks, share, on)
+    if on == "cuda":
+        return Batch(config, asked)
+    before = (read_json(start, SKELETON).get("micro_batch_size") or {}) if start else {}
+    if not typed and before.get("asked") == asked and before["fits"] and share % before["fits"] == 0:
+        config = replace(config, micro_batch_size=before["fits"])
+    return Batch(fitted(config, vocabulary(config), ranks, share, typed and not auto), asked)
+
+
+def check_room(config: RunConfig, checkpoints: Path) -> None:
+    """Raises UserError where the run's checkpoints cannot be written, or will not find room."""
+    if config.trainer.fast_dev_run:
+        return
+    space.require_writable(checkpoints)
+    space.require_inodes(checkpoints)
+    rows = padded_vocabulary(vocabulary(config))
+    parameters = parameter_count(config.model, rows)
+    space.require_large_files(parameters)
+    kept, every = config.callbacks.keep_checkpoints, config.callbacks.keep_every_n_steps
+    permanent = config.trainer.max_steps // every if every else 0
+    space.require(checkpoints, space.peak_bytes(parameters, kept, permanent))
+
+
+def checkpoint(config: RunConfig, folder: Path) -> Path | None:
+    """The checkpoint to continue from, or None for a fresh start, said so where `last` found nothing.
+
+    Its files' digests are checked, and that it holds a run's state. Raises UserError where none is whole, or it does
+    not fit the run.
+    """
+    if config.ckpt_path is None:
+        return None
+    own = folder / "checkpoints"
+    found = find_checkpoint(config.ckpt_path, own, run_state.check)
+    if found and found.resolve().parent != own.resolve() and any(own.glob("*/manifest.json")):
+        raise UserError.of(
+            f"ckpt_path={found} is of another run, and {folder} has checkpoints of its own", "give a new run_name"
+        )
+    if found and (step := int(read_manifest(found)["global_step"])) > config.trainer.max_steps:
+        raise UserError.of(
+            f"trainer.max_steps={config.trainer.max_steps} ends before {found}, of step {step}",
+            f"trainer.max_steps={step} or more",
+        )
+    if found is None:
+        log.info("ckpt_path=%s: no checkpoint in %s yet, so this run starts afresh", config.ckpt_path, folder)
+    return found
+
+
+def step_of(checkpoint: Path | None) -> int | None:
+    """The optimizer step of a checkpoint."""
+    return None if checkpoint is None else int(read_manifest(checkpoint)["global_step"])
+
+
+def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, folder: Path, start: Path | None) -> None:
+    """What was chosen and why, in under a dozen lines of the run's log."""
+    model, rows = config.model, padded_vocabulary(vocab_size)
+    tokens = config.global_batch_size * model.n_positions
+    name = torch.cuda.get_device_name() if plan.device == "cuda" else "the CPU"
+    peak = peak_bf16_flops(name)
+    log.info(
+        "model      %s: %s parameters, vocabulary %d padded to %d",
+        model.name, f"{parameter_count(model, rows):,}", vocab_size, rows,
+    )  # fmt: skip
+    log.info("device     %s x %d", name, world_size)
+    ran = f"{plan.ran}, recipe {config.recipe.name}" if plan.fp8 else plan.ran
+    if plan.reason is None:
+        log.info("precision  %s", ran)
+    elif plan.asked == "auto":
+        log.info("precision  %s: %s", ran, plan.reason)
+    else:
+        log.info("precision  %s instead of %s: %s", ran, plan.asked, plan.reason)
+    behind = slower() if plan.backend == "fused" else []
+    log.log(
+        logging.WARNING if behind else logging.INFO, "layers     %s", _layers(kernels(config, plan, vocab_size), behind)
+    )
+    log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
+    log.info(
+        "steps      %d of %d x %d = %d tokens, in micro-batches of %d sequences",
+        config.trainer.max_steps, config.global_batch_size, model.n_positions, tokens, config.micro_batch_size,
+    )  # fmt: skip
+    if peak:
+        per_token = flops_per_token(model, rows)
+        log.info("mfu_bf16   %.2f GFLOP a token over %.0f TFLOP/s dense bf16", per_token / 1e9, peak / 1e12)
+    if start:
+        log.info("continues  %s (step %d)", start, step_of(start))
+    elif config.init_from:
+        log.info("weights    from %s", config.init_from)
+    log.info("folder     %s", folder)
+
+
+def kernels(config: RunConfig, plan: Plan, vocab_size: int) -> dict[str, str]:
+    """What computes a run: its layers and, where these are the fused ones, the kernels of each part."""
+    found = {"layers": _family(plan)}
+    if plan.backend == "fused":
+        model = config.model
+        rows = config.micro_batch * model.n_positions
+        found |= chosen(rows, model.n_head, model.n_embd, padded_vocabulary(vocab_size))
+    return found
+
+
+def _layers(kernels: dict[str, str], behind: list[str]) -> str:
+    """Which layers compute a run, and by which kernels, for people."""
+    parts = [words if part == "layers" else f"{part} {words}" for part, words in kernels.items()]
+    return "; ".join(parts + ([f"slower than it could be: {', '.join(behind)}"] if behind else []))
+
+
+def _family(plan: Plan) -> str:
+    if plan.backend == "fused":
+        return f"fused FP8 chain{', in CUDA graphs' if plan.graphs else ''}"
+    if plan.backend == "te":
+        return "Transformer Engine"
+    return "plain torch, compiled" if plan.compile else "plain torch"

@@ -1,0 +1,387 @@
+"""What stays on the disk: retention, pointers, full disks, branches left behind."""
+
+import errno
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_run import At, run, two_ranks
+
+from gpt2_fp8.callbacks import checkpointing as tiers_module
+from gpt2_fp8.callbacks.checkpointing import Tiers
+from gpt2_fp8.checkpoint import files, find, pointers
+from gpt2_fp8.checkpoint.manifest import sealed
+from gpt2_fp8.checkpoint.writer import Writer
+from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.config.schema import CallbacksConfig
+
+CONF = Path(__file__).resolve().parents[2] / "conf" / "callbacks"
+
+
+def saved(folder):
+    return list(pointers.steps(folder / "checkpoints"))
+
+
+BOTH = pytest.mark.parametrize("asynchronous", [True, False], ids=["in a thread", "in the step"])
+
+
+@BOTH
+def test_the_newest_few_and_the_best_stay(tmp_path, asynchronous):
+    val_losses = {4: 3.0, 8: 1.0, 12: 2.0, 16: 2.0, 20: 5.0}
+    run(tmp_path, max_steps=20, every=2, keep=2, val_losses=val_losses, asynchronous=asynchronous)
+    folder = tmp_path / "checkpoints"
+    assert saved(tmp_path) == [8, 18, 20]
+    assert pointers.read(folder, "best") == pointers.Pointer("step-00000008", 8, 1.0)
+    assert pointers.read(folder, "last") == pointers.Pointer("step-00000020", 20, 5.0)
+    best = {"checkpoint": "step-00000008", "step": 8, "val_loss": 1.0}
+    best |= {"manifest_sha256": files.read_manifest(folder / "step-00000008")["sha256"]}
+    assert json.loads((folder / "best.json").read_text()) == sealed(best)
+    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ["best.json", "last.json"]
+    assert find.resolve("best", folder) == folder / "step-00000008"
+
+
+def test_zero_interval_keeps_the_end_alone(tmp_path):
+    run(tmp_path, max_steps=3, every=0, keep=1)
+    assert saved(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_no_such_loss_becomes_the_best(tmp_path, bad):
+    run(tmp_path, max_steps=12, every=6, val_losses={4: bad, 8: 2.0, 12: bad})
+    assert pointers.read(tmp_path / "checkpoints", "best") == pointers.Pointer("step-00000008", 8, 2.0)
+    assert pointers.read(tmp_path / "checkpoints", "last") == pointers.Pointer("step-00000012", 12, None)
+    assert saved(tmp_path) == [6, 8, 12]
+
+
+def test_without_a_finite_loss_there_is_no_best(tmp_path):
+    run(tmp_path, max_steps=4, val_losses={4: math.nan})
+    assert pointers.read(tmp_path / "checkpoints", "best") is None
+
+
+def test_a_resumed_run_remembers_its_best(tmp_path):
+    val_losses = {4: 1.0, 8: 2.0, 12: 2.0}
+    run(tmp_path, max_steps=6, keep=1, val_losses=val_losses)
+    (tmp_path / "checkpoints" / "best.json").unlink()  # the state in the checkpoint brings it back
+    _, _, tiers = run(tmp_path, max_steps=12, keep=1, val_losses=val_losses)
+    assert tiers.best == pointers.read(tmp_path / "checkpoints", "best") == pointers.Pointer("step-00000004", 4, 1.0)
+    assert saved(tmp_path) == [4, 12]
+
+
+def test_continuing_another_run_leaves_its_folder_alone_and_starts_a_best_of_its_own(tmp_path):
+    run(tmp_path / "one", max_steps=6, val_losses={4: 1.0})
+    before = sorted(tmp_path.glob("one/checkpoints/**/*"))
+    source = tmp_path / "one" / "checkpoints" / "step-00000004"
+    run(tmp_path / "two", max_steps=12, keep=1, val_losses={8: 5.0, 12: 6.0}, ckpt_path=str(source))
+    assert sorted(tmp_path.glob("one/checkpoints/**/*")) == before
+    assert saved(tmp_path / "two") == [8, 12]
+    assert pointers.read(tmp_path / "two" / "checkpoints", "best").step == 8
+
+
+def test_later_checkpoints_of_a_branch_left_behind_are_not_taken_for_newer(tmp_path):
+    run(tmp_path, max_steps=10, every=2, keep=5, val=100)
+    run(tmp_path, max_steps=5, every=1, keep=2, val=100, ckpt_path=str(tmp_path / "checkpoints" / "step-00000002"))
+    assert saved(tmp_path) == [4, 5, 6, 8, 10]
+    assert pointers.read(tmp_path / "checkpoints", "last").step == 5
+    assert find.resolve("last", tmp_path / "checkpoints").name == "step-00000005"
+
+
+def test_the_resume_source_stays_until_it_is_superseded(tmp_path):
+    run(tmp_path, max_steps=4, keep=1, val=100)
+    seen = []
+    look = At("on_train_batch_start", 5, lambda: seen.append(saved(tmp_path)))
+    run(tmp_path, max_steps=6, keep=1, val=100, callbacks=[look])
+    assert seen == [[4]]
+    assert saved(tmp_path) == [6]
+
+
+def fail_for(monkeypatch, steps):
+    """Have the disk be full whenever one of `steps` is written."""
+    write = files.write
+
+    def full(path, checkpoint):
+        if checkpoint["global_step"] in steps:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, checkpoint)
+
+    monkeypatch.setattr(files, "write", full)
+
+
+@BOTH
+def test_a_full_disk_costs_checkpoints_and_not_the_run(tmp_path, monkeypatch, caplog, asynchronous):
+    fail_for(monkeypatch, {4, 6})
+    with caplog.at_level(logging.WARNING, "gpt2_fp8"):
+        module, _, tiers = run(tmp_path, max_steps=8, val_losses={4: 1.0, 8: 2.0}, asynchronous=asynchronous)
+    assert len(module.losses) == 8
+    assert [record.message for record in caplog.records if "could not be saved" in record.message] == [
+        "step 4 could not be saved, training goes on: [Errno 28] No space left on device"
+    ]
+    assert saved(tmp_path) == [2, 8]
+    assert tiers.best.step == 8  # step 4 was better, but there is no file of it
+
+
+@BOTH
+def test_an_end_that_cannot_be_saved_is_an_error_and_the_last_good_one_stays(tmp_path, monkeypatch, asynchronous):
+    fail_for(monkeypatch, {8})
+    with pytest.raises(RunError, match="step 8"):
+        run(tmp_path, max_steps=8, val=100, asynchronous=asynchronous)
+    assert find.resolve("last", tmp_path / "checkpoints").name == "step-00000006"
+
+
+def test_what_a_killed_writer_left_is_swept_at_the_start(tmp_path):
+    run(tmp_path, max_steps=4, val=100)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "step-00000004", folder / ".step-00000006.tmp")
+    os.rename(folder / "step-00000004", folder / ".step-00000004.old")  # killed between the two renames
+    assert find.resolve("last", folder) == folder / ".step-00000004.old"
+    module, _, _ = run(tmp_path, max_steps=5, every=0, keep=9, val=100)
+    assert list(module.losses) == [5]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "last.json",
+        "step-00000002",
+        "step-00000004",
+        "step-00000005",
+    ]
+
+
+def test_the_logs_are_on_the_disk_before_a_pointer_moves(tmp_path, monkeypatch):
+    write, seen = pointers.write, {}
+
+    def look(folder, kind, pointer):
+        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        scalars = events.Scalars("direct") if "direct" in events.Tags()["scalars"] else []
+        seen.setdefault(pointer.step, [event.step for event in scalars])
+        write(folder, kind, pointer)
+
+    class Direct(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.loggers[0].log_metrics({"direct": 1.0}, step=trainer.global_step)
+
+    monkeypatch.setattr(pointers, "write", look)
+    run(tmp_path, max_steps=4, every=2, val=100, callbacks=[Direct()])
+    assert {step: logged[:step] for step, logged in seen.items()} == {2: [1, 2], 4: [1, 2, 3, 4]}
+
+
+def test_those_of_every_so_many_steps_are_taken_and_stay_for_good(tmp_path):
+    run(tmp_path, max_steps=14, every=2, keep=1, val=100, keep_every_n_steps=5)
+    assert saved(tmp_path) == [5, 10, 14]
+
+
+def test_the_clock_is_asked_every_ten_steps_and_starts_again_with_each_checkpoint(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(tiers_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(tiers_module.time, "time", lambda: -1e9)  # set back by somebody: nobody here looks
+
+    class Tick(Callback):
+        def on_train_batch_start(self, *_):
+            now[0] += 6.0  # seconds
+
+    run(tmp_path, max_steps=45, every=0, keep=9, val=100, every_minutes=1.7, callbacks=[Tick()])
+    assert saved(tmp_path) == [20, 40, 45]  # 120 s after the start, and 120 s after that; 60 s are too few
+
+
+def test_the_writer_is_told_of_the_state_once_a_fit_after_its_first_step(tmp_path, monkeypatch):
+    """Before it there are no moments, and CUDA graphs may be recorded, which locking memory would spoil."""
+    told, prepare, save = [], Writer.prepare, Writer.save
+
+    def prepared(self, state):
+        weights, optimizer = state
+        told.append(("prepare", len(weights), sorted(optimizer["state"][0]), int(optimizer["state"][0]["step"])))
+        prepare(self, state)
+
+    monkeypatch.setattr(Writer, "prepare", prepared)
+    monkeypatch.setattr(Writer, "save", lambda self, *given: told.append("save") or save(self, *given))
+    run(tmp_path, max_steps=3, every=1, val=100)
+    run(tmp_path, max_steps=4, every=4, val=100)
+    moments = ["exp_avg", "exp_avg_sq", "step"]
+    assert told == [("prepare", 4, moments, 1), "save", "save", "save", ("prepare", 4, moments, 4), "save"]
+
+
+@BOTH
+def test_the_longest_stall_is_known(tmp_path, monkeypatch, asynchronous):
+    """What the step waits for: the copy and the hand-over, or all of the writing."""
+    now, save, write = [0.0], Writer.save, files.write
+    monkeypatch.setattr(tiers_module.time, "perf_counter", lambda: now[0])
+
+    def slow_save(self, checkpoint, pointer):
+        now[0] += {2: 1.0, 4: 3.0, 6: 2.0}[pointer.step]
+        save(self, checkpoint, pointer)
+        self.wait()
+
+    def slow_write(path, checkpoint):
+        if not asynchronous:  # in a thread it takes its time beside the steps, which no clock of a test shows
+            now[0] += 10.0
+        write(path, checkpoint)
+
+    monkeypatch.setattr(Writer, "save", slow_save)
+    monkeypatch.setattr(files, "write", slow_write)
+    assert Tiers(tmp_path, 2, 1).longest_stall is None
+    _, _, tiers = run(tmp_path, max_steps=6, val=100, asynchronous=asynchronous)
+    assert tiers.longest_stall == (3.0 if asynchronous else 13.0)
+
+
+def test_a_step_that_nothing_is_due_at_asks_nobody(tmp_path, monkeypatch):
+    """No collective in a step without a checkpoint: each is a wait for the slowest rank."""
+    calls = []
+    for name in ("broadcast", "barrier", "reduce_boolean_decision"):
+        original = getattr(SingleDeviceStrategy, name)
+
+        def counted(self, *args, original=original, name=name, **kwargs):
+            calls.append(name)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(SingleDeviceStrategy, name, counted)
+    counts = []
+    look = [At("on_train_batch_start", step, lambda: counts.append(len(calls))) for step in (2, 19)]
+    run(tmp_path, max_steps=20, every=0, val=100, callbacks=look, every_minutes=1e9)
+    assert counts[1] - counts[0] == 1  # at step 10, for the time
+
+
+def test_a_best_that_could_not_be_written_is_forgotten_when_that_is_known(tmp_path, monkeypatch):
+    """Step 4 is in the writer's hands when 8 is validated: 8 is compared with what is on the disk, not with a hope."""
+    fail_for(monkeypatch, {4})
+    slow, failing = threading.Event(), files.write
+
+    def write(path, checkpoint):
+        if checkpoint["global_step"] == 4:
+            slow.wait(10)
+        failing(path, checkpoint)
+
+    monkeypatch.setattr(files, "write", write)
+    hold = At("on_validation_start", 8, slow.set)
+    _, _, tiers = run(tmp_path, max_steps=9, every=0, val_losses={4: 1.0, 8: 2.0}, callbacks=[hold])
+    assert slow.is_set()
+    assert tiers.best == pointers.read(tmp_path / "checkpoints", "best") == pointers.Pointer("step-00000008", 8, 2.0)
+
+
+def test_a_best_that_is_being_written_is_waited_for(tmp_path, monkeypatch):
+    gate, write = threading.Event(), files.write
+
+    def slow(path, checkpoint):
+        if checkpoint["global_step"] == 4:
+            gate.wait(10)
+            time.sleep(0.3)  # until after the validation of step 8, which is what has to wait
+        write(path, checkpoint)
+
+    monkeypatch.setattr(files, "write", slow)
+    hold = At("on_validation_start", 8, gate.set)
+    _, _, tiers = run(tmp_path, max_steps=9, every=0, val_losses={4: 1.0, 8: 2.0}, callbacks=[hold])
+    assert tiers.best == pointers.read(tmp_path / "checkpoints", "best") == pointers.Pointer("step-00000004", 4, 1.0)
+
+
+@BOTH
+def test_an_end_that_fails_once_is_tried_again(tmp_path, monkeypatch, asynchronous):
+    write, failures = files.write, [OSError(errno.ENOSPC, "No space left on device")]
+
+    def once(path, checkpoint):
+        if checkpoint["global_step"] == 6 and failures:
+            raise failures.pop()
+        write(path, checkpoint)
+
+    monkeypatch.setattr(files, "write", once)
+    _, _, tiers = run(tmp_path, max_steps=6, val=100, asynchronous=asynchronous)
+    assert (tiers.saved_step, failures) == (6, [])
+    assert find.resolve("last", tmp_path / "checkpoints").name == "step-00000006"
+
+
+def test_a_state_that_no_checkpoint_can_keep_ends_the_run_at_the_next_step(tmp_path):
+    class Odd(Callback):
+        def state_dict(self):
+            return {"a set": {1}}
+
+    for asynchronous in (True, False):
+        with pytest.raises(TypeError, match="a set"):
+            run(tmp_path, max_steps=8, val=100, callbacks=[Odd()], asynchronous=asynchronous)
+
+
+def test_from_config_takes_every_key(tmp_path):
+    default = yaml.safe_load((CONF / "default.yaml").read_text())
+    config = CallbacksConfig(
+        **default
+        | {"checkpoint_every_n_steps": 3, "checkpoint_every_minutes": 4.5, "async_checkpoints": False}
+        | {"keep_checkpoints": 6, "keep_every_n_steps": 7}
+    )
+    tiers = Tiers.from_config(tmp_path, config)
+    writer = tiers.writer
+    assert (tiers.every_n_steps, tiers.every_minutes, tiers.keep_every_n_steps) == (3, 4.5, 7)
+    assert (writer.folder, writer.keep, writer.keep_every_n_steps, writer.asynchronous) == (tmp_path, 6, 7, False)
+
+
+def test_what_is_saved_after_the_exception_is_written_too(tmp_path):
+    """GracefulStop does so where a signal ends the wait for a step's data; its `on_exception` may come later."""
+
+    class Late(Checkpoint):
+        def on_exception(self, trainer, *_):
+            assert trainer.global_step == 3
+            (tiers,) = (callback for callback in trainer.callbacks if isinstance(callback, Tiers))
+            assert tiers.save(trainer)
+
+    def fall():
+        raise RuntimeError("in the step")
+
+    late = [At("on_train_batch_start", 3, fall), Late()]
+    with pytest.raises(RuntimeError, match="in the step"):
+        run(tmp_path, val=100, callbacks=late)
+    assert files.read(find.resolve("last", tmp_path / "checkpoints"))["global_step"] == 3
+
+
+def test_a_best_that_was_written_anew_is_what_it_is_now(tmp_path):
+    run(tmp_path, max_steps=8, keep=9, val_losses={4: 2.0, 8: 1.0})
+    source = str(tmp_path / "checkpoints" / "step-00000004")
+    run(tmp_path, max_steps=8, keep=9, val_losses={8: 5.0}, ckpt_path=source)
+    assert pointers.read(tmp_path / "checkpoints", "best") == pointers.Pointer("step-00000008", 8, 5.0)
+
+
+RANK = f"""
+import errno, json, os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from tiny_run import At, run
+from gpt2_fp8.checkpoint import files
+write = files.write
+def full(path, checkpoint):
+    if checkpoint["global_step"] in (4, 6):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    write(path, checkpoint)
+files.write = full
+losses = dict(zip((4, 8, 12), (1.0, 2.0, 3.0) if os.environ["RANK"] == "0" else (9.0, 8.0, 7.0)))
+_, _, tiers = run(sys.argv[1], max_steps=12, every=3, ranks=2, every_minutes=1e-9, val_losses=losses)
+print(json.dumps([tiers.saved_step, tiers.best.step, tiers.best.val_loss, tiers.ledger.taken_step]))
+"""
+
+
+def test_two_ranks_know_the_same_and_never_wait_for_each_other_in_vain(tmp_path):
+    """Saves by steps, by the clock, at the best and at the end; some fail, on the rank that writes alone."""
+    _, outputs = two_ranks([sys.executable, "-c", RANK, str(tmp_path)])
+    known = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    assert known[0] == known[1], outputs
+    assert known[0] == [12, 8, 2.0, 12]
+    assert saved(tmp_path) == [8, 9, 10, 12]
+    assert "step 4 could not be saved" in outputs[0][1]
+    assert "could not be saved" not in outputs[1][1]
+
+
+def test_a_second_fit_knows_nothing_of_the_first(tmp_path):
+    """As after a rollback: the step that was saved before is reached again, and saved again."""
+    _, trainer, tiers = run(tmp_path, max_steps=4, val=100)
+    tiers.setup(trainer, trainer.lightning_module, "validate")
+    assert tiers.saved_step == 4
+    tiers.setup(trainer, trainer.lightning_module, "fit")
+    assert (tiers.saved_step, tiers.ledger.taken_step, tiers.best) == (None, None, None)
+
+
+def test_a_finished_run_still_knows_its_best(tmp_path):
+    run(tmp_path, max_steps=8, val_losses={4: 2.0, 8: 1.0})
+    module, _, tiers = run(tmp_path, max_steps=8)
+    assert module.losses == {}
+    assert tiers.best == pointers.Pointer("step-00000008", 8, 1.0)

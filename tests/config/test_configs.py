@@ -1,0 +1,107 @@
+"""Every file of conf/ composes, alone with partners that fit, and sets every key of the schema and no other."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpt2_fp8.compose import conf_dir, preflight
+from gpt2_fp8.config import hints
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.parsing import key_paths
+from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
+
+GROUPS = sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
+FILES = [path.relative_to(conf_dir()) for path in sorted(conf_dir().glob("*/*.yaml"))]
+PARTNERS = {
+    "data=text_files": ["data.train_files=[corpus.txt]"],
+    "trainer=ddp": [],
+    "recipe=auto": ["precision=auto"],
+}
+REFUSED = {"precision=fp8_e5m2": "E5M2 x E5M2"}  # recipe=mxfp8 is refused only where the GPU cannot do it
+
+
+def choice(file):
+    return f"{file.parent}={file.stem}"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("corpus.txt").write_text("text")
+
+
+def test_the_groups_are_those_of_the_schema():
+    groups = {path.partition(".")[0] for path in key_paths(RunConfig) if "." in path}
+    assert set(GROUPS) == groups | {"experiment", "debug"}
+    assert len(FILES) > 30, "no folder below a group"
+
+
+@pytest.mark.parametrize("file", FILES, ids=choice)
+def test_every_choice_composes(file):
+    argv = [choice(file), *PARTNERS.get(choice(file), [])]
+    if reason := REFUSED.get(choice(file)):
+        with pytest.raises(UserError, match=reason):
+            preflight(argv)
+        return
+    (config,) = preflight(argv)
+    if file.parent.name in ("model", "precision", "recipe", "data"):
+        assert getattr(config, file.parent.name).name == file.stem, "the name in the file is the file's"
+
+
+@pytest.mark.parametrize("model", [file.stem for file in FILES if file.parent.name == "model"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+def test_every_model_fits_every_fp8_recipe(model, recipe):
+    (config,) = preflight([f"model={model}", f"recipe={recipe}"])
+    assert isinstance(config.precision, FP8PrecisionConfig)
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.parent.name in ("experiment", "debug")], ids=choice)
+def test_experiments_and_debug_runs_compose_with_every_trainer(file):
+    for trainer in ("auto", "cpu", "gpu", "ddp"):
+        preflight([choice(file), f"trainer={trainer}"])
+
+
+def test_model_and_optim_come_in_pairs():
+    names = {group: {file.stem for file in FILES if file.parent.name == group} for group in ("model", "optim")}
+    assert names["model"] == names["optim"], "optim follows model by name"
+
+
+def leaves(node, path=""):
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{path}{key}.")
+        else:
+            yield path + key
+
+
+def written(file):
+    content = yaml.safe_load((conf_dir() / file).read_text())
+    content.pop("defaults", None)
+    content.pop("hydra", None)
+    everywhere = "@package _global_" in (conf_dir() / file).read_text()
+    return set(leaves(content, "" if everywhere or file.parent == Path() else f"{file.parent}."))
+
+
+def test_conf_and_schema_name_the_same_keys():
+    in_conf = set().union(*map(written, FILES), written(Path("config.yaml")))
+    assert in_conf == set(key_paths(RunConfig))
+
+
+@pytest.mark.parametrize("group", ["trainer", "callbacks", "logger", "model", "optim"])
+def test_the_choices_of_a_group_set_the_same_keys(group):
+    files = [file for file in FILES if file.parent.name == group]
+    assert len({frozenset(written(file)) for file in files}) == 1
+
+
+def test_the_hints_know_each_kind_of_data():
+    kinds = {}
+    for file in FILES:
+        if file.parent.name == "data":
+            kinds.setdefault(yaml.safe_load((conf_dir() / file).read_text())["kind"], []).append(file.stem)
+    assert {kind: tuple(names) for kind, names in kinds.items()} == hints.KINDS
+
+
+def test_every_file_says_what_it_is():
+    silent = [str(file) for file in FILES if "#" not in (conf_dir() / file).read_text()]
+    assert silent == []

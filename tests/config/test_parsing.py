@@ -1,0 +1,124 @@
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from gpt2_fp8.config.parsing import build, key_paths, show
+
+
+@dataclass(frozen=True)
+class Cat:
+    kind: Literal["cat"]
+    lives: int
+
+
+@dataclass(frozen=True)
+class Dog:
+    kind: Literal["dog", "wolf"]
+    bark: float
+
+
+@dataclass(frozen=True)
+class House:
+    name: str
+    rooms: int
+    height: float
+    garden: bool
+    colour: Literal["red", "green"] | None
+    floors: int | Literal["auto"]
+    guests: list[str]
+    pet: Cat | Dog
+
+
+GOOD = {
+    "name": "x",
+    "rooms": 3,
+    "height": 2.5,
+    "garden": True,
+    "colour": None,
+    "floors": "auto",
+    "guests": ["a"],
+    "pet": {"kind": "wolf", "bark": 1},
+}
+
+
+def problems(**changes):
+    house, found = build(House, GOOD | changes)
+    assert (house is None) == bool(found)
+    return found
+
+
+def only(**changes):
+    (finding,) = problems(**changes)
+    return finding.keys[0], finding.problem.cause, finding.problem.remedy
+
+
+def test_builds_the_classes():
+    house, found = build(House, GOOD)
+    assert not found
+    assert house == House("x", 3, 2.5, True, None, "auto", ["a"], Dog("wolf", 1.0))
+    assert type(house.pet.bark) is float
+
+
+@pytest.mark.parametrize(
+    ("change", "needs", "remedy"),
+    [
+        ({"rooms": True}, "a whole number", "rooms=NUMBER"),
+        ({"rooms": "3"}, "a whole number", "rooms=NUMBER"),
+        ({"rooms": 3.0}, "a whole number", "rooms=3"),
+        ({"rooms": 1e4}, "rooms=10000.0", "rooms=10000"),
+        ({"rooms": None}, "rooms=null", "rooms=NUMBER"),
+        ({"height": True}, "a number", "height=NUMBER"),
+        ({"height": "1e-3"}, "a number", "height=NUMBER"),
+        ({"height": float("nan")}, "not a finite number", "height=NUMBER"),
+        ({"height": float("inf")}, "not a finite number", "height=NUMBER"),
+        ({"garden": 1}, "true or false", "garden=true"),
+        ({"garden": "off"}, "true or false", "garden=false"),
+        ({"colour": "gren"}, "red, green or null", "colour=green"),
+        ({"colour": 1}, "red, green or null", "colour=red|green"),
+        ({"floors": "aut"}, "a whole number or auto", "floors=auto"),
+        ({"floors": True}, "a whole number or auto", "floors="),
+        ({"guests": "bob"}, "needs a list", "guests='[bob]'"),
+        ({"guests": [True]}, "needs a list", "guests="),
+        ({"name": None}, "must be text", "name=TEXT"),
+        ({"name": 1.5}, "must be text", "name=TEXT"),
+        ({"name": "???"}, "no value", "name=TEXT"),
+        ({"pet": "cat"}, "not a group of keys", "keys"),
+        ({"pet": {"kind": "dogg", "bark": 1}}, "no such choice", "pet.kind=dog"),
+        ({"pet": {"bark": 1}}, "pet.kind=null", "cat, dog, wolf"),
+        ({"pet": {"kind": "cat"}}, "pet.lives is missing", "pet.lives=NUMBER"),
+        ({"pet": {"kind": "cat", "lives": 9, "bark": 2}}, "pet.bark belongs to pet=dog", "choose pet=dog"),
+        ({"room": 4}, "there is no key room", "did you mean rooms?"),
+        ({"lives": 4}, "there is no key lives", "did you mean pet.lives?"),
+        ({"xyzzy": 4}, "there is no key xyzzy", "name, rooms, height"),
+    ],
+)
+def test_refuses_with_a_reason_and_a_remedy(change, needs, remedy):
+    _, cause, fix = only(**change)
+    assert needs in cause
+    assert remedy in fix
+
+
+def test_a_whole_number_is_text_too():
+    house, _ = build(House, GOOD | {"name": 42})
+    assert house.name == "42"
+
+
+def test_all_problems_are_collected():
+    found = problems(rooms="a", height="b", guests=3, extra=1, pet={"kind": "cat", "lives": "x", "tail": 1})
+    assert {key for finding in found for key in finding.keys} == {
+        "rooms", "height", "guests", "extra", "pet.lives", "pet.tail",
+    }  # fmt: skip
+
+
+def test_paths_name_the_choices_that_have_them():
+    paths = key_paths(House)
+    assert paths["pet.lives"] == ("cat",)
+    assert paths["pet.bark"] == ("dog", "wolf")
+    assert paths["pet.kind"] == ("cat", "dog", "wolf")
+    assert paths["rooms"] == ()
+
+
+def test_values_are_shown_as_they_are_typed():
+    assert [show(v) for v in (None, True, [1, "a"], "", "a\tb")] == ["null", "true", "[1,a]", "''", r"'a\tb'"]
+    assert len(show("x" * 1000)) == 80

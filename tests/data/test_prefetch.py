@@ -1,0 +1,130 @@
+"""Worker processes change nothing but the time, whatever becomes of them; and the cache changes nothing either."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpt2_fp8.config.errors import UserError
+from tests.data.corpora import files_config, items, module, write_jsonl
+
+
+def workers_of(made: object) -> list[int]:
+    return [worker.process.pid for worker in made._pool._crew.workers]  # type: ignore[attr-defined]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    return not (status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+def gone(pids: list[int], seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def test_workers_and_their_death_change_nothing(many_units: Path) -> None:
+    whole = items(module(files_config(many_units), max_steps=40))
+    made = module(files_config(many_units, num_workers=2), max_steps=40)
+    made._pool._kept.clear()
+    got = []
+    for item in made.train_dataloader():
+        got.append(item["ids"].numpy())
+        made.advance(item["cursor"])
+        if len(got) in (3, 20):
+            made._pool._kept.clear()  # or a corpus this small would not be read again
+            os.kill(workers_of(made)[0], signal.SIGKILL)
+        if len(got) == 30:
+            for pid in workers_of(made):
+                os.kill(pid, signal.SIGINT)  # a terminal's Ctrl-C reaches them too, and is the parent's to handle
+    pids = workers_of(made)
+    assert all(map(alive, pids))
+    made.teardown()
+    assert gone(pids)
+    assert len(got) == 40
+    assert all(np.array_equal(a, b) for a, b in zip(got, whole, strict=True))
+    assert made.report()["reading"]["worker_deaths"] >= 1
+
+
+def test_a_users_error_comes_out_of_a_worker_whole(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["text " * 50] * 3)
+    made = module(files_config(path, num_workers=1))
+    made._pool._kept.clear()
+    os.unlink(path)
+    made._pool.close()
+    with pytest.raises(Exception, match=r"cannot read a.jsonl .*after 3 attempts: FileNotFoundError"):
+        items(made, 1)
+    assert made._pool._crew is None  # ended with the error
+    made.teardown()
+
+
+def test_no_orphans_when_the_parent_is_killed(many_units: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from tests.data.corpora import files_config, module, items\n"
+        "if __name__ == '__main__':\n"
+        f"    made = module(files_config({str(many_units)!r}, num_workers=2))\n"
+        "    made._pool._kept.clear(); items(made, 3)\n"
+        "    crew = made._pool._crew\n"
+        "    print(crew.spool, *(w.process.pid for w in crew.workers), flush=True); time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    spool, *numbers = process.stdout.readline().split()
+    pids = [int(number) for number in numbers]
+    assert Path(spool).is_dir()
+    assert len(pids) >= 1
+    assert all(map(alive, pids))
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert gone(pids)
+    assert not Path(spool).exists()
+
+
+def test_workers_do_not_import_torch() -> None:
+    code = (
+        "import sys, gpt2_fp8.data.prefetch, gpt2_fp8.data.sources\n"
+        "print({'torch', 'datasets', 'lightning'} & {*sys.modules})"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+def test_cache_gives_the_same_tokens_and_mends_itself(many_units: Path, tmp_path: Path) -> None:
+    whole = items(module(files_config(many_units)))
+    config = files_config(many_units, cache_dir=str(tmp_path / "cache"))
+    assert all(np.array_equal(a, b) for a, b in zip(items(module(config)), whole, strict=True))
+    stored = sorted((tmp_path / "cache").glob("*.u16"))
+    assert len(stored) > 10
+    again = module(config)
+    assert all(np.array_equal(a, b) for a, b in zip(items(again), whole, strict=True))
+    assert again.report()["reading"]["cache_hits"] == again.report()["reading"]["units"]
+    before = [path.read_bytes() for path in stored]
+    stored[0].write_bytes(before[0][:-3])  # cut short
+    stored[1].write_bytes(bytes([before[1][0] ^ 1]) + before[1][1:])  # one bit
+    stored[2].with_suffix(".json").write_text("{")
+    mended = module(config)
+    assert all(np.array_equal(a, b) for a, b in zip(items(mended), whole, strict=True))
+    reading = mended.report()["reading"]
+    assert reading["units"] - reading["cache_hits"] == 3
+    assert [path.read_bytes() for path in stored] == before
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+
+
+def test_an_unwritable_cache_is_refused(many_units: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write to"):
+        module(files_config(many_units, cache_dir=str(tmp_path / "file" / "x")))

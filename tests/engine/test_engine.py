@@ -1,0 +1,393 @@
+"""How a run computes: the engine's gradients are the plain step's, and what is recomputed changes no bit."""
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpt2_fp8 import compose, layers
+from gpt2_fp8.engine import engine
+from gpt2_fp8.engine.bf16_rerun import twin_of
+from gpt2_fp8.engine.cuda_graphs import GraphedGradients
+from gpt2_fp8.engine.engine import Engine
+from gpt2_fp8.engine.step import accumulate
+from gpt2_fp8.layers.delayed_scaling import Place
+from gpt2_fp8.model.gpt2 import GPT2, initialise
+from gpt2_fp8.precision.calibrate import PASSES
+from gpt2_fp8.precision.resolve import Plan, resolve
+from gpt2_fp8.precision.state import capture
+from tests.common import VOCAB, ids, loss_of
+from tests.layers.test_delayed_scaling import scales
+from tests.precision.test_state import Layer
+from tests.runs import SMALL
+
+POSITIONS = 32
+PLAN = Plan("cpu", "fp32", "fp32", None, "reference", compile=False)
+
+
+def composed(*overrides):
+    (config,) = compose.preflight([*SMALL, "precision=fp32", *overrides])
+    assert (config.model.n_positions, config.micro_batch_size) == (POSITIONS, 4)
+    return config
+
+
+def build(config, plan=PLAN):
+    made = Engine(config, plan, VOCAB)
+    initialise(made.model, config.seed)
+    return made
+
+
+def batch(sequences=8):
+    return ids(sequences, length=POSITIONS + 1)
+
+
+def step(of, autocast=False, seed=7):
+    """Loss and gradients by name of one optimizer step on `batch()`."""
+
+    def context():
+        return torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+
+    torch.manual_seed(seed)
+    of.model.zero_grad(set_to_none=True)
+    loss = of.gradients(batch(), context, torch.Tensor.backward)
+    return loss, {name: p.grad for name, p in of.model.named_parameters()}
+
+
+def assert_bit_equal(one, other):
+    (loss, gradients), (other_loss, others) = one, other
+    assert torch.equal(loss, other_loss)
+    assert gradients.keys() == others.keys()
+    assert [name for name in gradients if not torch.equal(gradients[name], others[name])] == []
+
+
+def test_gradients_are_the_plain_steps():
+    config = composed()
+    of = build(config)
+    model = GPT2(config.model, VOCAB, layers.load("reference"))
+    initialise(model, config.seed)
+    loss = accumulate(batch(), config.micro_batch_size, loss_of(model), nullcontext, torch.Tensor.backward)
+    assert_bit_equal(step(of), (loss, {name: p.grad for name, p in model.named_parameters()}))
+    assert all(torch.count_nonzero(p.grad) for p in model.parameters())
+
+
+def test_gradients_go_through_the_trainers_hands():
+    of, events = build(composed()), []
+
+    @contextmanager
+    def entered(name):
+        events.append(name)
+        yield
+
+    def backward(loss):
+        events.append("backward")
+        loss.backward()
+
+    of.gradients(batch(), lambda: entered("forward"), backward)
+    assert events == ["forward", "backward", "forward", "backward"]
+
+
+def test_loss_is_the_models_mean_times_the_scale():
+    of = build(composed())
+    loss = of.loss(batch())
+    torch.testing.assert_close(loss, loss_of(of.model)(batch()), rtol=0, atol=0)
+    torch.testing.assert_close(of.loss(batch(), None, 0.25), loss * 0.25)
+
+
+# torch.compile
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What torch.compile was asked to compile and how that was called, with the compiler left out."""
+    calls = []
+
+    def compile(function):
+        def run(*arguments):
+            calls.append(arguments)
+            return function(*arguments)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    return calls
+
+
+def test_the_loss_is_compiled_where_the_plan_says_so(compiled):
+    plain = step(build(composed()))
+    assert compiled == []
+    assert_bit_equal(step(build(composed(), replace(PLAN, compile=True))), plain)
+    assert [len(ids) for ids, _, _ in compiled] == [4, 4]
+    assert [first for _, first, _ in compiled] == [None, None], "one graph, not one for each value of the flag"
+
+
+def test_the_configurations_flag_reaches_the_engine(compiled):
+    config = composed("compile=true")
+    step(build(config, resolve(config, "cpu")))
+    assert compiled
+
+
+def test_fp8_layers_are_told_of_the_first_micro_batch(monkeypatch):
+    of, seen = build(composed()), []
+    of.plan = replace(PLAN, ran="fp8_hybrid")
+
+    def loss(ids, first, scale):
+        seen.append((first, scale))
+        return of.model.tokens.weight.sum() * scale
+
+    monkeypatch.setattr(of, "_loss_of", loss)
+    step(of)
+    assert seen == [(True, 0.5), (False, 0.5)]
+
+
+# Another head, other gradients
+
+
+def test_a_head_that_computes_the_loss_itself_is_asked_for_it():
+    of = build(composed())
+
+    def chunked(x, targets, vocab_size, scale, first):
+        assert x.shape == (4, POSITIONS, of.model.config.n_embd)
+        assert torch.equal(targets, batch(4)[:, 1:].long())
+        assert (vocab_size, first) == (VOCAB, None)
+        return x.sum() * 0 + scale
+
+    of.model.head.loss = chunked
+    assert of.loss(batch(4), True, 0.5) == 0.5
+
+
+def test_graphs_take_the_steps_micro_batches_where_the_plan_says_so(monkeypatch):
+    made = []
+
+    class Graphed(GraphedGradients):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+        def __call__(self, parts):
+            assert [len(part) for part in parts] == [4, 4]
+            return torch.tensor(3.0)
+
+    monkeypatch.setattr(engine, "GraphedGradients", Graphed)
+    of = build(composed())
+    of.plan = replace(PLAN, graphs=True)
+    for _ in range(2):
+        assert of.gradients(batch(), nullcontext, torch.Tensor.backward) == 3
+    assert len(made) == 1, "recorded once"
+    assert made[0].model is of.model
+    assert made[0].loss_of == of.loss
+
+
+def test_calibration_takes_one_micro_batch_and_leaves_no_gradient(monkeypatch):
+    of, seen = build(composed()), []
+    loss = of.loss
+    monkeypatch.setattr(of, "loss", lambda ids: seen.append(len(ids)) or loss(ids))
+    of.calibrate(batch(), nullcontext)
+    assert seen == [4] * PASSES
+    assert all(p.grad is None for p in of.model.parameters())
+
+
+# A step that has to begin again
+
+
+def with_scales():
+    """An engine whose model keeps delayed scaling's state in both ways, and sees the magnitudes of a block's output and
+    its gradient: once a step, as the fused layers, and after every forward, as Transformer Engine's."""
+    of = build(composed())
+    of.plan = replace(PLAN, ran="fp8_hybrid")
+    of._loss_of = lambda ids, first, scale: plain(ids, first, scale)
+    plain = loss_of(of.model)
+    of.model.scales, of.model.layer = scales(forward=1, gradient=1), Layer()
+    of.model.layer.init_fp8_metadata(1)
+    of.model.blocks[0].register_forward_hook(lambda _, __, out: _see(of.model, out))
+    return of
+
+
+def _see(model, out):
+    if not out.requires_grad:
+        return
+    _raise(model.scales.slot(Place("forward", 0)).amax, out)
+    out.register_hook(lambda gradient: _raise(model.scales.slot(Place("gradient", 0)).amax, gradient))
+    own = model.layer.fp8_meta["scaling_fwd"]
+    own.amax_history[0] = out.detach().abs().max()
+    own.scale.copy_(448 / own.amax_history.amax(0))
+    own.amax_history.copy_(own.amax_history.roll(-1, 0))
+    own.amax_history[0] = 0
+
+
+def _raise(amax, tensor):
+    amax.copy_(torch.maximum(amax, tensor.detach().abs().max()))
+
+
+def gradients_in(of, sizes, fails=lambda size, part: False):
+    """A step in micro-batches of the first of `sizes` that does not fail in one of its parts; as `Attempts` does it."""
+    loss, part = of._loss_of, iter(range(100))
+
+    def limited(ids, first, scale):
+        if fails(len(ids), next(part)):
+            raise torch.OutOfMemoryError
+        return loss(ids, first, scale)
+
+    of._loss_of = limited
+    of.model.zero_grad(set_to_none=True)
+    for size in sizes:
+        of.micro_batch_size = size
+        try:
+            return of.gradients(batch(), nullcontext, torch.Tensor.backward)
+        except torch.OutOfMemoryError:
+            of.forget()
+        finally:
+            of._loss_of = loss
+    raise AssertionError("nothing fits")
+
+
+@pytest.mark.parametrize("fails_in", [0, 1, None], ids=["first part", "second part", "another rank's"])
+def test_a_step_that_begins_again_leaves_scales_and_histories_of_the_smaller_size(fails_in):
+    states = []
+    for again in (True, False):
+        of = with_scales()
+        for _ in range(2):
+            gradients_in(of, [4])
+        before = capture(of.model)
+        if again and fails_in is None:
+            gradients_in(of, [4])
+            of.forget()
+        sizes = [4, 2] if again and fails_in is not None else [2]
+        loss = gradients_in(of, sizes, lambda size, part: size == 4 and part == fails_in)
+        states.append({"loss": loss, **capture(of.model), **grads(of.model)})
+    assert states[0].keys() == states[1].keys()
+    assert [name for name in states[0] if not torch.equal(states[0][name], states[1][name])] == []
+    assert any(not torch.equal(before[name], states[0][name]) for name in before)
+
+
+def grads(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_a_step_in_bf16_that_begins_again_puts_nothing_back():
+    """What the attempt in FP8 has seen stays seen, but for what was not finite."""
+    of = with_scales()
+    gradients_in(of, [4])
+    seen = capture(of.model)
+    again(of)
+    of.forget()
+    after = capture(of.model)
+    assert all(torch.equal(seen[name], after[name]) for name in seen)
+
+
+def test_what_blocks_have_handed_on_is_forgotten_too():
+    of, forgotten = build(composed()), []
+    of.model.blocks[0].forget = lambda: forgotten.append(1)
+    of.forget()
+    assert forgotten == [1]
+
+
+def test_a_calibration_that_begins_again_finds_the_same_scales():
+    found = []
+    for stray in (1.0, 64.0):
+        of = with_scales()
+        of.model.scales.scale.fill_(stray)
+        of.model.scales.history.fill_(stray)
+        of.calibrate(batch(), nullcontext)
+        found.append(capture(of.model))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+# A step in bf16
+
+
+def again(of, autocast=False):
+    """Loss and gradients by name of `batch()`, computed again."""
+
+    def context():
+        return torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+
+    of.model.zero_grad(set_to_none=True)
+    loss = of.gradients_in_bf16(batch(), context, torch.Tensor.backward, micro_batch_size=4)
+    return loss, {name: p.grad for name, p in of.model.named_parameters()}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_step_again_gives_the_gradients_of_the_reference_layers(autocast):
+    of = build(composed("model.n_layer=2"))
+    assert_bit_equal(again(of, autocast), step(of, autocast))
+
+
+def test_the_twin_has_the_models_own_parameters_and_sees_what_becomes_of_them():
+    of = build(composed())
+    twin = twin_of(of.model)
+    theirs = dict(twin.named_parameters(remove_duplicate=False))
+    for name, parameter in of.model.named_parameters(remove_duplicate=False):
+        assert theirs[name] is parameter, name
+    assert twin.head.weight is twin.tokens.weight
+    again(of)
+    with torch.no_grad():
+        of.model.positions.weight.add_(1.0)
+    assert_bit_equal(again(of), step(of))
+
+
+def test_layers_of_transformer_engine_compute_it_themselves(monkeypatch):
+    of, seen = build(composed()), []
+    of.plan = replace(PLAN, ran="fp8_hybrid", backend="te")
+
+    def own(ids, first, scale):
+        seen.append((len(ids), first, scale))
+        return of.model.tokens.weight.sum() * scale
+
+    monkeypatch.setattr(of, "_loss", own)
+    again(of)
+    assert seen == [(4, None, 0.5)] * 2, "no cast of a weight is kept, and none used"
+
+
+# activation_checkpointing
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The hidden layers computed so far."""
+    from gpt2_fp8.layers.reference import LayerNormMLP
+
+    count, forward = [], LayerNormMLP._forward
+
+    def counting(self, x):
+        count.append(torch.is_grad_enabled())
+        return forward(self, x)
+
+    monkeypatch.setattr(LayerNormMLP, "_forward", counting)
+    return count
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recomputed_activations_change_no_bit(dropout, autocast, passes):
+    keys = ["model.n_layer=2", f"model.dropout={dropout}"]
+    kept = step(build(composed(*keys)), autocast)
+    assert len(passes) == 4, "two blocks, two micro-batches"
+    passes.clear()
+    recomputed = step(build(composed(*keys, "activation_checkpointing=mlp")), autocast)
+    assert len(passes) == 8, "each computed twice"
+    assert_bit_equal(kept, recomputed)
+    if dropout:
+        other = step(build(composed(*keys)), autocast, seed=8)
+        assert not torch.equal(kept[0], other[0]), "dropout acts here"
+
+
+def test_recomputing_leaves_the_random_numbers_where_they_are():
+    states = []
+    for choice in ("none", "mlp"):
+        step(build(composed("model.dropout=0.3", f"activation_checkpointing={choice}")))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_nothing_is_recomputed_without_gradients(passes):
+    of = build(composed("activation_checkpointing=mlp"))
+    with torch.no_grad():
+        of.loss(batch(4))
+    assert passes == [False]
+
+
+def test_parameters_are_the_same_with_recomputation():
+    one, other = build(composed()), build(composed("activation_checkpointing=mlp"))
+    assert one.model.state_dict().keys() == other.model.state_dict().keys()
+    other.model.load_state_dict(one.model.state_dict())

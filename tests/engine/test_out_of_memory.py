@@ -1,0 +1,99 @@
+"""Out of memory: recognised in all its texts, and answered by halving."""
+
+import logging
+
+import pytest
+import torch
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.engine.out_of_memory import Fitting, is_out_of_memory, largest_divisor
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139 GiB"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory: you tried to"),
+        RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"),
+        MemoryError(),
+    ],
+)
+def test_every_text_of_it_is_recognised(error):
+    assert is_out_of_memory(error)
+    outer = ValueError("a step failed")
+    outer.__cause__ = error
+    assert is_out_of_memory(outer)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED when calling cublasLtMatmul"),
+        RuntimeError("expected all tensors to be on the same device"),
+        ValueError("out of memory"),  # no allocator says it so
+        KeyboardInterrupt(),
+    ],
+)
+def test_nothing_else_is_taken_for_it(error):
+    assert not is_out_of_memory(error)
+
+
+def test_sizes_stay_divisors():
+    found = [largest_divisor(n, most) for n, most in ((64, 32), (96, 47), (30, 5), (9, 2), (7, 6), (96, 96))]
+    assert found == [32, 32, 5, 1, 1, 96]
+
+
+def full_above(limit, calls):
+    def work(size):
+        calls.append(size)
+        if size > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return size * 10
+
+    return work
+
+
+def test_the_size_is_halved_until_it_fits_and_stays_there(caplog):
+    caplog.set_level(logging.WARNING)
+    calls, forgotten = [], []
+    fitting = Fitting(64, "micro_batch_size")
+    assert fitting(full_above(20, calls), 64, lambda: forgotten.append(1), CPU, ranks=False) == 160
+    assert calls == [64, 32, 16]
+    assert len(forgotten) == 2
+    assert fitting(full_above(20, calls), 64, lambda: forgotten.append(1), CPU, ranks=False) == 160
+    assert calls == [64, 32, 16, 16]
+    assert [record.message for record in caplog.records] == [
+        f"out of memory: micro_batch_size {a} instead of {b} from here on "
+        "(CUDA out of memory. Tried to allocate 2.00 GiB)" for b, a in ((64, 32), (32, 16))
+    ]  # fmt: skip
+
+
+def test_until_a_size_has_fitted_the_next_smaller_one_is_tried():
+    calls = []
+    fitting = Fitting(96, "micro_batch_size")
+    fitting(full_above(47, calls), 96, lambda: None, CPU, ranks=False, settles=False)
+    assert calls == [96, 48, 32], "divisors of the share"
+    fitting(full_above(25, calls), 96, lambda: None, CPU, ranks=False)
+    assert calls[3:] == [32, 24], "that was not all that it is for"
+    fitting(full_above(23, calls), 96, lambda: None, CPU, ranks=False)
+    assert calls[5:] == [24, 12], "halved, once a size has fitted"
+
+
+def test_a_single_sequence_that_does_not_fit_ends_with_advice():
+    with pytest.raises(UserError, match=r"micro_batch_size=1: CUDA out of memory(.|\n)*fix: activation_checkpointing"):
+        Fitting(4, "micro_batch_size")(full_above(0, []), 4, lambda: None, CPU, ranks=False)
+
+
+def test_other_errors_come_through_at_once():
+    def work(size):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        Fitting(4, "micro_batch_size")(work, 4, lambda: pytest.fail("nothing to forget"), CPU, ranks=False)

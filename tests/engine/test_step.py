@@ -1,0 +1,118 @@
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+
+from gpt2_fp8.engine.optim import build_optimizer
+from gpt2_fp8.engine.step import accumulate, update
+from tests.common import OPTIM, build, ids, loss_of
+
+
+def gradients(micro_batch_size, batch):
+    model = build()
+    loss = accumulate(batch, micro_batch_size, loss_of(model), nullcontext, torch.Tensor.backward)
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 5])
+def test_micro_batches_give_the_gradient_of_the_whole(micro_batch_size):
+    loss, expected = gradients(8, ids())
+    got_loss, got = gradients(micro_batch_size, ids())
+    torch.testing.assert_close(got_loss, loss)
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-7)
+
+
+def test_first_flag_and_contexts():
+    events = []
+
+    @contextmanager
+    def forward():
+        events.append("enter")
+        yield
+        events.append("leave")
+
+    model = build()
+    loss = loss_of(model)
+
+    def loss_recording(part, first, scale):
+        events.append(("loss", len(part), first))
+        return loss(part, first, scale)
+
+    def backward(tensor):
+        events.append("backward")
+        tensor.backward()
+
+    accumulate(ids(4), 2, loss_recording, forward, backward)
+    assert events == [
+        "enter", ("loss", 2, True), "leave", "backward", "enter", ("loss", 2, False), "leave", "backward",
+    ]  # fmt: skip
+
+
+def one_update(spoil=None, max_grad_norm=1.0, spoil_loss=1.0):
+    model = build()
+    optimizer = build_optimizer(model, OPTIM)
+    loss = accumulate(ids(), 8, loss_of(model), nullcontext, torch.Tensor.backward)
+    if spoil is not None:
+        model.positions.weight.grad[0, 0] = spoil
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    result = update(optimizer, optimizer.step, model.parameters(), loss * spoil_loss, max_grad_norm)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(before[name], p)}
+    return model, optimizer, result, changed
+
+
+def test_update_changes_every_parameter_and_clears_gradients():
+    model, _, result, changed = one_update()
+    assert changed == {name for name, _ in model.named_parameters()}
+    assert all(p.grad is None for p in model.parameters())
+    assert result.skipped == 0
+    assert result.grad_norm > 0
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_nothing(spoil):
+    _, optimizer, result, changed = one_update(spoil)
+    assert changed == set()
+    assert result.skipped == 1
+    assert all(state["step"] == 0 for state in optimizer.state.values())
+    assert all(torch.count_nonzero(state["exp_avg"]) == 0 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_changes_nothing_either(spoil):
+    _, _, result, changed = one_update(spoil_loss=spoil)
+    assert changed == set()
+    assert torch.isfinite(result.grad_norm)
+    assert result.read().skipped
+
+
+def test_the_verdict_is_what_the_tensors_say():
+    _, _, good, _ = one_update()
+    assert good.read() == (good.loss.item(), False, 0)
+    _, _, bad, _ = one_update(float("nan"))
+    assert bad.read() == (bad.loss.item(), True, 0)
+    assert good.first is None
+
+
+def test_the_verdict_says_how_many_magnitudes_have_jumped():
+    model = build()
+    optimizer = build_optimizer(model, OPTIM)
+    loss = accumulate(ids(), 8, loss_of(model), nullcontext, torch.Tensor.backward)
+    result = update(optimizer, optimizer.step, model.parameters(), loss, 1.0, torch.tensor(3.0))
+    assert result.read() == (loss.item(), False, 3)
+
+
+def test_the_step_after_a_skipped_one_is_taken():
+    model, optimizer, _, _ = one_update(float("nan"))
+    loss = accumulate(ids(), 8, loss_of(model), nullcontext, torch.Tensor.backward)
+    before = model.tokens.weight.detach().clone()
+    assert update(optimizer, optimizer.step, model.parameters(), loss, 1.0).skipped == 0
+    assert not torch.equal(before, model.tokens.weight)
+
+
+def test_clip_ratio_is_what_gradients_were_multiplied_by():
+    _, _, loose, _ = one_update(max_grad_norm=1e6)
+    assert loose.clip_ratio == 1
+    _, _, tight, _ = one_update(max_grad_norm=loose.grad_norm.item() / 4)
+    assert tight.clip_ratio.item() == pytest.approx(0.25, rel=1e-4)
+    assert tight.grad_norm == loose.grad_norm

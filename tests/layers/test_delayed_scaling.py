@@ -1,0 +1,423 @@
+"""The fused layers' delayed scaling, which is plain torch: magnitudes to scales, once a step; and its checkpoint."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from gpt2_fp8.engine.step import accumulate
+from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Place, Scales
+from gpt2_fp8.precision import state
+from gpt2_fp8.precision.calibrate import PASSES, calibrate
+from gpt2_fp8.precision.plugin import FP8Precision
+
+E4M3, E5M2 = 448.0, 57344.0  # the largest numbers of the two formats
+
+
+def settings(history=4, margin=0, most_recent=False, gradient=torch.float8_e5m2):
+    return DelayedScaling(history, margin, most_recent, torch.float8_e4m3fn, gradient)
+
+
+def scales(forward=2, gradient=1, **keys):
+    """Scales of a model of a few FP8 tensors, in training."""
+    made = Scales(settings(**keys))
+    for _ in range(forward):
+        made.reserve("forward")
+    for _ in range(gradient):
+        made.reserve("gradient")
+    made.allocate(torch.device("cpu"))
+    return made
+
+
+def see(of, *magnitudes):
+    """As the kernels do: raise each tensor's magnitude, through its slot."""
+    places = [Place("forward", i) for i in range(of._counts["forward"])]
+    places += [Place("gradient", i) for i in range(of._counts["gradient"])]
+    for place, magnitude in zip(places, magnitudes, strict=True):
+        amax = of.slot(place).amax
+        amax.copy_(torch.maximum(amax, torch.tensor([float(magnitude)])))
+
+
+def step(of, *magnitudes, micro_batches=1):
+    for i in range(micro_batches):
+        of.begin(i == 0)
+        see(of, *magnitudes)
+
+
+def assert_reciprocal(of):
+    assert torch.equal(of.scale_inv, (1 / of.scale)[:, None].expand(-1, 4))
+
+
+# Places and slots
+
+
+def test_places_are_counted_by_direction_whatever_the_order():
+    of = Scales(settings())
+    places = [of.reserve(direction) for direction in ("forward", "gradient", "forward", "gradient", "forward")]
+    assert places == [("forward", 0), ("gradient", 0), ("forward", 1), ("gradient", 1), ("forward", 2)]
+    of.allocate(torch.device("cpu"))
+    assert of.largest.tolist() == [E4M3] * 3 + [E5M2] * 2
+    assert of.history.shape == (4, 5)
+    assert of.scale.tolist() == [1.0] * 5
+    assert torch.count_nonzero(of.history) == 0
+    assert_reciprocal(of)
+
+
+@pytest.mark.parametrize(("gradient", "largest"), [(torch.float8_e5m2, E5M2), (torch.float8_e4m3fn, E4M3)])
+def test_slots_have_their_directions_format(gradient, largest):
+    of = Scales(settings(gradient=gradient))
+    forward, backward = of.reserve("forward"), of.reserve("gradient")
+    of.allocate(torch.device("cpu"))
+    assert of.slot(forward).dtype is torch.float8_e4m3fn
+    assert of.slot(backward).dtype is gradient
+    assert of.largest.tolist() == [E4M3, largest]
+
+
+def test_every_slot_is_a_place_of_its_own_in_the_buffers():
+    of = scales(forward=2, gradient=2)
+    see(of, 1, 2, 3, 4)
+    assert of.history[0].tolist() == [1, 2, 3, 4]
+    of.scale.copy_(torch.tensor([2.0, 4, 8, 16]))
+    of.scale_inv.copy_((1 / of.scale)[:, None])
+    slots = [of.slot(Place(direction, i)) for direction in ("forward", "gradient") for i in range(2)]
+    assert [slot.scale.item() for slot in slots] == [2, 4, 8, 16]
+    assert [slot.scale_inv.item() for slot in slots] == [1 / 2, 1 / 4, 1 / 8, 1 / 16]
+    offsets = [slot.scale_inv.data_ptr() - of.scale_inv.data_ptr() for slot in slots]
+    assert offsets == [0, 16, 32, 48], "cuBLASLt reads at multiples of 16 bytes"
+
+
+def test_slots_stay_valid_in_later_steps():
+    of = scales(forward=1, gradient=0)
+    slot = of.slot(Place("forward", 0))
+    for magnitude in (2.0, 4.0):
+        of.begin(True)
+        slot.amax.fill_(magnitude)
+    of.begin(True)
+    assert of.history[:3, 0].tolist() == [0, 4, 2]
+    assert slot.scale.item() == E4M3 / 4
+    assert slot.scale_inv.item() == of.scale_inv[0, 0] == 1 / of.scale[0]
+
+
+def test_slots_follow_the_buffers_to_another_place():
+    model = nn.Sequential(scales(forward=1, gradient=1))
+    of = model[0]
+    before = of.slot(Place("gradient", 0))
+    model.to("meta")
+    assert {part.device.type for part in (of.scale, of.scale_inv, of.history, of.largest)} == {"meta"}
+    slot = of.slot(Place("gradient", 0))
+    assert slot is not before
+    assert {part.device.type for part in slot[:3]} == {"meta"}
+
+
+def test_another_type_for_the_parameters_is_none_for_the_scales():
+    model = nn.Sequential(scales(forward=1, gradient=1))
+    of = model[0]
+    model.to(torch.float64)
+    of.slot(Place("gradient", 0)).amax.fill_(7.0)
+    assert of.history.dtype == of.scale.dtype == torch.float32
+    assert of.history[0].tolist() == [0, 7]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_magnitude_that_is_not_finite_is_forgotten_at_once(bad):
+    of = scales(history=3)
+    step(of, 8, 1, 16)
+    step(of, bad, 1, 16)
+    step(of, 4, 1, 16)
+    of.begin(True)
+    assert of.scale.tolist()[0] == E4M3 / 8
+    assert torch.isfinite(of.history).all()
+
+
+# From magnitudes to scales
+
+
+def test_scale_is_the_formats_largest_over_the_largest_of_the_history():
+    of = scales(history=3)
+    for magnitudes in ((8, 1, 16), (2, 4, 1), (4, 2, 2)):
+        step(of, *magnitudes)
+    of.begin(True)
+    assert of.scale.tolist() == [E4M3 / 8, E4M3 / 4, E5M2 / 16]
+    assert_reciprocal(of)
+    see(of, 1, 1, 1)
+    of.begin(True)  # the first step has left the history
+    assert of.scale.tolist() == [E4M3 / 4, E4M3 / 4, E5M2 / 2]
+
+
+def test_most_recent_takes_the_last_step_alone():
+    of = scales(most_recent=True)
+    for magnitudes in ((8, 1, 16), (2, 4, 1)):
+        step(of, *magnitudes)
+    of.begin(True)
+    assert of.scale.tolist() == [E4M3 / 2, E4M3 / 4, E5M2 / 1]
+
+
+@pytest.mark.parametrize("most_recent", [False, True])
+def test_a_history_of_one_step_is_the_last_one(most_recent):
+    of = scales(history=1, most_recent=most_recent)
+    for magnitudes in ((8, 1, 16), (2, 4, 1)):
+        step(of, *magnitudes)
+    of.begin(True)
+    assert of.scale.tolist() == [E4M3 / 2, E4M3 / 4, E5M2 / 1]
+    assert of.history.tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("margin", [0, 1, 3])
+def test_margin_leaves_powers_of_two(margin):
+    of = scales(margin=margin)
+    step(of, 2, 4, 8)
+    of.begin(True)
+    assert of.scale.tolist() == [E4M3 / 2 / 2**margin, E4M3 / 4 / 2**margin, E5M2 / 8 / 2**margin]
+
+
+@pytest.mark.parametrize("bad", [0.0, float("inf"), float("nan")])
+def test_a_tensor_without_a_finite_magnitude_keeps_its_scale(bad):
+    of = scales(history=1)
+    step(of, 2, 4, 8)
+    of.begin(True)
+    of.history[0] = torch.tensor([bad, 1.0, bad])
+    of.begin(True)
+    assert of.scale.tolist() == [E4M3 / 2, E4M3 / 1, E5M2 / 8]
+    assert_reciprocal(of)
+
+
+def test_a_magnitude_too_small_for_a_finite_scale_changes_nothing():
+    of = scales(history=1)
+    step(of, 1e-44, 4, 1e-44)
+    of.begin(True)
+    assert of.scale.tolist() == [1.0, E4M3 / 4, 1.0]
+
+
+def test_scales_and_history_change_in_a_steps_first_forward_alone():
+    of = scales()
+    step(of, 2, 4, 8)
+    of.begin(True)
+    scale, history = of.scale.clone(), of.history.clone()
+    assert history[:2].tolist() == [[0, 0, 0], [2, 4, 8]]
+    see(of, 64, 64, 64)
+    for _ in range(3):
+        of.begin(False)
+        assert torch.equal(of.scale, scale)
+        assert of.history[:2].tolist() == [[64, 64, 64], [2, 4, 8]]
+    of.begin(True)
+    assert of.history[:3].tolist() == [[0, 0, 0], [64, 64, 64], [2, 4, 8]]
+    assert of.scale.tolist() == [E4M3 / 64, E4M3 / 64, E5M2 / 64]
+
+
+def test_a_steps_magnitude_is_that_of_all_its_micro_batches():
+    of = scales(forward=1, gradient=0)
+    of.begin(True)
+    for magnitude in (2, 8, 4):
+        see(of, magnitude)
+        of.begin(False)
+    of.begin(None)  # a step of a single forward
+    assert of.scale.item() == E4M3 / 8
+
+
+@pytest.mark.parametrize("evaluation", ["eval", "no_grad"])
+@pytest.mark.parametrize("first", [None, True, False])
+def test_evaluation_leaves_scales_and_history(evaluation, first):
+    of = scales()
+    step(of, 2, 4, 8)
+    history = of.history.clone()
+    of.train(evaluation != "eval")
+    with torch.no_grad() if evaluation == "no_grad" else nullcontext():
+        of.begin(first)
+    assert torch.equal(of.history, history)
+    assert of.scale.tolist() == [1, 1, 1]
+
+
+def test_nothing_is_exchanged_in_a_forward(monkeypatch):
+    """A rank that then ran out of memory would leave the others waiting."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: pytest.fail("exchanged"))
+    step(scales(), 2, 4, 8, micro_batches=2)
+
+
+def test_evaluation_takes_the_reciprocals_of_restored_scales():
+    of = scales()
+    of.scale.copy_(torch.tensor([2.0, 4.0, 8.0]))
+    of.eval()
+    of.begin(None)
+    assert of.scale_inv[:, 0].tolist() == [0.5, 0.25, 0.125]
+    assert_reciprocal(of)
+
+
+# What `precision.state` sees
+
+
+class Model(nn.Module):
+    """A model of one parameter, whose forward and backward see magnitudes as the fused layers' kernels do."""
+
+    def __init__(self, **keys):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(3.0))
+        self.weight.register_hook(self._see_gradient)
+        self.scales = scales(**keys)
+        self.passes = 0
+
+    def forward(self, ids, is_first_microbatch=None):
+        self.passes += 1
+        self.scales.begin(is_first_microbatch)
+        y = self.weight * ids.float().mean()
+        for number, magnitude in enumerate((self.weight, y)):
+            self.scales.slot(Place("forward", number)).amax.copy_(magnitude.detach().abs())
+        return y
+
+    def _see_gradient(self, gradient):
+        self.scales.slot(Place("gradient", 0)).amax.copy_(gradient.detach().abs())
+
+
+def trained():
+    model = Model()
+    for magnitudes in ((2, 4, 8), (1, 32, 2), (16, 6, 7)):
+        step(model.scales, *magnitudes)
+    return model
+
+
+def test_nothing_of_it_is_in_the_state_dict():
+    assert list(trained().state_dict()) == ["weight"]
+    assert list(trained().named_buffers()) == []  # data parallelism copies rank 0's buffers over the other ranks'
+
+
+def test_state_is_captured_by_direction():
+    model = trained()
+    saved = state.capture(model)
+    assert {name: tuple(tensor.shape) for name, tensor in saved.items()} == {
+        "scales.scaling_fwd.scale": (2,),
+        "scales.scaling_fwd.amax_history": (4, 2),
+        "scales.scaling_bwd.scale": (1,),
+        "scales.scaling_bwd.amax_history": (4, 1),
+    }
+    assert saved["scales.scaling_bwd.amax_history"][:3, 0].tolist() == [7, 2, 8]
+    copy = saved["scales.scaling_fwd.scale"].clone()
+    model.scales.scale.zero_()
+    assert torch.equal(saved["scales.scaling_fwd.scale"], copy), "captured is copied"
+
+
+def test_meta_is_a_view():
+    of = scales()
+    meta = of.fp8_meta
+    meta["scaling_fwd"].scale.copy_(torch.tensor([3.0, 5.0]))
+    meta["scaling_bwd"].scale.fill_(7.0)
+    meta["scaling_fwd"].amax_history[2] = torch.tensor([1.0, 2.0])
+    meta["scaling_bwd"].amax_history[2] = 4.0
+    assert of.scale.tolist() == [3, 5, 7]
+    assert of.history[2].tolist() == [1, 2, 4]
+
+
+def test_a_restored_run_goes_on_as_the_one_that_was_saved():
+    model, fresh = trained(), Model()
+    state.restore(fresh, state.capture(model))
+    for of in (model.scales, fresh.scales):
+        step(of, 1, 1, 1, micro_batches=2)
+        of.begin(True)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, fresh.get_buffer(name)), name
+    assert model.scales.scale.tolist() == [E4M3 / 16, E4M3 / 32, E5M2 / 8]
+
+
+def test_scales_go_through_the_precision_plugin():
+    saved, again = FP8Precision(None, "these settings"), FP8Precision(None, "these settings")
+    other = FP8Precision(None, "other settings")
+    for plugin, model in ((saved, trained()), (again, Model()), (other, Model())):
+        plugin.forward_context = nullcontext
+        plugin.convert_module(model)
+    assert saved.state_dict() == {}  # of before a calibration, nothing is worth keeping
+    saved.scales_found = True
+    for plugin in (again, other):
+        plugin.load_state_dict(saved.state_dict())
+    assert again.restore_scales()
+    assert not other.restore_scales()
+    assert torch.equal(again._model.scales.history, saved._model.scales.history)
+    assert torch.count_nonzero(other._model.scales.history) == 0
+
+
+def test_validation_leaves_histories_as_they_were():
+    model = trained()
+    before = state.capture(model)
+    with state.unchanged(model):
+        see(model.scales, 99, 99, 99)
+        assert model.scales.history[0].tolist() == [99, 99, 99]
+    after = state.capture(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_training_passes_can_be_undone():
+    model = trained()
+    before, before_scale = state.capture(model), model.scales.scale.clone()
+    with state.restored(model):
+        for _ in range(3):
+            step(model.scales, 99, 99, 99)
+        assert model.scales.history[1].tolist() == [99, 99, 99]
+        assert not torch.equal(model.scales.scale, before_scale)
+    after = state.capture(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_histories_are_cleared_and_scales_stay():
+    model = trained()
+    scale = model.scales.scale.clone()
+    assert not torch.equal(scale, torch.ones(3))
+    state.clear_histories(model)
+    assert torch.count_nonzero(model.scales.history) == 0
+    assert torch.equal(model.scales.scale, scale)
+
+
+def test_gradient_amaxes_are_divided_exactly_and_alone():
+    model = trained()
+    scale, history = model.scales.scale.clone(), model.scales.history.clone()
+    state.divide_gradient_amaxes(model, 2.0**16)
+    factor = torch.tensor([1.0, 1.0, 2.0**16])
+    assert torch.equal(model.scales.scale, scale * factor)
+    assert torch.equal(model.scales.history, history / factor)
+
+
+def test_update_scales_finds_the_models():
+    model = Model()
+    see(model.scales, 2, 4, 8)
+    state.update_scales(model)
+    assert model.scales.scale.tolist() == [E4M3 / 2, E4M3 / 4, E5M2 / 8]
+    state.update_scales(nn.Linear(1, 1))  # has none
+
+
+def test_calibration_gives_the_scales_of_the_first_step():
+    model, ids = Model(), torch.full((2, 9), 5)
+    calibrate(model, model, ids, nullcontext)
+    assert model.passes == PASSES
+    assert model.weight.grad is None
+    expected = [E4M3 / 3, E4M3 / 15, E5M2 / 5]  # weight, weight x 5, d loss / d weight, of the loss as it is
+    assert model.scales.scale.tolist() == pytest.approx(expected)
+    model.scales.begin(True)
+    assert model.scales.scale.tolist() == pytest.approx(expected)
+    assert_reciprocal(model.scales)
+
+
+class Step(Model):
+    """Likewise, of a loss that is the mean over all tokens, with the magnitudes of each token's own gradient."""
+
+    def _see_gradient(self, gradient):
+        pass
+
+    def loss(self, ids, is_first_microbatch=None, scale=1.0):
+        self.forward(ids, is_first_microbatch)
+        y = self.weight * ids[:, 1:].float()
+        slot = self.scales.slot(Place("gradient", 0))
+
+        def see_gradient(gradient):
+            slot.amax.copy_(torch.maximum(slot.amax, gradient.abs().max()))
+
+        y.register_hook(see_gradient)
+        return y.mean() * scale
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_calibration_finds_the_magnitudes_of_a_steps_gradients_whatever_a_micro_batchs_share_of_it(micro_batches):
+    ids = torch.full((8, 9), 5)
+    part = len(ids) // micro_batches
+    model, plain = Step(), Step()
+    calibrate(model, model.loss, ids[:part], nullcontext, share=part / len(ids))
+    accumulate(ids, part, plain.loss, nullcontext, torch.Tensor.backward)
+    plain.scales.begin(True)
+    assert model.scales.scale[2].item() == plain.scales.scale[2].item() == E5M2 * ids[:, 1:].numel()

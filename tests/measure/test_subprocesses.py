@@ -1,0 +1,175 @@
+"""Children that answer, fail, crash and hang; whatever they do, nothing of them stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpt2_fp8.measure import subprocesses
+from gpt2_fp8.measure.subprocesses import run, section
+
+ANSWERS = "import json, sys; json.dump({'asked': json.load(sys.stdin)}, open(sys.argv[1], 'w'))"
+# starts a child of its own, writes both ids, and hangs
+HANGS = """
+import os, subprocess, sys, time
+below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open("ids.tmp", "w").write(f"{os.getpid()} {below.pid}")
+os.rename("ids.tmp", "ids")
+time.sleep(600)
+"""
+
+# What a section has answered when it is ended: a row, and what stands for the one under way.
+ROWS = [{"name": "first", "status": "ok"}, {"name": None, "status": "failed", "message": "ended"}]
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Makes a module of a text, which a child can run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def make(text):
+        (tmp_path / "scratch.py").write_text(text)
+        return "scratch"
+
+    return make
+
+
+@pytest.fixture
+def scratch(monkeypatch):
+    """Any section is `module`'s."""
+    real = subprocesses.run
+    monkeypatch.setattr(subprocesses, "run", lambda name, *more: real("scratch", *more))
+
+
+def ids():
+    for _ in range(600):
+        if Path("ids").exists():
+            return [int(word) for word in Path("ids").read_text().split()]
+        time.sleep(0.1)
+    raise AssertionError("the child did not start")
+
+
+def gone(pid):
+    """Whether a process has ended, or ends within a minute."""
+    for _ in range(600):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_an_answer(module):
+    ended = run(module(ANSWERS), {"a": [1, None]}, 60)
+    assert (ended.status, ended.answer) == ("ok", {"asked": {"a": [1, None]}})
+
+
+def test_an_answer_counts_even_where_the_end_goes_wrong(module):
+    ended = run(module(ANSWERS.replace("json.dump", "f = json.dump") + "; import os; os._exit(3)"), 1, 60)
+    assert ended.status in ("ok", "failed")
+    text = "import sys, os\nwith open(sys.argv[1], 'w') as f:\n    f.write('[]')\nos.abort()"
+    assert run(module(text), 1, 60).answer == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise ValueError('a  reason')", "ValueError: a reason"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+        ("import sys; sys.exit(7)", "ended with exit code 7 and without a word"),
+        ("import sys; open(sys.argv[1], 'w').write('[1,'); sys.exit('half')", "half"),
+    ],
+)
+def test_a_failure_is_one_line(text, message, module, tmp_path):
+    ended = run(module(text), {}, 60, tmp_path / "log")
+    assert (ended.status, ended.answer, ended.message) == ("failed", None, message)
+    assert (tmp_path / "log").exists()
+
+
+def test_a_log_that_cannot_be_written_is_kept_elsewhere(module, tmp_path):
+    assert run(module(ANSWERS), 1, 60, tmp_path / "gone/log").answer == {"asked": 1}
+    assert run(module("import sys; sys.exit('a reason')"), 1, 60, tmp_path / "gone/log").message == "a reason"
+
+
+def test_a_log_that_is_deleted_still_tells_the_reason(module, tmp_path):
+    name = module("import os, sys; os.remove('log'); sys.exit('a reason')")
+    assert run(name, 1, 60, tmp_path / "log").message == "a reason"
+
+
+def test_no_room_for_the_request_is_a_failure(module, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    name = module(ANSWERS)
+    monkeypatch.setattr(Path, "write_text", full)
+    ended = run(name, 1, 60)
+    assert (ended.status, ended.message) == ("failed", "could not be run: [Errno 28] No space left on device")
+
+
+def test_a_hang_ends_with_all_its_children(module):
+    ended = run(module(HANGS), {}, 5)
+    assert (ended.status, ended.message) == ("timed out", "took longer than 5 seconds")
+    assert all(map(gone, ids()))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
+def test_when_the_parent_ends_so_do_they(signum, module):
+    name = module(HANGS)
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += f"from gpt2_fp8.measure.subprocesses import run; run({name!r}, 1, 600)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    children = ids()
+    os.kill(parent.pid, signum)
+    assert parent.wait(60) == -signum
+    assert all(map(gone, children))
+
+
+def test_a_section_that_fails_is_a_row():
+    (row,) = section("no_such_section", {}, 60)
+    assert (row["name"], row["status"]) == ("no_such_section", "failed")
+    assert "No module named" in row["message"]
+
+
+def test_a_section_cut_short_says_so_in_its_last_row(module, scratch):
+    """What was measured before counts; the row under way is not blamed on the program."""
+    module(f"import json, sys, time\nrows = {ROWS}\njson.dump(rows, open(sys.argv[1], 'w'))\ntime.sleep(600)")
+    first, last = section("scratch", {}, 3)
+    assert first == {"name": "first", "status": "ok"}
+    assert (last["status"], last["message"]) == ("timed out", "took longer than 3 seconds")
+
+
+def test_a_section_that_is_stopped_hands_over_what_it_has(module, scratch, monkeypatch):
+    """The stop comes to the parent while it waits, once the child has answered."""
+    module(
+        "import json, os, sys, time\n"
+        f"rows = {ROWS}\n"
+        "json.dump(rows, open(sys.argv[1] + '.tmp', 'w'))\n"
+        "os.rename(sys.argv[1] + '.tmp', sys.argv[1])\n"
+        "open('ids.tmp', 'w').write(str(os.getpid()))\n"
+        "os.rename('ids.tmp', 'ids')\n"
+        "time.sleep(600)"
+    )
+
+    def interrupted(self, timeout=None):
+        if timeout is None:
+            return wait(self)
+        ids()
+        raise KeyboardInterrupt
+
+    wait = subprocess.Popen.wait
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    found = []
+    with pytest.raises(KeyboardInterrupt):
+        section("scratch", {}, 600, stopped=found.extend)
+    assert found == [
+        {"name": "first", "status": "ok"},
+        {"name": None, "status": "stopped", "message": "stopped here: this row and those after it are missing"},
+    ]
+    assert all(map(gone, ids()))

@@ -1,0 +1,163 @@
+"""What ranks tell each other: two processes joined by gloo, and all that is asked of them in one go."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from gpt2_fp8.engine.micro_batching import Attempts
+from gpt2_fp8.layers.delayed_scaling import Place
+from gpt2_fp8.precision import state
+from gpt2_fp8.runtime import collectives
+from tests.common import ids
+from tests.engine.test_engine import POSITIONS, with_scales
+from tests.layers.test_delayed_scaling import E4M3, E5M2, scales, step
+from tests.precision.test_state import Layer
+
+
+def test_a_process_that_is_alone_asks_nobody():
+    assert collectives.rank_and_world() == (0, 1)
+    assert not collectives.several()
+    assert collectives.largest(15) == 15
+    assert [collectives.any_rank(flag) for flag in (True, False)] == [True, False]
+    tensor = torch.tensor([1.0])
+    collectives.maximum(tensor)
+    assert tensor.item() == 1
+
+
+# Two ranks
+
+
+def _rank(rank, folder):
+    found = {}
+    for time in ("once", "again"):
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/{time}", rank=rank, world_size=2)
+        found[time] = _hosts(rank)
+        if time == "again":
+            found |= _tensors(rank) | _states(rank) | _attempts(rank)
+        distributed.destroy_process_group()
+    torch.save(found, f"{folder}/{rank}")
+
+
+def _hosts(rank):
+    """What is told from host to host, by the default group and then as if that were NCCL's; the groups made for it."""
+    made, new_group, get_backend = [], distributed.new_group, distributed.get_backend
+
+    def counted(**options):
+        made.append(options)
+        return new_group(**options)
+
+    distributed.new_group = counted
+    told = [collectives.largest(15 * rank), collectives.any_rank(rank == 0), collectives.any_rank(False)]
+    here = len(made)
+    distributed.get_backend = lambda *_: "nccl"
+    told += [collectives.largest(15 * rank), collectives.any_rank(rank == 0), collectives.any_rank(False)]
+    distributed.new_group, distributed.get_backend = new_group, get_backend
+    return {"told": told, "made": (here, [options["backend"] for options in made])}
+
+
+def _tensors(rank):
+    tensor = torch.tensor([1.0, -5.0]) * (1 - 2 * rank)
+    collectives.maximum(tensor)
+    return {"maximum": tensor.tolist(), "world": collectives.rank_and_world(), "several": collectives.several()}
+
+
+def _states(rank):
+    """A model of both kinds of state."""
+    model = nn.Module()
+    model.scales, model.layer, model.fresh = scales(forward=1, gradient=1), Layer(), nn.Linear(1, 1)
+    step(model.scales, *((1, 2), (8, 1))[rank])
+    model.layer.init_fp8_metadata(1)
+    for number, of in enumerate(model.layer.fp8_meta.values()):
+        of.scale.fill_(2.0 + rank + number)
+        of.amax_history.fill_(2.0 - rank + number)
+    model.layer.fp8_meta["scaling_bwd"].amax_history[1, 0] = (torch.nan, 3.0)[rank]
+    state.agree(model)
+    agreed = state.capture(model)
+    model.scales.begin(True)
+    return {"agreed": agreed, "scale": model.scales.scale.clone()}
+
+
+def _attempts(rank):
+    """A calibration and a step in which rank 1 alone has room for two sequences and no more; and as it is where both
+    had no more room from the first."""
+    found = {}
+    for size in (4, 2):
+        torch.manual_seed(0)
+        engine = with_scales()
+        engine.micro_batch_size = size
+        of, loss = Attempts(engine, torch.Tensor.backward, nullcontext), engine._loss_of
+
+        def limited(part, first, scale, loss=loss):
+            if rank == 1 and len(part) > 2:
+                raise torch.OutOfMemoryError
+            return loss(part, first, scale)
+
+        engine._loss_of = limited
+        batch = ids(8, seed=rank, length=POSITIONS + 1)
+        of.calibrate(batch, nullcontext)
+        calibrated = state.capture(engine.model)
+        if size == 4:
+            of.training.size = 4  # the step is to find out by itself
+        of.gradients(batch, nullcontext)
+        gradient = engine.model.positions.weight.grad.clone()
+        amax = engine.model.scales.slot(Place("forward", 0)).amax.item()
+        found[size] = calibrated, {**state.capture(engine.model), "gradient": gradient}, of.training.size, amax
+    return {"attempts": found}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(_rank, (str(folder),), nprocs=2)
+    return [torch.load(folder / str(rank)) for rank in (0, 1)]
+
+
+def test_hosts_tell_each_other_through_one_group_of_their_own(ranks):
+    for rank in ranks:
+        for time in ("once", "again"):  # the second time in other process groups
+            assert rank[time] == {"told": [15, True, False] * 2, "made": (0, ["gloo"])}
+
+
+def test_the_largest_elements_of_all_ranks(ranks):
+    assert [rank["world"] for rank in ranks] == [(0, 2), (1, 2)]
+    for rank in ranks:
+        assert rank["several"]
+        assert rank["maximum"] == [1.0, 5.0]
+
+
+def test_ranks_agree_on_the_largest_magnitudes_and_the_smallest_scales(ranks):
+    for rank in ranks:
+        assert rank["agreed"]["scales.scaling_fwd.amax_history"][0].tolist() == [8]
+        assert rank["agreed"]["scales.scaling_bwd.amax_history"][0].tolist() == [2]
+        assert rank["scale"].tolist() == [E4M3 / 8, E5M2 / 2]
+        assert rank["agreed"]["layer.scaling_fwd.scale"].tolist() == [2.0] * 3
+        assert rank["agreed"]["layer.scaling_bwd.scale"].tolist() == [3.0] * 2
+        history = rank["agreed"]["layer.scaling_bwd.amax_history"]
+        assert history[:2].tolist() == [[3.0, 3.0], [float("inf"), 3.0]]
+
+
+def test_a_rank_without_memory_makes_all_begin_again_and_nothing_is_seen_of_it(ranks):
+    one, other = (rank["attempts"] for rank in ranks)
+    for number in (0, 1):  # after the calibration, after the step
+        expected = one[2][number]
+        for found in (one[4][number], other[2][number], other[4][number]):
+            assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert {of[size][2] for of in (one, other) for size in (4, 2)} == {2}
+    assert one[2][3] > 0
+
+
+def test_magnitudes_are_those_of_both_texts(ranks):
+    """The ranks have seen different text, and alone would have other scales."""
+    alone = []
+    for rank in (0, 1):
+        torch.manual_seed(0)
+        engine = with_scales()
+        engine.micro_batch_size = 2
+        engine.calibrate(ids(8, seed=rank, length=POSITIONS + 1), nullcontext)
+        alone.append(engine.model.scales.scale)
+    assert not torch.equal(*alone)
+    calibrated = ranks[0]["attempts"][2][0]
+    both = torch.minimum(*alone)
+    assert calibrated["scales.scaling_fwd.scale"].tolist() == both[:1].tolist()

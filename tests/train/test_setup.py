@@ -1,0 +1,66 @@
+"""What a run says of itself before it starts: the precision and the layers that will compute it."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpt2_fp8 import compose
+from gpt2_fp8.precision.resolve import Plan
+from gpt2_fp8.train.setup import announce
+
+FUSED = Plan("cuda", "fp8_hybrid", "fp8_hybrid", None, "fused", compile=False)
+REFERENCE = Plan("cuda", "bf16", "bf16", None, "reference", compile=True)
+
+
+@pytest.fixture
+def said(caplog, monkeypatch, tmp_path):
+    """What is logged of a plan, by its label."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    (config,) = compose.preflight(["model=gpt2"])
+
+    def say(plan):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            announce(config, plan, 50257, 1, tmp_path, None)
+        return dict(message.split(maxsplit=1) for message in caplog.messages)
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("plan", "layers"),
+    [
+        (FUSED, "fused FP8 chain"),
+        (replace(FUSED, backend="te"), "Transformer Engine"),
+        (REFERENCE, "plain torch, compiled"),
+        (replace(REFERENCE, compile=False), "plain torch"),
+    ],
+)
+def test_layers(said, plan, layers):
+    line = said(plan)["layers"]
+    assert line.partition(";")[0] == layers
+
+
+def test_graphs_and_attention_of_the_fused_layers(said):
+    line = said(replace(FUSED, graphs=True))["layers"]
+    assert "CUDA graphs" in line
+    assert "cuDNN" in line
+    assert "CUDA graphs" not in said(FUSED)["layers"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason", "line"),
+    [
+        ("fp8_hybrid", None, "fp8_hybrid, recipe delayed"),
+        ("auto", "it was the fastest", "fp8_hybrid, recipe delayed: it was the fastest"),
+    ],
+)
+def test_precision(said, asked, reason, line):
+    assert said(replace(FUSED, asked=asked, reason=reason))["precision"] == line
+
+
+def test_a_fallback_says_why(said):
+    plan = replace(REFERENCE, asked="fp8_hybrid", reason="the card is too old")
+    assert said(plan)["precision"] == "bf16 instead of fp8_hybrid: the card is too old"
