@@ -156,9 +156,9 @@ def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
         raise UserError.of(found[0].problem.cause, ELSEWHERE)
     likely = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
     bench, configs = benchmark.preflight(argv, likely)
-    from gpt2_fp8.train import setup  # imports torch
+    from gpt2_fp8.runtime import devices  # imports torch
 
-    device = setup.device(configs[0])
+    device = devices.device(configs[0])
     if (device == "cuda") != likely:
         bench, configs = benchmark.preflight(argv, device == "cuda")
     return bench, configs, device

@@ -1,8 +1,9 @@
-"""The house in one table: which module may import which, and which packages. Read it from the bottom up.
+"""The house in one table: which package may import which, and which packages of others. Read it from the bottom up.
 
-A name stands for a module, or for a package and all in it that has no row of its own. `imports` are modules of ours,
-`packages` are other people's; the standard library is open to all, and a row's own modules to each other where the row
-names itself. Arrows point downwards only: a row may import rows that come after it. A new module gets its row here.
+At the root of `gpt2_fp8` stand programs, one a file, and packages. `imports` are packages of ours, `packages` are other
+people's; the standard library is open to all, and so are a package's modules to each other (not callbacks, not
+programs). Arrows point downwards only: a row may import rows that come after it, and no modules import each other in a
+circle. `ONLY_IN` says where within a package the big libraries are.
 """
 
 import ast
@@ -21,115 +22,49 @@ class Row(NamedTuple):
     packages: str = ""
 
 
-PARTS = (
-    "module callbacks loggers report data precision checkpoint engine step sampling optim loss model flops layers rng "
-    "config"
-)
-
 HOUSE = {
-    # the entry and the other programs: each a file, none knows another
-    "run": Row("compose config loading signals slurm speech", "hydra omegaconf"),
-    **dict.fromkeys(
-        ("doctor", "compare", "generate", "evaluate", "export", "plot_schedule"),
-        Row(
-            f"compose train build startup {PARTS}",
-            "hydra omegaconf torch lightning numpy safetensors matplotlib tiktoken",
-        ),
-    ),
-    # from settings to checked settings, before torch is there
-    "compose": Row("compose config", "hydra omegaconf yaml"),
-    # measuring: the benchmark, what it runs in child processes, and what `precision=auto` decides by
-    "bench": Row("speech signals compose startup measure measure.record measure.room measure.sections config"),
-    "measure.sections": Row("measure measure.record config"),
-    "measure.record": Row("measure measure.plot checkpoint config"),
-    "measure.plot": Row("measure", "matplotlib"),
-    "measure.worker": Row(
-        "build startup measure measure.profile measure.room measure.versions precision engine memory step optim model "
-        "flops data config",
-        "torch",
-    ),
-    "measure.peers": Row("measure measure.timing measure.peer_models optim config", "torch"),
-    "measure.peer_models": Row(
-        "measure.timing layers loss model precision config", "torch lightning transformer_engine"
-    ),
-    "measure.gemm": Row("measure measure.timing model precision config", "torch"),
-    "measure.attention": Row("measure measure.timing layers config", "torch"),
-    # what puts a run together
-    "loading": Row("train report limits signals slurm config"),
-    "train": Row(f"spool build startup measure.auto process outcome ending recovery ladder {PARTS}", "torch"),
-    "ending": Row(f"build process outcome {PARTS}"),
-    "outcome": Row(f"build kernels ladder {PARTS}", "torch"),
-    "process": Row("precision speech", "torch lightning"),
-    "recovery": Row("ladder checkpoint", "torch"),
-    "measure.auto": Row("measure measure.candidates measure.cache precision checkpoint config"),
-    "measure.candidates": Row("measure measure.cache measure.versions kernels.nvrtc precision config", "torch"),
-    "measure.cache": Row("measure precision checkpoint config"),
-    "measure.timing": Row("measure measure.room memory", "torch"),
-    "measure.profile": Row("measure", "torch"),
-    "measure.versions": Row("kernels", "torch"),
-    "measure.room": Row("measure flops limits config"),
-    "measure": Row("spool measure config"),
-    "build": Row(f"startup kernels {PARTS}", "torch lightning"),
-    "startup": Row("checkpoint precision footprint memory model layers.chosen flops config", "torch"),
-    "footprint": Row("limits memory model flops config"),
-    # what Lightning calls
-    "module": Row(
-        "resume attempts engine step sampling optim model flops precision checkpoint rng signals config",
+    # programs: each a file, none knows another
+    "run": Row("compose config train runtime", "hydra omegaconf"),
+    "bench": Row("compose config measure runtime"),
+    # a run under Lightning
+    "train": Row(
+        "callbacks measure engine model precision data compat checkpoint layers kernels runtime config",
         "torch lightning",
     ),
-    "callbacks": Row(
-        "ladder stragglers exchange memory signals slurm checkpoint sampling model flops precision config",
-        "torch lightning",
-    ),  # not each other
-    "data.datamodule": Row("data exchange signals config", "torch lightning tiktoken"),
-    "precision.plugin": Row("precision exchange config", "torch lightning transformer_engine"),
-    "checkpoint.io": Row("checkpoint", "lightning"),
-    "loggers": Row("rows checkpoint config", "lightning"),
-    "rows": Row("checkpoint"),
-    "report": Row("checkpoint config"),
-    # a run's files
-    "checkpoint": Row("checkpoint config", "torch safetensors"),
-    # one optimizer step, in plain torch
-    "ladder": Row("step config"),
-    "resume": Row("optim checkpoint config", "torch"),
-    "stragglers": Row(""),
-    "attempts": Row("engine memory exchange signals", "torch"),
-    "memory": Row("exchange config", "torch"),
-    "engine": Row("compiling graphs bf16 step loss model layers precision config", "torch"),
-    "bf16": Row("step loss model layers config", "torch"),
-    "compiling": Row("", "torch"),
-    "graphs": Row("precision", "torch"),
-    "step": Row("exchange", "torch"),
-    "sampling": Row("", "torch"),
-    "optim": Row("config", "torch"),
-    "loss": Row("kernels", "torch"),
-    "precision": Row("precision layers exchange config", "torch transformer_engine"),
+    "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning"),
+    # the benchmark, and what `precision=auto` decides by
+    "measure": Row(
+        "engine model precision data checkpoint layers kernels runtime config",
+        "torch lightning transformer_engine matplotlib",
+    ),
+    # one optimizer step
+    "engine": Row("model precision layers runtime config", "torch"),
+    "precision": Row("layers runtime config", "torch lightning transformer_engine"),
+    "model": Row("layers kernels config", "torch"),
     # the text
     "data": Row(
-        "spool data exchange signals config",
-        "torch numpy pyarrow datasets huggingface_hub tiktoken requests zstandard fsspec",
+        "runtime config",
+        "torch lightning numpy pyarrow datasets huggingface_hub tiktoken requests zstandard fsspec",
     ),
-    # the model
-    "model": Row("layers config", "torch"),
-    "flops": Row("config"),
-    "layers.te": Row("", "torch transformer_engine"),
-    "layers.fused_family": Row("layers layers.te layers.fused config", "torch"),
-    "layers.fused": Row("layers layers.attention kernels config", "torch"),
-    "layers.chosen": Row("layers.attention kernels kernels.nvrtc"),
-    "layers.attention": Row("layers layers.te", "torch flash_attn"),
-    "layers": Row("layers kernels config", "torch"),
-    "kernels.nvrtc": Row("", "torch cuda"),
-    "kernels": Row("kernels kernels.nvrtc", "torch triton"),
-    "rng": Row("exchange", "torch numpy"),
+    # what a backend is made of
+    "layers": Row("kernels config", "torch transformer_engine flash_attn"),
+    "kernels": Row("", "torch triton cuda"),
+    # a run's files; what is private in other libraries
+    "compat": Row("checkpoint config", "torch lightning"),
+    "checkpoint": Row("config", "torch safetensors"),
+    # from settings to checked settings, before torch is there
+    "compose": Row("config", "hydra omegaconf yaml"),
     # what everything stands on
-    "exchange": Row("", "torch"),
-    "signals": Row("slurm"),
-    "speech": Row("streams config"),
-    "streams": Row(""),
-    "spool": Row(""),
-    "limits": Row(""),
-    "slurm": Row("config"),
-    "config": Row("config"),
+    "runtime": Row("config", "torch numpy"),
+    "config": Row(""),
+}
+# Where a package that its row lets in may be: it decides how a part is tried without the whole.
+ONLY_IN = {
+    "lightning": ["train", "callbacks", "compat", "precision.plugin", "data.datamodule", "measure.peer_models"],
+    "transformer_engine": ["layers.te", "precision", "measure.peer_models"],
+    "flash_attn": ["layers.attention"],
+    "cuda": ["kernels.nvrtc"],
+    "matplotlib": ["measure.plot"],
 }
 
 # Imported where it is used and nowhere else, so that everything imports, and shows its help, on a laptop.
@@ -138,7 +73,10 @@ INSIDE_FUNCTIONS = {
     *("datasets", "huggingface_hub", "tiktoken", "pyarrow", "requests"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
-BEFORE_TORCH = ["config", "compose", "run", "loading", "limits", "report", "signals", "slurm", "speech", "streams"]
+BEFORE_TORCH = [
+    *("config", "compose", "run", "bench", "train.loading", "train.summary"),
+    *("runtime.memory_limits", "runtime.signals", "runtime.slurm", "runtime.output", "runtime.standard_streams"),
+]
 
 
 class Import(NamedTuple):
@@ -159,9 +97,9 @@ MODULES = dict(modules())
 
 
 def row_of(module):
-    """The longest name in the table that the module is, or is in."""
-    names = [name for name in HOUSE if module == name or module.startswith(name + ".")]
-    return max(names, key=len, default=None)
+    """The name in the table of the package that a module is in, or of the program that it is; None without a row."""
+    name = module.partition(".")[0]
+    return name if name in HOUSE else None
 
 
 def imports(path):
@@ -201,20 +139,18 @@ def target(name):
 
 
 def violations(module, path):
-    row_name = row_of(module)
-    if row_name is None:
+    own = row_of(module)
+    if own is None:
         return [f"{module} has no row in HOUSE"]
-    row, found = HOUSE[row_name], []
+    row, found = HOUSE[own], []
     for name, line, at_top in imports(path):
         package = name.partition(".")[0]
         if package == "gpt2_fp8":
             goal = target(name)
-            # its own package's __init__, which names what is in the package, and the version are open to all
-            allowed = not goal or row_of(goal) in row.imports.split() or goal == module.rpartition(".")[0]
-            # a row above may also import a module that has a row of its own in a package that it may import
-            allowed = allowed or any(goal.startswith(f"{part}.") for part in _beyond_own_package(row, row_name))
+            allowed = not goal or row_of(goal) in row.imports.split() or (row_of(goal) == own and own != "callbacks")
         else:
             allowed = package in sys.stdlib_module_names or package in row.packages.split()
+            allowed = allowed and any(f"{module}.".startswith(f"{place}.") for place in ONLY_IN.get(package, [module]))
             if allowed and at_top and package in INSIDE_FUNCTIONS:
                 found.append(f"{module}:{line} imports {package} at its top")
         if not allowed:
@@ -222,57 +158,64 @@ def violations(module, path):
     return found
 
 
-def _beyond_own_package(row, row_name):
-    """The packages of others that a row may import whole: `train` may import precision.plugin, precision may not."""
-    return [name for name in row.imports.split() if name.partition(".")[0] != row_name.partition(".")[0]]
-
-
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_only_what_the_house_allows(module):
     assert violations(module, MODULES[module]) == []
 
 
-def test_arrows_point_one_way():
-    """No two rows import each other, by any way round."""
-    rows = {name: [r for r in row.imports.split() if r != name] for name, row in HOUSE.items()}
+def test_the_table_is_read_from_the_bottom_up():
+    rows = list(HOUSE)
+    assert [
+        (name, part) for name in rows for part in HOUSE[name].imports.split() if rows.index(part) <= rows.index(name)
+    ] == []
+
+
+def test_the_root_holds_programs_and_packages():
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert len(packages) <= 15
+    programs = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    assert packages | programs == set(HOUSE)
+    for program in programs:
+        assert 'if __name__ == "__main__"' in MODULES[program].read_text()
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Also not within a package, by any way round, nor for a type's sake."""
+    arrows = {
+        name: {target(i.name) for i in imports(path) if i.name.startswith("gpt2_fp8.")} - {"", name}
+        for name, path in MODULES.items()
+    }
+    assert circle(arrows) is None
+
+
+def circle(arrows):
+    """A circle among `arrows` (from: to), as a list of names; None if there is none."""
     done: set[str] = set()
 
     def visit(name, above):
-        assert name not in above, " -> ".join([*above, name])
+        if name in above:
+            return [*above[above.index(name) :], name]
         if name not in done:
-            for below in rows[name]:
-                visit(below, [*above, name])
+            for below in sorted(arrows.get(name, ())):
+                if found := visit(below, [*above, name]):
+                    return found
             done.add(name)
+        return None
 
-    for name in rows:
-        visit(name, [])
+    return next(filter(None, (visit(name, []) for name in arrows)), None)
 
 
-@pytest.mark.parametrize("package", ["hydra", "lightning", "transformer_engine"])
-def test_the_table_says_where_the_big_packages_live(package):
-    """What ARCHITECTURE.md promises, read from the table: a row that gains one of these is a decision, not a detail."""
-    programs = {"run", "doctor", "compare", "generate", "evaluate", "export", "plot_schedule"}
-    promised = {
-        "hydra": programs | {"compose"},
-        "lightning": programs - {"run"}
-        | {
-            "process",
-            "build",
-            "module",
-            "callbacks",
-            "data.datamodule",
-            "precision.plugin",
-            "checkpoint.io",
-            "loggers",
-            "measure.peer_models",
-        },
-        "transformer_engine": {"layers.te", "precision", "precision.plugin", "measure.peer_models"},
-    }
-    assert {name for name, row in HOUSE.items() if package in row.packages.split()} == promised[package]
+def test_a_circle_is_seen():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}}) is None
+
+
+def test_hydra_is_at_the_rim():
+    assert {name for name, row in HOUSE.items() if "hydra" in row.packages.split()} == {"run", "compose"}
 
 
 def test_config_is_standard_library_only():
-    assert HOUSE["config"] == Row("config")
+    assert HOUSE["config"] == Row("")
 
 
 @pytest.mark.parametrize("module", BEFORE_TORCH)
@@ -287,11 +230,14 @@ def test_imports_without_torch(module):
 WRONG = {
     "config.x": ("import torch", "may not import torch"),
     "config.y": ("def f():\n    import omegaconf", "may not import omegaconf"),
-    "step": ("from gpt2_fp8 import module", "may not import gpt2_fp8.train.module"),
+    "engine.step": ("from gpt2_fp8.train import module", "may not import gpt2_fp8.train.module"),
     "model": ("from gpt2_fp8.data.files import FilesSource", "may not import gpt2_fp8.data.files"),
     "layers.te": ("import transformer_engine.pytorch as te", "at its top"),
-    "callbacks.tiers": ("from gpt2_fp8.callbacks.samples import Samples", "may not import gpt2_fp8.callbacks.samples"),
-    "precision.recipes": ("from gpt2_fp8.precision import plugin", "may not import gpt2_fp8.precision.plugin"),
+    "callbacks.checkpointing": (
+        "from gpt2_fp8.callbacks.samples import Samples",
+        "may not import gpt2_fp8.callbacks.samples",
+    ),
+    "precision.recipes": ("import lightning", "may not import lightning"),
     "data.files": ("import lightning", "may not import lightning"),
     "novelty": ("", "has no row"),
 }
@@ -306,8 +252,8 @@ def test_a_wrong_import_is_seen(module, tmp_path):
 
 
 RIGHT = {
-    "train": "from gpt2_fp8.precision.plugin import build_plugin",
-    "callbacks.tiers": "from gpt2_fp8.checkpoint import files\nfrom gpt2_fp8 import __version__",
+    "train.fit": "from gpt2_fp8.precision.plugin import build_plugin",
+    "callbacks.checkpointing": "from gpt2_fp8.checkpoint import files\nfrom gpt2_fp8 import __version__",
     "layers.te": "def f():\n    import transformer_engine.pytorch as te",
     "config.checks": "import math\nfrom gpt2_fp8.config.errors import Problem",
 }

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data.documents import DocumentCounts, TokenisedUnit
-from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.documents import TokenisedUnit
+from gpt2_fp8.data.units import DocumentCounts, Unit
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 import numpy as np
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.data.progress_log import Looking
 from gpt2_fp8.data.tokenizer import Tokens
-from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.units import DocumentCounts, Unit
 
 
 def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from gpt2_fp8.config.errors import Problem, RunError
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.cache import UnitCache
 from gpt2_fp8.data.corpus_check import check_trainable, validation_blocks
 from gpt2_fp8.data.digests import Digests
@@ -74,6 +75,18 @@ class TokenDataModule(LightningDataModule):
         self._pool: UnitPool
         self._progress: Progress
         self._val: Tokens | None
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> TokenDataModule:
+        """Build the data module of a run whose micro-batch is a number."""
+        return cls(
+            config.data,
+            n_positions=config.model.n_positions,
+            global_batch_size=config.global_batch_size,
+            micro_batch_size=config.micro_batch,
+            max_steps=config.trainer.max_steps,
+            overfit_batches=config.trainer.overfit_batches,
+        )
 
     @cached_property
     def tokenizer(self) -> tiktoken.Encoding:

@@ -9,7 +9,7 @@ import hashlib
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.tokenizer import Tokens, encode
-from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.units import DocumentCounts, Unit
 
 if TYPE_CHECKING:
     import tiktoken
@@ -28,25 +28,6 @@ PIECE = 1 << 20  # characters encoded in one go: bounds the memory and the time 
 # So many broken lines of a unit are passed over, and so large a part of its lines; beyond both it is no text.
 MAX_BROKEN = 100
 MAX_BROKEN_PART = 0.1
-
-
-@dataclass
-class DocumentCounts:
-    """What became of the documents. `read` are in the tokens; `empty`, `not_text` and `broken` are not."""
-
-    read: int = 0
-    empty: int = 0  # nothing but white space
-    not_text: int = 0  # null, a number, or no such key
-    broken: int = 0  # a line that is not a JSON object
-    invalid_utf8: int = 0  # read, with the bytes in question replaced by U+FFFD
-    long: int = 0  # read, in pieces of `PIECE` characters
-
-    def __add__(self, other: DocumentCounts) -> DocumentCounts:
-        return DocumentCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def as_dict(self) -> dict[str, int]:
-        """For JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from gpt2_fp8.config import globs
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.parsing import show
 from gpt2_fp8.data import file_check, formats
-from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.progress_log import Looking
 from gpt2_fp8.data.retry import LOCAL_WAITS
-from gpt2_fp8.data.units import Corpus, Unit
+from gpt2_fp8.data.units import Corpus, DocumentCounts, Unit
 
 log = logging.getLogger(__name__)
 

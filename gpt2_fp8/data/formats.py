@@ -22,8 +22,7 @@ from typing import BinaryIO
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import limits, parquet
-from gpt2_fp8.data.documents import DocumentCounts
-from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.units import DocumentCounts, Unit
 
 RANGE = 8 << 20  # bytes
 LINES = 8  # as long as the longest that is read: so far the end of a longer one is looked for

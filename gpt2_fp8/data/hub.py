@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import hub_client
-from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.hub_client import import_datasets
 from gpt2_fp8.data.hub_listing import Listing
 from gpt2_fp8.data.parquet import as_documents
 from gpt2_fp8.data.retry import HUB_WAITS, with_retries
-from gpt2_fp8.data.units import Corpus, Unit
+from gpt2_fp8.data.units import Corpus, DocumentCounts, Unit
 
 log = logging.getLogger(__name__)
 

@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.ids import check_batch
 from gpt2_fp8.data.order import Order, Permutation, Place
 from gpt2_fp8.data.prefetch import Ticket, UnitPool
 from gpt2_fp8.data.tokenizer import Tokens
-from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.units import DocumentCounts, Unit
 from gpt2_fp8.runtime.signals import interruptible
 
 

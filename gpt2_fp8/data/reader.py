@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpt2_fp8.data.cache import UnitCache
-from gpt2_fp8.data.documents import DocumentCounts, TokenisedUnit, tokenise
+from gpt2_fp8.data.documents import TokenisedUnit, tokenise
 from gpt2_fp8.data.ids import check_unit
 from gpt2_fp8.data.retry import with_retries
 from gpt2_fp8.data.tokenizer import TokenizerName, load_tokenizer
-from gpt2_fp8.data.units import Source, Unit
+from gpt2_fp8.data.units import DocumentCounts, Source, Unit
 
 
 @dataclass

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data.documents import DocumentCounts
-from gpt2_fp8.data.units import Corpus, Unit
+from gpt2_fp8.data.units import Corpus, DocumentCounts, Unit
 
 log = logging.getLogger(__name__)
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
-
-if TYPE_CHECKING:
-    from gpt2_fp8.data.documents import DocumentCounts
+from dataclasses import asdict, dataclass, field, fields
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,25 @@ class Corpus:
     def identity(self) -> str:
         """A sha256 over the names of the training units, in order: two runs with the same one read the same text."""
         return hashlib.sha256("\n".join(f"{u.name} {u.side} {u.val_fraction}" for u in self.train).encode()).hexdigest()
+
+
+@dataclass
+class DocumentCounts:
+    """What became of the documents. `read` are in the tokens; `empty`, `not_text` and `broken` are not."""
+
+    read: int = 0
+    empty: int = 0  # nothing but white space
+    not_text: int = 0  # null, a number, or no such key
+    broken: int = 0  # a line that is not a JSON object
+    invalid_utf8: int = 0  # read, with the bytes in question replaced by U+FFFD
+    long: int = 0  # read, in pieces (`documents.cut`)
+
+    def __add__(self, other: DocumentCounts) -> DocumentCounts:
+        return DocumentCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def as_dict(self) -> dict[str, int]:
+        """For JSON."""
+        return asdict(self)
 
 
 class Source(Protocol):

@@ -23,10 +23,10 @@ from typing import NamedTuple
 import numpy as np
 
 from gpt2_fp8.config.errors import RunError
-from gpt2_fp8.data.documents import DocumentCounts, TokenisedUnit
+from gpt2_fp8.data.documents import TokenisedUnit
 from gpt2_fp8.data.reader import UnitReader, WorkCounts
 from gpt2_fp8.data.retry import is_waiting
-from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.units import DocumentCounts, Unit
 
 READY, ALIVE = "ready", "alive"  # what a worker sends besides its answers
 BEAT_SECONDS = 1.0

@@ -23,6 +23,7 @@ from torch import Tensor
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import DelayedRecipe, RunConfig
+from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.engine import Engine
 from gpt2_fp8.engine.optim import build_optimizer, build_schedule
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
@@ -35,8 +36,7 @@ from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import initialise, padded_vocabulary
 from gpt2_fp8.precision.plugin import build_plugin
 from gpt2_fp8.precision.resolve import Plan, resolve
-from gpt2_fp8.train import setup
-from gpt2_fp8.train.build import build_data
+from gpt2_fp8.runtime import devices
 
 
 class Training:
@@ -93,7 +93,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
     if config.trainer.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-    device = setup.device(config)
+    device = devices.device(config)
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
     plan = resolve(config, device)
     known.update(device=name, ran=plan.ran, reason=plan.reason, backend=plan.backend, compiled=plan.compile)
@@ -122,7 +122,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
 def _batches(config: RunConfig, count: int, device: str) -> tuple[list[Tensor], int]:
     """The first `count` steps' ids, int32 [global_batch_size, n_positions + 1] on the device, and the vocabulary's
     size. A run of fewer steps goes round."""
-    data = build_data(replace(config, data=replace(config.data, val_sequences=0)))
+    data = TokenDataModule.from_config(replace(config, data=replace(config.data, val_sequences=0)))
     data.setup()
     try:
         items = itertools.islice(data.train_dataloader(), count)

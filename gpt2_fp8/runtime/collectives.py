@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor, distributed
 
-# A rank that is gone is known within a minute (`callbacks/rank_watchdog.py`): no watch is needed here. This is longer than
+# Not a watch: a rank that is gone is known within a minute (`callbacks/rank_watchdog.py`). It has to be longer than
 # what a rank may do alone while the others wait: compile, read data from a source that does not answer, save. As long
 # as the wait for gradients may last, which Lightning sets to half an hour.
 PATIENCE = timedelta(minutes=30)

@@ -22,6 +22,7 @@ from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.precision.plugin import build_plugin
 from gpt2_fp8.precision.resolve import Plan
+from gpt2_fp8.runtime import devices
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.loggers import build_loggers
 from gpt2_fp8.train.module import GPT2Module
@@ -49,7 +50,7 @@ def build(
     Raises UserError for weights or a tokenizer that are not there.
     """
     pl.seed_everything(config.seed, workers=True, verbose=False)
-    data = build_data(config)
+    data = TokenDataModule.from_config(config)
     weights = finite_weights(Path(config.init_from)) if config.init_from else None
     module = GPT2Module(config, plan, config.model.vocab_size or data.vocab_size, weights)
     throughput = Throughput(config, module.vocab_size)
@@ -72,18 +73,6 @@ def _versions(plan: Plan) -> dict[str, str]:
     return {"torch": torch.__version__} | (libraries.versions() if plan.device == "cuda" else {})
 
 
-def build_data(config: RunConfig) -> TokenDataModule:
-    """The data module of a run."""
-    return TokenDataModule(
-        config.data,
-        n_positions=config.model.n_positions,
-        global_batch_size=config.global_batch_size,
-        micro_batch_size=config.micro_batch,
-        max_steps=config.trainer.max_steps,
-        overfit_batches=config.trainer.overfit_batches,
-    )
-
-
 def build_trainer(
     config: RunConfig, plan: Plan, folder: Path, callbacks: list[Callback], checkpoint: Path | None
 ) -> pl.Trainer:
@@ -91,7 +80,7 @@ def build_trainer(
     options = config.trainer
     trainer = pl.Trainer(
         accelerator=plan.device,
-        devices=setup.devices(config, plan.device),
+        devices=devices.devices(config, plan.device),
         num_nodes=options.num_nodes,
         strategy=options.strategy,
         max_steps=1 if options.fast_dev_run else options.max_steps,

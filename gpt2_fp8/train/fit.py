@@ -19,7 +19,7 @@ from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.measure import auto_precision
 from gpt2_fp8.precision.choose import Choice
 from gpt2_fp8.precision.resolve import Plan, as_before, fallen_back, resolve
-from gpt2_fp8.runtime import spool
+from gpt2_fp8.runtime import devices, spool
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
 from gpt2_fp8.train.context import Ending
@@ -70,8 +70,8 @@ class _Start(NamedTuple):
 
 def _prepare(config: RunConfig, folder: Path, ending: Ending, typed: bool) -> _Start:
     """From settings to what they mean on this machine, with everything refused that can be before anything is built."""
-    device = setup.device(config)
-    world_size = setup.devices(config, device) * config.trainer.num_nodes
+    device = devices.device(config)
+    world_size = devices.devices(config, device) * config.trainer.num_nodes
     check_batch(config, world_size)
     checkpoint = setup.checkpoint(config, folder)
     config, asked = setup.settle_micro_batch(config, world_size, device, typed, checkpoint)

@@ -96,7 +96,7 @@ def expected(units: list[list[str]], steps: int = 30) -> str:
             return unit
 
         def take(self, unit: Any) -> TokenisedUnit:
-            from gpt2_fp8.data.documents import DocumentCounts
+            from gpt2_fp8.data.units import DocumentCounts
 
             parts = [np.frombuffer(text.encode() + b"\0", np.uint8).astype(np.uint16) for text in unit]
             tokens = np.concatenate(parts)

@@ -14,12 +14,12 @@ import pytest
 from gpt2_fp8.config.errors import DataSourceLost, UserError
 from gpt2_fp8.config.schema import FileOrHubData
 from gpt2_fp8.data import formats
-from gpt2_fp8.data.documents import PIECE, DocumentCounts, cut, tokenise
+from gpt2_fp8.data.documents import PIECE, cut, tokenise
 from gpt2_fp8.data.files import FilesSource
 from gpt2_fp8.data.retry import with_retries
 from gpt2_fp8.data.sources import build_source
 from gpt2_fp8.data.tokenizer import load_tokenizer
-from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.units import DocumentCounts, Unit
 from tests.data.corpora import files_config, items, module, write_jsonl
 
 TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(200)]

@@ -21,9 +21,8 @@ import pytest
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import formats, limits, parquet, progress_log
-from gpt2_fp8.data.documents import DocumentCounts
 from gpt2_fp8.data.files import FilesSource
-from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.units import DocumentCounts, Unit
 from tests.data.corpora import files_config, items, module, write_jsonl
 
 TEXT = "some words of a document, and some more; "
