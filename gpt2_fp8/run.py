@@ -26,8 +26,8 @@ from gpt2_fp8.train import loading
 if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
 
-PATIENCE = 15.0  # seconds that another rank's process waits for rank 0 to end
-STOPPED_PATIENCE = 2.0  # the same after a signal, which rank 0 may not have got
+RANK_ZERO_SECONDS = 15.0  # seconds that another rank's process waits for rank 0 to end
+AFTER_SIGNAL_SECONDS = 2.0  # the same after a signal, which rank 0 may not have got
 _AFTER_RANK_ZERO = 10.0  # and in which it is to end when rank 0 is gone
 
 
@@ -81,7 +81,7 @@ def _end(error: RunError | None, rank_zero: int | None) -> int:
     if error is None:
         _say(traceback.format_exc().rstrip("\n"))
     stopped = isinstance(error, Stopped)
-    ended = _rank_zero_ends(rank_zero, STOPPED_PATIENCE if stopped else PATIENCE)
+    ended = _rank_zero_ends(rank_zero, AFTER_SIGNAL_SECONDS if stopped else RANK_ZERO_SECONDS)
     told = ended or (stopped and rank_zero is not None)  # by rank 0, which ends as this one did, if only later
     if error is not None and not told:
         _say(str(error))

@@ -67,21 +67,21 @@ def start_elsewhere(tmp_path, monkeypatch):
 
 def record_steps(monkeypatch):
     """Every later training step adds (step, hash of its tokens, loss as hex) to the list returned."""
-    from gpt2_fp8.train.module import GPT2Module
+    from gpt2_fp8.engine.training_step import TrainingStep
 
     steps = []
-    original = GPT2Module.finish_step
+    original = TrainingStep.settle
 
-    def finish_step(self):
-        unfinished = self._unfinished
+    def settle(self):
+        unsettled = self._unsettled
         try:
             original(self)
         finally:
-            if unfinished is not None:
-                tokens = hashlib.sha256(unfinished[0]["ids"].cpu().numpy().tobytes()).hexdigest()[:16]
-                steps.append((self.trainer.global_step, tokens, self.last_step.loss.item().hex()))
+            if unsettled is not None:
+                tokens = hashlib.sha256(unsettled.ids.cpu().numpy().tobytes()).hexdigest()[:16]
+                steps.append((self.schedule.last_epoch, tokens, self._last.loss.item().hex()))
 
-    monkeypatch.setattr(GPT2Module, "finish_step", finish_step)
+    monkeypatch.setattr(TrainingStep, "settle", settle)
     return steps
 
 

@@ -28,17 +28,19 @@ HOUSE = {
     "bench": Row("compose config measure runtime"),
     # a run under Lightning
     "train": Row(
-        "callbacks measure engine model precision data compat checkpoint layers kernels runtime config",
+        "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
         "torch lightning",
     ),
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning"),
     # the benchmark, and what `precision=auto` decides by
     "measure": Row(
-        "engine model precision data checkpoint layers kernels runtime config",
+        "engine backends model precision data checkpoint layers kernels runtime config",
         "torch lightning transformer_engine matplotlib",
     ),
     # one optimizer step
-    "engine": Row("model precision layers runtime config", "torch"),
+    "engine": Row("backends model precision runtime config", "torch"),
+    # how a model is computed
+    "backends": Row("model precision layers config", "torch transformer_engine"),
     "precision": Row("layers runtime config", "torch lightning transformer_engine"),
     "model": Row("layers kernels config", "torch"),
     # the text
@@ -61,7 +63,7 @@ HOUSE = {
 # Where a package that its row lets in may be: it decides how a part is tried without the whole.
 ONLY_IN = {
     "lightning": ["train", "callbacks", "compat", "precision.plugin", "data.datamodule", "measure.peer_models"],
-    "transformer_engine": ["layers.te", "precision", "measure.peer_models"],
+    "transformer_engine": ["backends.transformer_engine", "layers.te", "precision", "measure.peer_models"],
     "flash_attn": ["layers.attention"],
     "cuda": ["kernels.nvrtc"],
     "matplotlib": ["measure.plot"],

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _CLOCK_STEPS = 10  # the ranks agree on the time at every so many steps
 
 
-class Tiers(Checkpoint):
+class Checkpointing(Checkpoint):
     """Saves every `every_n_steps` optimizer steps, by the clock, at the end, and at every best validation.
 
     Args:
@@ -77,7 +77,7 @@ class Tiers(Checkpoint):
         self._validation_due = False  # in the checkpoint that is being taken
 
     @classmethod
-    def from_config(cls, folder: Path, config: CallbacksConfig) -> Tiers:
+    def from_config(cls, folder: Path, config: CallbacksConfig) -> Checkpointing:
         """As `callbacks` of a run's configuration says; `folder` is that of the checkpoints."""
         return cls(
             folder,
@@ -109,13 +109,16 @@ class Tiers(Checkpoint):
             return True
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or step == 0:
             return False
-        module: Any = trainer.lightning_module
-        module.finish_step()
-        self.ledger.taken_step, self._taken_at = step, time.monotonic()
+        before, self.ledger.taken_step = self.ledger.taken_step, step
+        self._taken_at = time.monotonic()
         self._validation_due = self.validated_step != step and loops.is_validation_due(trainer)
         path = self.folder / pointers.folder_name(step)
         with self._stalled():
-            trainer.save_checkpoint(path, weights_only=False, storage_options=partial(self._hand_over, trainer))
+            try:
+                trainer.save_checkpoint(path, weights_only=False, storage_options=partial(self._hand_over, trainer))
+            except BaseException:  # settling the step may have raised: a run may have to go back
+                self.ledger.taken_step = before
+                raise
             self.ledger.share(trainer.strategy.broadcast)
         return self.ledger.taken_step == step
 
@@ -124,7 +127,7 @@ class Tiers(Checkpoint):
         if not self.save(trainer):
             return False
         self.writer.wait()
-        self.ledger.settle(trainer.strategy.broadcast)
+        self.ledger.sync(trainer.strategy.broadcast)
         return self.saved_step == trainer.global_step
 
     # ---- when ----------------------------------------------------------------------------------------------------
@@ -145,7 +148,7 @@ class Tiers(Checkpoint):
             self.writer.begin(self.saved_step, self.best)
             if 0 < trainer.max_steps <= (self.saved_step or 0):
                 log.info("already complete: step %d of %d is saved", self.saved_step, trainer.max_steps)
-        self.ledger.settle(trainer.strategy.broadcast)
+        self.ledger.sync(trainer.strategy.broadcast)
         self._taken_at = time.monotonic()
 
     def on_train_batch_end(
@@ -172,7 +175,7 @@ class Tiers(Checkpoint):
             with self._stalled():
                 self.writer.wait()  # what the new one is compared with has to be on the disk
         # Without sync_dist every rank has a value of its own, and all of them must save or none.
-        value = self.ledger.settle(trainer.strategy.broadcast, math.nan if metric is None else float(metric))
+        value = self.ledger.sync(trainer.strategy.broadcast, math.nan if metric is None else float(metric))
         self.validated_step, self._val_loss = step, value
         better = self._is_better(step, value) and self.ledger.expect_best(
             Pointer(pointers.folder_name(step), step, value), partial(self.save, trainer)
@@ -191,7 +194,7 @@ class Tiers(Checkpoint):
         """Finish what is being written, and let nothing that goes wrong with it hide `exception`."""
         self.ledger.leave()
         if trainer.is_global_zero:
-            self.ledger.settle(lambda own: own)
+            self.ledger.sync(lambda own: own)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finish what is being written: the end of a `fit`, or the note of a validation after it."""

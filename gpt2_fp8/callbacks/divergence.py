@@ -1,21 +1,23 @@
-"""The ladder under Lightning: judges every step, and leaves `fit` for a checkpoint where it says so."""
+"""The divergence policy under Lightning: judges every step, and leaves `fit` for a checkpoint where it says so."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 
 from gpt2_fp8.config.schema import CallbacksConfig
-from gpt2_fp8.engine.divergence import Ladder
+from gpt2_fp8.engine.divergence import DivergencePolicy
+from gpt2_fp8.engine.step import StepResult
 
 log = logging.getLogger(__name__)
 
 
-class Fallback(pl.Callback):
-    """Raises what `Ladder.judge` raises: RollBack for the run to catch, or Diverged.
+class DivergenceGuard(pl.Callback):
+    """Raises what `DivergencePolicy.judge` raises: RollBack for the run to catch, or Diverged.
 
     One object serves a whole run, in the `fit`s before and after a rollback alike. Comes after the callbacks that log,
     and before those that save: nothing of a step that is rolled back is saved.
@@ -28,24 +30,27 @@ class Fallback(pl.Callback):
 
     def __init__(self, config: CallbacksConfig, save: Callable[[pl.Trainer], bool]):
         limits = config.nonfinite_limit, config.divergence_sigma, config.divergence_steps
-        self.ladder = Ladder(*limits, say=self._say)
+        self.policy = DivergencePolicy(*limits, say=self._say)
         self._save = save
         self._says = True
         self._save_next = False
 
     def start_again(self) -> None:
         """Between two `fit`s, after a rollback."""
-        self.ladder.start_again()
+        self.policy.start_again()
         self._save_next = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Ranks decide alike: one of them says so."""
         self._says = trainer.is_global_zero
 
-    def on_step_finished(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Judge the step, by what the host has been told of it."""
-        result = pl_module.last_step
-        self.ladder.judge(trainer.global_step, result.read(), result.first)
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Ask to be told of each settled step."""
+        pl_module.step.on_settled.append(partial(self._judge, trainer))
+
+    def _judge(self, trainer: pl.Trainer, result: StepResult) -> None:
+        """Judge a settled step, by what the host has been told of it."""
+        self.policy.judge(trainer.global_step, result.read(), result.first)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """The first step after a rollback is saved, once it is judged."""
@@ -53,12 +58,12 @@ class Fallback(pl.Callback):
             self._save_next = not self._save(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The ladder's."""
-        return self.ladder.state_dict()
+        """The policy's."""
+        return self.policy.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The ladder's."""
-        self.ladder.load_state_dict(state_dict)
+        """The policy's."""
+        self.policy.load_state_dict(state_dict)
 
     def _say(self, line: str) -> None:
         if self._says:

@@ -80,14 +80,14 @@ class GracefulStop(Checkpoint):
         if self._signals.installed:
             self._signals.install()
         self._signals.hold()
-        self._signals.gives_up = not collectives.several()  # one that leaves a step leaves no others waiting
+        self._signals.gives_up = not collectives.is_distributed()  # one that leaves a step leaves no others waiting
         self._waiting = True
         self._stop_if(self._agreed())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Before the step, learn whether another rank was told to stop, or got none, while it waited for its data."""
         self._waiting = False
-        if collectives.several() and (reason := self._agreed()):
+        if collectives.is_distributed() and (reason := self._agreed()):
             self._save_last_step(trainer)
             self._stop_if(reason)
 

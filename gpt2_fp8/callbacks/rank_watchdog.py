@@ -48,7 +48,7 @@ class RankLost(RunError):
         super().__init__(f"{message}; under the same run_name, ckpt_path=last continues")
 
 
-class Ranks(Callback):
+class RankWatchdog(Callback):
     """Ends this process when another rank is lost. Does nothing where there is one rank.
 
     Args:

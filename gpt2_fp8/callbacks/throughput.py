@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 
@@ -43,14 +44,17 @@ class Throughput(pl.Callback):
         """Tokens per second: the median over the run's intervals, or None before the first."""
         return statistics.median(self.rates) if self.rates else None
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Ask to be told of each settled step."""
+        pl_module.step.on_settled.append(self._add)
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start from nothing."""
         self._clock, self._steps, self._kept = None, 0, 0
         self._losses = torch.zeros((), device=pl_module.device)
 
-    def on_step_finished(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Add the step to the interval."""
-        result = pl_module.last_step
+    def _add(self, result: StepResult) -> None:
+        """Add a settled step to the interval."""
         self._steps += 1
         self.reruns += result.first is not None
         if result.read().skipped:
@@ -64,8 +68,7 @@ class Throughput(pl.Callback):
         step = trainer.global_step
         if step % self.every_n_steps and step < trainer.max_steps and self._clock is not None:
             return
-        pl_module.finish_step()
-        result = pl_module.last_step
+        result = pl_module.step.last
         values = torch.stack([self._losses, result.grad_norm, result.clip_ratio]).tolist()
         metrics = self._metrics(trainer, values, result.lr)
         for logger in trainer.loggers:

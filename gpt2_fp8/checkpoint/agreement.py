@@ -33,11 +33,11 @@ def _at_most_step(state: dict[str, Any]) -> Iterator[tuple[str, int]]:
     yield "_batches_that_stepped", state["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
     done = state["loops"]["fit_loop"]["epoch_loop.manual_optimization.optim_step_progress"]["current"]
     yield from ((f"optim_step_progress.current.{key}", count) for key, count in done.items())
-    if tiers := state["callbacks"].get("Tiers"):
-        yield "Tiers.validated_step", tiers["validated_step"] or 0
-    if ladder := state["callbacks"].get("Fallback"):
-        yield "Fallback.statistics.count", ladder["statistics"]["count"]
-        yield from ((f"Fallback.in_a_row.{key}", count) for key, count in ladder["in_a_row"].items())
+    if checkpointing := state["callbacks"].get("Checkpointing"):
+        yield "Checkpointing.validated_step", checkpointing["validated_step"] or 0
+    if policy := state["callbacks"].get("DivergenceGuard"):
+        yield "DivergenceGuard.statistics.count", policy["statistics"]["count"]
+        yield from ((f"DivergenceGuard.in_a_row.{key}", count) for key, count in policy["in_a_row"].items())
 
 
 def _loops(step: int, loops: dict[str, Any]) -> Iterator[str]:

@@ -82,7 +82,7 @@ class Ledger:
         self._learn(outcome)
         return value
 
-    def settle(self, broadcast: Broadcast, value: Any = None) -> Any:
+    def sync(self, broadcast: Broadcast, value: Any = None) -> Any:
         """`share`, where all that was asked for is done: the best is the one on the disk."""
         value = self.share(broadcast, value)
         self.best, self._best_pending = self._on_disk, False

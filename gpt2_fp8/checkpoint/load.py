@@ -14,6 +14,7 @@ from torch import Tensor
 from gpt2_fp8.checkpoint import tree
 from gpt2_fp8.checkpoint.errors import unreadable
 from gpt2_fp8.checkpoint.manifest import MANIFEST, SKELETON, place, read_json
+from gpt2_fp8.checkpoint.upgrade import upgraded
 from gpt2_fp8.checkpoint.verify import verified
 
 # What safetensors' headers call the dtypes of `tree.DTYPES`.
@@ -63,7 +64,7 @@ def read_structure(path: Path | str) -> dict[str, Any]:
 def read_plain(path: Path | str, key: str) -> Any:
     """What a checkpoint's state has under `key`, with None for tensors; {} where it has nothing. For a checkpoint that
     has been read before: nothing is verified. Raises CheckpointError."""
-    return tree.unflatten(read_json(Path(path), SKELETON).get(key, {}), lambda name: None)
+    return tree.unflatten(upgraded(read_json(Path(path), SKELETON)).get(key, {}), lambda name: None)
 
 
 def _assemble(
@@ -73,6 +74,7 @@ def _assemble(
     manifest = verified(path)
     skeleton = read_json(path, SKELETON)
     try:
+        skeleton = upgraded(skeleton)
         if skeleton.get("global_step", 0) != manifest["global_step"]:
             raise ValueError(f"{SKELETON} is of another step than {MANIFEST}")
         with _tensors(path, manifest["files"].keys(), device) as load:

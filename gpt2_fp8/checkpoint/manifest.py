@@ -1,7 +1,7 @@
 """What a checkpoint's folder says about itself, and whether it is all there.
 
 Version 1 gave each file's size. Version 2 adds each file's SHA-256, and one of the manifest itself, so that no bit of
-either can change unnoticed. `verify` compares the files with it.
+either can change unnoticed; `verify` compares the files with it. Version 3 renames keys of the state (`upgrade`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpt2_fp8.checkpoint.errors import CheckpointError, unreadable
 from gpt2_fp8.checkpoint.names import MOST_STEPS, step_aside, step_of
 
 FORMAT = "gpt2_fp8 checkpoint"
-VERSION = 2
+VERSION = 3
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
 SKELETON, MANIFEST = "state.json", "manifest.json"
 SEAL = "sha256"  # the manifest's own digest

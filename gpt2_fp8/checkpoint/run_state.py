@@ -39,7 +39,7 @@ class _Version(NamedTuple):
 COUNT = Whole()
 STEP = Whole(1, MOST_STEPS - 1)
 LOSS = Real(-1.0, 3.5e38)  # of float32; rounding leads it below 0
-_EVENTS = 10_000  # `ladder` keeps a tenth
+_EVENTS = 10_000  # `DivergencePolicy` keeps a tenth
 
 _TRACKED = Exactly({"ready": COUNT, "completed": COUNT, "started": Maybe(COUNT), "processed": Maybe(COUNT)})
 _PROGRESS = {"total": _TRACKED, "current": _TRACKED}
@@ -78,14 +78,14 @@ RUN: Form = {
         }
     },
     "callbacks": {
-        "Tiers": Maybe(
+        "Checkpointing": Maybe(
             {
                 "best": (NoneType, {"step": STEP, "val_loss": (NoneType, LOSS)}),
                 "validated_step": (NoneType, COUNT),
                 "validation_due": bool,
             }
         ),
-        "Fallback": Maybe(
+        "DivergenceGuard": Maybe(
             {
                 "events": Some(Exactly({"step": COUNT, "what": Line(20), "reason": Line()}), 0, _EVENTS),
                 **dict.fromkeys(("reruns", "skipped"), COUNT),
@@ -116,10 +116,14 @@ RUN: Form = {
         "validation": Maybe((NoneType, Line(64))),
         "digests": Maybe({"train": str, ...: str}),
     },
-    "FP8Precision": Maybe({"scaling": Maybe(Line(4000)), "sequences": Maybe(Whole(1)), ...: Tensor}),
     # of version 2
     "model": Maybe({...: (NoneType, bool, Line(), Whole(), Real(-1e9, 1e9))}),
-    "micro_batch_size": Maybe({"asked": Whole(1), "fits": Whole(1)}),
+    "training_step": Maybe(
+        {
+            "micro_batch_size": Maybe({"asked": Whole(1), "fits": Whole(1)}),
+            "scaling": Maybe({"settings": Maybe(Line(4000)), "sequences": Maybe(Whole(1)), ...: Tensor}),
+        }
+    ),
     "precision": Maybe(
         {
             "asked": Maybe(Line(40)),

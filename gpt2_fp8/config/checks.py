@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from gpt2_fp8.config import fused_support, paths
+from gpt2_fp8.config import backend_support, paths
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.parsing import show
-from gpt2_fp8.config.schema import AutoPrecisionConfig, AutoRecipe, FP8PrecisionConfig, HubData, RunConfig
+from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, HubData, RunConfig
 
 VOCABULARY = {"bytes": 257, "gpt2": 50257}  # the tokenizers' n_vocab
 FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)
@@ -212,14 +212,6 @@ def _format(config: RunConfig) -> Iterator[Finding]:
         yield Finding(("precision",), Problem(f"precision=fp8_e5m2: {reason}", remedy))
 
 
-def _recipe(config: RunConfig) -> Iterator[Finding]:
-    if isinstance(config.recipe, AutoRecipe) and not isinstance(config.precision, AutoPrecisionConfig):
-        cause = (
-            f"recipe=auto, precision={config.precision.name}: a recipe is chosen by what is measured for precision=auto"
-        )
-        yield Finding(("recipe", "precision"), Problem(cause, "precision=auto, or recipe=delayed"))
-
-
 def _width(config: RunConfig) -> Iterator[Finding]:
     if config.model.n_embd % _width_multiple(config):
         width = _nearest(config.model.n_embd, math.lcm(FP8_MULTIPLE, config.model.n_head))
@@ -264,8 +256,7 @@ _ACROSS: list[tuple[Callable[[RunConfig], Iterator[Finding]], set[str]]] = [
     (_warmup, {"trainer.max_steps", "optim.warmup_steps"}),
     (_known_batch, {"global_batch_size", "micro_batch_size", "trainer.devices", "trainer.num_nodes"}),
     (_format, set()),
-    (_recipe, set()),
-    (fused_support.check, {"model.dropout"}),
+    (backend_support.check, {"model.dropout"}),
     (_width, {"model.n_embd", "model.n_head"}),
     (_tokens, {"model.n_positions"}),
     (_auto, set()),

@@ -30,6 +30,7 @@ class PlainPrecisionConfig:
     """fp32: everything in float32. bf16: float32 weights, bfloat16 autocast."""
 
     name: Literal["fp32", "bf16"]
+    backend: Literal["auto", "fused", "te", "reference"]  # what computes it; auto: reference, plain torch (compiled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class FP8PrecisionConfig:
 
     name: Literal["fp8_hybrid", "fp8_e4m3", "fp8_e5m2"]  # hybrid: E4M3 forward, E5M2 gradients; e4m3: but the head's
     keep_bf16: list[str]  # layers whose products stay in bf16: "head", "first", "last", or "blocks.N"
-    layers: Literal["auto", "fused", "te"]  # our fused chain, or Transformer Engine's modules; auto: fused where it can
+    backend: Literal["auto", "fused", "te", "reference"]  # our fused chain or Transformer Engine; auto: fused if it can
     fast_accumulation: bool  # sum the blocks' input gradients in the tensor cores alone, to some 14 bits (fused layers)
     fallback: Literal["allow", "error"]  # when this machine cannot do FP8: train in bf16 (fp32 on a CPU), or exit 2
 
@@ -71,7 +72,7 @@ class StatelessRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoRecipe:
-    """With precision=auto: every recipe that this GPU can do competes."""
+    """The backend's own. With precision=auto every recipe that this GPU can do competes."""
 
     name: Literal["auto"]
 

@@ -76,7 +76,7 @@ class GraphedGradients:
                     for _ in range(WARM_UP):
                         for first in (True, False):
                             self._pass(first, scale)
-                        self._forget()
+                        self._discard()
             finally:  # where memory runs out, scales are put back and memory is freed from the other stream
                 torch.cuda.synchronize()
             pool = torch.cuda.graph_pool_handle()
@@ -88,7 +88,7 @@ class GraphedGradients:
                     self._losses[first] = self._pass(first, scale)
             self._graphs = graphs
             self._gradients = [parameter.grad for parameter in self.model.parameters()]
-        self._forget()
+        self._discard()
 
     def _pass(self, first: bool, scale: float) -> Tensor:
         with self.context():
@@ -96,6 +96,6 @@ class GraphedGradients:
         loss.backward()
         return loss.detach()
 
-    def _forget(self) -> None:
+    def _discard(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None

@@ -73,7 +73,7 @@ class LossStatistics:
         self.variance = (1 - rate) * (self.variance + rate * distance**2)
 
 
-class Ladder:
+class DivergencePolicy:
     """Judges every step; keeps what happened for the summary and the checkpoint.
 
     Args:

@@ -1,87 +1,82 @@
-"""An engine's work in batches that fit into memory: what is too large is done again in smaller ones. Plain torch.
-
-Where this process is alone, a signal ends it between two passes (`signals.look`), with the engine as it was before.
-"""
+"""A step in micro-batches that fit into memory: what is too large begins again in smaller ones. Plain torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from gpt2_fp8.engine.engine import Engine
+from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.out_of_memory import Fitting
 from gpt2_fp8.runtime import collectives, signals
 
-Context = Callable[[], AbstractContextManager]
 
-
-class Attempts:
+class MicroBatching:
     """The gradients of a step and the sums of an evaluation, each with a batch size of its own, which only falls.
 
-    Tokens per step, their order and the schedule do not depend on any of them. `backward` is called with each
-    micro-batch's loss, inside `no_sync`: ranks average their gradients afterwards, once all have succeeded. `asked`:
-    the micro-batch that the settings name, where the engine begins with another.
+    Tokens per step, their order and the schedule do not depend on any of them. Ranks average their gradients after the
+    backward, once all have succeeded: a rank that ran out of memory within it would leave the others waiting.
+
+    Args:
+        gradients: what computes them.
+        share: sequences of a step that this rank computes.
+        size: sequences of a micro-batch, to begin with.
+        asked: the micro-batch that the settings name, where it begins with another.
     """
 
-    def __init__(
-        self, engine: Engine, backward: Callable[[Tensor], None], no_sync: Context, asked: int | None = None
-    ):  # fmt: skip
-        self.engine, self._backward, self._no_sync = engine, backward, no_sync
-        self._asked = asked or engine.micro_batch_size
-        self._share = engine.config.global_batch_size // collectives.rank_and_world()[1]  # of a step, this rank's
-        self.training = Fitting(engine.micro_batch_size, "micro_batch_size")
+    def __init__(self, gradients: Gradients, share: int, size: int, asked: int | None = None):
+        self._gradients, self._share = gradients, share
+        self._asked = asked or size
+        self.training = Fitting(size, "micro_batch_size")
         self._in_bf16: Fitting | None = None
         self._evaluation: Fitting | None = None
 
-    def calibrate(self, ids: Tensor, context: Context) -> None:
-        """As `Engine.calibrate`: the first thing that a run of an FP8 recipe computes, and so the first that may not
-        fit. All ranks call this at once, and have the same scales then."""
+    def parts(self) -> int:
+        """Return the number of micro-batches of the last step."""
+        return -(-self._share // self.training.size)
+
+    def calibrate(self, ids: Tensor) -> None:
+        """Find the first scales, as `Gradients.calibrate`. Collective: all ranks have the same scales then.
+
+        It is the first thing that a run of an FP8 recipe computes, and so the first that may not fit.
+        """
 
         def of(size: int) -> Tensor:
-            self.engine.micro_batch_size = size
-            with self._no_sync(), torch.enable_grad():
-                self.engine.calibrate(ids, _looking(context))
-            return ids  # nothing is asked for, and None would be no result
+            self._gradients.calibrate(ids, size)
+            return ids  # a dummy result
 
         # `ids` may be a validation's, but the sizes to come to are those that training can go on with.
         with self._given_up():
-            self.training(of, self._share, self.engine.forget, ids.device, ranks=True, settles=False)
-        self.engine.agree()
+            self.training(of, self._share, self._gradients.discard, ids.device, ranks=True, proves_size=False)
+        self._gradients.scaling.agree()
 
-    def gradients(self, ids: Tensor, context: Context) -> Tensor:
-        """As `Engine.gradients`, averaged over the ranks, which all call this at once."""
+    def gradients(self, ids: Tensor) -> Tensor:
+        """Compute what `Gradients.of_step` does, averaged over the ranks. Collective."""
 
         def of(size: int) -> Tensor:
-            moments = [] if self.training.settled else self.engine.like_moments()
-            self.engine.micro_batch_size = size
-            with self._no_sync():
-                # A recording is not to be left in its midst, and its replays take no time.
-                looking = context if self.engine.plan.graphs else _looking(context)
-                loss = self.engine.gradients(ids, looking, self._look_and_go_back)
+            moments = [] if self.training.proven else self._gradients.like_moments()
+            loss = self._gradients.of_step(ids, size)
             del moments
             return loss
 
         return self._of_all_ranks(self.training, of, ids)
 
-    def gradients_in_bf16(self, ids: Tensor, context: Context) -> Tensor:
-        """As `Engine.gradients_in_bf16`, likewise; its layers may keep more than those that compute in FP8."""
+    def gradients_in_bf16(self, ids: Tensor) -> Tensor:
+        """Compute what `Gradients.of_step_in_bf16` does, averaged over the ranks. Collective.
 
-        def of(size: int) -> Tensor:
-            with self._no_sync():
-                return self.engine.gradients_in_bf16(ids, _looking(context), self._look_and_go_back, size)
-
+        Its layers may keep more than those that compute in FP8, so it has a size of its own.
+        """
         if self._in_bf16 is None:
             self._in_bf16 = Fitting(self.training.size, "micro_batch_size in bf16")
-        return self._of_all_ranks(self._in_bf16, of, ids)
+        return self._of_all_ranks(self._in_bf16, lambda size: self._gradients.of_step_in_bf16(ids, size), ids)
 
     def _of_all_ranks(self, sizes: Fitting, of: Callable[[int], Tensor], ids: Tensor) -> Tensor:
         with self._given_up():
-            loss = sizes(of, self._share, self.engine.forget, ids.device, ranks=True)
-        collectives.average(self.engine.parameters)
-        self.engine.agree()
+            loss = sizes(of, self._share, self._gradients.discard, ids.device, ranks=True)
+        collectives.average(self._gradients.parameters)
+        self._gradients.scaling.agree()
         return loss
 
     @contextmanager
@@ -89,47 +84,33 @@ class Attempts:
         try:
             yield
         except signals.Interrupted:
-            self.engine.forget()
+            self._gradients.discard()
             raise
 
-    def _look_and_go_back(self, loss: Tensor) -> None:
-        signals.look()
-        self._backward(loss)
-
     def evaluate(self, ids: Tensor) -> Tensor:
-        """float64 [2]: the sum of the losses of this rank's `ids` [sequences, n_positions + 1], and how many targets
-        that were. In the forward context, without gradients."""
+        """Return float64 [2]: the sum of the losses of this rank's `ids` [sequences, n_positions + 1], and the number
+        of their targets. Without gradients."""
 
         def of(size: int) -> Tensor:
             return torch.stack([self._sums(part) for part in ids.split(size)]).sum(0)
 
         if self._evaluation is None:
             self._evaluation = Fitting(len(ids), "the batch of a validation")
-        return self._evaluation(of, len(ids), lambda: None, ids.device, ranks=False)
+        with torch.no_grad(), self._gradients.plan.backend.forward_context():
+            return self._evaluation(of, len(ids), lambda: None, ids.device, ranks=False)
 
     def _sums(self, ids: Tensor) -> Tensor:
         signals.look()
         count = (ids[:, 1:] >= 0).sum()
-        total = self.engine.loss(ids).double() * count
+        total = self._gradients.loss(ids).double() * count
         return torch.stack([torch.where(count > 0, total, 0.0), count.double()])
 
     def state_dict(self) -> dict[str, int]:
-        """The micro-batch that was asked for, and the one that fits."""
+        """Return the micro-batch that was asked for, and the one that fits."""
         return {"asked": self._asked, "fits": self.training.size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin with what fitted before, where the same was asked for then."""
         if state["asked"] == self._asked and state["fits"] and self._share % state["fits"] == 0:
-            fits = min(state["fits"], self.training.size)  # less where memory has become less
-            self.training.size = self.engine.micro_batch_size = fits
-            self.training.settled = True
-
-
-def _looking(context: Context) -> Context:
-    """`context`, entered before each forward, which is given up where a signal came."""
-
-    def looking() -> AbstractContextManager:
-        signals.look()
-        return context()
-
-    return looking
+            self.training.size = min(state["fits"], self.training.size)  # less where memory has become less
+            self.training.proven = True

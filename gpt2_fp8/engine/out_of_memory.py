@@ -57,21 +57,22 @@ class Fitting:
         size: to begin with.
         what: how the log speaks of it, for instance "micro_batch_size".
 
-    Attributes: `settled`, whether a size has fitted yet. Until then the next smaller one is tried, so that the largest
+    Attributes: `proven`, whether a size has fitted yet. Until then the next smaller one is tried, so that the largest
     is found; where it does not any more, memory has become scarce, and it is halved.
     """
 
     def __init__(self, size: int, what: str):
         self.size, self.what = size, what
-        self.settled = False
+        self.proven = False
 
     def __call__(
-        self, work: Callable[[int], R], sequences: int, forget: Callable[[], None], device: torch.device, ranks: bool,
-        settles: bool = True,
+        self, work: Callable[[int], R], sequences: int, discard: Callable[[], None], device: torch.device, ranks: bool,
+        proves_size: bool = True,
     ) -> R:  # fmt: skip
-        """`work(size)`; where memory runs out, `forget()`, and begin again with less. `sequences`: what there is to do
+        """`work(size)`; where memory runs out, `discard()`, and begin again with less. `sequences`: what there is to do
         in all, of which the smaller sizes are divisors. `ranks`: all of them call this at once and go on with the same
-        size; then `work` itself must wait for no other rank. `settles`: `work` is all that the size is for.
+        size; then `work` itself must wait for no other rank. `proves_size`: whether a success
+        proves that a whole training step fits.
 
         Raises UserError where a single sequence does not fit; any other error of `work` as it is.
         """
@@ -79,10 +80,10 @@ class Fitting:
             result, reason = self._attempt(work)
             if not (any_rank(reason is not None) if ranks else reason is not None):
                 assert result is not None
-                self.settled |= settles
+                self.proven |= proves_size
                 return result[0]
             del result
-            forget()
+            discard()
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -102,6 +103,6 @@ class Fitting:
                 f"out of memory with {self.what}=1: {reason}",
                 "activation_checkpointing=mlp, a smaller model, or a shorter model.n_positions",
             )
-        before, most = self.size, self.size // 2 if self.settled else self.size - 1
+        before, most = self.size, self.size // 2 if self.proven else self.size - 1
         self.size = largest_divisor(sequences, most)
         log.warning("out of memory: %s %d instead of %d from here on (%s)", self.what, self.size, before, reason)

@@ -53,7 +53,7 @@ def accumulate(
     a time; returns that mean loss, float32 on the device.
 
     `loss_of(ids, is_first_microbatch, scale)` is `scale` times the mean loss of a micro-batch; it is called inside
-    `forward_context`, `backward` outside of it. Ranks exchange nothing here: see `exchange.average`.
+    `forward_context`, `backward` outside of it. Ranks exchange nothing here: see `collectives.average`.
     """
     total = torch.zeros((), dtype=torch.float32, device=ids.device)
     for i, part in enumerate(ids.split(micro_batch_size)):
@@ -94,7 +94,7 @@ def _agreed(loss: Tensor, grad_norm: Tensor, absurd: Tensor | None) -> Tensor:
     """[the mean loss of all ranks, how many of them have no finite loss and norm, `absurd`], float32 on the device."""
     bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
     seen = torch.stack([loss.detach().float(), bad.float(), torch.zeros_like(loss) if absurd is None else absurd])
-    if collectives.several():
+    if collectives.is_distributed():
         collectives.enter()
         torch.distributed.all_reduce(seen)
         seen[::2] /= torch.distributed.get_world_size()

@@ -104,7 +104,7 @@ def gelu_cast(h: Tensor, slot: Slot) -> Tensor:
     return q
 
 
-class Gradient(NamedTuple):
+class GeluGradient(NamedTuple):
     """What `gelu_backward_cast` gives."""
 
     q: Tensor  # FP8 [M, N] and [N, M] of the gradient times its slot's scale
@@ -113,7 +113,7 @@ class Gradient(NamedTuple):
     sums: Tensor  # partial column sums of the gradient, float32 [P, N]
 
 
-def gelu_backward_cast(dy: Tensor, h: Tensor, slot: Slot, slot_y: Slot) -> Gradient:
+def gelu_backward_cast(dy: Tensor, h: Tensor, slot: Slot, slot_y: Slot) -> GeluGradient:
     """dy, h [M, N] bfloat16 -> the gradient dy gelu'(h), cast as `slot` says, and gelu(h) again, as `slot_y` says (its
     magnitude was recorded by `gelu_cast`)."""
     assert dy.is_contiguous()
@@ -127,4 +127,4 @@ def gelu_backward_cast(dy: Tensor, h: Tensor, slot: Slot, slot_y: Slot) -> Gradi
         dy, h, q, qt, yt, sums, slot.scale, slot_y.scale, slot.amax, m, n, tiles,
         GROUPS=cast.GROUPS, COLUMNS=cast.COLUMNS, STAGES=STAGES, num_warps=cast.WARPS,
     )  # fmt: skip
-    return Gradient(q, qt, yt, sums)
+    return GeluGradient(q, qt, yt, sums)

@@ -23,7 +23,7 @@ class Statistics(NamedTuple):
     rstd: Tensor
 
 
-class Gradient(NamedTuple):
+class LayerNormGradient(NamedTuple):
     """What `layer_norm_backward` gives. `sums` [P, 3, N] float32: partial column sums of the gradients of weight, of
     bias, and of dx itself (the bias gradient of the product that wrote x; undefined without a slot)."""
 
@@ -49,8 +49,8 @@ def layer_norm_cast(
 
 def layer_norm_backward(
     dy: Tensor, x: Tensor, statistics: Statistics, weight: Tensor, residual: Tensor | None, slot: Slot | None
-) -> Gradient:
+) -> LayerNormGradient:
     """The gradient of x from that of its normalised rows, `dy`, and of x's other use, `residual` (None: there is none);
     all [M, N] bfloat16."""
     assert all(t.is_contiguous() for t in (dy, x, residual) if t is not None)
-    return Gradient(*_implementation(x).backward(dy, x, *statistics, weight, residual, slot))
+    return LayerNormGradient(*_implementation(x).backward(dy, x, *statistics, weight, residual, slot))

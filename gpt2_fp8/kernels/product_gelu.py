@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpt2_fp8.kernels import nvrtc, shapes
 from gpt2_fp8.kernels.cast import empty_pair
-from gpt2_fp8.kernels.gelu import Gradient
+from gpt2_fp8.kernels.gelu import GeluGradient
 from gpt2_fp8.kernels.shapes import COLUMNS, LINE, ROWS, ProductShape, why_no_product
 from gpt2_fp8.kernels.slot import Slot
 
@@ -89,7 +89,7 @@ def product_gelu(operands: Operands, bias: Tensor | None, slot: Slot) -> tuple[T
     return h, q
 
 
-def product_gelu_backward(operands: Operands, h: Tensor, slot: Slot, slot_y: Slot) -> Gradient:
+def product_gelu_backward(operands: Operands, h: Tensor, slot: Slot, slot_y: Slot) -> GeluGradient:
     """With g = a b^T, the gradient of gelu(h), h bfloat16 [M, N]: what `gelu.gelu_backward_cast` makes of g and h. g
     itself is not rounded to bfloat16 in between."""
     a, b, *scales = operands
@@ -106,4 +106,4 @@ def product_gelu_backward(operands: Operands, h: Tensor, slot: Slot, slot_y: Slo
     kernel(
         grid, tensor_map(a), b, h, q, qt, yt, sums, *scales, slot.scale, slot_y.scale, slot.amax, m, n, parts
     )  # fmt: skip
-    return Gradient(q, qt, yt, sums)
+    return GeluGradient(q, qt, yt, sums)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt2_fp8.kernels.cast import cast_transpose, reduce_columns
-from gpt2_fp8.kernels.gelu import Gradient, gelu_backward_cast, gelu_cast
+from gpt2_fp8.kernels.gelu import GeluGradient, gelu_backward_cast, gelu_cast
 from gpt2_fp8.kernels.gemm import matmul
 from gpt2_fp8.kernels.product_gelu import Operands, fits, product_gelu, product_gelu_backward
 from gpt2_fp8.kernels.slot import Slot
@@ -78,7 +78,7 @@ class Product(nn.Module):
         scales = self.slot("gradient").scale_inv, self.slot("weight").scale_inv
         return matmul(g8, self.w8t, out, *scales, fast_accumulate=self.scales[0].settings.fast_accumulation)
 
-    def input_gradient_gelu(self, g8: Tensor, h: Tensor, slot: Slot) -> Gradient:
+    def input_gradient_gelu(self, g8: Tensor, h: Tensor, slot: Slot) -> GeluGradient:
         """Where x = gelu(h), h bfloat16 [M, K]: the gradient of h, cast as `slot` says, and x again."""
         if fits(g8, self.w8t):
             scales = self.slot("gradient").scale_inv, self.slot("weight").scale_inv

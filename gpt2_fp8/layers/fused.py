@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.kernels.cast import cast_transpose
-from gpt2_fp8.kernels.layer_norm import Gradient, Statistics, layer_norm_backward, layer_norm_cast
+from gpt2_fp8.kernels.layer_norm import LayerNormGradient, Statistics, layer_norm_backward, layer_norm_cast
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.attention import attention
 from gpt2_fp8.layers.delayed_scaling import Scales
@@ -48,7 +48,7 @@ class Block(nn.Module):
         self.below = [below]  # in a list: it is no part of this module
         self.received: Received | None = None  # the gradient of the output, cast
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Let go of what a backward that did not come to its end has left here."""
         self.received = None
 
@@ -141,7 +141,7 @@ def _cast_output_gradient(block: Block, dout: Tensor) -> tuple[Tensor, Tensor, T
     return cast_transpose(dout, block.products.fc2.slot("gradient"), sums=True)
 
 
-def _perceptron_backward(block: Block, dout: Tensor, middle: Tensor, hidden: Hidden) -> Gradient:
+def _perceptron_backward(block: Block, dout: Tensor, middle: Tensor, hidden: Hidden) -> LayerNormGradient:
     """From the gradient of a block's output, [M, d], to that of its middle; the parameters' into `.grad`."""
     mlp, fc1, fc2 = block.mlp, block.products.fc1, block.products.fc2
     g8, g8t, sums = _cast_output_gradient(block, dout)
@@ -159,7 +159,7 @@ def _perceptron_backward(block: Block, dout: Tensor, middle: Tensor, hidden: Hid
 
 
 def _attention_backward(
-    block: Block, into_middle: Gradient, x: Tensor, statistics: Statistics, y8t: Tensor, o8t: Tensor,
+    block: Block, into_middle: LayerNormGradient, x: Tensor, statistics: Statistics, y8t: Tensor, o8t: Tensor,
     attention: tuple[Tensor, Tensor],
 ) -> Tensor:  # fmt: skip
     """From the gradient of a block's middle to that of its input, [M, d]; the parameters' into `.grad`."""

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from gpt2_fp8.kernels.layer_norm import Gradient
+    from gpt2_fp8.kernels.layer_norm import LayerNormGradient
 
 
 class Received:
     """A gradient as the block above has computed and cast it. What autograd hands on may be another one: the sum with
     that of a second use, or what a hook has made of it, also in its place in memory."""
 
-    def __init__(self, gradient: Gradient):
+    def __init__(self, gradient: LayerNormGradient):
         self.gradient, self._version = gradient, gradient.dx._version
 
     def is_of(self, dout: Tensor) -> bool:

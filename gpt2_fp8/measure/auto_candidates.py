@@ -19,7 +19,6 @@ from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.schema import (
     AutoPrecisionConfig,
     AutoRecipe,
-    DelayedRecipe,
     FP8PrecisionConfig,
     OptimConfig,
     PlainPrecisionConfig,
@@ -32,16 +31,16 @@ from gpt2_fp8.measure import auto_cache
 from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.versions import versions
 from gpt2_fp8.precision.choose import Figures
+from gpt2_fp8.precision.recipes import DELAYED
 from gpt2_fp8.precision.support import why_not_recipe
 
 log = logging.getLogger(__name__)
 
 FORMAT = "fp8_hybrid"
 RECIPES = ("mxfp8", "block", "current", "delayed")  # the most precise first: it wins where speeds are equal
-DELAYED = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")  # conf/recipe
 WARMUP, STEPS = 5, 10
 OUT_OF_MEMORY = "out of memory"  # which a candidate may be for another process' sake
-PATIENCE = 300.0  # seconds for a candidate, compilation included
+CANDIDATE_SECONDS = 300.0  # seconds for a candidate, compilation included
 _DATA = StdlibData(
     name="stdlib", kind="stdlib", tokenizer="bytes", num_workers=0, seed=0, val_sequences=0, cache_dir=None
 )
@@ -59,11 +58,11 @@ def concrete(
     auto = cast(AutoPrecisionConfig, config.precision)
     chosen: PlainPrecisionConfig | FP8PrecisionConfig
     if precision in ("fp32", "bf16"):
-        chosen = PlainPrecisionConfig(name=cast(Literal["fp32", "bf16"], precision))
+        chosen = PlainPrecisionConfig(name=cast(Literal["fp32", "bf16"], precision), backend="auto")
     else:
         name = cast(Literal["fp8_hybrid"], precision)
         chosen = FP8PrecisionConfig(
-            name=name, keep_bf16=auto.keep_bf16, layers="auto", fast_accumulation=False, fallback=fallback
+            name=name, keep_bf16=auto.keep_bf16, backend="auto", fast_accumulation=False, fallback=fallback
         )
     scaling = config.recipe
     if isinstance(scaling, AutoRecipe):
@@ -122,7 +121,7 @@ def figures(cases: Sequence[RunConfig], under: dict[str, Any], known: Sequence[F
     log.info("precision  auto: %d candidates train for %d steps each; a few minutes, once", len(new), WARMUP + STEPS)
     found = {(figures.precision, figures.recipe): figures for figures in known}
     for case in new:
-        result = measure(Case(config=case, steps=STEPS, warmup=WARMUP), PATIENCE)
+        result = measure(Case(config=case, steps=STEPS, warmup=WARMUP), CANDIDATE_SECONDS)
         its = found[_name(case)] = _figures(case, result)
         log.info("           %s: %s", its.name, its.problem or f"{result.tokens_per_second:,.0f} tokens/s")
         lasting = lasting and result.status in ("ok", "refused", OUT_OF_MEMORY)

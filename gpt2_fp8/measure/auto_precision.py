@@ -26,7 +26,7 @@ from gpt2_fp8.precision.support import why_not_fp8, why_not_recipe
 ANSWER = "GPT2_FP8_AUTO"  # rank 0's answer, in the environment of the processes that Lightning starts
 
 
-def settle(
+def decide(
     config: RunConfig, device: Literal["cuda", "cpu"], world_size: int, checkpoint: Path | None, rank: int
 ) -> tuple[RunConfig, Choice | None]:
     """The configuration with a precision and a recipe that can be built, and how `precision=auto` came to them.
@@ -81,7 +81,9 @@ def _as_before(config: RunConfig, checkpoint: Path) -> Choice:
         raise CheckpointError.of(cause, "name it: precision=NAME")
     ran, recipe = before["ran"], None
     if ran.startswith("fp8"):
-        keeps_scales = read_plain(checkpoint, "FP8Precision").get("scaling")  # of the recipes, delayed alone does
+        keeps_scales = (
+            read_plain(checkpoint, "training_step").get("scaling", {}).get("settings")
+        )  # of the recipes, delayed alone does
         recipe = before.get("recipe") or ("delayed" if keeps_scales else "current")
         recipe = recipe if isinstance(config.recipe, AutoRecipe) else config.recipe.name
     return Choice(precision=ran, recipe=recipe, reason="what the checkpoint was trained in; precision=NAME changes it")

@@ -12,7 +12,6 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,55 +19,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import DelayedRecipe, RunConfig
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
-from gpt2_fp8.engine.engine import Engine
-from gpt2_fp8.engine.optim import build_optimizer, build_schedule
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
-from gpt2_fp8.engine.step import StepResult, update
+from gpt2_fp8.engine.step import StepResult
+from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.measure import memory_bound, profile
 from gpt2_fp8.measure.case import Case, Result
 from gpt2_fp8.measure.subprocesses import one_line
 from gpt2_fp8.measure.versions import versions
 from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
-from gpt2_fp8.model.gpt2 import initialise, padded_vocabulary
-from gpt2_fp8.precision.plugin import build_plugin
-from gpt2_fp8.precision.resolve import Plan, resolve
+from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.runtime import devices
 
 
-class Training:
-    """What a run has without Lightning: model, optimizer, schedule, precision, and the step over them."""
-
-    def __init__(self, config: RunConfig, plan: Plan, vocab_size: int):
-        torch.manual_seed(config.seed)
-        with torch.device(plan.device):
-            self.engine = Engine(config, plan, vocab_size)
-        initialise(self.engine.model, config.seed)
-        self.max_grad_norm = config.optim.max_grad_norm
-        self.context = build_plugin(config, plan).forward_context
-        self.optimizer = build_optimizer(self.engine.model, config.optim)
-        self.schedule = build_schedule(self.optimizer, config.optim, config.trainer.max_steps)
-        self.needs_scales = plan.fp8 and isinstance(config.recipe, DelayedRecipe)
-        self.last: StepResult | None = None
-
-    def step(self, ids: Tensor) -> StepResult:
-        """One optimizer step on int32 [global_batch_size, n_positions + 1]; calibrates before the first."""
-        if self.needs_scales:
-            self.engine.calibrate(ids, self.context)
-            self.needs_scales = False
-        if self.last is not None:
-            self.last.read()  # as a run does, before the next step
-        moments = self.engine.like_moments() if self.last is None else []
-        loss = self.engine.gradients(ids, self.context, Tensor.backward)
-        del moments
-        parameters = self.engine.model.parameters()
-        absurd = self.engine.absurd_magnitudes()
-        self.last = update(self.optimizer, self.optimizer.step, parameters, loss, self.max_grad_norm, absurd)
-        self.schedule.step()
-        return self.last
+def _built(config: RunConfig, plan: Plan, vocab_size: int) -> TrainingStep:
+    """Build what a run trains through, without Lightning."""
+    torch.manual_seed(config.seed)
+    with torch.device(plan.device):
+        step = TrainingStep(config, plan, vocab_size)
+    step.initialise()
+    step.prepare_optimizer()
+    return step
 
 
 def run(case: Case) -> Result:
@@ -96,15 +71,21 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
     device = devices.device(config)
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
     plan = resolve(config, device)
-    known.update(device=name, ran=plan.ran, reason=plan.reason, backend=plan.backend, compiled=plan.compile)
+    known.update(
+        device=name, ran=plan.ran, reason=plan.reason, backend=plan.backend.name, compiled=plan.backend.compiled
+    )
     batches, vocab_size = _batches(config, case.warmup + case.steps + case.profile, device)
-    training = Training(config, plan, vocab_size)
-    results = [training.step(ids) for ids in batches[: case.warmup]]
+    step = _built(config, plan, vocab_size)
+    results: list[StepResult] = []
+    step.on_settled.append(results.append)
+    for ids in batches[: case.warmup]:
+        step(ids)
+    step.settle()
     if device == "cuda":
         torch.cuda.synchronize()
-        if not plan.graphs:  # what a graph uses was allocated when it was recorded
+        if not plan.backend.graphs:  # what a graph uses was allocated when it was recorded
             torch.cuda.reset_peak_memory_stats()
-    timed, seconds = _timed(training.step, batches[case.warmup : case.warmup + case.steps], device)
+    seconds = _timed(step, batches[case.warmup : case.warmup + case.steps], device)
     tokens = config.global_batch_size * config.model.n_positions
     rates = [tokens / s for s in seconds]
     median = statistics.median(rates)
@@ -113,10 +94,10 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
         known["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
     if peak := peak_bf16_flops(name):
         known["mfu_bf16"] = median * flops_per_token(config.model, padded_vocabulary(vocab_size)) / peak
-    known["losses"] = [result.loss.item() for result in results + timed]
-    known["grad_norms"] = [result.grad_norm.item() for result in results + timed]
+    known["losses"] = [result.loss.item() for result in results]
+    known["grad_norms"] = [result.grad_norm.item() for result in results]
     if case.profile:
-        known["profile"] = profile.of_step(lambda: training.step(batches[-1]), device)
+        known["profile"] = profile.of_step(lambda: step(batches[-1]), device)
 
 
 def _batches(config: RunConfig, count: int, device: str) -> tuple[list[Tensor], int]:
@@ -133,25 +114,24 @@ def _batches(config: RunConfig, count: int, device: str) -> tuple[list[Tensor], 
     return [found[i % len(found)] for i in range(count)], vocab_size
 
 
-def _timed(
-    step: Callable[[Tensor], StepResult], batches: list[Tensor], device: str
-) -> tuple[list[StepResult], list[float]]:
-    """The results of steps, and the seconds that each took. On a GPU the time is the GPU's own, between marks in its
-    queue; the host waits for a step's verdict, as in a run, and at the end."""
-    results = []
+def _timed(step: TrainingStep, batches: list[Tensor], device: str) -> list[float]:
+    """Return the seconds that each step took. On a GPU the time is the GPU's own, between marks in its queue; the host
+    settles each step as a run does: before the next, and at the end."""
     if device == "cpu":
         clock = [time.perf_counter()]
         for ids in batches:
-            results.append(step(ids))
+            step(ids)
+            step.settle()
             clock.append(time.perf_counter())
-        return results, [after - before for before, after in itertools.pairwise(clock)]
+        return [after - before for before, after in itertools.pairwise(clock)]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
     marks[0].record()
     for ids, mark in zip(batches, marks[1:], strict=True):
-        results.append(step(ids))
+        step(ids)
         mark.record()
+    step.settle()
     torch.cuda.synchronize()
-    return results, [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
 
 
 def _wanted(error: Exception) -> str:

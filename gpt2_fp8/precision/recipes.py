@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
+
+# What `conf/recipe/delayed.yaml` says.
+DELAYED = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
 
 
 def build_recipe(precision: FP8PrecisionConfig, recipe: DelayedRecipe | StatelessRecipe) -> Any:
@@ -29,11 +32,8 @@ def build_recipe(precision: FP8PrecisionConfig, recipe: DelayedRecipe | Stateles
     return classes[recipe.name](fp8_format=fp8_format)
 
 
-def delayed_scaling(config: RunConfig) -> DelayedScaling:
-    """The settings of the fused layers, for a run whose plan chose them."""
-    recipe, precision = config.recipe, config.precision
-    assert isinstance(recipe, DelayedRecipe)
-    assert isinstance(precision, FP8PrecisionConfig)
+def delayed_scaling(precision: FP8PrecisionConfig, recipe: DelayedRecipe) -> DelayedScaling:
+    """Return the settings of the fused layers."""
     hybrid = precision.name == "fp8_hybrid"
     return DelayedScaling(
         history=recipe.amax_history_len,

@@ -91,7 +91,7 @@ def agree(model: nn.Module) -> None:
     second micro-batch on, each taken from the text that this rank has seen; it ends with the step, so that rank 0's
     state in a checkpoint is that of all.
     """
-    states = [state for _, state in scaling_states(model)] if collectives.several() else []
+    states = [state for _, state in scaling_states(model)] if collectives.is_distributed() else []
     if not states:
         return
     histories, scales = [state.amax_history for state in states], [state.scale for state in states]

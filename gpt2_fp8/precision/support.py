@@ -7,31 +7,47 @@ import sys
 
 import torch
 
-from gpt2_fp8.config import fused_support
-from gpt2_fp8.config.schema import RunConfig
-
 NEEDED = (8, 9)  # Ada
 HOPPER = 9
+_NO_GPU, _NO_CUDA = "there is no CUDA GPU", "this torch was built without CUDA"
 
 
 def why_not_fp8() -> str | None:
-    """The reason this machine cannot train in FP8, or None if it can. Imports Transformer Engine only on a GPU that
+    """Return why this machine cannot train in FP8, or None if it can. Imports Transformer Engine only on a GPU that
     could use it."""
     if not torch.cuda.is_available():
-        return "there is no CUDA GPU" if torch.version.cuda else "this torch was built without CUDA"
+        return _NO_GPU if torch.version.cuda else _NO_CUDA
     capability = torch.cuda.get_device_capability()
     if capability < NEEDED:
         have, need = (".".join(map(str, c)) for c in (capability, NEEDED))
         return f"{torch.cuda.get_device_name()} has compute capability {have}, and FP8 needs {need}"
-    if importlib.util.find_spec("transformer_engine") is None:
-        return 'Transformer Engine is not installed (README, "FP8": pip install --no-build-isolation -e ".[fp8]")'
+    if reason := why_no_transformer_engine():
+        return reason
     try:
         import transformer_engine.pytorch as te
 
         available, reason = te.is_fp8_available(return_reason=True)
-    except Exception as error:  # a broken build raises anything from OSError to RuntimeError; all mean the same here
-        return f"Transformer Engine does not load: {type(error).__name__}: {first_line(error)}"
+    except Exception as error:
+        return _does_not_load(error)
     return None if available else first_line(reason)
+
+
+def why_no_transformer_engine() -> str | None:
+    """Return why Transformer Engine's layers cannot run here, whatever the precision; None if they can."""
+    if not torch.cuda.is_available():
+        return _NO_GPU if torch.version.cuda else _NO_CUDA
+    if importlib.util.find_spec("transformer_engine") is None:
+        return 'Transformer Engine is not installed (README, "FP8": pip install --no-build-isolation -e ".[fp8]")'
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:
+        return _does_not_load(error)
+    return None
+
+
+def _does_not_load(error: Exception) -> str:
+    """A broken build raises anything from OSError to RuntimeError; all mean the same."""
+    return f"Transformer Engine does not load: {type(error).__name__}: {first_line(error)}"
 
 
 def why_not_recipe(name: str) -> str | None:
@@ -45,10 +61,8 @@ def why_not_recipe(name: str) -> str | None:
     return None if available else first_line(reason)
 
 
-def why_not_fused(config: RunConfig) -> str | None:
-    """The reason the fused layers cannot compute a run on this GPU, which can do FP8; None if they can."""
-    if reason := fused_support.why_not(config):
-        return reason
+def why_no_hopper() -> str | None:
+    """Return why kernels made for Hopper cannot run on this GPU; None if they can."""
     if torch.cuda.get_device_capability()[0] != HOPPER:
         return f"their kernels are made for Hopper, and this is {torch.cuda.get_device_name()}"
     return None

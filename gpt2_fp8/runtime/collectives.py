@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 # Not a watch: a rank that is gone is known within a minute (`callbacks/rank_watchdog.py`). It has to be longer than
 # what a rank may do alone while the others wait: compile, read data from a source that does not answer, save. As long
 # as the wait for gradients may last, which Lightning sets to half an hour.
-PATIENCE = timedelta(minutes=30)
+GROUP_TIMEOUT = timedelta(minutes=30)
 
 _entered = 0
 
@@ -32,7 +32,7 @@ def enter() -> None:
     _entered += 1
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Whether this process is one of several that train together."""
     return rank_and_world()[1] > 1
 
@@ -46,7 +46,7 @@ def rank_and_world() -> tuple[int, int]:
 
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank, told to all of them: see `largest`. Asked within steps."""
-    if several():
+    if is_distributed():
         enter()
     return bool(largest(int(flag)))
 
@@ -54,7 +54,7 @@ def any_rank(flag: bool) -> bool:
 def largest(value: int) -> int:
     """The largest of all ranks' values, told to all of them. To be called on all of them at once; the host waits for
     the other hosts, and for no GPU."""
-    if not several():
+    if not is_distributed():
         return value
     told = torch.tensor(value, device="cpu")  # said, because Lightning sets a default device at times
     distributed.all_reduce(told, op=distributed.ReduceOp.MAX, group=_Hosts.group())
@@ -63,7 +63,7 @@ def largest(value: int) -> int:
 
 def everyones(value: str) -> list[str]:
     """All ranks' values, by rank, told to all of them. To be called on all of them at once; no GPU is waited for."""
-    if not several():
+    if not is_distributed():
         return [value]
     told = [""] * rank_and_world()[1]
     distributed.all_gather_object(told, value, group=_Hosts.group())
@@ -93,7 +93,7 @@ class _Hosts:
             return default
         made = cls._made() if cls._made and cls._default and cls._default() is default else None
         if made is None:
-            made = distributed.new_group(backend="gloo", timeout=PATIENCE)
+            made = distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
             cls._default, cls._made = weakref.ref(default), weakref.ref(made)
         return made
 
@@ -105,7 +105,7 @@ def average(parameters: Iterable[Tensor]) -> None:
     can then begin again without leaving the others in the midst of an exchange, and the gradients need not go through
     autograd. What that costs is the overlap with the last micro-batch's backward.
     """
-    if not several():
+    if not is_distributed():
         return
     enter()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -118,5 +118,5 @@ def average(parameters: Iterable[Tensor]) -> None:
 def maximum(values: Tensor) -> None:
     """Replace every element by the largest of all ranks. A contiguous tensor, of the same shape on every rank and
     without NaN, which has no order. To be called on all of them at once."""
-    if several():
+    if is_distributed():
         distributed.all_reduce(values, op=distributed.ReduceOp.MAX)

@@ -17,7 +17,7 @@ from gpt2_fp8.config.errors import Stopped
 log = logging.getLogger(__name__)
 
 REQUEUE_SIGNAL = signal.SIGUSR1
-_PATIENCE = 60.0  # seconds that `scontrol` may take
+_SCONTROL_SECONDS = 60.0  # seconds that `scontrol` may take
 
 
 class Requeued(Stopped):
@@ -64,7 +64,7 @@ def _requeue(job: str) -> bool:
         if not re.fullmatch(r"[0-9]+(_[0-9]+)?", job):
             raise ValueError(f"{job!r} is not the number of a job")
         subprocess.run(
-            ["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=_PATIENCE
+            ["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=_SCONTROL_SECONDS
         )  # fmt: skip
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or "").strip()

@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from gpt2_fp8.callbacks.divergence import Fallback
+from gpt2_fp8.backends.resolve import Plan
+from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.peak_memory import PeakMemory
 from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.callbacks.same_kernels import SameKernels
@@ -20,8 +21,7 @@ from gpt2_fp8.compat.checkpoint_io import FolderCheckpointIO, blame_checkpoints
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.kernels import libraries
-from gpt2_fp8.precision.plugin import build_plugin
-from gpt2_fp8.precision.resolve import Plan
+from gpt2_fp8.precision.plugin import FP8Precision
 from gpt2_fp8.runtime import devices
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.loggers import build_loggers
@@ -42,7 +42,12 @@ class Parts:
 
 
 def build(
-    config: RunConfig, plan: Plan, folder: Path, checkpoint: Path | None, fallback: Fallback, ends: list[Callback]
+    config: RunConfig,
+    plan: Plan,
+    folder: Path,
+    checkpoint: Path | None,
+    divergence: DivergenceGuard,
+    ends: list[Callback],
 ) -> Parts:
     """Put a run together in `folder`. `checkpoint`: what it continues from, or None. `ends`: the callbacks that save
     and stop; Lightning moves them behind all others, in their order.
@@ -52,16 +57,16 @@ def build(
     pl.seed_everything(config.seed, workers=True, verbose=False)
     data = TokenDataModule.from_config(config)
     weights = finite_weights(Path(config.init_from)) if config.init_from else None
-    module = GPT2Module(config, plan, config.model.vocab_size or data.vocab_size, weights)
+    module = GPT2Module(config, config.model.vocab_size or data.vocab_size, weights)
     throughput = Throughput(config, module.vocab_size)
     memory = PeakMemory()
-    kernels = setup.kernels(config, plan, module.vocab_size)
+    kernels = plan.backend.kernels(module.vocab_size)
     callbacks: list[Callback] = [throughput, memory, SameKernels(kernels | _versions(plan))]
     if config.callbacks.sample_tokens:
         callbacks.append(Samples(config.callbacks.sample_prompt, config.callbacks.sample_tokens, config.seed))
     if config.callbacks.progress_bar:
         callbacks.append(ProgressBar(refresh_rate=config.trainer.log_every_n_steps))
-    callbacks.append(fallback)
+    callbacks.append(divergence)
     if not config.trainer.fast_dev_run:
         callbacks += ends
     trainer = build_trainer(config, plan, folder, callbacks, checkpoint)
@@ -93,7 +98,7 @@ def build_trainer(
         deterministic=options.deterministic,
         fast_dev_run=options.fast_dev_run,
         profiler=options.profiler,
-        plugins=[build_plugin(config, plan), FolderCheckpointIO()],
+        plugins=[FP8Precision(plan), FolderCheckpointIO()],
         callbacks=callbacks,
         logger=False if options.fast_dev_run else build_loggers(config.logger, folder, setup.step_of(checkpoint)),
         enable_checkpointing=not options.fast_dev_run,

@@ -7,33 +7,33 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from gpt2_fp8.callbacks.checkpointing import Tiers
-from gpt2_fp8.callbacks.divergence import Fallback
-from gpt2_fp8.callbacks.rank_watchdog import Ranks
+from gpt2_fp8.callbacks.checkpointing import Checkpointing
+from gpt2_fp8.callbacks.divergence import DivergenceGuard
+from gpt2_fp8.callbacks.rank_watchdog import RankWatchdog
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.precision.choose import Choice
 from gpt2_fp8.train.build import Parts
 from gpt2_fp8.train.outcome import fill
-from gpt2_fp8.train.process import forget, rank
+from gpt2_fp8.train.process import clean_up, rank
 from gpt2_fp8.train.summary import Precision, Summary
 
 log = logging.getLogger(__name__)
 
 
-class Ending:
+class RunContext:
     """Ends a run in `folder`: its summary, its other ranks, what it leaves in this process.
 
-    Attributes: `tiers`, `fallback` and `ranks` are the callbacks that outlive a rollback; `parts` are those of the
-    present `fit`, None where there are none (yet).
+    Attributes: `checkpointing`, `divergence` and `watchdog` are the callbacks that outlive a rollback; `parts` are
+    those of the present `fit`, None where there are none (yet).
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.folder = folder
-        self.tiers = Tiers.from_config(folder / "checkpoints", config.callbacks)
-        self.fallback = Fallback(config.callbacks, self.tiers.save)
-        self.ranks = Ranks(self._farewell)
+        self.checkpointing = Checkpointing.from_config(folder / "checkpoints", config.callbacks)
+        self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save)
+        self.watchdog = RankWatchdog(self._farewell)
         self.parts: Parts | None = None
         self._summary = Summary(precision=Precision(asked=config.precision.name), recipe=_recipe(config))
         self._launcher: object = None
@@ -47,14 +47,14 @@ class Ending:
         self.parts = parts
         if self._launcher is None:  # the first one starts the other ranks
             self._launcher = parts.trainer.strategy.launcher
-            self.ranks.expect(self._launcher)
+            self.watchdog.expect(self._launcher)
         return parts
 
     def rolled_back(self) -> None:
         """Note what the last `fit` was like, and let go of its parts: their memory is needed. The caller keeps none."""
         self._fill()
         self.parts = None
-        forget()
+        clean_up()
 
     def close(self, error: BaseException | None) -> None:
         """End the run, by `error` or well. To be called once, whatever happened before."""
@@ -64,15 +64,15 @@ class Ending:
             with nullcontext() if error is None else suppress(Exception):  # a GPU that has failed answers nothing more
                 self._fill()
         self._summary.finish(error)
-        refused = isinstance(error, UserError) and pointers.steps(self.tiers.folder)
+        refused = isinstance(error, UserError) and pointers.steps(self.checkpointing.folder)
         if rank() == 0 and not refused:  # what a run has reached is not replaced by a line that was not accepted
             self._summary.take_over(self.folder)
             self._write()
         if error is not None:
-            self.ranks.take_over(self._launcher)  # where the run did not come so far
-            self.ranks.end_children()
-        self.ranks.close()
-        forget()
+            self.watchdog.take_over(self._launcher)  # where the run did not come so far
+            self.watchdog.end_children()
+        self.watchdog.close()
+        clean_up()
 
     def _farewell(self, lost: RunError) -> None:
         """The summary of a run whose main thread hangs in a collective."""
@@ -89,7 +89,7 @@ class Ending:
 
     def _fill(self) -> None:
         if (parts := self.parts) is not None:  # also read by a thread, in a farewell
-            fill(self._summary, parts, self.fallback, self.tiers)
+            fill(self._summary, parts, self.divergence, self.checkpointing)
 
 
 def _recipe(config: RunConfig) -> str | None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from gpt2_fp8.callbacks.checkpointing import Tiers
+from gpt2_fp8.backends.resolve import Plan, as_before, fallen_back, resolve
+from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.checkpoint.finite import is_finite
 from gpt2_fp8.checkpoint.load import read_plain
@@ -18,11 +19,10 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.measure import auto_precision
 from gpt2_fp8.precision.choose import Choice
-from gpt2_fp8.precision.resolve import Plan, as_before, fallen_back, resolve
 from gpt2_fp8.runtime import devices, spool
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
-from gpt2_fp8.train.context import Ending
+from gpt2_fp8.train.context import RunContext
 from gpt2_fp8.train.outcome import last_val_loss, validation_missing
 from gpt2_fp8.train.process import quiet, rank
 from gpt2_fp8.train.rollback import checkpoint_before
@@ -44,18 +44,18 @@ def run(config: RunConfig, folder: Path, typed: bool = False) -> float | None:
 
 
 def _run(config: RunConfig, folder: Path, typed: bool) -> float | None:
-    ending, error = Ending(config, folder), None
+    context, error = RunContext(config, folder), None
     try:
-        with GracefulStop(lambda trainer: _stop_here(trainer, ending.tiers)) as stop:
-            parts = _train(_prepare(config, folder, ending, typed), folder, ending, stop)
-        return last_val_loss(parts, ending.tiers)
+        with GracefulStop(lambda trainer: _stop_here(trainer, context.checkpointing)) as stop:
+            parts = _train(_prepare(config, folder, context, typed), folder, context, stop)
+        return last_val_loss(parts, context.checkpointing)
     except BaseException as caught:
-        error = ending.ranks.explain(caught)  # a torn connection is another rank's end
+        error = context.watchdog.explain(caught)  # a torn connection is another rank's end
         if error is not caught:
             raise error from None
         raise
     finally:
-        ending.close(error)
+        context.close(error)
 
 
 class _Start(NamedTuple):
@@ -68,52 +68,51 @@ class _Start(NamedTuple):
     asked: int  # as a micro-batch
 
 
-def _prepare(config: RunConfig, folder: Path, ending: Ending, typed: bool) -> _Start:
+def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: bool) -> _Start:
     """From settings to what they mean on this machine, with everything refused that can be before anything is built."""
     device = devices.device(config)
     world_size = devices.devices(config, device) * config.trainer.num_nodes
     check_batch(config, world_size)
     checkpoint = setup.checkpoint(config, folder)
-    config, asked = setup.settle_micro_batch(config, world_size, device, typed, checkpoint)
+    config, asked = setup.resolve_micro_batch(config, world_size, device, typed, checkpoint)
     if rank() == 0:
-        setup.check_room(config, ending.tiers.folder)
-    config, choice = auto_precision.settle(config, device, world_size, checkpoint, rank())
+        setup.check_room(config, context.checkpointing.folder)
+    config, choice = auto_precision.decide(config, device, world_size, checkpoint, rank())
     plan = _plan(config, device, choice, checkpoint)
-    ending.chosen(config, choice)
+    context.chosen(config, choice)
     return _Start(config, plan, checkpoint, world_size, asked)
 
 
-def _train(start: _Start, folder: Path, ending: Ending, stop: GracefulStop) -> Parts:
+def _train(start: _Start, folder: Path, context: RunContext, stop: GracefulStop) -> Parts:
     """Build and fit, again after each rollback; returns the parts of the last `fit`, which came to its end."""
     config, plan, checkpoint, world_size, asked = start
-    ends = [ending.ranks, ending.tiers, stop]
+    ends = [context.watchdog, context.checkpointing, stop]
     while True:
-        parts = ending.built(build(config, plan, folder, checkpoint, ending.fallback, ends))
-        parts.module.micro_batch_asked = asked
+        parts = context.built(build(config, plan, folder, checkpoint, context.divergence, ends))
+        parts.module.asked_micro_batch_size = asked
         setup.announce(config, plan, parts.module.vocab_size, world_size, folder, checkpoint)
         back = _fit(parts, checkpoint)
         if back is None:
             break
-        plan, checkpoint = _go_back(back, config, parts, checkpoint, ending)
+        plan, checkpoint = _go_back(back, config, parts, checkpoint, context)
         del parts  # its memory is needed
-        ending.rolled_back()
-    _check_end(parts, ending)
-    if validation_missing(parts, ending.tiers):
+        context.rolled_back()
+    _check_end(parts, context)
+    if validation_missing(parts, context.checkpointing):
         parts.trainer.validate(parts.module, datamodule=parts.data, verbose=False)
     return parts
 
 
-def _check_end(parts: Parts, ending: Ending) -> None:
+def _check_end(parts: Parts, context: RunContext) -> None:
     """Raise Diverged, on all ranks together, where `fit` has come to its end and to no model."""
     finite = all(is_finite(weight) for weight in parts.module.parameters())
     finite = parts.trainer.strategy.reduce_boolean_decision(finite, all=True)
-    ending.fallback.ladder.end(parts.trainer.global_step, finite)
+    context.divergence.policy.end(parts.trainer.global_step, finite)
 
 
-def _stop_here(trainer: Any, tiers: Tiers) -> None:
+def _stop_here(trainer: Any, checkpointing: Checkpointing) -> None:
     """Save the run for a signal, which may have come in the midst of a validation."""
-    trainer.lightning_module.leave_validation()
-    tiers.save_now(trainer)
+    checkpointing.save_now(trainer)
 
 
 def _fit(parts: Parts, checkpoint: Path | None) -> RollBack | None:
@@ -126,17 +125,17 @@ def _fit(parts: Parts, checkpoint: Path | None) -> RollBack | None:
 
 
 def _go_back(
-    back: RollBack, config: RunConfig, parts: Parts, checkpoint: Path | None, ending: Ending
+    back: RollBack, config: RunConfig, parts: Parts, checkpoint: Path | None, context: RunContext
 ) -> tuple[Plan, Path | None]:
     """What to go on with after a rollback, and from where; the same on all ranks, whose checkpoints rank 0 reads.
 
     `checkpoint`: what the run has continued from so far.
     """
     parts.data.teardown()
-    saved = ending.tiers.writer.written
-    path = checkpoint_before(back, ending.tiers.folder, saved, checkpoint) if rank() == 0 else None
+    saved = context.checkpointing.writer.written
+    path = checkpoint_before(back, context.checkpointing.folder, saved, checkpoint) if rank() == 0 else None
     path = parts.trainer.strategy.broadcast(path)
-    ending.fallback.start_again()
+    context.divergence.start_again()
     for callback in parts.trainer.callbacks:  # type: ignore[attr-defined]
         for method in ("log", "log_dict"):  # Lightning gives the module's to them, which would keep it in memory
             vars(callback).pop(method, None)

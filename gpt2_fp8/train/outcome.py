@@ -4,44 +4,47 @@ from __future__ import annotations
 
 import torch
 
-from gpt2_fp8.callbacks.checkpointing import Tiers
-from gpt2_fp8.callbacks.divergence import Fallback
+from gpt2_fp8.callbacks.checkpointing import Checkpointing
+from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.train.build import Parts
-from gpt2_fp8.train.summary import Fallbacks, Summary
+from gpt2_fp8.train.summary import DivergenceReport, Summary
 
 
-def validation_missing(parts: Parts, tiers: Tiers) -> bool:
+def validation_missing(parts: Parts, checkpointing: Checkpointing) -> bool:
     """Whether the process before this one ended between the last step and its validation."""
     if parts.trainer.limit_val_batches == 0 or parts.trainer.fast_dev_run:  # type: ignore[attr-defined]
         return False
-    return tiers.validated_step != parts.trainer.global_step
+    return checkpointing.validated_step != parts.trainer.global_step
 
 
-def last_val_loss(parts: Parts, tiers: Tiers) -> float | None:
+def last_val_loss(parts: Parts, checkpointing: Checkpointing) -> float | None:
     """The newest validation loss, or None where there was no validation."""
-    if parts.module.val_loss is None and (last := pointers.read(tiers.folder, "last")):
+    if parts.module.val_loss is None and (last := pointers.read(checkpointing.folder, "last")):
         return last.val_loss
     return parts.module.val_loss
 
 
-def fill(summary: Summary, parts: Parts, fallback: Fallback, tiers: Tiers) -> None:
+def fill(summary: Summary, parts: Parts, divergence: DivergenceGuard, checkpointing: Checkpointing) -> None:
     """What a run was like, into its summary; at any moment, also after a failure."""
-    trainer, throughput, best = parts.trainer, parts.throughput, tiers.best
+    trainer, throughput, best = parts.trainer, parts.throughput, checkpointing.best
     summary.precision.ran, summary.precision.reason = parts.plan.ran, parts.plan.reason
-    summary.recipe = summary.recipe if parts.plan.fp8 else None
+    summary.recipe = parts.plan.recipe
     summary.steps = trainer.global_step
     summary.tokens = trainer.global_step * throughput.tokens_per_step
-    summary.last_train_loss, summary.last_val_loss = throughput.train_loss, last_val_loss(parts, tiers)
+    summary.last_train_loss, summary.last_val_loss = throughput.train_loss, last_val_loss(parts, checkpointing)
     summary.tokens_per_second = throughput.median_rate
-    summary.checkpoint_stall_seconds = tiers.longest_stall
-    summary.fallback, summary.skipped_steps = Fallbacks(**fallback.ladder.report()), fallback.ladder.skipped
+    summary.checkpoint_stall_seconds = checkpointing.longest_stall
+    summary.divergence, summary.skipped_steps = (
+        DivergenceReport(**divergence.policy.report()),
+        divergence.policy.skipped,
+    )
     if best is not None:
         summary.best_val_loss, summary.best_val_loss_step = best.val_loss, best.step
-        summary.checkpoint.best = str(tiers.folder / best.checkpoint)
-    if last := pointers.read(tiers.folder, "last"):
-        summary.checkpoint.last = str(tiers.folder / last.checkpoint)
+        summary.checkpoint.best = str(checkpointing.folder / best.checkpoint)
+    if last := pointers.read(checkpointing.folder, "last"):
+        summary.checkpoint.last = str(checkpointing.folder / last.checkpoint)
     summary.data = parts.data.report()
     summary.kernels = parts.kernels
     summary.device = "cpu"

@@ -38,7 +38,7 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def forget() -> None:
+def clean_up() -> None:
     """Leave nothing of what ran to what runs next in the process: the run after a rollback, or a sweep's next job."""
     gc.collect()
     torch.use_deterministic_algorithms(False)

@@ -9,17 +9,17 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.checkpoint import run_state, space
 from gpt2_fp8.checkpoint.find import resolve as find_checkpoint
-from gpt2_fp8.checkpoint.manifest import SKELETON, read_json, read_manifest
+from gpt2_fp8.checkpoint.load import read_plain
+from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.out_of_memory import largest_divisor
-from gpt2_fp8.layers.chosen import chosen, slower
 from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
-from gpt2_fp8.precision.resolve import Plan
 from gpt2_fp8.train.footprint import check_step, fitted
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     asked: int
 
 
-def settle_micro_batch(
+def resolve_micro_batch(
     config: RunConfig, world_size: int, on: Literal["cuda", "cpu"], typed: bool, start: Path | None
 ) -> Batch:
     """Settle a run's micro-batch, which was `typed` or stands in a file of settings.
@@ -50,7 +50,7 @@ def settle_micro_batch(
     check_step(config, vocabulary(config), ranks, share, on)
     if on == "cuda":
         return Batch(config, asked)
-    before = (read_json(start, SKELETON).get("micro_batch_size") or {}) if start else {}
+    before = (read_plain(start, "training_step").get("micro_batch_size") or {}) if start else {}
     if not typed and before.get("asked") == asked and before["fits"] and share % before["fits"] == 0:
         config = replace(config, micro_batch_size=before["fits"])
     return Batch(fitted(config, vocabulary(config), ranks, share, typed and not auto), asked)
@@ -110,17 +110,16 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
         model.name, f"{parameter_count(model, rows):,}", vocab_size, rows,
     )  # fmt: skip
     log.info("device     %s x %d", name, world_size)
-    ran = f"{plan.ran}, recipe {config.recipe.name}" if plan.fp8 else plan.ran
+    ran = f"{plan.ran}, recipe {plan.recipe}" if plan.fp8 else plan.ran
     if plan.reason is None:
         log.info("precision  %s", ran)
     elif plan.asked == "auto":
         log.info("precision  %s: %s", ran, plan.reason)
     else:
         log.info("precision  %s instead of %s: %s", ran, plan.asked, plan.reason)
-    behind = slower() if plan.backend == "fused" else []
-    log.log(
-        logging.WARNING if behind else logging.INFO, "layers     %s", _layers(kernels(config, plan, vocab_size), behind)
-    )
+    behind = plan.backend.slower()
+    level = logging.WARNING if behind else logging.INFO
+    log.log(level, "layers     %s", _layers(plan.backend.kernels(vocab_size), behind))
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
     log.info(
         "steps      %d of %d x %d = %d tokens, in micro-batches of %d sequences",
@@ -136,25 +135,7 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     log.info("folder     %s", folder)
 
 
-def kernels(config: RunConfig, plan: Plan, vocab_size: int) -> dict[str, str]:
-    """What computes a run: its layers and, where these are the fused ones, the kernels of each part."""
-    found = {"layers": _family(plan)}
-    if plan.backend == "fused":
-        model = config.model
-        rows = config.micro_batch * model.n_positions
-        found |= chosen(rows, model.n_head, model.n_embd, padded_vocabulary(vocab_size))
-    return found
-
-
 def _layers(kernels: dict[str, str], behind: list[str]) -> str:
     """Which layers compute a run, and by which kernels, for people."""
     parts = [words if part == "layers" else f"{part} {words}" for part, words in kernels.items()]
     return "; ".join(parts + ([f"slower than it could be: {', '.join(behind)}"] if behind else []))
-
-
-def _family(plan: Plan) -> str:
-    if plan.backend == "fused":
-        return f"fused FP8 chain{', in CUDA graphs' if plan.graphs else ''}"
-    if plan.backend == "te":
-        return "Transformer Engine"
-    return "plain torch, compiled" if plan.compile else "plain torch"

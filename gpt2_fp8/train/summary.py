@@ -42,8 +42,8 @@ class Checkpoints:
 
 
 @dataclass(kw_only=True)
-class Fallbacks:
-    """What went wrong in steps of the whole run, and what was done: see `ladder`."""
+class DivergenceReport:
+    """What went wrong in steps of the whole run, and what was done: see `engine/divergence.py`."""
 
     events: list[dict[str, Any]] = field(default_factory=list)  # step, what, reason
     reruns: int = 0  # steps run again in bf16
@@ -78,7 +78,7 @@ class Summary:
     validation_memory_gb: float | None = None
     checkpoint_stall_seconds: float | None = None  # the longest of this process; None where none was taken
     skipped_steps: int = 0
-    fallback: Fallbacks = field(default_factory=Fallbacks)
+    divergence: DivergenceReport = field(default_factory=DivergenceReport)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     data: dict[str, Any] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)  # what computed: layers, and the fused ones' kernels by part

@@ -17,15 +17,15 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import At, run, two_ranks
 
 from gpt2_fp8.callbacks import checkpointing as tiers_module
-from gpt2_fp8.callbacks.checkpointing import Tiers
+from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.checkpoint import files, find, pointers
 from gpt2_fp8.checkpoint.manifest import sealed
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import CallbacksConfig
+from tests.callbacks.tiny_run import At, run, two_ranks
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "callbacks"
 
@@ -226,7 +226,7 @@ def test_the_longest_stall_is_known(tmp_path, monkeypatch, asynchronous):
 
     monkeypatch.setattr(Writer, "save", slow_save)
     monkeypatch.setattr(files, "write", slow_write)
-    assert Tiers(tmp_path, 2, 1).longest_stall is None
+    assert Checkpointing(tmp_path, 2, 1).longest_stall is None
     _, _, tiers = run(tmp_path, max_steps=6, val=100, asynchronous=asynchronous)
     assert tiers.longest_stall == (3.0 if asynchronous else 13.0)
 
@@ -312,7 +312,7 @@ def test_from_config_takes_every_key(tmp_path):
         | {"checkpoint_every_n_steps": 3, "checkpoint_every_minutes": 4.5, "async_checkpoints": False}
         | {"keep_checkpoints": 6, "keep_every_n_steps": 7}
     )
-    tiers = Tiers.from_config(tmp_path, config)
+    tiers = Checkpointing.from_config(tmp_path, config)
     writer = tiers.writer
     assert (tiers.every_n_steps, tiers.every_minutes, tiers.keep_every_n_steps) == (3, 4.5, 7)
     assert (writer.folder, writer.keep, writer.keep_every_n_steps, writer.asynchronous) == (tmp_path, 6, 7, False)
@@ -324,7 +324,7 @@ def test_what_is_saved_after_the_exception_is_written_too(tmp_path):
     class Late(Checkpoint):
         def on_exception(self, trainer, *_):
             assert trainer.global_step == 3
-            (tiers,) = (callback for callback in trainer.callbacks if isinstance(callback, Tiers))
+            (tiers,) = (callback for callback in trainer.callbacks if isinstance(callback, Checkpointing))
             assert tiers.save(trainer)
 
     def fall():
@@ -346,7 +346,7 @@ def test_a_best_that_was_written_anew_is_what_it_is_now(tmp_path):
 RANK = f"""
 import errno, json, os, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from tiny_run import At, run
+from tests.callbacks.tiny_run import At, run
 from gpt2_fp8.checkpoint import files
 write = files.write
 def full(path, checkpoint):

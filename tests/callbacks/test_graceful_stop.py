@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_run import At, kill, run, two_ranks
 
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.checkpoint import files, find
 from gpt2_fp8.config.errors import Stopped
+from tests.callbacks.tiny_run import At, kill, run, two_ranks
 
 SCRIPT = Path(__file__).with_name("tiny_run.py")
 

@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from gpt2_fp8.callbacks.checkpointing import Tiers
+from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.checkpoint import find
 from gpt2_fp8.checkpoint.files import read_manifest
@@ -156,7 +156,7 @@ def run(
     path = find.resolve(ckpt_path, folder / "checkpoints") if ckpt_path else None
     torch.manual_seed(0)
     module = Tiny(length, val_losses)
-    tiers = Tiers(folder / "checkpoints", every, keep, **tiers_options)
+    tiers = Checkpointing(folder / "checkpoints", every, keep, **tiers_options)
     step = read_manifest(path)["global_step"] if path else None
     with GracefulStop(tiers.save_now) as stop:
         trainer = Trainer(

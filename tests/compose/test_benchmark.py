@@ -90,7 +90,7 @@ def test_a_runs_keys_hold_for_the_cases_that_have_them():
     bf16, delayed, current = preflight(argv, True)[1]
     assert {config.optim.lr for config in (bf16, delayed, current)} == {1e-3}
     assert delayed.precision.keep_bf16 == current.precision.keep_bf16 == ["head"]
-    assert (delayed.recipe.margin, bf16.recipe.margin) == (2, 0)
+    assert (delayed.recipe.margin, bf16.recipe.name) == (2, "auto")
     assert "precision.keep_bf16=[head]: no case of this benchmark has this key" in problems(
         "bench.precision=bf16", "precision.keep_bf16=[head]"
     )

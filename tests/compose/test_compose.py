@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from gpt2_fp8.compose import conf_dir, is_help, preflight, to_run_config
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import AutoPrecisionConfig, DelayedRecipe, PlainPrecisionConfig
+from gpt2_fp8.config.schema import DelayedRecipe, PlainPrecisionConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -64,9 +64,9 @@ def test_preflight_sees_what_hydra_will_run(argv, monkeypatch):
 
 
 def test_later_words_win():
-    (config,) = preflight(["precision=bf16", "seed=1", "seed=2", "recipe.margin=3"])
+    (config,) = preflight(["precision=bf16", "seed=1", "seed=2", "recipe=delayed", "recipe.margin=3"])
     assert config.seed == 2
-    assert config.precision == PlainPrecisionConfig(name="bf16")
+    assert config.precision == PlainPrecisionConfig(name="bf16", backend="auto")
     assert isinstance(config.recipe, DelayedRecipe)
     assert config.recipe.margin == 3
 
@@ -75,6 +75,8 @@ def test_later_words_win():
     ("words", "recipe"),
     [
         ("precision=auto", "auto"),
+        ("precision=fp8_hybrid", "auto"),
+        ("precision=fp8_hybrid recipe=delayed", "delayed"),
         ("precision=auto recipe=current", "current"),
         ("recipe=delayed precision=auto", "delayed"),
         ("precision=auto experiment=fineweb_edu_fp8", "auto"),
@@ -85,21 +87,12 @@ def test_later_words_win():
         ("-cd mine experiment=block precision=auto", "block"),
     ],
 )
-def test_precision_auto_chooses_the_recipe_too_unless_one_is_named(words, recipe, tmp_path):
+def test_the_recipe_is_the_backends_or_the_measurements_unless_one_is_named(words, recipe, tmp_path):
     text = "# @package _global_\ndefaults:\n  - override /precision: auto\n"
     write(tmp_path / "mine/experiment/auto.yaml", text)
     write(tmp_path / "mine/experiment/block.yaml", text + "  - override /recipe: block\n")
     (config,) = preflight(words.split())
-    assert isinstance(config.precision, AutoPrecisionConfig)
     assert config.recipe.name == recipe
-
-
-def test_other_precisions_keep_their_recipe():
-    assert [c.recipe.name for c in preflight(["-m", "precision=auto,fp8_hybrid,bf16"])] == [
-        "auto",
-        "delayed",
-        "delayed",
-    ]
 
 
 def test_a_sweep_is_all_combinations_in_order():

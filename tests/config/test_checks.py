@@ -48,33 +48,33 @@ TABLE = [
     ("precision.keep_bf16=[heads]", "no layer heads", "head, first, last"),
     ("precision.keep_bf16=head", "needs a list", "precision.keep_bf16='[head]'"),
     # precision=auto
-    ("recipe=auto", "recipe=auto, precision=fp8_hybrid: a recipe is chosen by what is measured", "precision=auto"),
-    ("recipe=auto precision=bf16", "recipe=auto, precision=bf16", "or recipe=delayed"),
     ("precision=auto recipe.margin=1", "recipe.margin belongs to recipe=delayed", "choose recipe=delayed"),
     ("precision=auto precision.fallback=error", "belongs to precision=fp8_hybrid", "or leave precision.fallback out"),
     ("precision=auto precision.keep_bf16=[heads]", "no layer heads", "head, first, last"),
     ("precision.tolerance=0.1", "belongs to precision=auto, and this run has precision=fp8_hybrid", "precision=auto"),
-    ("-m precision=auto,bf16 recipe=auto", "recipe=auto, precision=bf16", "precision=auto"),
+    ("recipe.margin=1", "recipe.margin belongs to recipe=delayed", "choose recipe=delayed"),
     ("precision=auto cuda_graphs=true", "only the fused FP8 layers have graphs", "cuda_graphs=auto"),
-    ("precision=auto precision.layers=te", "precision.layers belongs to precision=fp8_hybrid", "precision=fp8_hybrid"),
-    ("precision=bf16 precision.layers=te", "and this run has precision=bf16", "or leave precision.layers out"),
+    ("precision=auto precision.backend=te", "precision.backend belongs to precision=", "leave precision.backend out"),
     # how it computes
-    ("precision.layers=fuse", "must be auto, fused or te", "precision.layers=fused"),
-    ("precision.layers=reference", "must be auto, fused or te", "precision.layers="),
-    ("precision.layers=fused recipe=current", "they do delayed scaling alone, not recipe=current", "layers=auto"),
-    ("precision.layers=fused model.dropout=0.1", "no dropout, and model.dropout=0.1", "precision.layers=auto"),
+    ("precision.backend=fuse", "must be auto, fused, te or reference", "precision.backend=fused"),
+    ("precision.backend=reference", "plain torch has no FP8 products", "precision.backend=auto"),
+    ("precision=bf16 precision.backend=fused", "its kernels are for FP8", "precision.backend=auto"),
+    ("precision=fp32 precision.backend=te", "for FP8 and bf16 here", "precision.backend=auto"),
+    ("precision.backend=fused recipe=current", "delayed scaling alone, not recipe=current", "precision.backend=auto"),
+    ("precision.backend=fused model.dropout=0.1", "no dropout, and model.dropout=0.1", "precision.backend=auto"),
     ("cuda_graphs=true precision=bf16", "and this is precision=bf16", "cuda_graphs=auto"),
-    ("cuda_graphs=true precision.layers=te", "and this is precision.layers=te", "cuda_graphs=auto"),
+    ("cuda_graphs=true precision.backend=te", "and this is precision.backend=te", "cuda_graphs=auto"),
     ("cuda_graphs=true recipe=block", "not recipe=block", "cuda_graphs=auto"),
     ("precision=auto recipe=auto micro_batch_size=auto", "what fits depends on the precision", "micro_batch_size=16"),
     ("cuda_graphs=true trainer=ddp", "this is a run on several", "cuda_graphs=auto"),
     ("cuda_graphs=true trainer.strategy=ddp", "this is a run on several", "cuda_graphs=auto"),
-    ("precision.fast_accumulation=true precision.layers=te", "and this is precision.layers=te", "leave it out"),
+    ("precision.fast_accumulation=true precision.backend=te", "and this is precision.backend=te", "leave it out"),
     ("precision.fast_accumulation=true recipe=current", "not recipe=current", "leave it out"),
     ("precision.fast_accumulation=true model.dropout=0.1", "they have no dropout", "leave it out"),
     ("cuda_graphs=yes", "true or false or auto", "cuda_graphs=true, false or auto"),
     ("activation_checkpointing=true", "must be none or mlp", "activation_checkpointing=none|mlp"),
-    ("layers=te", "there is no key layers", "did you mean precision.layers?"),
+    ("layers=te", "there is no key layers: it has been renamed", "precision.backend=auto, fused, te"),
+    ("precision.layers=te", "there is no key precision.layers: it has been renamed", "precision.backend=auto, fused"),
     ("cudagraphs=true", "there is no key cudagraphs", "did you mean cuda_graphs?"),
     ("gradient_checkpointing=true", "it has another name", "activation_checkpointing=mlp"),
     # keys and choices that are not there
@@ -214,7 +214,7 @@ def test_all_problems_at_once():
         p.cause
         for p in refusals(
             "model=gpt3 data=nope lr=1 seed=-1 optim.eps=x --foo hydra.callbacks.a=1 trainer.max_steps=5,6 "
-            "recipe.margin=-2 run_name=../x"
+            "recipe=delayed recipe.margin=-2 run_name=../x"
         )
     )
     for word in ("model=gpt3", "data=nope", "no key lr", "seed=-1", "optim.eps=x", "--foo", "hydra.callbacks.a"):

@@ -16,7 +16,6 @@ FILES = [path.relative_to(conf_dir()) for path in sorted(conf_dir().glob("*/*.ya
 PARTNERS = {
     "data=text_files": ["data.train_files=[corpus.txt]"],
     "trainer=ddp": [],
-    "recipe=auto": ["precision=auto"],
 }
 REFUSED = {"precision=fp8_e5m2": "E5M2 x E5M2"}  # recipe=mxfp8 is refused only where the GPU cannot do it
 

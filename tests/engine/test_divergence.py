@@ -7,7 +7,7 @@ import random
 import pytest
 
 from gpt2_fp8.config.errors import Diverged
-from gpt2_fp8.engine.divergence import EVENTS, FLOOR, WARM_UP, Ladder, LossStatistics, RollBack
+from gpt2_fp8.engine.divergence import EVENTS, FLOOR, WARM_UP, DivergencePolicy, LossStatistics, RollBack
 from gpt2_fp8.engine.step import Verdict
 
 NAN = float("nan")
@@ -16,7 +16,7 @@ GOOD, BAD, BAD_GRADIENT = Verdict(3.0, False), Verdict(NAN, True), Verdict(3.0, 
 
 def made(limit=3, sigma=6.0, patience=4):
     lines = []
-    it = Ladder(limit, sigma, patience, lines.append)
+    it = DivergencePolicy(limit, sigma, patience, lines.append)
     it.lines = lines
     return it
 

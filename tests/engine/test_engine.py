@@ -7,23 +7,27 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose, layers
-from gpt2_fp8.engine import engine
-from gpt2_fp8.engine.bf16_rerun import twin_of
+from gpt2_fp8.backends.fused import Fused
+from gpt2_fp8.backends.reference import Reference
+from gpt2_fp8.backends.resolve import Plan, resolve
+from gpt2_fp8.backends.transformer_engine import TransformerEngine
+from gpt2_fp8.backends.twin import twin_of
+from gpt2_fp8.engine import gradients as engine
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
-from gpt2_fp8.engine.engine import Engine
+from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.layers.delayed_scaling import Place
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.precision.calibrate import PASSES
-from gpt2_fp8.precision.resolve import Plan, resolve
 from gpt2_fp8.precision.state import capture
 from tests.common import VOCAB, ids, loss_of
+from tests.faults.pretended import pretended
 from tests.layers.test_delayed_scaling import scales
 from tests.precision.test_state import Layer
 from tests.runs import SMALL
 
 POSITIONS = 32
-PLAN = Plan("cpu", "fp32", "fp32", None, "reference", compile=False)
+MICRO = 4
 
 
 def composed(*overrides):
@@ -32,10 +36,24 @@ def composed(*overrides):
     return config
 
 
-def build(config, plan=PLAN):
-    made = Engine(config, plan, VOCAB)
-    initialise(made.model, config.seed)
-    return made
+class Plain(Reference):
+    """The reference backend, with autocast where a test asks for it."""
+
+    autocast = False
+
+    def bf16_context(self):
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
+
+
+def planned(config):
+    return Plan("cpu", "fp32", "fp32", None, Plain(config, "fp32", "cpu"))
+
+
+def build(config, plan=None, backward=torch.Tensor.backward):
+    plan = plan or planned(config)
+    model = plan.backend.build(VOCAB)
+    initialise(model, config.seed)
+    return Gradients(plan, model, plan.backend.scaling(model), backward)
 
 
 def batch(sequences=8):
@@ -45,12 +63,10 @@ def batch(sequences=8):
 def step(of, autocast=False, seed=7):
     """Loss and gradients by name of one optimizer step on `batch()`."""
 
-    def context():
-        return torch.autocast("cpu", torch.bfloat16, enabled=autocast)
-
+    of.plan.backend.autocast = autocast
     torch.manual_seed(seed)
     of.model.zero_grad(set_to_none=True)
-    loss = of.gradients(batch(), context, torch.Tensor.backward)
+    loss = of.of_step(batch(), MICRO)
     return loss, {name: p.grad for name, p in of.model.named_parameters()}
 
 
@@ -72,18 +88,20 @@ def test_gradients_are_the_plain_steps():
 
 
 def test_gradients_go_through_the_trainers_hands():
-    of, events = build(composed()), []
+    events = []
 
     @contextmanager
-    def entered(name):
-        events.append(name)
+    def entered():
+        events.append("forward")
         yield
 
     def backward(loss):
         events.append("backward")
         loss.backward()
 
-    of.gradients(batch(), lambda: entered("forward"), backward)
+    of = build(composed(), backward=backward)
+    of.plan.backend.forward_context = entered
+    of.of_step(batch(), MICRO)
     assert events == ["forward", "backward", "forward", "backward"]
 
 
@@ -116,7 +134,9 @@ def compiled(monkeypatch):
 def test_the_loss_is_compiled_where_the_plan_says_so(compiled):
     plain = step(build(composed()))
     assert compiled == []
-    assert_bit_equal(step(build(composed(), replace(PLAN, compile=True))), plain)
+    plan = planned(composed())
+    plan.backend.compiled = True
+    assert_bit_equal(step(build(composed(), plan)), plain)
     assert [len(ids) for ids, _, _ in compiled] == [4, 4]
     assert [first for _, first, _ in compiled] == [None, None], "one graph, not one for each value of the flag"
 
@@ -129,7 +149,7 @@ def test_the_configurations_flag_reaches_the_engine(compiled):
 
 def test_fp8_layers_are_told_of_the_first_micro_batch(monkeypatch):
     of, seen = build(composed()), []
-    of.plan = replace(PLAN, ran="fp8_hybrid")
+    of.plan = pretended(composed())
 
     def loss(ids, first, scale):
         seen.append((first, scale))
@@ -170,19 +190,19 @@ def test_graphs_take_the_steps_micro_batches_where_the_plan_says_so(monkeypatch)
 
     monkeypatch.setattr(engine, "GraphedGradients", Graphed)
     of = build(composed())
-    of.plan = replace(PLAN, graphs=True)
+    of.plan.backend.graphs = True
     for _ in range(2):
-        assert of.gradients(batch(), nullcontext, torch.Tensor.backward) == 3
+        assert of.of_step(batch(), MICRO) == 3
     assert len(made) == 1, "recorded once"
     assert made[0].model is of.model
     assert made[0].loss_of == of.loss
 
 
 def test_calibration_takes_one_micro_batch_and_leaves_no_gradient(monkeypatch):
-    of, seen = build(composed()), []
+    of, seen = with_scales(), []
     loss = of.loss
     monkeypatch.setattr(of, "loss", lambda ids: seen.append(len(ids)) or loss(ids))
-    of.calibrate(batch(), nullcontext)
+    of.calibrate(batch(), MICRO)
     assert seen == [4] * PASSES
     assert all(p.grad is None for p in of.model.parameters())
 
@@ -193,8 +213,9 @@ def test_calibration_takes_one_micro_batch_and_leaves_no_gradient(monkeypatch):
 def with_scales():
     """An engine whose model keeps delayed scaling's state in both ways, and sees the magnitudes of a block's output and
     its gradient: once a step, as the fused layers, and after every forward, as Transformer Engine's."""
-    of = build(composed())
-    of.plan = replace(PLAN, ran="fp8_hybrid")
+    config = composed()
+    of = build(config, pretended(config))
+    of._forward = nullcontext
     of._loss_of = lambda ids, first, scale: plain(ids, first, scale)
     plain = loss_of(of.model)
     of.model.scales, of.model.layer = scales(forward=1, gradient=1), Layer()
@@ -220,7 +241,7 @@ def _raise(amax, tensor):
 
 
 def gradients_in(of, sizes, fails=lambda size, part: False):
-    """A step in micro-batches of the first of `sizes` that does not fail in one of its parts; as `Attempts` does it."""
+    """A step in micro-batches of the first of `sizes` that does not fail in one of its parts; as `MicroBatching`."""
     loss, part = of._loss_of, iter(range(100))
 
     def limited(ids, first, scale):
@@ -231,11 +252,10 @@ def gradients_in(of, sizes, fails=lambda size, part: False):
     of._loss_of = limited
     of.model.zero_grad(set_to_none=True)
     for size in sizes:
-        of.micro_batch_size = size
         try:
-            return of.gradients(batch(), nullcontext, torch.Tensor.backward)
+            return of.of_step(batch(), size)
         except torch.OutOfMemoryError:
-            of.forget()
+            of.discard()
         finally:
             of._loss_of = loss
     raise AssertionError("nothing fits")
@@ -251,7 +271,7 @@ def test_a_step_that_begins_again_leaves_scales_and_histories_of_the_smaller_siz
         before = capture(of.model)
         if again and fails_in is None:
             gradients_in(of, [4])
-            of.forget()
+            of.discard()
         sizes = [4, 2] if again and fails_in is not None else [2]
         loss = gradients_in(of, sizes, lambda size, part: size == 4 and part == fails_in)
         states.append({"loss": loss, **capture(of.model), **grads(of.model)})
@@ -270,15 +290,15 @@ def test_a_step_in_bf16_that_begins_again_puts_nothing_back():
     gradients_in(of, [4])
     seen = capture(of.model)
     again(of)
-    of.forget()
+    of.discard()
     after = capture(of.model)
     assert all(torch.equal(seen[name], after[name]) for name in seen)
 
 
 def test_what_blocks_have_handed_on_is_forgotten_too():
     of, forgotten = build(composed()), []
-    of.model.blocks[0].forget = lambda: forgotten.append(1)
-    of.forget()
+    of.model.blocks[0].discard = lambda: forgotten.append(1)
+    of.discard()
     assert forgotten == [1]
 
 
@@ -288,7 +308,7 @@ def test_a_calibration_that_begins_again_finds_the_same_scales():
         of = with_scales()
         of.model.scales.scale.fill_(stray)
         of.model.scales.history.fill_(stray)
-        of.calibrate(batch(), nullcontext)
+        of.calibrate(batch(), MICRO)
         found.append(capture(of.model))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
@@ -299,11 +319,12 @@ def test_a_calibration_that_begins_again_finds_the_same_scales():
 def again(of, autocast=False):
     """Loss and gradients by name of `batch()`, computed again."""
 
-    def context():
-        return torch.autocast("cpu", torch.bfloat16, enabled=autocast)
-
+    backend = of.plan.backend
+    backend.autocast = autocast
+    if isinstance(backend, Reference):
+        backend.bf16_loss = Fused(backend.config, "fp8_hybrid", "cpu").bf16_loss
     of.model.zero_grad(set_to_none=True)
-    loss = of.gradients_in_bf16(batch(), context, torch.Tensor.backward, micro_batch_size=4)
+    loss = of.of_step_in_bf16(batch(), MICRO)
     return loss, {name: p.grad for name, p in of.model.named_parameters()}
 
 
@@ -327,14 +348,17 @@ def test_the_twin_has_the_models_own_parameters_and_sees_what_becomes_of_them():
 
 
 def test_layers_of_transformer_engine_compute_it_themselves(monkeypatch):
-    of, seen = build(composed()), []
-    of.plan = replace(PLAN, ran="fp8_hybrid", backend="te")
+    config = composed()
+    backend, seen = TransformerEngine(config, "fp8_hybrid", "cpu"), []
+    of = build(config)
 
-    def own(ids, first, scale):
+    def own(model, ids, first, scale):
+        assert model is of.model
         seen.append((len(ids), first, scale))
-        return of.model.tokens.weight.sum() * scale
+        return model.tokens.weight.sum() * scale
 
-    monkeypatch.setattr(of, "_loss", own)
+    monkeypatch.setattr(backend, "loss", own)
+    of.plan = replace(of.plan, backend=backend)
     again(of)
     assert seen == [(4, None, 0.5)] * 2, "no cast of a weight is kept, and none used"
 

@@ -1,4 +1,4 @@
-"""What an engine is asked to do in batches that fit: sizes are remembered, gradients of a failed attempt are not."""
+"""What is asked for in batches that fit: sizes are remembered, gradients of a failed attempt are not."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -8,63 +8,59 @@ import torch
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine import out_of_memory
-from gpt2_fp8.engine.micro_batching import Attempts
+from gpt2_fp8.engine.micro_batching import MicroBatching
 
 IDS = torch.zeros(8, 5, dtype=torch.int32)
 AGREE = ("agree", None)
 
 
-class Engine:
+class Gradients:
     """Holds `room` sequences at a time; says what it was asked for."""
 
     parameters = ()
-    config = SimpleNamespace(global_batch_size=len(IDS))
-    plan = SimpleNamespace(graphs=False)
+    plan = SimpleNamespace(backend=SimpleNamespace(forward_context=nullcontext))
 
-    def __init__(self, room, size=8):
-        self.room, self.micro_batch_size, self.asked, self.forgotten = room, size, [], 0
+    def __init__(self, room):
+        self.room, self.asked, self.discarded = room, [], 0
+        self.scaling = SimpleNamespace(agree=lambda: self.asked.append(AGREE))
 
     def _try(self, what, size):
         self.asked.append((what, size))
         if size > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def calibrate(self, ids, context):
-        assert torch.is_grad_enabled()
-        self._try("calibrate", self.micro_batch_size)
+    def calibrate(self, ids, size):
+        self._try("calibrate", size)
 
-    def gradients(self, ids, context, backward):
-        self._try("gradients", self.micro_batch_size)
+    def of_step(self, ids, size):
+        self._try("gradients", size)
         return torch.tensor(1.0)
 
     def like_moments(self):
         return []
 
-    def forget(self):
-        self.forgotten += 1
-
-    def agree(self):
-        self.asked.append(AGREE)
+    def discard(self):
+        self.discarded += 1
 
 
-def attempts(engine):
-    return Attempts(engine, torch.Tensor.backward, nullcontext)
+def batching(gradients, share=8, size=8):
+    return MicroBatching(gradients, share, size)
 
 
 def test_a_calibration_that_does_not_fit_is_the_first_to_halve():
-    engine = Engine(room=2)
-    of = attempts(engine)
+    gradients = Gradients(room=2)
+    of = batching(gradients)
     with torch.no_grad():  # as in a validation that comes first
-        of.calibrate(IDS, nullcontext)
-    of.gradients(IDS, nullcontext)
+        of.calibrate(IDS)
+    of.gradients(IDS)
     tried = [("calibrate", 8), ("calibrate", 4), ("calibrate", 2), AGREE]
-    assert engine.asked == [*tried, ("gradients", 2), AGREE]
-    assert engine.forgotten == 2
+    assert gradients.asked == [*tried, ("gradients", 2), AGREE]
+    assert gradients.discarded == 2
 
 
 def test_a_calibration_for_which_nothing_is_small_enough_ends_with_advice():
     with pytest.raises(UserError, match="micro_batch_size=1"):
-        attempts(Engine(room=0)).calibrate(IDS, nullcontext)
+        batching(Gradients(room=0)).calibrate(IDS)
 
 
 @pytest.mark.parametrize("what", ["calibrate", "gradients"])
@@ -72,10 +68,10 @@ def test_ranks_agree_once_all_have_succeeded(monkeypatch, what):
     """Here there is room, and the first answer is that another rank had none."""
     answers = [True, False]
     monkeypatch.setattr(out_of_memory, "any_rank", lambda flag: flag or answers.pop(0))
-    engine = Engine(room=8)
-    getattr(attempts(engine), what)(IDS, nullcontext)
-    assert engine.asked == [(what, 8), (what, 4), AGREE]
-    assert engine.forgotten == 1
+    gradients = Gradients(room=8)
+    getattr(batching(gradients), what)(IDS)
+    assert gradients.asked == [(what, 8), (what, 4), AGREE]
+    assert gradients.discarded == 1
 
 
 @pytest.mark.parametrize(
@@ -84,11 +80,11 @@ def test_ranks_agree_once_all_have_succeeded(monkeypatch, what):
     ids=["as it was", "something else is asked for", "no equal parts"],
 )
 def test_what_fitted_before_is_taken_where_the_same_is_asked_for(saved, begins):
-    engine = Engine(room=8)
-    of = attempts(engine)
+    gradients = Gradients(room=8)
+    of = batching(gradients)
     of.load_state_dict(saved)
-    of.gradients(IDS, nullcontext)
-    assert engine.asked == [("gradients", begins), AGREE]
+    of.gradients(IDS)
+    assert gradients.asked == [("gradients", begins), AGREE]
     assert of.state_dict() == {"asked": 8, "fits": begins}
 
 
@@ -100,9 +96,7 @@ def test_an_evaluation_counts_no_padding():
         counted = part[:, 1:] >= 0
         return torch.tensor(2.0) if counted.any() else torch.tensor(float("nan"))
 
-    settings = SimpleNamespace(global_batch_size=4)
-    engine = SimpleNamespace(loss=loss, config=settings, micro_batch_size=4, forget=lambda: None)
-    of = attempts(engine)
+    of = batching(SimpleNamespace(loss=loss, plan=Gradients.plan), share=4, size=4)
     assert of.evaluate(ids).tolist() == [4.0, 2.0]
     of._evaluation.size = 1
     assert of.evaluate(ids).tolist() == [4.0, 2.0]

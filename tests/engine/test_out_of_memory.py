@@ -78,7 +78,7 @@ def test_the_size_is_halved_until_it_fits_and_stays_there(caplog):
 def test_until_a_size_has_fitted_the_next_smaller_one_is_tried():
     calls = []
     fitting = Fitting(96, "micro_batch_size")
-    fitting(full_above(47, calls), 96, lambda: None, CPU, ranks=False, settles=False)
+    fitting(full_above(47, calls), 96, lambda: None, CPU, ranks=False, proves_size=False)
     assert calls == [96, 48, 32], "divisors of the share"
     fitting(full_above(25, calls), 96, lambda: None, CPU, ranks=False)
     assert calls[3:] == [32, 24], "that was not all that it is for"

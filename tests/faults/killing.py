@@ -97,8 +97,8 @@ def kill_writers(folder, kills):
 def kill_runs(folder, kills):
     """The same of whole runs, which also have to end in the state of one that nobody killed."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "callbacks"))
-    from test_resume import end_of, equal
-    from tiny_run import Tiny, rows, run
+    from tests.callbacks.test_resume import end_of, equal
+    from tests.callbacks.tiny_run import Tiny, rows, run
 
     plain = Tiny.log
 

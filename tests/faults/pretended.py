@@ -5,44 +5,50 @@ leaves no trace: a run with such steps must equal one without, bit for bit.
 """
 
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
-from gpt2_fp8.engine import engine
-from gpt2_fp8.engine.engine import Engine
-from gpt2_fp8.precision.plugin import BF16Precision, FP8Precision, build_plugin
-from gpt2_fp8.precision.resolve import Plan, resolve
-from gpt2_fp8.train import build, fit
+from gpt2_fp8.backends.reference import Reference
+from gpt2_fp8.backends.resolve import Plan, resolve
+from gpt2_fp8.engine.gradients import Gradients
+from gpt2_fp8.precision.scaling import Scaling
+from gpt2_fp8.train import fit
 from gpt2_fp8.train.module import GPT2Module
 
 NAN = float("nan")
 
 
-class Pretended(FP8Precision):
-    """bf16 autocast on a CPU."""
+class Pretended(Reference):
+    """bf16 autocast on a CPU, which takes itself for FP8."""
 
-    def __init__(self):
-        super().__init__(None, None)
-        self.device = "cpu"
+    def __init__(self, config, ran="fp8_hybrid", device="cpu"):
+        super().__init__(config, ran, device)
+        self.compiled = False
 
-    forward_context = BF16Precision.forward_context
+    def scaling(self, model):
+        return Scaling(model, None, self.config.global_batch_size, nullcontext)
+
+    def bf16_loss(self, model):
+        return lambda ids, first, scale: self.again(model, ids, scale)
+
+    def again(self, model, ids, scale):
+        return self.loss(model, ids, None, scale)
+
+
+def pretended(config):
+    """The plan of a run in pretended FP8."""
+    return Plan("cpu", "fp8_hybrid", "fp8_hybrid", None, Pretended(config))
 
 
 def _plan(config, device):
-    name = config.precision.name
-    if name.startswith("fp8"):
-        return Plan("cpu", name, name, None, "reference", compile=False)
-    return resolve(config, device)
+    return pretended(config) if config.precision.name.startswith("fp8") else resolve(config, device)
 
 
 def pretend(patch):
     """Until `patch` is undone, a precision of FP8 runs here."""
-    plain = engine.cross_entropy
     patch.setattr(fit, "resolve", _plan)
-    patch.setattr(build, "build_plugin", lambda config, plan: Pretended() if plan.fp8 else build_plugin(config, plan))
-    patch.setattr(engine, "cross_entropy", lambda *args: plain(*args[:3], False, *args[4:]))
 
 
 class Faults:
@@ -100,11 +106,11 @@ def put(faults, patch):
         faults.after(self, present["step"])
 
     def spoiled(name):
-        original = getattr(Engine, name)
+        original = getattr(Gradients, name)
 
         def gradients(self, *args, **kwargs):
             loss = original(self, *args, **kwargs)
-            of_bf16 = name == "gradients_in_bf16"
+            of_bf16 = name == "of_step_in_bf16"
             precision = "bf16" if of_bf16 else "fp8" if self.plan.fp8 else self.plan.ran
             where = present["module"], present["step"], precision
             if (factor := faults.gradient(*where)) != 1:
@@ -114,8 +120,8 @@ def put(faults, patch):
         return gradients
 
     patch.setattr(GPT2Module, "training_step", step)
-    for name in ("gradients", "gradients_in_bf16"):
-        patch.setattr(Engine, name, spoiled(name))
+    for name in ("of_step", "of_step_in_bf16"):
+        patch.setattr(Gradients, name, spoiled(name))
 
 
 @contextmanager

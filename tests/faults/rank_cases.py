@@ -59,7 +59,7 @@ def one(case, rank, port):
     what, harmed = case.rsplit("-", 1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))  # in a run: half an hour
-    watch = rank_watchdog.Ranks(lambda error: Path(f"{case}.farewell-{rank}").write_text(str(error)))
+    watch = rank_watchdog.RankWatchdog(lambda error: Path(f"{case}.farewell-{rank}").write_text(str(error)))
     trainer = SimpleNamespace(world_size=2, global_rank=rank, strategy=SimpleNamespace(launcher=None))
     watch.setup(trainer, None, "fit")
     try:

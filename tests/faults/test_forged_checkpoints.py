@@ -37,6 +37,10 @@ def put(state, path, value):
         state[last] = value
 
 
+POLICY = "callbacks/DivergenceGuard"
+CHECKPOINTING = "callbacks/Checkpointing"
+
+
 def at(path, value=None):
     return lambda state: put(state, path, value)
 
@@ -76,9 +80,9 @@ FORMS = {
     "no schedule": (at("lr_schedulers"), "lr_schedulers is missing"),
     "a schedule of no step": (at("lr_schedulers/0/last_epoch", 4.5), "last_epoch is of type float"),
     "callbacks in a list": (at("callbacks", [1]), "callbacks is of type list, not a dict"),
-    "a best that is a word": (at("callbacks/Tiers/best", "x"), "callbacks.Tiers.best is of type str"),
-    "a loss that is a word": (at("callbacks/Fallback/statistics/mean", "x"), "statistics.mean is of type str"),
-    "events that are none": (at("callbacks/Fallback/events", [1]), "events.0 is 1, not a dict"),
+    "a best that is a word": (at(f"{CHECKPOINTING}/best", "x"), "callbacks.Checkpointing.best is of type str"),
+    "a loss that is a word": (at("callbacks/DivergenceGuard/statistics/mean", "x"), "statistics.mean is of type str"),
+    "events that are none": (at("callbacks/DivergenceGuard/events", [1]), "events.0 is 1, not a dict"),
     "rng of no rank": (at("rng", []), "rng is an empty list"),
     "rng that is a word": (at("rng", "seed"), "rng is of type str, not a list"),
     "no generator of torch": (at("rng/0/torch"), "rng.0.torch is missing"),
@@ -105,7 +109,7 @@ FITS = {
     "a lane past its end": (far_away, r"lane 3 stands at its unit 1000000, counted from 0, of 1\d\n"),
     "digests that are none": (at("TokenDataModule/digests/train", "@"), "the digests of its text are damaged"),
     "documents by other names": (at("TokenDataModule/lanes/3/documents", {"x": 1}), "TypeError: .*argument 'x'"),
-    "statistics by other names": (at("callbacks/Fallback/statistics/x", 1), "TypeError: .*argument 'x'"),
+    "statistics by other names": (at("callbacks/DivergenceGuard/statistics/x", 1), "TypeError: .*argument 'x'"),
 }  # fmt: skip
 
 
@@ -173,7 +177,6 @@ def test_a_state_of_another_form_is_refused_before_a_run_is_built(trained, tmp_p
 
 FIT = "loops/fit_loop/"
 DONE = f"{FIT}epoch_loop.manual_optimization.optim_step_progress/total"
-LADDER = "callbacks/Fallback"
 HUGE = 10**400
 # Forged so that every digest and every type is right: each number is held against what a run writes, before it is used.
 NUMBERS = {
@@ -193,21 +196,21 @@ NUMBERS = {
     "logs of other steps": (at(f"{FIT}epoch_loop.state_dict/_batches_that_stepped", 99), "stepped is 99, beyond the"),
     "a schedule elsewhere": (at("lr_schedulers/0/last_epoch", 10**9), "last_epoch is 1000000000, and the state's st"),
     "a second optimizer": (lambda s: s["optimizer_states"].append(s["optimizer_states"][0]), "which there are 1 at"),
-    "a best of no number": (at("callbacks/Tiers/best", {"step": 4, "val_loss": float("nan")}), "val_loss is nan, not"),
-    "a best that nothing beats": (at("callbacks/Tiers/best", {"step": 4, "val_loss": -1e9}), "-1000000000.0, not a"),
-    "a best of no step": (at("callbacks/Tiers/best", {"step": HUGE, "val_loss": 5}), "step is an int of 1329 bits"),
-    "validated before it was trained": (at("callbacks/Tiers/validated_step", 9), "validated_step is 9, beyond the st"),
-    "a variance below 0": (at(f"{LADDER}/statistics/variance", -1.0), "variance is -1.0, not a number from 0 to 1e+80"),
-    "a mean of 10^400": (at(f"{LADDER}/statistics/mean", HUGE), "statistics.mean is an int of 1329 bits, not a number"),
-    "a mean of no number": (at(f"{LADDER}/statistics/mean", float("inf")), "statistics.mean is inf, not a number"),
-    "losses of other steps": (at(f"{LADDER}/statistics/count", 500), "statistics.count is 500, beyond the state's"),
-    "skips of other steps": (at(f"{LADDER}/in_a_row/skips", 10**9), "in_a_row.skips is 1000000000, beyond the state's"),
-    "a second rollback": (at(f"{LADDER}/rollbacks", 2), "rollbacks is 2, not an int from 0 to 1"),
+    "a best of no number": (at(f"{CHECKPOINTING}/best", {"step": 4, "val_loss": float("nan")}), "val_loss is nan, not"),
+    "a best that nothing beats": (at(f"{CHECKPOINTING}/best", {"step": 4, "val_loss": -1e9}), "-1000000000.0, not a"),
+    "a best of no step": (at(f"{CHECKPOINTING}/best", {"step": HUGE, "val_loss": 5}), "step is an int of 1329 bits"),
+    "validated before it was trained": (at(f"{CHECKPOINTING}/validated_step", 9), "validated_step is 9, beyond the st"),
+    "a variance below 0": (at(f"{POLICY}/statistics/variance", -1.0), "variance is -1.0, not a number from 0 to 1e+80"),
+    "a mean of 10^400": (at(f"{POLICY}/statistics/mean", HUGE), "statistics.mean is an int of 1329 bits, not a number"),
+    "a mean of no number": (at(f"{POLICY}/statistics/mean", float("inf")), "statistics.mean is inf, not a number"),
+    "losses of other steps": (at(f"{POLICY}/statistics/count", 500), "statistics.count is 500, beyond the state's"),
+    "skips of other steps": (at(f"{POLICY}/in_a_row/skips", 10**9), "in_a_row.skips is 1000000000, beyond the state's"),
+    "a second rollback": (at(f"{POLICY}/rollbacks", 2), "rollbacks is 2, not an int from 0 to 1"),
     "an event that a terminal obeys": (
-        at(f"{LADDER}/events", [{"step": 1, "what": "skip", "reason": "\x1b[2J"}]), "reason is of type str, not",
+        at(f"{POLICY}/events", [{"step": 1, "what": "skip", "reason": "\x1b[2J"}]), "reason is of type str, not",
     ),
     "an event of a megabyte": (
-        at(f"{LADDER}/events", [{"step": 1, "what": "skip", "reason": "x" * 10**6}]), "at most 1000 printable",
+        at(f"{POLICY}/events", [{"step": 1, "what": "skip", "reason": "x" * 10**6}]), "at most 1000 printable",
     ),
     "numpy past its state": (at("rng/0/numpy/position", 10**6), "position is 1000000, not an int from 0 to 624"),
     "numpy of another kind": (at("rng/0/numpy/name", "PCG64"), "numpy.name is of type str, not MT19937"),
@@ -312,7 +315,7 @@ def test_102_steps_that_are_none_are_no_wait_for_ever():
 
 
 def test_102_last_passes_over_it_to_one_that_is_a_run_s(run, steps, caplog):
-    forged(run, at(f"{LADDER}/statistics/variance", -1.0), STEP + 1)
+    forged(run, at(f"{POLICY}/statistics/variance", -1.0), STEP + 1)
     pointers.write(run / "checkpoints", "last", pointers.Pointer(pointers.folder_name(STEP + 1), STEP + 1, None))
     train(run, "ckpt_path=last", f"trainer.max_steps={STEP + 1}")
     assert "variance is -1.0" in caplog.text

@@ -7,10 +7,8 @@ import pytest
 
 from gpt2_fp8.callbacks import samples
 from gpt2_fp8.config.errors import Stopped
-from gpt2_fp8.engine.bf16_rerun import BF16Gradients
-from gpt2_fp8.engine.engine import Engine
-from gpt2_fp8.engine.micro_batching import Attempts
-from tests.faults.pretended import NAN, Faults, going_wrong
+from gpt2_fp8.engine.gradients import Gradients
+from tests.faults.pretended import NAN, Faults, Pretended, going_wrong
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train
 
 WORDS = ["model.dropout=0.1", "micro_batch_size=2", "callbacks.checkpoint_every_n_steps=0", "callbacks.sample_tokens=2"]
@@ -69,7 +67,7 @@ def stopped_at(folder, patch, *words):
 def test_120_a_step_is_given_up_within_a_micro_batch(tmp_path, whole, forward, finished):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "loss", nth(forward, Engine.loss, seen))
+        patch.setattr(Gradients, "loss", nth(forward, Gradients.loss, seen))
         steps = stopped_at(tmp_path / "run", patch)
     assert len(seen) == forward, "not one more forward"
     assert len(steps) == summary(tmp_path / "run")["steps"] == finished
@@ -87,7 +85,7 @@ def same(folder, steps, whole):
 def test_120_in_a_backward(tmp_path, whole):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempts, "_look_and_go_back", nth(6, Attempts._look_and_go_back, seen))
+        patch.setattr(Gradients, "_go_back", nth(6, Gradients._go_back, seen))
         steps = stopped_at(tmp_path / "run", patch)
     assert (len(seen), len(steps)) == (6, 1)
     same(tmp_path / "run", steps + steps_of(tmp_path / "run", "ckpt_path=last"), whole)
@@ -96,7 +94,7 @@ def test_120_in_a_backward(tmp_path, whole):
 def test_120_in_a_validation(tmp_path, whole):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "loss", nth(3, Engine.loss, seen, training=False))
+        patch.setattr(Gradients, "loss", nth(3, Gradients.loss, seen, training=False))
         steps = stopped_at(tmp_path / "run", patch)
     assert (len(seen), len(steps)) == (3, 5)
     same(tmp_path / "run", steps + steps_of(tmp_path / "run", "ckpt_path=last"), whole)
@@ -137,7 +135,7 @@ def test_120_in_a_step_that_is_run_again_in_bf16(tmp_path):
     with going_wrong(Once()):
         whole = tmp_path / "whole", steps_of(tmp_path / "whole", *words)
     with going_wrong(Once()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BF16Gradients, "_loss", nth(2, BF16Gradients._loss, seen := []))
+        patch.setattr(Pretended, "again", nth(2, Pretended.again, seen := []))
         steps = stopped_at(tmp_path / "run", patch, *words)
     assert (len(seen), len(steps)) == (2, 7)  # of which the last one raised
     assert summary(tmp_path / "run")["steps"] == 6

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.callbacks.same_kernels import SameKernels
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import RunError, UserError
@@ -21,7 +22,6 @@ from gpt2_fp8.data import reader
 from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.layers import attention
 from gpt2_fp8.layers.received import Received
-from gpt2_fp8.precision.resolve import Plan
 from gpt2_fp8.runtime import collectives
 from gpt2_fp8.train.setup import announce
 from tests.data.corpora import files_config, module, rank_batches, write_jsonl
@@ -119,10 +119,10 @@ def test_128_what_differs_is_named(monkeypatch: pytest.MonkeyPatch, other: str, 
 
 
 OTHER_KERNELS = """
-from gpt2_fp8 import startup
-from gpt2_fp8.process import rank
-kernels = startup.kernels
-startup.kernels = lambda *given: kernels(*given) | ({"casts": "in Triton"} if rank() == 1 else {})
+from gpt2_fp8.backends.reference import Reference
+from gpt2_fp8.train.process import rank
+kernels = Reference.kernels
+Reference.kernels = lambda *given: kernels(*given) | ({"casts": "in Triton"} if rank() == 1 else {})
 """
 
 

@@ -10,10 +10,9 @@ import torch
 
 from gpt2_fp8.callbacks import samples
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.engine.bf16_rerun import BF16Gradients
-from gpt2_fp8.engine.engine import Engine
+from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
-from tests.faults.pretended import NAN, Faults, going_wrong
+from tests.faults.pretended import NAN, Faults, Pretended, going_wrong
 from tests.runs import SMALL, checkpoint, metrics, record_steps, recorded, summary, train, train_until
 
 STEPS = ["trainer.max_steps=6", "trainer.val_check_interval=3", "callbacks.checkpoint_every_n_steps=2"]
@@ -22,7 +21,7 @@ TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 def room_for(monkeypatch, training=None, validation=None, from_step=0, in_backward=False):
     """Have the engine's loss end in an error for more sequences than that; returns the sizes that it was asked for."""
-    loss, seen, done = Engine.loss, [], {"forwards": 0}
+    loss, seen, done = Gradients.loss, [], {"forwards": 0}
 
     def limited(self, ids, is_first_microbatch=None, scale=1.0):
         training_now = torch.is_grad_enabled()
@@ -36,7 +35,7 @@ def room_for(monkeypatch, training=None, validation=None, from_step=0, in_backwa
             return Fails.apply(loss(self, ids, is_first_microbatch, scale))
         raise torch.OutOfMemoryError(TEXT)
 
-    monkeypatch.setattr(Engine, "loss", limited)
+    monkeypatch.setattr(Gradients, "loss", limited)
     return seen
 
 
@@ -90,14 +89,14 @@ def test_64_auto_begins_with_a_whole_share_and_finds_what_fits(tmp_path, monkeyp
 
 RANKS = """
 import sys
-from gpt2_fp8.engine import Engine
+from gpt2_fp8.engine.gradients import Gradients
 import torch, torch.distributed as dist
-loss = Engine.loss
+loss = Gradients.loss
 def limited(self, ids, first=None, scale=1.0):
     if torch.is_grad_enabled() and dist.get_rank() == 1 and len(ids) > 1:
         raise torch.OutOfMemoryError("CUDA out of memory")
     return loss(self, ids, first, scale)
-Engine.loss = limited
+Gradients.loss = limited
 from gpt2_fp8 import run
 sys.exit(run.main(sys.argv[1:]))
 """
@@ -139,9 +138,7 @@ def test_67_a_single_sequence_that_does_not_fit_ends_with_advice(tmp_path, monke
 
 
 @pytest.mark.parametrize("text", ["CUDA error: out of memory", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"])
-def test_68_its_texts_are_known_and_other_errors_come_through(
-    text,
-):  # see tests/engine/test_out_of_memory.py
+def test_68_its_texts_are_known_and_other_errors_come_through(text):  # see tests/engine/test_out_of_memory.py
     assert is_out_of_memory(RuntimeError(text))
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
@@ -164,19 +161,19 @@ def test_70_the_way_to_bf16_has_a_size_of_its_own(tmp_path, caplog):
         def loss(self, module, step, precision):
             return NAN if (step, precision) == (3, "fp8") else 1.0
 
-    sizes, plain = [], BF16Gradients._loss
+    sizes, plain = [], Pretended.again
 
-    def limited(self, ids, first, scale):
+    def limited(self, model, ids, scale):
         sizes.append(len(ids))
         if len(ids) > 1:
             raise torch.OutOfMemoryError(TEXT)
-        return plain(self, ids, first, scale)
+        return plain(self, model, ids, scale)
 
     with going_wrong(Once()) as patch:
-        patch.setattr(BF16Gradients, "_loss", limited)
+        patch.setattr(Pretended, "again", limited)
         train(tmp_path / "run", *STEPS, "precision=fp8_hybrid")
     assert sizes == [4, 2, *[1] * 8]
-    assert summary(tmp_path / "run")["fallback"]["reruns"] == 1
+    assert summary(tmp_path / "run")["divergence"]["reruns"] == 1
     said = [r.message for r in caplog.records if "out of memory" in r.message]
     assert [line.split(" from")[0] for line in said] == [
         f"out of memory: micro_batch_size in bf16 {to} instead of {of}" for of, to in ((4, 2), (2, 1))

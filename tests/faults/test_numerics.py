@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
+from gpt2_fp8.backends.resolve import Plan, as_before, fallen_back
 from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import Diverged, Stopped
 from gpt2_fp8.data.loaders import Steps
@@ -17,7 +18,6 @@ from gpt2_fp8.engine import divergence
 from gpt2_fp8.engine.optim import learning_rate_factor
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.precision import magnitudes
-from gpt2_fp8.precision.resolve import Plan, as_before, fallen_back
 from gpt2_fp8.runtime import signals
 from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, going_wrong
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, summary, train, train_until
@@ -27,7 +27,7 @@ QUIET = ["trainer.val_check_interval=12", "precision=fp8_hybrid"]  # 12 steps, a
 
 
 def fallback(folder):
-    return summary(folder)["fallback"]
+    return summary(folder)["divergence"]
 
 
 def happened(folder):
@@ -316,7 +316,7 @@ def test_36_it_went_back_to_the_checkpoint_before_and_saved_its_next_step(fallen
         "asked": "fp8_hybrid", "ran": "bf16", "recipe": None, "fell_back": True,
         "reason": "fallback at step 7: the last 2 steps had no finite loss and gradient",
     }  # fmt: skip
-    assert saved["callbacks"]["Fallback"]["rollbacks"] == 1
+    assert saved["callbacks"]["DivergenceGuard"]["rollbacks"] == 1
 
 
 def test_36_a_resumed_run_stays_in_bf16_and_says_so(fallen, clean, caplog):

@@ -224,7 +224,7 @@ def test_49_who_is_behind_in_a_step(looks, found):
 
 
 def test_49_a_child_that_was_killed_is_named():
-    watch = rank_watchdog.Ranks()
+    watch = rank_watchdog.RankWatchdog()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     watch.children = [child]
     assert watch._lost() is None

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from gpt2_fp8 import compose
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.magnitudes import JUMP
-from gpt2_fp8.precision.plugin import FP8Precision
+from gpt2_fp8.precision.recipes import DELAYED
+from gpt2_fp8.precision.scaling import Scaling
 from tests.faults.pretended import NAN, Faults, going_wrong
 from tests.layers.test_delayed_scaling import trained
 from tests.runs import checkpoint, summary, train
@@ -39,17 +41,14 @@ def test_38_whatever_magnitude_is_seen_the_scale_stays_finite(amax, before):
 
 
 def fused():
-    """The fused layers' state under a plugin, as a checkpoint's is put into it."""
+    """The fused layers' state and its owner, as a checkpoint's is put into it."""
     scales = Scales(DelayedScaling(4, 0, False, torch.float8_e4m3fn, torch.float8_e5m2))
     for direction in ("forward", "gradient"):
         scales.reserve(direction)
     scales.allocate(torch.device("cpu"))
-    plugin = FP8Precision(None, "delayed")
-    plugin.forward_context = nullcontext
     model = nn.Module()
     model.scales = scales
-    plugin.convert_module(model)
-    return scales, plugin
+    return scales, Scaling(model, "delayed", 8, nullcontext)
 
 
 SCALE, HISTORY = "scales.scaling_fwd.scale", "scales.scaling_bwd.amax_history"
@@ -57,28 +56,28 @@ SCALE, HISTORY = "scales.scaling_fwd.scale", "scales.scaling_bwd.amax_history"
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, 1e38, 1e-38])
 def test_109_a_scale_that_no_tensor_has_is_found_anew(value, caplog):
-    scales, plugin = fused()
-    plugin.load_state_dict({"scaling": "delayed", **state.capture(plugin._model), SCALE: torch.tensor([value])})
-    assert not plugin.restore_scales()  # so that the run calibrates
+    scales, owner = fused()
+    owner.load_state_dict({"settings": "delayed", **state.capture(owner.model), SCALE: torch.tensor([value])})
+    assert not owner.take()  # so that the run calibrates
     assert f"scales are not taken, and found anew: {SCALE} has" in caplog.text
     assert (scales.scale == 1).all()
 
 
 @pytest.mark.parametrize("value", [-1.0, 1e38])
 def test_109_nor_is_a_magnitude_that_no_tensor_has(value, caplog):
-    _, plugin = fused()
+    _, owner = fused()
     history = torch.tensor([[0.0], [value], [float("nan")], [2.0]])
-    plugin.load_state_dict({"scaling": "delayed", **state.capture(plugin._model), HISTORY: history})
-    assert not plugin.restore_scales()
+    owner.load_state_dict({"settings": "delayed", **state.capture(owner.model), HISTORY: history})
+    assert not owner.take()
     assert f"{HISTORY} has magnitudes from" in caplog.text
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 3.0])
 def test_109_what_a_run_may_have_saved_is_taken(value):
-    scales, plugin = fused()
+    scales, owner = fused()
     history = torch.full((4, 1), value)
-    plugin.load_state_dict({"scaling": "delayed", **state.capture(plugin._model), HISTORY: history})
-    assert plugin.restore_scales()
+    owner.load_state_dict({"settings": "delayed", **state.capture(owner.model), HISTORY: history})
+    assert owner.take()
     assert torch.equal(scales.history[:, 1:].nan_to_num(-1), history.nan_to_num(-1))
 
 
@@ -94,10 +93,10 @@ def test_109_what_a_run_may_have_saved_is_taken(value):
 )
 def test_109_a_state_of_other_layers_is_refused(name, given):
     """Torch would repeat or cast what it is given."""
-    _, plugin = fused()
-    plugin.load_state_dict({"scaling": "delayed", **state.capture(plugin._model), name: given})
+    _, owner = fused()
+    owner.load_state_dict({"settings": "delayed", **state.capture(owner.model), name: given})
     with pytest.raises(ValueError, match=f"the FP8 state {name} is {given.dtype}"):
-        plugin.restore_scales()
+        owner.take()
 
 
 def test_40_nothing_of_fp8_is_pickled(tmp_path):
@@ -143,7 +142,7 @@ def run_with(folder, *accident, **keys):
 def test_78_a_step_run_again_in_bf16_leaves_scales_and_histories_as_it_found_them(tmp_path):
     """Its finite magnitudes too: 1e30 would cast the tensor to zeros for as long as the history is."""
     clean, faulty = run_with(tmp_path / "clean"), run_with(tmp_path / "run", accident=4, skipped=4)
-    assert [event["what"] for event in summary(tmp_path / "run")["fallback"]["events"]] == ["rerun"]
+    assert [event["what"] for event in summary(tmp_path / "run")["divergence"]["events"]] == ["rerun"]
     steps = [step for step in clean.found if step != 4]
     assert all(torch.equal(clean.found[step], faulty.found[step]) for step in steps)
     assert clean.scales.history[:4].tolist() == faulty.scales.history[:4].tolist()
@@ -151,12 +150,12 @@ def test_78_a_step_run_again_in_bf16_leaves_scales_and_histories_as_it_found_the
 
 def test_79_an_absurd_magnitude_in_a_step_that_counts_is_limited_and_said(tmp_path):
     clean, faulty = run_with(tmp_path / "clean"), run_with(tmp_path / "run", accident=4)
-    (event,) = summary(tmp_path / "run")["fallback"]["events"]
+    (event,) = summary(tmp_path / "run")["divergence"]["events"]
     assert (event["step"], event["what"]) == (4, "magnitude")
     assert "largest magnitudes of 1 FP8 tensors have jumped" in event["reason"]
     ratio = {step: (clean.found[step] / faulty.found[step]).tolist() for step in clean.found}
     assert ratio == {step: [JUMP if step in (5, 6, 7, 8) else 1.0, 1.0] for step in range(1, 9)}
-    assert summary(tmp_path / "clean")["fallback"]["events"] == []
+    assert summary(tmp_path / "clean")["divergence"]["events"] == []
 
 
 @pytest.mark.parametrize("amax", [1e-38, 1e-30, 1e30, 3e38])
@@ -173,26 +172,24 @@ def test_79_scales_are_what_every_kernel_can_represent(amax):
     assert torch.isfinite(products).all()
 
 
-def plugin(of, global_batch_size):
-    made = FP8Precision(None, "these settings", global_batch_size)
-    made.forward_context = nullcontext
-    made.convert_module(of)
-    return made
+def owner_of(model, global_batch_size):
+    (config,) = compose.preflight([f"global_batch_size={global_batch_size}", "micro_batch_size=1"])
+    return Scaling.of_run(model, config, DELAYED, "fused", nullcontext)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("global_batch_size", [4, 16, 64])
 def test_81_gradients_scales_follow_a_rank_s_share_of_a_step_over_a_resume(monkeypatch, global_batch_size, ranks):
     """A gradient of the mean over fewer sequences is larger: the old scales would saturate it."""
-    saved = plugin(trained(), 16)
-    saved.scales_found = True
+    saved = owner_of(trained(), 16)
+    saved.ready = True
     before = saved.state_dict()
     monkeypatch.setattr("gpt2_fp8.runtime.collectives.rank_and_world", lambda: (0, ranks))
-    again = plugin(trained(), global_batch_size)
+    again = owner_of(trained(), global_batch_size)
     again.load_state_dict(before)
-    assert again.restore_scales()
+    assert again.take()
     larger = 16 / (global_batch_size // ranks)
-    after = state.capture(again._model)
+    after = state.capture(again.model)
     for name, tensor in after.items():
         factor = 1.0 if "fwd" in name else 1 / larger if name.endswith("scale") else larger
         assert torch.equal(tensor, before[name] * factor), name
@@ -200,11 +197,11 @@ def test_81_gradients_scales_follow_a_rank_s_share_of_a_step_over_a_resume(monke
 
 
 def test_81_scales_of_a_checkpoint_that_does_not_say_its_share_are_taken_as_they_are():
-    saved = plugin(trained(), 16)
-    saved.scales_found = True
+    saved = owner_of(trained(), 16)
+    saved.ready = True
     before = saved.state_dict()
     del before["sequences"]
-    again = plugin(trained(), 4)
+    again = owner_of(trained(), 4)
     again.load_state_dict(dict(before))
-    assert again.restore_scales()
-    assert all(torch.equal(before[name], tensor) for name, tensor in state.capture(again._model).items())
+    assert again.take()
+    assert all(torch.equal(before[name], tensor) for name, tensor in state.capture(again.model).items())

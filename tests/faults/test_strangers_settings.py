@@ -177,7 +177,7 @@ def test_84_what_cannot_be_shown_is_told_in_two_lines(tmp_path: Path) -> None:
         "--cfg job -p nope": "--package nope",
         "--cfg job --resolve run_name=${nope}": "Interpolation key 'nope' not found",
         "--cfg job seed=1,2": "several values",
-        "--cfg all precision=fp32 precision.layers=te": "precision.layers belongs to precision=fp8_hybrid",
+        "--cfg all precision=fp32 precision.backend=te": "precision.backend belongs to precision=fp8_hybrid",
         f"--cfg job {mine} global_batch_size=4 seed=x": "none of the files that were chosen has global_batch_size",
         f"{mine} global_batch_size=16": "fix: +global_batch_size=16, to add it",
         "--help data=stdlib data.train_files=[a]": "data.train_files belongs to data=text_files",

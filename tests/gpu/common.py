@@ -1,21 +1,21 @@
 """A small model and its pieces, for tests on a GPU."""
 
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gpt2_fp8 import compose, layers
-from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, ModelConfig, StatelessRecipe
-from gpt2_fp8.engine.engine import Engine
+from gpt2_fp8 import compose
+from gpt2_fp8.backends.base import Backend
+from gpt2_fp8.backends.resolve import BACKENDS, resolve
+from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
-from gpt2_fp8.model.gpt2 import GPT2, initialise
+from gpt2_fp8.model.gpt2 import initialise
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.calibrate import calibrate
-from gpt2_fp8.precision.plugin import FP8Precision
-from gpt2_fp8.precision.recipes import build_recipe
 
 VOCAB = 50257
 CONFIG = ModelConfig(
@@ -46,16 +46,27 @@ def scaling(precision="fp8_hybrid"):
     return DelayedScaling(16, margin=0, most_recent=False, forward=torch.float8_e4m3fn, gradient=gradient)
 
 
-def build(backend, keep_bf16=(), config=CONFIG, precision="fp8_hybrid", recompute=False):
-    family = layers.load(backend, scaling(precision) if backend == "fused" else None, recompute)
-    model = GPT2(config, VOCAB, family, keep_bf16).cuda()
+def computing(name, keep_bf16=(), config=CONFIG, precision="fp8_hybrid", recompute=False, recipe="delayed"):
+    """The backend of a run of a model `config`, by the backend's name."""
+    run = composed(f"precision={precision}", f"recipe={recipe}")
+    run = replace(
+        run, model=config, precision=replace(run.precision, keep_bf16=list(keep_bf16)),
+        activation_checkpointing="mlp" if recompute else "none",
+    )  # fmt: skip
+    return BACKENDS[name](run, "bf16" if name == "reference" else precision, "cuda")
+
+
+def build(backend, *arguments, **options):
+    """A model; arguments as `computing`'s."""
+    model = computing(backend, *arguments, **options).build(VOCAB).cuda()
     initialise(model, seed=1)
     return model
 
 
 def loss_of(model, fused):
-    """The engine's own loss of a model. `fused`: its logits become their gradient where it has any."""
-    return partial(Engine._loss, SimpleNamespace(model=model, vocab_size=VOCAB, plan=SimpleNamespace(fp8=fused)))
+    """The backends' own loss of a model. `fused`: its logits become their gradient where it has any."""
+    backend = SimpleNamespace(fused_loss=fused)
+    return lambda ids, first=None, scale=1.0: Backend.loss(backend, model, ids, first, scale)
 
 
 def tokens(batch=16, seed=0, n_positions=256):
@@ -65,23 +76,27 @@ def tokens(batch=16, seed=0, n_positions=256):
     return (VOCAB**uniform - 1).int().cuda()
 
 
-def plugin(recipe="delayed", precision="fp8_hybrid", backend="te"):
-    """The precision plugin of a run, as `build_plugin` makes it."""
-    if backend == "fused":
-        return FP8Precision(None, "delayed, fused")
-    chosen = FP8PrecisionConfig(name=precision, keep_bf16=[], layers="auto", fast_accumulation=False, fallback="error")
-    if recipe == "delayed":
-        config = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
-        return FP8Precision(build_recipe(chosen, config), "delayed")
-    return FP8Precision(build_recipe(chosen, StatelessRecipe(name=recipe)), None)
-
-
 def calibrated(backend, recipe="delayed", precision="fp8_hybrid", ids=None, **settings):
-    """A model with its scales found on `ids`, and its plugin."""
-    model, fp8 = build(backend, precision=precision, **settings), plugin(recipe, precision, backend)
+    """A model with its scales found on `ids`, and its backend."""
+    fp8 = computing(backend, recipe=recipe, precision=precision, **settings)
+    model = build(backend, recipe=recipe, precision=precision, **settings)
     calibrate(model, loss_of(model, True), tokens() if ids is None else ids, fp8.forward_context)
-    fp8.scales_found = True
     return model, fp8
+
+
+def prepared(*overrides):
+    """What computes the gradients of a run, its scales found where it has any; `micro_batch_size` is the run's."""
+    config = composed(*overrides)
+    plan = resolve(config, "cuda")
+    with torch.device("cuda"):
+        model = plan.backend.build(VOCAB)
+    initialise(model, seed=1)
+    made = Gradients(plan, model, plan.backend.scaling(model), torch.Tensor.backward)
+    made.micro_batch_size = config.micro_batch
+    if plan.fp8:
+        made.calibrate(tokens(12, 0, 128), made.micro_batch_size)
+        made.scaling.ready = True
+    return made
 
 
 @contextmanager

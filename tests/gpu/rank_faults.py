@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from gpt2_fp8.callbacks import rank_watchdog
-from gpt2_fp8.engine.engine import Engine
+from gpt2_fp8.engine.gradients import Gradients
+from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.precision import state
 from gpt2_fp8.runtime import collectives
 from gpt2_fp8.train.module import GPT2Module
@@ -30,32 +31,32 @@ def _is_time(step):
 
 def note():
     """Write a line of JSON for every finished step into the file rank-R of the working directory."""
-    training_step, finish_step = GPT2Module.training_step, GPT2Module.finish_step
+    training_step, settle = GPT2Module.training_step, TrainingStep.settle
 
     def noted_training_step(self, batch, batch_idx):
         _here.update(step=self.global_step + 1, parts=0)
         training_step(self, batch, batch_idx)
 
-    def noted_finish_step(self):
-        before = self.last_step
-        finish_step(self)
-        if self.last_step is not before:
+    def noted_settle(self):
+        before = self._last
+        settle(self)
+        if self._last is not before:
             with Path(f"rank-{_rank()}").open("a") as file:
                 file.write(json.dumps(_what_it_came_to(self)) + "\n")
 
-    GPT2Module.training_step, GPT2Module.finish_step = noted_training_step, noted_finish_step
+    GPT2Module.training_step, TrainingStep.settle = noted_training_step, noted_settle
 
 
-def _what_it_came_to(module):
-    scales = state.capture(module.model)
+def _what_it_came_to(step):
+    scales = state.capture(step.model)
     return {
-        "step": module.global_step,
-        "loss": module.last_step.read().loss,
-        "again": module.last_step.first is not None,
-        "size": module.attempts.training.size,
+        "step": step.schedule.last_epoch,
+        "loss": step._last.read().loss,
+        "again": step._last.first is not None,
+        "size": step.micro_batch_size,
         "tensors": len(scales),
         "scales": _digest(scales.values()),
-        "weights": _digest(module.model.parameters()),
+        "weights": _digest(step.model.parameters()),
     }
 
 
@@ -79,7 +80,7 @@ def _before(owner, name, happens):
 
 def out_of_memory():
     """In step 3, in the lowest block's backward of the second micro-batch."""
-    loss = Engine.loss
+    loss = Gradients.loss
 
     def no_memory(gradient):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -94,7 +95,7 @@ def out_of_memory():
         finally:
             handle.remove()
 
-    Engine.loss = failing
+    Gradients.loss = failing
 
 
 def scarce():
@@ -108,24 +109,24 @@ def scarce():
             whole = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction((now + 0.7 * (most - now)) / whole)
 
-    _before(Engine, "gradients", limit)
+    _before(Gradients, "of_step", limit)
 
 
 def not_finite():
     """The loss of step 6 and its gradients stay as they are; what is told of the loss is NaN."""
-    gradients = Engine.gradients
-    Engine.gradients = lambda *args: gradients(*args) * (float("nan") if _is_time(6) else 1.0)
+    gradients = Gradients.of_step
+    Gradients.of_step = lambda *args: gradients(*args) * (float("nan") if _is_time(6) else 1.0)
 
 
 def stopped():
     """SIGTERM in step 5."""
-    _before(Engine, "gradients", lambda: _is_time(5) and os.kill(os.getpid(), signal.SIGTERM))
+    _before(Gradients, "of_step", lambda: _is_time(5) and os.kill(os.getpid(), signal.SIGTERM))
 
 
 def killed_before_its_gradients():
     """SIGKILL in step 3: for the other rank a connection between the hosts breaks."""
     rank_watchdog.LIFE_SECONDS = 20.0
-    _before(Engine, "gradients", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))
+    _before(Gradients, "of_step", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))
 
 
 def killed_in_the_exchange():

@@ -5,9 +5,8 @@ import logging
 
 import pytest
 
+from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.measure import auto_cache, auto_candidates, auto_precision, worker
-from gpt2_fp8.precision.plugin import build_plugin
-from gpt2_fp8.precision.resolve import resolve
 from tests.gpu.common import HOPPER, composed
 from tests.runs import metrics, start_elsewhere, summary, train
 
@@ -22,7 +21,7 @@ def _elsewhere(tmp_path, monkeypatch):
 
 
 def settle(*overrides):
-    return auto_precision.settle(composed(*AUTO, *overrides), "cuda", 1, None, 0)
+    return auto_precision.decide(composed(*AUTO, *overrides), "cuda", 1, None, 0)
 
 
 def in_this_process(monkeypatch):
@@ -57,7 +56,7 @@ def test_it_measures_chooses_says_why_and_remembers(monkeypatch):
     assert "tokens/s against" in choice.reason
     assert "measured on this machine on 20" in choice.reason
     assert config.precision.name == choice.precision
-    build_plugin(config, resolve(config, "cuda"))  # what was chosen can be built
+    resolve(config, "cuda")  # what was chosen can run
     assert auto_cache.place().is_file()
 
     measured.clear()

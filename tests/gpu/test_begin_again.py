@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from gpt2_fp8.precision import state
-from tests.gpu.common import error, hopper
-from tests.gpu.test_bf16_again import prepared, step
+from tests.gpu.common import error, hopper, prepared
+from tests.gpu.test_bf16_again import step
 
 pytestmark = pytest.mark.fp8
 
-FUSED = ["precision.layers=fused", "cuda_graphs=false"]
-TE = ["precision.layers=te"]
+FUSED = ["precision.backend=fused", "cuda_graphs=false"]
+TE = ["precision.backend=te"]
 MLP = "activation_checkpointing=mlp"
 ROADS = [TE, [*TE, MLP], *(pytest.param(road, marks=hopper) for road in (FUSED, [*FUSED, MLP]))]
 
 
-def run_out(engine, plugin, seed):
+def run_out(engine, seed):
     """A step in whose second micro-batch there is no memory for the lowest block's backward."""
     forwards = []
 
@@ -29,7 +29,7 @@ def run_out(engine, plugin, seed):
 
     handle = engine.model.blocks[0].register_forward_hook(hook)
     with pytest.raises(torch.OutOfMemoryError):
-        step(engine, plugin, seed)
+        step(engine, seed)
     handle.remove()
 
 
@@ -37,16 +37,16 @@ def run_out(engine, plugin, seed):
 def test_scales_histories_and_gradients_are_those_of_the_smaller_size(overrides):
     found = []
     for again in (True, False):
-        engine, plugin = prepared(*overrides)
-        step(engine, plugin, 1)
+        engine = prepared(*overrides)
+        step(engine, 1)
         if again:
             before = state.capture(engine.model)
-            run_out(engine, plugin, 2)
-            engine.forget()
+            run_out(engine, 2)
+            engine.discard()
             assert all(torch.equal(before[name], now) for name, now in state.capture(engine.model).items())
             assert all(parameter.grad is None for parameter in engine.model.parameters())
         engine.micro_batch_size = 2
-        steps = [step(engine, plugin, seed) for seed in (2, 3)]  # scales left over would show in a later backward
+        steps = [step(engine, seed) for seed in (2, 3)]  # scales left over would show in a later backward
         found.append((steps, state.capture(engine.model)))
     (steps, ours), (others, expected) = found
     for (loss, gradients), (expected_loss, expected_gradients) in zip(steps, others, strict=True):
@@ -58,11 +58,11 @@ def test_scales_histories_and_gradients_are_those_of_the_smaller_size(overrides)
 
 @hopper
 def test_a_gradient_that_waits_for_a_backward_that_failed_is_let_go():
-    engine, plugin = prepared(*FUSED)
-    run_out(engine, plugin, 1)
+    engine = prepared(*FUSED)
+    run_out(engine, 1)
     lowest = engine.model.blocks[0]
     assert lowest.received is not None
-    engine.forget()
+    engine.discard()
     assert lowest.received is None
 
 
@@ -71,9 +71,9 @@ def test_bf16_layers_are_so_after_a_backward_that_failed_in_transformer_engines_
     """Where the perceptron is computed again in the backward, Transformer Engine sets its region by hand."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    engine, plugin = prepared(*overrides)
-    run_out(engine, plugin, 1)
+    engine = prepared(*overrides)
+    run_out(engine, 1)
     FP8GlobalStateManager.quantization_state.fp8_enabled = True  # as an error in the midst of it leaves it
-    engine.forget()
+    engine.discard()
     assert not FP8GlobalStateManager.is_fp8_enabled()
     assert not any(FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer)

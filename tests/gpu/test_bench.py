@@ -43,7 +43,7 @@ def assert_profile(profile, *names):
 
 def test_a_case_in_a_process_of_its_own():
     """One child, some fifteen seconds: what a user's benchmark does."""
-    result = measure(Case(config=composed("precision.layers=auto"), steps=3, warmup=3, profile=True), 300)
+    result = measure(Case(config=composed("precision.backend=auto"), steps=3, warmup=3, profile=True), 300)
     assert_figures(result, 6)
     assert (result.ran, result.backend, result.compiled) == ("fp8_hybrid", "fused" if HOPPER else "te", False)
     assert {"torch", "transformer_engine", "triton", "cuda"} <= result.versions.keys()
@@ -57,7 +57,7 @@ def test_a_case_in_a_process_of_its_own():
 
 @pytest.mark.parametrize(
     ("overrides", "backend"),
-    [(["precision.layers=te"], "te"), (["recipe=current"], "te"), (["precision=bf16", "compile=false"], "reference")],
+    [(["precision.backend=te"], "te"), (["recipe=current"], "te"), (["precision=bf16", "compile=false"], "reference")],
     ids=" ".join,
 )
 def test_what_is_measured_is_what_was_asked_for(overrides, backend):

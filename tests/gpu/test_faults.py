@@ -27,7 +27,7 @@ from tests.runs import (
 pytestmark = pytest.mark.fp8
 
 ROADS = {
-    "delayed": (["precision.layers=te"], ON_GPU),
+    "delayed": (["precision.backend=te"], ON_GPU),
     "current": (["recipe=current"], ON_GPU),
     "fused": (FUSED, ON_GPU),
     "graphs": (GRAPHS, ON_GPU),
@@ -48,7 +48,7 @@ def losses(folder):
 
 
 def happened(folder):
-    return [(event["step"], event["what"]) for event in summary(folder)["fallback"]["events"]]
+    return [(event["step"], event["what"]) for event in summary(folder)["divergence"]["events"]]
 
 
 # ---- resuming --------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_18_with_deterministic_kernels_three_legs_equal_one_run_bit_for_bit(tmp_
     assert steps == whole, "tokens, and losses to the last bit"
     one, other = (checkpoint(tmp_path / name, 12) for name in ("legs", "whole"))
     assert_same_checkpoint(one, other)
-    assert_equal(*(read(path).get("FP8Precision") for path in (one, other)), "scales")
+    assert_equal(*(read(path)["training_step"] for path in (one, other)), "scales")
     assert metrics(tmp_path / "legs")["val_loss"] == metrics(tmp_path / "whole")["val_loss"]
 
 
@@ -157,7 +157,10 @@ def test_64_auto_finds_the_largest_part_that_fits(tmp_path, caplog, room, road):
     sizes = [int(r.message.split()[4]) for r in caplog.records if "out of memory: micro_batch_size" in r.message]
     assert sizes[:2] == [72, 48]
     assert sizes[-1] in (36, 24), "what fits 85 % of what 48 need"
-    assert read(checkpoint(tmp_path / "run", 4))["micro_batch_size"] == {"asked": 144, "fits": sizes[-1]}
+    assert read(checkpoint(tmp_path / "run", 4))["training_step"]["micro_batch_size"] == {
+        "asked": 144,
+        "fits": sizes[-1],
+    }
     assert summary(tmp_path / "run")["steps"] == 4
 
 

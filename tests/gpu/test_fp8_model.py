@@ -10,12 +10,12 @@ from tests.gpu.common import (
     bf16,
     build,
     calibrated,
+    computing,
     error,
     evaluating,
     gradients,
     hopper,
     loss_of,
-    plugin,
     tokens,
 )
 
@@ -53,7 +53,7 @@ def test_fp8_is_close_to_bf16_from_the_first_step(backend, recipe, precision):
 
 def test_uncalibrated_delayed_scaling_has_no_gradient_in_the_blocks():
     """Why calibration exists; when this fails, Transformer Engine has cured it and calibration can go."""
-    model, fp8 = build("te"), plugin()
+    model, fp8 = build("te"), computing("te")
     with fp8.forward_context():
         loss = loss_of(model, True)(tokens(batch=256), scale=0.25)  # as 262,144 tokens a step
     loss.backward()
@@ -89,30 +89,35 @@ def test_evaluation_leaves_the_history_unchanged(backend):
 def test_restored_scales_give_the_same_loss_and_gradients(backend):
     model, fp8 = calibrated(backend)
     gradients(model, tokens(seed=3), True, fp8.forward_context)
-    fp8.convert_module(model)
-    saved = fp8.state_dict()
+    saved = scales_of(model, fp8)
     expected = gradients(model, tokens(seed=4), True, fp8.forward_context)
-    other, again = build(backend), plugin(backend=backend)
-    again.convert_module(other)
+    other = build(backend)
+    again = fp8.scaling(other)
     again.load_state_dict(saved)
-    assert again.restore_scales()
-    loss, ours = gradients(other, tokens(seed=4), True, again.forward_context)
+    assert again.take()
+    loss, ours = gradients(other, tokens(seed=4), True, fp8.forward_context)
     assert loss == expected[0]
     assert all(torch.equal(ours[name], expected[1][name]) for name in ours if "tokens" not in name)
+
+
+def scales_of(model, backend):
+    """As a checkpoint has them."""
+    owner = backend.scaling(model)
+    owner.ready = True
+    return owner.state_dict()
 
 
 @pytest.mark.parametrize("backend", FAMILIES)
 def test_scales_of_other_settings_are_not_taken(backend):
     model, fp8 = calibrated(backend)
-    fp8.convert_module(model)
-    saved = fp8.state_dict()
-    fp8.scaling = "delayed, in another format"
-    fp8.load_state_dict(saved)
-    assert not fp8.restore_scales()
+    owner = fp8.scaling(model)
+    owner.load_state_dict(scales_of(model, fp8))
+    owner.settings = "delayed, in another format"
+    assert not owner.take()
 
 
 def test_kept_layers_run_in_bf16():
-    model, fp8 = build("te", keep_bf16=["first", "head"]), plugin()
+    model, fp8 = build("te", keep_bf16=["first", "head"]), computing("te")
     calibrate(model, loss_of(model, True), tokens(), fp8.forward_context)
     names = {name.split(".scaling")[0] for name in state.capture(model)}
     assert "head" not in names

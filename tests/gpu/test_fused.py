@@ -6,13 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.layers import te
 from gpt2_fp8.layers.attention import FlashAttention, attention, flash_backward
 from gpt2_fp8.layers.reference import Attention
 from gpt2_fp8.model.loss import split
 from gpt2_fp8.precision import state
-from gpt2_fp8.precision.plugin import build_plugin
-from gpt2_fp8.precision.resolve import resolve
 from tests.gpu import common
 from tests.gpu.common import CONFIG, VOCAB, build, calibrated, composed, error, evaluating, gradients, hopper, tokens
 
@@ -245,13 +244,11 @@ def test_a_step_takes_its_scales_from_the_steps_before():
 
 def test_transformer_engines_scales_are_not_taken():
     """The settings under which scales were found name the layers, whose tensors are others."""
-    fused, other = (composed(f"precision.layers={name}") for name in ("fused", "te"))
-    ours, theirs = (build_plugin(config, resolve(config, "cuda")) for config in (fused, other))
-    assert (ours.recipe is None, theirs.recipe is None) == (True, False)
-    assert ours.scaling != theirs.scaling
-    ours.convert_module(build("fused"))
-    ours.load_state_dict({"scaling": theirs.scaling})
-    assert not ours.restore_scales()
+    plans = (resolve(composed(f"precision.backend={name}"), "cuda") for name in ("fused", "te"))
+    ours, theirs = (plan.backend.scaling(build("fused")) for plan in plans)
+    assert ours.settings != theirs.settings
+    ours.load_state_dict({"settings": theirs.settings})
+    assert not ours.take()
 
 
 # What runs
@@ -267,13 +264,14 @@ def test_transformer_engines_scales_are_not_taken():
         (["recipe=current"], "te", False),
         (["recipe=block"], "te", False),
         (["model.dropout=0.1"], "te", False),
-        (["precision.layers=te"], "te", False),
+        (["precision.backend=te"], "te", False),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_the_layers_of_a_run(overrides, backend, graphs):
     plan = resolve(composed(*overrides), "cuda")
-    assert (plan.backend, plan.graphs, plan.reason, plan.compile) == (backend, graphs, None, False)
+    assert (plan.backend.name, plan.backend.graphs) == (backend, graphs)
+    assert (plan.reason, plan.backend.compiled) == (None, False)
 
 
 def test_a_block_casts_the_gradient_that_the_one_below_needs(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpt2_fp8.precision.calibrate import calibrate
-from tests.gpu.common import FAMILIES, VOCAB, bf16, build, gradients, loss_of, plugin, tokens
+from tests.gpu.common import FAMILIES, VOCAB, bf16, build, computing, gradients, loss_of, tokens
 from tests.gpu.test_cast import DEVICE
 
 pytestmark = pytest.mark.fp8
@@ -41,7 +41,7 @@ def test_80_under_fp8_e4m3_rare_tokens_get_their_gradient(backend, recipe):
     if backend == "fused" and recipe != "delayed":
         pytest.skip("the fused layers have one recipe")
     ids = tokens()
-    model, fp8 = build(backend, precision="fp8_e4m3"), plugin(recipe, "fp8_e4m3", backend)
+    model, fp8 = build(backend, precision="fp8_e4m3"), computing(backend, recipe=recipe, precision="fp8_e4m3")
     spread(model)
     calibrate(model, loss_of(model, True), ids, fp8.forward_context)
     _, ours = gradients(model, ids, True, fp8.forward_context)

@@ -8,9 +8,9 @@ import torch
 
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.engine import engine
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.model.flops import peak_bf16_flops
+from gpt2_fp8.precision.scaling import Scaling
 from tests.gpu.common import hopper
 from tests.runs import checkpoint, metrics, record_steps, summary, train, train_until
 
@@ -22,9 +22,9 @@ ON_GPU = [
     "optim.warmup_steps=2", "data.val_sequences=16", "trainer.log_every_n_steps=1", "precision.fallback=error",
     "callbacks.checkpoint_every_n_steps=4", "callbacks.sample_tokens=0", "callbacks.progress_bar=false",
 ]  # fmt: skip
-FUSED = ["cuda_graphs=false", "precision.layers=fused"]
+FUSED = ["cuda_graphs=false", "precision.backend=fused"]
 GRAPHS = ["cuda_graphs=true"]
-THROUGH = [["precision.layers=te"], pytest.param(GRAPHS, marks=hopper)]
+THROUGH = [["precision.backend=te"], pytest.param(GRAPHS, marks=hopper)]
 IN_BF16 = [o for o in ON_GPU if o != "precision.fallback=error"] + ["precision=bf16", "compile=false"]
 
 
@@ -76,9 +76,9 @@ def test_a_resumed_run_takes_its_scales_from_the_checkpoint(tmp_path, monkeypatc
     whole = list(steps)
     steps.clear()
     train_until(4, tmp_path / "legs", *overrides, base=ON_GPU)
-    scales = read(checkpoint(tmp_path / "legs", 4))["FP8Precision"]
+    scales = read(checkpoint(tmp_path / "legs", 4))["training_step"]["scaling"]
     assert any(name.endswith("scaling_bwd.scale") for name in scales)
-    monkeypatch.setattr(engine, "calibrate", lambda *_: pytest.fail("calibrated although there were scales"))
+    monkeypatch.setattr(Scaling, "calibrate", lambda *_: pytest.fail("calibrated although there were scales"))
     train_until(8, tmp_path / "legs", "ckpt_path=last", *overrides, base=ON_GPU)
     train(tmp_path / "legs", "ckpt_path=last", *overrides, base=ON_GPU)
     assert [tokens for _, tokens, _ in steps] == [tokens for _, tokens, _ in whole]
@@ -88,7 +88,7 @@ def test_a_resumed_run_takes_its_scales_from_the_checkpoint(tmp_path, monkeypatc
 
 BF16 = ([], IN_BF16)
 CURRENT, BLOCK, TE, OURS, RECORDED = (
-    (words, ON_GPU) for words in (["recipe=current"], ["recipe=block"], ["precision.layers=te"], FUSED, GRAPHS)
+    (words, ON_GPU) for words in (["recipe=current"], ["recipe=block"], ["precision.backend=te"], FUSED, GRAPHS)
 )
 SWITCHES = {
     "current to bf16": (CURRENT, BF16), "bf16 to current": (BF16, CURRENT),
@@ -115,9 +115,9 @@ def test_39_a_checkpoint_continues_in_another_precision_or_other_layers(tmp_path
     "overrides",
     [
         ["recipe=current"], ["recipe=block"], ["precision=fp8_e4m3"], ["precision.keep_bf16=[first,last,head]"],
-        ["precision=fp8_e4m3", "precision.layers=te"], ["precision.keep_bf16=[last,head]", "precision.layers=te"],
+        ["precision=fp8_e4m3", "precision.backend=te"], ["precision.keep_bf16=[last,head]", "precision.backend=te"],
         ["activation_checkpointing=mlp", "model.n_head=4"], ["model.dropout=0.1"],
-        ["recipe.amax_compute_algo=most_recent", "recipe.margin=1"],
+        ["recipe=delayed", "recipe.amax_compute_algo=most_recent", "recipe.margin=1"],
     ],
     ids=" ".join,
 )  # fmt: skip

@@ -121,7 +121,7 @@ def test_memory_that_cannot_be_locked_leaves_no_error_behind(snapshots, state, m
 
 
 def test_memory_is_locked_while_the_gpu_and_another_graph_are_at_work(snapshots):
-    """What `Tiers` keeps apart by time works side by side too, where a graph is recorded for its thread alone."""
+    """What checkpoints keep apart by time works side by side too, where a graph is recorded for its thread alone."""
     weights, x = torch.randn(64 << 20, device="cuda"), torch.ones(1024, device="cuda")
     snapshots.prepare(weights)
     for _ in range(20):

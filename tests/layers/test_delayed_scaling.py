@@ -10,7 +10,7 @@ from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Place, Scales
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.calibrate import PASSES, calibrate
-from gpt2_fp8.precision.plugin import FP8Precision
+from gpt2_fp8.precision.scaling import Scaling
 
 E4M3, E5M2 = 448.0, 57344.0  # the largest numbers of the two formats
 
@@ -318,20 +318,20 @@ def test_a_restored_run_goes_on_as_the_one_that_was_saved():
     assert model.scales.scale.tolist() == [E4M3 / 16, E4M3 / 32, E5M2 / 8]
 
 
-def test_scales_go_through_the_precision_plugin():
-    saved, again = FP8Precision(None, "these settings"), FP8Precision(None, "these settings")
-    other = FP8Precision(None, "other settings")
-    for plugin, model in ((saved, trained()), (again, Model()), (other, Model())):
-        plugin.forward_context = nullcontext
-        plugin.convert_module(model)
+def test_scales_go_through_a_checkpoint():
+    saved, again = (
+        Scaling(trained(), "these settings", 8, nullcontext),
+        Scaling(Model(), "these settings", 8, nullcontext),
+    )
+    other = Scaling(Model(), "other settings", 8, nullcontext)
     assert saved.state_dict() == {}  # of before a calibration, nothing is worth keeping
-    saved.scales_found = True
-    for plugin in (again, other):
-        plugin.load_state_dict(saved.state_dict())
-    assert again.restore_scales()
-    assert not other.restore_scales()
-    assert torch.equal(again._model.scales.history, saved._model.scales.history)
-    assert torch.count_nonzero(other._model.scales.history) == 0
+    saved.ready = True
+    for owner in (again, other):
+        owner.load_state_dict(saved.state_dict())
+    assert again.take()
+    assert not other.take()
+    assert torch.equal(again.model.scales.history, saved.model.scales.history)
+    assert torch.count_nonzero(other.model.scales.history) == 0
 
 
 def test_validation_leaves_histories_as_they_were():

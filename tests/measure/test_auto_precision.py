@@ -74,7 +74,7 @@ ALL = ["bf16", "fp8_hybrid/block", "fp8_hybrid/current", "fp8_hybrid/delayed"]
 
 
 def settle(*overrides, device="cuda", world_size=1, start=None, rank=0):
-    return auto_precision.settle(composed("precision=auto", *overrides), device, world_size, start, rank)
+    return auto_precision.decide(composed("precision=auto", *overrides), device, world_size, start, rank)
 
 
 @cache_calls
@@ -92,13 +92,13 @@ def entries():
 
 def test_other_precisions_are_left_alone():
     config = composed("precision=bf16")
-    assert auto_precision.settle(config, "cuda", 1, None, 0) == (config, None)
+    assert auto_precision.decide(config, "cuda", 1, None, 0) == (config, None)
 
 
 def test_the_fastest_of_what_this_gpu_can_do(gpu):
     config, choice = settle("precision.keep_bf16=[head]", "model.n_layer=3")
     assert config.precision == FP8PrecisionConfig(
-        name="fp8_hybrid", keep_bf16=["head"], layers="auto", fast_accumulation=False, fallback="allow"
+        name="fp8_hybrid", keep_bf16=["head"], backend="auto", fast_accumulation=False, fallback="allow"
     )
     assert config.recipe == auto_candidates.DELAYED
     assert config.model.n_layer == 3
@@ -119,7 +119,7 @@ def test_a_named_recipe_alone_competes(gpu):
     assert config.recipe.margin == 1
     gpu.rates["current"] = 1.0
     config, choice = settle("recipe=current")
-    assert config.precision == PlainPrecisionConfig(name="bf16")
+    assert config.precision == PlainPrecisionConfig(name="bf16", backend="auto")
     assert "507,000 tokens/s against 1 in fp8_hybrid, recipe current" in choice.reason
 
 
@@ -181,7 +181,7 @@ def test_a_candidate_that_cannot_run_is_out_and_said_so(gpu, result, words):
 )
 def test_where_fp8_cannot_compute_the_model_it_is_bf16_unmeasured(gpu, overrides, why):
     config, choice = settle(*overrides)
-    assert config.precision == PlainPrecisionConfig(name="bf16")
+    assert config.precision == PlainPrecisionConfig(name="bf16", backend="auto")
     assert why in choice.reason
     assert gpu.measured == []
 
@@ -428,7 +428,7 @@ def test_several_nodes_are_refused_where_there_is_something_to_measure(gpu, monk
 
 
 BF16_BY_RANK_0 = """
-from gpt2_fp8.measure import auto
+from gpt2_fp8.measure import auto_precision
 from gpt2_fp8.precision.choose import Choice
 
 def choose(*_):
@@ -436,10 +436,10 @@ def choose(*_):
         file.write("once\\n")
     return Choice(precision="bf16", recipe=None, reason="a stand-in says so")
 
-auto._choose = choose
+auto_precision._choose = choose
 
 def on_train_start(self):
-    Path(f"ran-{self.global_rank}").write_text(f"{self.plan.asked} {self.plan.ran}")
+    Path(f"ran-{self.global_rank}").write_text(f"{self.step.plan.asked} {self.step.plan.ran}")
 
 GPT2Module.on_train_start = on_train_start
 """
@@ -510,7 +510,7 @@ def test_a_resumed_run_stays_with_what_it_ran_in(tmp_path, caplog):
 
 def test_a_sweep_measures_once(gpu):
     for config in preflight(["-m", "precision=auto", "seed=1,2,3"]):
-        auto_precision.settle(config, "cuda", 1, None, 0)
+        auto_precision.decide(config, "cuda", 1, None, 0)
     assert gpu.measured == ALL
 
 

@@ -73,7 +73,7 @@ def test_errors_in_the_middle(error, status, monkeypatch):
     def step(self, ids):
         raise error
 
-    monkeypatch.setattr(worker.Training, "step", step)
+    monkeypatch.setattr(worker.TrainingStep, "__call__", step)
     result = worker.run(case())
     assert result.status == status
     assert result.message
@@ -87,7 +87,7 @@ def test_a_lack_of_the_machines_memory_is_told_in_plain_words(monkeypatch):
     def step(self, ids):
         torch.empty(2**50)
 
-    monkeypatch.setattr(worker.Training, "step", step)
+    monkeypatch.setattr(worker.TrainingStep, "__call__", step)
     result = worker.run(case())
     assert result.status == "out of memory"
     assert re.fullmatch(r"wanted 4,194,304\.0 GiB more, and this machine has [\d,.]+ GiB", result.message)

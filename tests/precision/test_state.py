@@ -3,7 +3,6 @@
 import sys
 from collections import deque
 from contextlib import nullcontext
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -11,9 +10,11 @@ import torch
 from torch import nn
 
 from gpt2_fp8 import compose
+from gpt2_fp8.backends.fused import Fused
+from gpt2_fp8.backends.reference import Reference
+from gpt2_fp8.backends.transformer_engine import TransformerEngine
 from gpt2_fp8.precision import state
-from gpt2_fp8.precision.plugin import FP8Precision, build_plugin
-from gpt2_fp8.precision.resolve import Plan
+from gpt2_fp8.precision.scaling import Scaling
 
 
 class Layer(nn.Module):
@@ -40,43 +41,41 @@ def model(ran):
     return layers
 
 
-def plugin(of, scaling="delayed"):
-    made = FP8Precision(recipe=None, scaling=scaling)
-    made.forward_context = nullcontext
-    made.convert_module(of)
-    made.scales_found = bool(state.capture(of))
+def scaling(of, settings="delayed"):
+    made = Scaling(of, settings, 8, nullcontext)
+    made.ready = bool(state.capture(of))
     return made
 
 
 def test_scales_go_through_a_checkpoint_into_layers_that_have_not_run():
     trained, fresh = model(ran=True), model(ran=False)
-    saved = plugin(trained).state_dict()
-    again = plugin(fresh)
+    saved = scaling(trained).state_dict()
+    again = scaling(fresh)
     again.load_state_dict(saved)
-    assert again.restore_scales()
+    assert again.take()
     before, after = state.capture(trained), state.capture(fresh)
     assert before.keys() == after.keys()
     assert len(before) == 8
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("scaling", ["in another format", None])
-def test_scales_of_other_settings_are_not_taken(scaling):
-    again = plugin(model(ran=False), scaling)
-    again.load_state_dict(plugin(model(ran=True)).state_dict())
-    assert not again.restore_scales()
-    assert state.capture(again._model) == {}
+@pytest.mark.parametrize("settings", ["in another format", None])
+def test_scales_of_other_settings_are_not_taken(settings):
+    again = scaling(model(ran=False), settings)
+    again.load_state_dict(scaling(model(ran=True)).state_dict())
+    assert not again.take()
+    assert state.capture(again.model) == {}
 
 
 def test_a_checkpoint_without_scales_asks_for_calibration():
-    again = plugin(model(ran=False))
+    again = scaling(model(ran=False))
     again.load_state_dict({})
-    assert not again.restore_scales()
+    assert not again.take()
 
 
 def test_scales_loaded_and_not_yet_used_are_saved_again():
-    saved = plugin(model(ran=True)).state_dict()
-    again = plugin(model(ran=False))
+    saved = scaling(model(ran=True)).state_dict()
+    again = scaling(model(ran=False))
     again.load_state_dict(saved)
     assert again.state_dict().keys() == saved.keys()
 
@@ -127,30 +126,33 @@ def test_gradient_amaxes_are_divided_exactly_and_alone():
         assert torch.equal(tensor, before[name] * factor), name
 
 
-FUSED = Plan("cuda", "fp8_hybrid", "fp8_hybrid", None, "fused", compile=False)
-OTHER = ["precision=fp8_e4m3", "recipe.margin=1", "recipe.amax_history_len=8", "precision.keep_bf16=[head]"]
+OTHER = ["precision=fp8_e4m3", "recipe=delayed recipe.margin=1", "recipe=delayed recipe.amax_history_len=8",
+         "precision.keep_bf16=[head]"]  # fmt: skip
 
 
-def test_the_fused_layers_scales_are_taken_under_their_own_settings_alone():
-    (config,), (same,) = compose.preflight([]), compose.preflight(["precision.layers=fused", "optim.lr=1e-3"])
-    own = build_plugin(config, FUSED)
-    assert isinstance(own, FP8Precision)
-    assert own.recipe is None, "they need no region of Transformer Engine's"
-    assert build_plugin(same, FUSED).scaling == own.scaling
-    others = [build_plugin(*compose.preflight([word]), FUSED).scaling for word in OTHER]
-    assert len({own.scaling, *others}) == 1 + len(OTHER)
+def settings(backend, *words):
+    (config,) = compose.preflight([*words])
+    return backend(config, config.precision.name, "cuda").scaling(None).settings
 
 
-def test_scales_of_transformer_engines_layers_are_not_the_fused_layers(monkeypatch):
-    (config,) = compose.preflight([])
-    monkeypatch.setattr("gpt2_fp8.precision.plugin.build_recipe", lambda precision, recipe: "a recipe")
-    te = build_plugin(config, replace(FUSED, backend="te"))
-    assert te.recipe == "a recipe"
-    assert te.scaling != build_plugin(config, FUSED).scaling
+def test_scales_are_taken_under_the_settings_that_they_were_found_under_alone():
+    own = settings(Fused)
+    assert own == (
+        "fp8_hybrid, DelayedRecipe(name='delayed', margin=0, amax_history_len=16, amax_compute_algo='max'), [], fused"
+    ), "as earlier checkpoints have it"
+    assert settings(Fused, "precision.backend=fused", "recipe=delayed", "optim.lr=1e-3") == own
+    others = [settings(Fused, *words.split()) for words in OTHER]
+    assert len({own, *others, settings(TransformerEngine)}) == 2 + len(OTHER)
+
+
+def test_stateless_recipes_have_no_scales_to_save():
+    assert settings(TransformerEngine, "recipe=current") is None
 
 
 @pytest.mark.parametrize("ran", ["bf16", "fp32"])
 def test_a_run_that_fell_back_has_no_scales(ran):
     (config,) = compose.preflight([])
-    made = build_plugin(config, Plan("cpu", "fp8_hybrid", ran, "no GPU", "reference", compile=False))
-    assert not isinstance(made, FP8Precision)
+    made = Reference(config, ran, "cpu").scaling(None)
+    made.load_state_dict({"settings": "delayed"})
+    assert made.state_dict() == {}
+    assert made.ready

@@ -1,12 +1,10 @@
 """What ranks tell each other: two processes joined by gloo, and all that is asked of them in one go."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import distributed, nn
 
-from gpt2_fp8.engine.micro_batching import Attempts
+from gpt2_fp8.engine.micro_batching import MicroBatching
 from gpt2_fp8.layers.delayed_scaling import Place
 from gpt2_fp8.precision import state
 from gpt2_fp8.runtime import collectives
@@ -18,7 +16,7 @@ from tests.precision.test_state import Layer
 
 def test_a_process_that_is_alone_asks_nobody():
     assert collectives.rank_and_world() == (0, 1)
-    assert not collectives.several()
+    assert not collectives.is_distributed()
     assert collectives.largest(15) == 15
     assert [collectives.any_rank(flag) for flag in (True, False)] == [True, False]
     tensor = torch.tensor([1.0])
@@ -35,7 +33,7 @@ def _rank(rank, folder):
         distributed.init_process_group("gloo", init_method=f"file://{folder}/{time}", rank=rank, world_size=2)
         found[time] = _hosts(rank)
         if time == "again":
-            found |= _tensors(rank) | _states(rank) | _attempts(rank)
+            found |= _tensors(rank) | _states(rank) | _micro_batching(rank)
         distributed.destroy_process_group()
     torch.save(found, f"{folder}/{rank}")
 
@@ -60,7 +58,7 @@ def _hosts(rank):
 def _tensors(rank):
     tensor = torch.tensor([1.0, -5.0]) * (1 - 2 * rank)
     collectives.maximum(tensor)
-    return {"maximum": tensor.tolist(), "world": collectives.rank_and_world(), "several": collectives.several()}
+    return {"maximum": tensor.tolist(), "world": collectives.rank_and_world(), "several": collectives.is_distributed()}
 
 
 def _states(rank):
@@ -79,15 +77,14 @@ def _states(rank):
     return {"agreed": agreed, "scale": model.scales.scale.clone()}
 
 
-def _attempts(rank):
+def _micro_batching(rank):
     """A calibration and a step in which rank 1 alone has room for two sequences and no more; and as it is where both
     had no more room from the first."""
     found = {}
     for size in (4, 2):
         torch.manual_seed(0)
         engine = with_scales()
-        engine.micro_batch_size = size
-        of, loss = Attempts(engine, torch.Tensor.backward, nullcontext), engine._loss_of
+        of, loss = MicroBatching(engine, share=8, size=size), engine._loss_of
 
         def limited(part, first, scale, loss=loss):
             if rank == 1 and len(part) > 2:
@@ -96,15 +93,15 @@ def _attempts(rank):
 
         engine._loss_of = limited
         batch = ids(8, seed=rank, length=POSITIONS + 1)
-        of.calibrate(batch, nullcontext)
+        of.calibrate(batch)
         calibrated = state.capture(engine.model)
         if size == 4:
             of.training.size = 4  # the step is to find out by itself
-        of.gradients(batch, nullcontext)
+        of.gradients(batch)
         gradient = engine.model.positions.weight.grad.clone()
         amax = engine.model.scales.slot(Place("forward", 0)).amax.item()
         found[size] = calibrated, {**state.capture(engine.model), "gradient": gradient}, of.training.size, amax
-    return {"attempts": found}
+    return {"micro-batching": found}
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +136,7 @@ def test_ranks_agree_on_the_largest_magnitudes_and_the_smallest_scales(ranks):
 
 
 def test_a_rank_without_memory_makes_all_begin_again_and_nothing_is_seen_of_it(ranks):
-    one, other = (rank["attempts"] for rank in ranks)
+    one, other = (rank["micro-batching"] for rank in ranks)
     for number in (0, 1):  # after the calibration, after the step
         expected = one[2][number]
         for found in (one[4][number], other[2][number], other[4][number]):
@@ -154,10 +151,9 @@ def test_magnitudes_are_those_of_both_texts(ranks):
     for rank in (0, 1):
         torch.manual_seed(0)
         engine = with_scales()
-        engine.micro_batch_size = 2
-        engine.calibrate(ids(8, seed=rank, length=POSITIONS + 1), nullcontext)
+        engine.calibrate(ids(8, seed=rank, length=POSITIONS + 1), 2)
         alone.append(engine.model.scales.scale)
     assert not torch.equal(*alone)
-    calibrated = ranks[0]["attempts"][2][0]
+    calibrated = ranks[0]["micro-batching"][2][0]
     both = torch.minimum(*alone)
     assert calibrated["scales.scaling_fwd.scale"].tolist() == both[:1].tolist()

@@ -205,7 +205,7 @@ def test_a_run_that_stays_not_finite_ends_as_diverged(tmp_path, monkeypatch):
         train(tmp_path / "run", "trainer.max_steps=30")
     report = summary(tmp_path / "run")
     assert (report["status"], report["exit_code"], report["steps"]) == ("diverged", 3, 9)
-    assert (report["fallback"]["rollbacks"], report["fallback"]["skipped"], report["skipped_steps"]) == (1, 10, 10)
+    assert (report["divergence"]["rollbacks"], report["divergence"]["skipped"], report["skipped_steps"]) == (1, 10, 10)
     assert all(torch.isfinite(w).all() for w in read_weights(checkpoint(tmp_path / "run", 8)).values())
 
 
@@ -238,7 +238,7 @@ def test_a_run_without_a_sound_checkpoint_goes_back_to_its_start(tmp_path, monke
     assert len(models) >= 2
     assert [step for step, *_ in steps] == [*range(1, 5), *range(1, 13)]
     assert steps[:2] == steps[4:6], "the same text and the same weights"
-    assert summary(tmp_path / "run")["fallback"]["rollbacks"] == 1
+    assert summary(tmp_path / "run")["divergence"]["rollbacks"] == 1
     assert list(metrics(tmp_path / "run")["train_loss"]) == list(range(1, 13))
 
 

@@ -1,68 +1,60 @@
-"""When the LightningModule finds FP8 scales: before the first forward that counts, whichever that is."""
+"""When a run finds its FP8 scales: before the first forward that counts, whichever that is."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.precision.plugin import FP8Precision
-from gpt2_fp8.precision.resolve import Plan
+from gpt2_fp8.backends.resolve import Plan
+from gpt2_fp8.precision.scaling import Scaling
 from gpt2_fp8.train.module import GPT2Module
+from tests.faults.pretended import Pretended
 
 IDS = torch.ones(2, 129, dtype=torch.int32)
-PLAN = Plan("cpu", "fp8_hybrid", "fp8_hybrid", None, "reference", compile=False)
 
 
-class Plugin(FP8Precision):
+class Backend(Pretended):
     """Finds scales in a checkpoint, or not, and says when it was asked."""
 
-    def __init__(self, events, in_checkpoint):
-        super().__init__(None, "settings")
+    def __init__(self, config, events, in_checkpoint):
+        super().__init__(config)
         self.events, self.in_checkpoint = events, in_checkpoint
 
-    def restore_scales(self):
-        self.events.append("restore")
-        return self.in_checkpoint
+    def scaling(self, model):
+        made = Scaling(model, "settings", 8, self.forward_context)
 
-    forward_context = nullcontext
+        def take():
+            self.events.append("take")
+            made.ready = self.in_checkpoint
+            return self.in_checkpoint
 
+        def calibrate(loss_of, ids, share):
+            assert torch.is_grad_enabled()
+            self.events.append("calibrate")
 
-@pytest.fixture
-def module():
-    (config,) = compose.preflight(["model.n_layer=1", "micro_batch_size=1"])
-    made = GPT2Module(config, PLAN, 257)
-    made.configure_model()
-    return made
+        made.take, made.calibrate = take, calibrate
+        return made
 
-
-def attach(module, in_checkpoint):
-    """A plugin and a trainer around the module; returns what happens, in order."""
-    events = []
-    strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    module._trainer = SimpleNamespace(precision_plugin=Plugin(events, in_checkpoint), strategy=strategy)
-
-    def calibrate(ids, _):
-        assert torch.is_grad_enabled()
-        events.append("calibrate")
-
-    def loss(ids, *_):
-        events.append("loss")
+    def loss(self, model, ids, is_first_microbatch, scale):
+        self.events.append("loss")
         return torch.ones(())
 
-    module.engine.calibrate, module.engine.loss = calibrate, loss
-    return events
 
-
-@pytest.mark.parametrize(("in_checkpoint", "found"), [(True, ["restore"]), (False, ["restore", "calibrate"])])
-def test_a_validation_that_comes_first_has_its_scales(module, in_checkpoint, found):
+@pytest.mark.parametrize(("in_checkpoint", "found"), [(True, ["take"]), (False, ["take", "calibrate"])])
+def test_a_validation_that_comes_first_has_its_scales(in_checkpoint, found):
     """After a run that ended between its last step and the validation that was due."""
-    events = attach(module, in_checkpoint)
+    (config,) = compose.preflight(["model.n_layer=1", "micro_batch_size=1"])
+    events = []
+    plan = Plan("cpu", "fp8_hybrid", "fp8_hybrid", None, Backend(config, events, in_checkpoint))
+    module = GPT2Module(config, 257)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    module._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(plan=plan), strategy=strategy)
+    module.configure_model()
     with torch.no_grad():
         module.on_validation_epoch_start()
         for _ in range(2):
             module.validation_step({"ids": IDS}, 0)
     assert events == [*found, "loss", "loss"]
     assert module._sums.tolist() == [2 * 256, 2 * 256]
-    assert module.trainer.precision_plugin.scales_found or in_checkpoint
+    assert module.step.scaling.ready

@@ -7,44 +7,56 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.precision.resolve import Plan
+from gpt2_fp8.backends.fused import Fused
+from gpt2_fp8.backends.reference import Reference
+from gpt2_fp8.backends.resolve import Plan
+from gpt2_fp8.backends.transformer_engine import TransformerEngine
 from gpt2_fp8.train.setup import announce
 
-FUSED = Plan("cuda", "fp8_hybrid", "fp8_hybrid", None, "fused", compile=False)
-REFERENCE = Plan("cuda", "bf16", "bf16", None, "reference", compile=True)
+(CONFIG,) = compose.preflight(["model=gpt2"])
+
+
+def plan(backend, ran, graphs=False, compiled=False):
+    """A plan on a GPU."""
+    made = backend(CONFIG, ran, "cuda")
+    made.graphs, made.compiled = graphs, compiled
+    return Plan("cuda", ran, ran, None, made)
+
+
+FUSED = plan(Fused, "fp8_hybrid")
+REFERENCE = plan(Reference, "bf16", compiled=True)
 
 
 @pytest.fixture
 def said(caplog, monkeypatch, tmp_path):
     """What is logged of a plan, by its label."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    (config,) = compose.preflight(["model=gpt2"])
 
     def say(plan):
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            announce(config, plan, 50257, 1, tmp_path, None)
+            announce(CONFIG, plan, 50257, 1, tmp_path, None)
         return dict(message.split(maxsplit=1) for message in caplog.messages)
 
     return say
 
 
 @pytest.mark.parametrize(
-    ("plan", "layers"),
+    ("of", "layers"),
     [
         (FUSED, "fused FP8 chain"),
-        (replace(FUSED, backend="te"), "Transformer Engine"),
+        (plan(TransformerEngine, "fp8_hybrid"), "Transformer Engine"),
         (REFERENCE, "plain torch, compiled"),
-        (replace(REFERENCE, compile=False), "plain torch"),
+        (plan(Reference, "bf16"), "plain torch"),
     ],
 )
-def test_layers(said, plan, layers):
-    line = said(plan)["layers"]
+def test_layers(said, of, layers):
+    line = said(of)["layers"]
     assert line.partition(";")[0] == layers
 
 
 def test_graphs_and_attention_of_the_fused_layers(said):
-    line = said(replace(FUSED, graphs=True))["layers"]
+    line = said(plan(Fused, "fp8_hybrid", graphs=True))["layers"]
     assert "CUDA graphs" in line
     assert "cuDNN" in line
     assert "CUDA graphs" not in said(FUSED)["layers"]
@@ -62,5 +74,5 @@ def test_precision(said, asked, reason, line):
 
 
 def test_a_fallback_says_why(said):
-    plan = replace(REFERENCE, asked="fp8_hybrid", reason="the card is too old")
-    assert said(plan)["precision"] == "bf16 instead of fp8_hybrid: the card is too old"
+    fallen = replace(REFERENCE, asked="fp8_hybrid", reason="the card is too old")
+    assert said(fallen)["precision"] == "bf16 instead of fp8_hybrid: the card is too old"

@@ -10,7 +10,7 @@ from datetime import datetime
 import pytest
 
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped, UserError
-from gpt2_fp8.train.summary import Fallbacks, Precision, Summary
+from gpt2_fp8.train.summary import DivergenceReport, Precision, Summary
 
 ENDS = [
     (None, "completed", 0, ""),
@@ -50,7 +50,7 @@ def test_fields(tmp_path):
     report = summary()
     report.last_val_loss = float("nan")
     report.data["lanes"] = ({"loss": float("-inf")}, 1.5)
-    report.fallback = Fallbacks(events=[{"step": 3, "what": "skip", "reason": "why"}], skipped=1)
+    report.divergence = DivergenceReport(events=[{"step": 3, "what": "skip", "reason": "why"}], skipped=1)
     report.checkpoint.last = "outputs/a/checkpoints/step-00000003"
     written = strict(report.write(tmp_path).read_text())
     assert written["last_val_loss"] is None
@@ -58,7 +58,7 @@ def test_fields(tmp_path):
     told = {"asked": "fp8_hybrid", "ran": "bf16", "reason": "no FP8 on sm_80", "choice": None}
     assert written["precision"] == told
     event = {"step": 3, "what": "skip", "reason": "why"}
-    assert written["fallback"] == {"events": [event], "reruns": 0, "skipped": 1, "rollbacks": 0}
+    assert written["divergence"] == {"events": [event], "reruns": 0, "skipped": 1, "rollbacks": 0}
     assert written["checkpoint"] == {"last": "outputs/a/checkpoints/step-00000003", "best": None}
     assert written["versions"].keys() == {"gpt2_fp8", "python", "torch", "lightning", "transformer_engine"}
     assert written["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))

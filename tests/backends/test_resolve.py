@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
+from gpt2_fp8.backends import resolve as resolving
+from gpt2_fp8.backends import transformer_engine
+from gpt2_fp8.backends.fused import SMALL
+from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
-from gpt2_fp8.precision import resolve as resolving
+from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
 from gpt2_fp8.precision import support
-from gpt2_fp8.precision.recipes import delayed_scaling
-from gpt2_fp8.precision.resolve import SMALL, resolve
+from gpt2_fp8.precision.recipes import DELAYED, delayed_scaling
 
 POSITIONS = 1024
-DELAYED = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
+RECIPES = {"delayed": DELAYED, "auto": AutoRecipe(name="auto")}
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +32,18 @@ def config(base):
     """A run's configuration, from what is to differ from GPT-2 124M in 64 sequences a micro-batch."""
 
     def build(
-        precision="fp8_hybrid", fallback="allow", recipe="delayed", layers="auto", dropout=0.0, micro_batch_size=64,
+        precision="fp8_hybrid", fallback="allow", recipe="delayed", backend="auto", dropout=0.0, micro_batch_size=64,
         trainer=None, fast=False, **keys,
     ):  # fmt: skip
-        chosen = PlainPrecisionConfig(name=precision)
+        chosen = PlainPrecisionConfig(name=precision, backend=backend)
         if precision.startswith("fp8"):
             chosen = FP8PrecisionConfig(
-                name=precision, keep_bf16=[], layers=layers, fast_accumulation=fast, fallback=fallback
+                name=precision, keep_bf16=[], backend=backend, fast_accumulation=fast, fallback=fallback
             )
         return replace(
             base,
             precision=chosen,
-            recipe=DELAYED if recipe == "delayed" else StatelessRecipe(name=recipe),
+            recipe=RECIPES.get(recipe) or StatelessRecipe(name=recipe),
             model=replace(base.model, dropout=dropout),
             trainer=replace(base.trainer, **(trainer or {})),
             micro_batch_size=micro_batch_size,
@@ -56,6 +58,7 @@ def gpu(monkeypatch, capability, name):
     monkeypatch.setattr(
         resolving, "why_not_recipe", lambda name: "it needs compute capability 10.0" if name == "mxfp8" else None
     )
+    monkeypatch.setattr(transformer_engine, "why_no_transformer_engine", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
 
@@ -75,7 +78,13 @@ def refusal(config, device="cuda"):
 @pytest.mark.usefixtures("hopper")
 def test_fp8_where_it_can_run(config):
     plan = resolve(config(recipe="current"), "cuda")
-    assert (plan.ran, plan.reason, plan.backend, plan.compile, plan.fp8) == ("fp8_hybrid", None, "te", False, True)
+    assert (plan.ran, plan.reason, plan.backend.name, plan.backend.compiled, plan.fp8) == (
+        "fp8_hybrid",
+        None,
+        "te",
+        False,
+        True,
+    )
 
 
 @pytest.mark.usefixtures("hopper")
@@ -88,12 +97,22 @@ def test_recipe_the_gpu_cannot_do_is_refused(config):
 def test_gpu_without_fp8_falls_back_to_compiled_bf16(config, monkeypatch):
     monkeypatch.setattr(resolving, "why_not_fp8", lambda: "the card is too old")
     plan = resolve(config(), "cuda")
-    assert (plan.ran, plan.reason, plan.backend, plan.compile) == ("bf16", "the card is too old", "reference", True)
+    assert (plan.ran, plan.reason, plan.backend.name, plan.backend.compiled) == (
+        "bf16",
+        "the card is too old",
+        "reference",
+        True,
+    )
 
 
 def test_cpu_falls_back_to_fp32_and_says_why(config):
     plan = resolve(config(trainer={"accelerator": "cpu"}), "cpu")
-    assert (plan.ran, plan.backend, plan.compile, plan.graphs) == ("fp32", "reference", False, False)
+    assert (plan.ran, plan.backend.name, plan.backend.compiled, plan.backend.graphs) == (
+        "fp32",
+        "reference",
+        False,
+        False,
+    )
     assert "CPU" in plan.reason
 
 
@@ -107,7 +126,7 @@ def test_fallback_error_is_refused_with_the_reason(config):
 def test_plain_precisions_run_as_asked(config, precision):
     plan = resolve(config(precision), "cpu")
     assert (plan.ran, plan.reason) == (precision, None)
-    assert resolve(config(precision, compile=True), "cpu").compile
+    assert resolve(config(precision, compile=True), "cpu").backend.compiled
 
 
 # Layers
@@ -128,19 +147,19 @@ LAYERS = [
 @pytest.mark.parametrize(("asked", "recipe", "dropout", "expected"), LAYERS)
 @pytest.mark.parametrize("precision", ["fp8_hybrid", "fp8_e4m3"])
 def test_layers_on_hopper(config, precision, asked, recipe, dropout, expected):
-    plan = resolve(config(precision, layers=asked, recipe=recipe, dropout=dropout), "cuda")
-    assert (plan.ran, plan.backend, plan.reason, plan.compile) == (precision, expected, None, False)
+    plan = resolve(config(precision, backend=asked, recipe=recipe, dropout=dropout), "cuda")
+    assert (plan.ran, plan.backend.name, plan.reason, plan.backend.compiled) == (precision, expected, None, False)
 
 
 @pytest.mark.parametrize(("capability", "name"), [((8, 9), "NVIDIA L40S"), ((10, 0), "NVIDIA B200")])
 def test_other_generations_have_transformer_engines_layers(config, monkeypatch, capability, name):
     gpu(monkeypatch, capability, name)
-    assert resolve(config(), "cuda").backend == "te"
-    problem = refusal(config(layers="fused"))
-    assert problem.cause.startswith("precision.layers=fused cannot run here: ")
+    assert resolve(config(), "cuda").backend.name == "te"
+    problem = refusal(config(backend="fused"))
+    assert problem.cause.startswith("precision.backend=fused cannot run here: ")
     assert "made for Hopper" in problem.cause
     assert name in problem.cause
-    assert problem.remedy == "precision.layers=auto"
+    assert problem.remedy == "precision.backend=auto"
 
 
 @pytest.mark.usefixtures("hopper")
@@ -149,40 +168,40 @@ def test_other_generations_have_transformer_engines_layers(config, monkeypatch, 
     [({"recipe": "current"}, "delayed scaling alone, not recipe=current"), ({"dropout": 0.1}, "they have no dropout")],
 )
 def test_fused_layers_that_cannot_compute_the_run_are_refused(config, keys, cause):
-    problem = refusal(config(layers="fused", **keys))
-    assert problem.cause.startswith("precision.layers=fused cannot run here: ")
+    problem = refusal(config(backend="fused", **keys))
+    assert problem.cause.startswith("precision.backend=fused cannot run here: ")
     assert cause in problem.cause
-    assert problem.remedy == "precision.layers=auto"
-    assert resolve(config(layers="auto", **keys), "cuda").backend == "te", "the remedy works"
+    assert problem.remedy == "precision.backend=auto"
+    assert resolve(config(backend="auto", **keys), "cuda").backend.name == "te", "the remedy works"
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_plain_precisions_never_have_fp8_layers(config, precision):
     plan = resolve(config(precision), "cuda")
-    assert (plan.backend, plan.compile, plan.graphs) == ("reference", True, False)
+    assert (plan.backend.name, plan.backend.compiled, plan.backend.graphs) == ("reference", True, False)
 
 
 def test_where_fp8_cannot_run_the_layers_asked_for_are_not_refused(config):
     """`precision.fallback` decides there, as for the precision itself."""
-    assert resolve(config(layers="fused", trainer={"accelerator": "cpu"}), "cpu").backend == "reference"
+    assert resolve(config(backend="fused", trainer={"accelerator": "cpu"}), "cpu").backend.name == "reference"
 
 
 def test_settings_of_the_fused_layers_are_the_recipes(config):
     recipe = DelayedRecipe(name="delayed", margin=2, amax_history_len=8, amax_compute_algo="most_recent")
-    hybrid = delayed_scaling(replace(config("fp8_hybrid"), recipe=recipe))
+    hybrid = delayed_scaling(config("fp8_hybrid").precision, recipe)
     assert (hybrid.history, hybrid.margin, hybrid.most_recent) == (8, 2, True)
     assert (hybrid.forward, hybrid.gradient) == (torch.float8_e4m3fn, torch.float8_e5m2)
-    e4m3 = delayed_scaling(config("fp8_e4m3"))
+    e4m3 = delayed_scaling(config("fp8_e4m3").precision, DELAYED)
     assert (e4m3.history, e4m3.margin, e4m3.most_recent) == (16, 0, False)
     assert (e4m3.forward, e4m3.gradient) == (torch.float8_e4m3fn, torch.float8_e4m3fn)
     assert not hybrid.fast_accumulation
-    assert delayed_scaling(config(fast=True)).fast_accumulation
+    assert delayed_scaling(config(fast=True).precision, DELAYED).fast_accumulation
 
 
 def test_fast_accumulation_is_refused_where_the_fused_layers_cannot_run(config, monkeypatch):
     gpu(monkeypatch, (8, 9), "NVIDIA L4")
-    assert resolve(config(), "cuda").backend == "te"
+    assert resolve(config(), "cuda").backend.name == "te"
     problem = refusal(config(fast=True))
     assert problem.cause.startswith("precision.fast_accumulation=true is the fused layers' own, and they cannot run")
 
@@ -205,8 +224,8 @@ FITS = SMALL // POSITIONS  # sequences of the largest micro-batch that is small
 )
 def test_graphs_are_for_small_micro_batches_unless_told(config, micro_batch_size, cuda_graphs, expected):
     plan = resolve(config(micro_batch_size=micro_batch_size, cuda_graphs=cuda_graphs), "cuda")
-    assert plan.backend == "fused"
-    assert plan.graphs is expected
+    assert plan.backend.name == "fused"
+    assert plan.backend.graphs is expected
 
 
 SEVERAL = [{"devices": 2}, {"devices": "auto"}, {"num_nodes": 2}, {"strategy": "ddp"}]
@@ -216,13 +235,13 @@ SEVERAL = [{"devices": 2}, {"devices": "auto"}, {"num_nodes": 2}, {"strategy": "
 @pytest.mark.parametrize("trainer", SEVERAL)
 def test_graphs_are_for_one_gpu(config, trainer):
     plan = resolve(config(micro_batch_size=1, trainer=trainer), "cuda")
-    assert (plan.backend, plan.graphs) == ("fused", False)
+    assert (plan.backend.name, plan.backend.graphs) == ("fused", False)
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("keys", [{"precision": "bf16"}, {"layers": "te"}, {"recipe": "block"}, {"dropout": 0.1}])
+@pytest.mark.parametrize("keys", [{"precision": "bf16"}, {"backend": "te"}, {"recipe": "block"}, {"dropout": 0.1}])
 def test_other_layers_have_no_graphs(config, keys):
-    assert not resolve(config(micro_batch_size=1, **keys), "cuda").graphs
+    assert not resolve(config(micro_batch_size=1, **keys), "cuda").backend.graphs
 
 
 @pytest.mark.usefixtures("hopper")
@@ -235,7 +254,7 @@ def test_graphs_are_refused_on_a_gpu_without_the_layers_for_them(config, monkeyp
 
 def test_where_fp8_may_fall_back_graphs_fall_with_it(config):
     plan = resolve(config("fp8_hybrid", cuda_graphs=True, trainer={"accelerator": "cpu"}), "cpu")
-    assert (plan.ran, plan.graphs) == ("fp32", False)
+    assert (plan.ran, plan.backend.graphs) == ("fp32", False)
 
 
 # The machine

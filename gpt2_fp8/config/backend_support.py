@@ -1,33 +1,51 @@
-"""What the fused FP8 layers and their CUDA graphs can be asked for. What only the GPU can tell is in `precision`."""
+"""What a backend can be asked for, by the settings alone. What only the machine can tell is in `precision.support`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, RunConfig
 
 
-def why_not(config: RunConfig) -> str | None:
-    """The reason a run in FP8 cannot use the fused layers, whatever the GPU; None if it can."""
-    if config.recipe.name != "delayed":
+def why_not_fused(config: RunConfig) -> str | None:
+    """Return why a run in FP8 cannot use the fused layers, whatever the GPU; None if it can."""
+    if config.recipe.name not in ("delayed", "auto"):
         return f"they do delayed scaling alone, not recipe={config.recipe.name}"
     if config.model.dropout:
         return f"they have no dropout, and model.dropout={config.model.dropout:g}"
     return None
 
 
-def several(config: RunConfig) -> bool:
+def _only_fp8(config: RunConfig) -> str | None:
+    if config.precision.name in ("fp32", "bf16"):
+        return f"its kernels are for FP8, and this is precision={config.precision.name}"
+    return why_not_fused(config)
+
+
+def _no_fp8(config: RunConfig) -> str | None:
+    return "plain torch has no FP8 products" if config.precision.name.startswith("fp8") else None
+
+
+def _no_fp32(config: RunConfig) -> str | None:
+    return "it is for FP8 and bf16 here, and this is precision=fp32" if config.precision.name == "fp32" else None
+
+
+_WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {"fused": _only_fp8, "te": _no_fp32, "reference": _no_fp8}
+
+
+def is_multi_process(config: RunConfig) -> bool:
     """Whether a run is set up for more than one process."""
     return config.trainer.devices != 1 or config.trainer.num_nodes != 1 or config.trainer.strategy == "ddp"
 
 
 def check(config: RunConfig) -> Iterator[Finding]:
-    """Requests for the fused layers or for graphs that no machine can fulfil."""
+    """Find requests for a backend, or for options of one, that no machine can fulfil."""
     precision = config.precision
-    if isinstance(precision, FP8PrecisionConfig) and precision.layers == "fused" and (reason := why_not(config)):
-        problem = Problem(f"precision.layers=fused cannot run: {reason}", "precision.layers=auto")
-        yield Finding(("precision.layers", "recipe", "model.dropout"), problem)
+    asked = "auto" if isinstance(precision, AutoPrecisionConfig) else precision.backend
+    if asked != "auto" and (reason := _WHY_NOT[asked](config)):
+        problem = Problem(f"precision.backend={asked} cannot run: {reason}", "precision.backend=auto")
+        yield Finding(("precision.backend", "precision.name", "recipe", "model.dropout"), problem)
     fast = isinstance(precision, FP8PrecisionConfig) and precision.fast_accumulation
     if fast and (reason := _only_fused(config, "that choice")):
         problem = Problem(f"precision.fast_accumulation=true: {reason}", "leave it out")
@@ -38,17 +56,17 @@ def check(config: RunConfig) -> Iterator[Finding]:
 
 
 def _only_fused(config: RunConfig, what: str) -> str | None:
-    """Why a run in FP8 cannot have `what` of the fused layers; None if it can."""
+    """Return why a run in FP8 cannot have `what` of the fused layers; None if it can."""
     assert isinstance(config.precision, FP8PrecisionConfig)
-    if config.precision.layers == "te":
-        return f"only the fused FP8 layers have {what}, and this is precision.layers=te"
-    if reason := why_not(config):
+    if config.precision.backend not in ("auto", "fused"):
+        return f"only the fused FP8 layers have {what}, and this is precision.backend={config.precision.backend}"
+    if reason := why_not_fused(config):
         return f"only the fused FP8 layers have {what}; {reason}"
     return None
 
 
 def _why_no_graphs(config: RunConfig) -> str | None:
-    if several(config):
+    if is_multi_process(config):
         return "graphs are for one GPU, and this is a run on several"
     if isinstance(config.precision, AutoPrecisionConfig):
         return "only the fused FP8 layers have graphs, and precision=auto may choose others"

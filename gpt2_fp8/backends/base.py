@@ -1,0 +1,115 @@
+"""What every backend offers. All that differs between two ways to compute a model is behind this class."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.layers import Family
+from gpt2_fp8.model.gpt2 import GPT2
+from gpt2_fp8.model.loss import cross_entropy, split
+from gpt2_fp8.precision.scaling import NoScaling, Scaling
+
+Device = Literal["cuda", "cpu"]
+Ran = Literal["fp32", "bf16", "fp8_hybrid", "fp8_e4m3"]
+LossOf = Callable[[Tensor, bool | None, float], Tensor]
+
+
+class Backend(ABC):
+    """Computes the model of one run in one precision on one device.
+
+    Attributes:
+        name: the value of `precision.backend` that chooses it.
+        compiled: whether `torch.compile` compiles its loss.
+        graphs: whether this run's micro-batches are recorded and replayed.
+        records_graphs: whether it can record micro-batches as CUDA graphs.
+        fused_loss: whether the loss writes its gradient over the logits (`kernels.cross_entropy`; CUDA only).
+        recipe: how FP8 tensors get their scales: the configuration's, or this backend's own where that is `auto`;
+            None where nothing is scaled.
+    """
+
+    name: ClassVar[str]
+    own_recipe: ClassVar[DelayedRecipe | StatelessRecipe | None] = None
+    records_graphs: ClassVar[bool] = False
+    fused_loss: ClassVar[bool] = True
+
+    def __init__(self, config: RunConfig, ran: Ran, device: Device):
+        self.config, self.ran, self.device = config, ran, device
+        self.compiled = self.graphs = False
+        self.recipe = self.own_recipe if isinstance(config.recipe, AutoRecipe) else config.recipe
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, config: RunConfig) -> str | None:
+        """Return why it cannot compute `config` on this machine, which can do the precision; None if it can."""
+
+    @abstractmethod
+    def family(self) -> Family:
+        """Return the layers that `build` composes the model of."""
+
+    @abstractmethod
+    def kernels(self, vocab_size: int) -> dict[str, str]:
+        """Describe what computes each part of the model, by the part; the first is `layers`."""
+
+    @property
+    def fp8(self) -> bool:
+        """Whether matrix products run in FP8."""
+        return self.ran.startswith("fp8")
+
+    @property
+    def keep_bf16(self) -> list[str]:
+        """Names of the layers whose products stay in bf16."""
+        return self.config.precision.keep_bf16 if isinstance(self.config.precision, FP8PrecisionConfig) else []
+
+    @property
+    def recompute(self) -> bool:
+        """Whether the MLP's hidden layer is computed again in the backward."""
+        return self.config.activation_checkpointing == "mlp"
+
+    def build(self, vocab_size: int) -> GPT2:
+        """Build the model on torch's default device. Its parameters are still to be filled."""
+        return GPT2(self.config.model, vocab_size, self.family(), self.keep_bf16)
+
+    def loss(self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
+        """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
+
+        Call it inside `forward_context` or `bf16_context`. `is_first_microbatch`: see `GPT2.forward`.
+        """
+        inputs, targets = split(ids)
+        x = model.features(inputs, is_first_microbatch)
+        if chunked := getattr(model.head, "loss", None):
+            return chunked(x, targets, model.vocab_size, scale, is_first_microbatch)
+        logits = model.head(x, is_first_microbatch)
+        return cross_entropy(logits, targets, model.vocab_size, self.fused_loss, scale)
+
+    def bf16_loss(self, model: GPT2) -> LossOf:
+        """Return the loss that computes a step of an FP8 run again in bf16, to be called inside `bf16_context`."""
+        return lambda ids, is_first_microbatch, scale: self.loss(model, ids, None, scale)
+
+    def scaling(self, model: GPT2) -> Scaling | NoScaling:
+        """Return the owner of the model's FP8 scales."""
+        return NoScaling()
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Enter the precision of one forward. The backward comes outside of it."""
+        with self.bf16_context(), self.fp8_region():
+            yield
+
+    def bf16_context(self) -> AbstractContextManager:
+        """Enter bfloat16 autocast alone; nothing under fp32."""
+        return nullcontext() if self.ran == "fp32" else torch.autocast(self.device, torch.bfloat16)
+
+    def fp8_region(self) -> AbstractContextManager:
+        """Enter what makes layers compute in FP8."""
+        return nullcontext()
+
+    def slower(self) -> list[str]:
+        """List what is missing or broken on this machine, so that slower kernels do its work."""
+        return []

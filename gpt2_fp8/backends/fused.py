@@ -1,0 +1,77 @@
+"""Our own chain of FP8 kernels: delayed scaling on Hopper, and the fastest there."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
+from gpt2_fp8.backends.twin import twin_of
+from gpt2_fp8.config import backend_support
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.layers import Family
+from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
+from gpt2_fp8.model.loss import cross_entropy, split
+from gpt2_fp8.precision.recipes import DELAYED, delayed_scaling
+from gpt2_fp8.precision.scaling import NoScaling, Scaling
+from gpt2_fp8.precision.support import why_no_hopper
+
+SMALL = 32768  # tokens of a micro-batch up to which launching its kernels one by one costs more than it brings
+
+
+class Fused(Backend):
+    """Blocks and head in FP8 without Transformer Engine's borders between layers (`layers/fused.py`)."""
+
+    name = "fused"
+    own_recipe = DELAYED
+    records_graphs = True
+
+    def __init__(self, config: RunConfig, ran: Ran, device: Device):
+        super().__init__(config, ran, device)
+        small = config.micro_batch * config.model.n_positions <= SMALL
+        wanted = small if config.cuda_graphs == "auto" else config.cuda_graphs
+        self.graphs = wanted and not backend_support.is_multi_process(config)
+
+    @classmethod
+    def why_not(cls, config: RunConfig) -> str | None:
+        """See `Backend`."""
+        return backend_support.why_not_fused(config) or why_no_hopper()
+
+    def family(self) -> Family:
+        """See `Backend`."""
+        from gpt2_fp8.layers.fused_family import Fused as Layers  # imports Triton
+
+        precision = self.config.precision
+        assert isinstance(precision, FP8PrecisionConfig)
+        assert isinstance(self.recipe, DelayedRecipe)
+        return Layers(delayed_scaling(precision, self.recipe), self.recompute)
+
+    def bf16_loss(self, model: GPT2) -> LossOf:
+        """See `Backend`. These layers have no bf16, so plain-torch layers around their parameters compute it."""
+        twin: list[GPT2] = []
+
+        def loss(ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
+            if not twin:
+                twin.append(twin_of(model, self.recompute))
+            inputs, targets = split(ids)
+            return cross_entropy(twin[0](inputs), targets, model.vocab_size, fused=ids.is_cuda, scale=scale)
+
+        return loss
+
+    def scaling(self, model: GPT2) -> Scaling | NoScaling:
+        """See `Backend`."""
+        return Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
+
+    def kernels(self, vocab_size: int) -> dict[str, str]:
+        """See `Backend`."""
+        from gpt2_fp8.layers.chosen import chosen
+
+        model = self.config.model
+        rows = self.config.micro_batch * model.n_positions
+        parts = chosen(rows, model.n_head, model.n_embd, padded_vocabulary(vocab_size))
+        return {"layers": f"fused FP8 chain{', in CUDA graphs' if self.graphs else ''}", **parts}
+
+    def slower(self) -> list[str]:
+        """See `Backend`."""
+        from gpt2_fp8.layers.chosen import slower
+
+        return slower()

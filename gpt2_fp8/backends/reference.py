@@ -1,0 +1,39 @@
+"""Plain torch: fp32 and bf16 on any device, under `torch.compile` on a GPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gpt2_fp8.backends.base import Backend, Device, Ran
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.layers import Family, reference
+from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.model.gpt2 import GPT2
+
+
+class Reference(Backend):
+    """The layers that every other backend is compared with."""
+
+    name = "reference"
+    fused_loss = False
+
+    def __init__(self, config: RunConfig, ran: Ran, device: Device):
+        super().__init__(config, ran, device)
+        self.compiled = device == "cuda" if config.compile == "auto" else config.compile
+
+    @classmethod
+    def why_not(cls, config: RunConfig) -> str | None:
+        """See `Backend`."""
+        return None
+
+    def family(self) -> Family:
+        """See `Backend`."""
+        return Composed(reference, self.recompute)
+
+    def loss(self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
+        """See `Backend`. The flag means nothing here; as None it makes one compiled graph and not three."""
+        return super().loss(model, ids, None, scale)
+
+    def kernels(self, vocab_size: int) -> dict[str, str]:
+        """See `Backend`."""
+        return {"layers": "plain torch, compiled" if self.compiled else "plain torch"}

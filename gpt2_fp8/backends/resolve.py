@@ -1,0 +1,113 @@
+"""From the precision and backend asked for to what runs here, with the reason where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpt2_fp8.backends.base import Backend, Device, Ran
+from gpt2_fp8.backends.fused import Fused
+from gpt2_fp8.backends.reference import Reference
+from gpt2_fp8.backends.transformer_engine import TransformerEngine
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.shown import line
+from gpt2_fp8.precision.support import why_not_fp8, why_not_recipe
+
+BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Fused, TransformerEngine, Reference)}
+IN_FP8 = (Fused, TransformerEngine)  # the fastest first: `precision.backend=auto` takes the first that can
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run. `reason` is None where that is what was asked for."""
+
+    device: Device
+    asked: str
+    ran: Ran
+    reason: str | None
+    backend: Backend
+    fell_back: bool = False  # it began in FP8, and went on in bf16 after a rollback
+
+    @property
+    def fp8(self) -> bool:
+        """Whether matrix products run in FP8."""
+        return self.backend.fp8
+
+    @property
+    def recipe(self) -> str | None:
+        """The name of the recipe that FP8 tensors get their scales by; None where nothing is scaled."""
+        return self.backend.recipe.name if self.fp8 and self.backend.recipe else None
+
+
+def resolve(config: RunConfig, device: Device) -> Plan:
+    """Decide precision and backend for a device.
+
+    Raises UserError when FP8 cannot run and `precision.fallback=error`, when the GPU can do FP8 but not the recipe, or
+    when the backend that was asked for cannot compute the run.
+    """
+    precision = config.precision
+    assert not isinstance(precision, AutoPrecisionConfig)  # settled before a plan is made
+    if not isinstance(precision, FP8PrecisionConfig):
+        backend = Reference if precision.backend == "auto" else _asked(config, precision.backend)
+        return Plan(device, precision.name, precision.name, None, backend(config, precision.name, device))
+    if (reason := _why_not_fp8(config, device)) is None:
+        assert precision.name != "fp8_e5m2"  # refused with the other settings
+        return Plan(device, precision.name, precision.name, None, _in_fp8(config)(config, precision.name, device))
+    lesser: Ran = "bf16" if device == "cuda" else "fp32"
+    if precision.fallback == "error":
+        cause = f"precision={precision.name} cannot run here: {reason}"
+        raise UserError.of(cause, f"precision.fallback=allow trains in {lesser}")
+    return Plan(device, precision.name, lesser, reason, Reference(config, lesser, device))
+
+
+def fallen_back(plan: Plan, config: RunConfig, reason: str) -> Plan:
+    """Return the plan of an FP8 run that goes on in bf16 for `reason`; any other as it is."""
+    if not plan.fp8:
+        return plan
+    backend = Reference(config, "bf16", plan.device)
+    return replace(plan, ran="bf16", reason=reason, backend=backend, fell_back=True)
+
+
+def as_before(plan: Plan, config: RunConfig, saved: Mapping[str, Any]) -> Plan:
+    """Return the plan of a run that continues from a checkpoint whose `precision` is `saved`.
+
+    A run that has fallen back to bf16 stays there, unless another precision is asked for than then.
+    """
+    if not saved.get("fell_back") or saved.get("asked") != plan.asked:
+        return plan
+    reason = line(str(saved.get("reason")), 300)  # a stranger's words, perhaps, on their way to the log
+    return replace(fallen_back(plan, config, reason), fell_back=True)  # also where FP8 cannot run
+
+
+def _why_not_fp8(config: RunConfig, device: Device) -> str | None:
+    if device == "cuda":
+        return why_not_fp8()
+    on_cpu = "the CPU has no FP8 matrix units"
+    return on_cpu if config.trainer.accelerator == "cpu" else why_not_fp8() or on_cpu
+
+
+def _in_fp8(config: RunConfig) -> type[Backend]:
+    """Return the backend of an FP8 run: the fastest that can compute it, unless one is asked for."""
+    assert isinstance(config.precision, FP8PrecisionConfig)
+    if reason := why_not_recipe(config.recipe.name):
+        cause = f"recipe={config.recipe.name} cannot run on this GPU: {reason}"
+        raise UserError.of(cause, "recipe=delayed, current or block")
+    asked = config.precision.backend
+    if config.precision.fast_accumulation and (reason := Fused.why_not(config)):
+        cause = f"precision.fast_accumulation=true is the fused layers' own, and they cannot run here: {reason}"
+        raise UserError.of(cause, "leave it out")
+    found = next(b for b in IN_FP8 if b.why_not(config) is None) if asked == "auto" else _asked(config, asked)
+    if config.cuda_graphs is True and not found.records_graphs:
+        cause = f"cuda_graphs=true records the fused FP8 layers alone, and this run has the layers {found.name!r}"
+        raise UserError.of(cause, "cuda_graphs=auto, or precision=fp8_hybrid recipe=delayed on a Hopper GPU")
+    return found
+
+
+def _asked(config: RunConfig, name: str) -> type[Backend]:
+    """Return the backend that was asked for by name. Raises UserError where it cannot compute the run here."""
+    backend = BACKENDS[name]
+    if reason := backend.why_not(config):
+        raise UserError.of(f"precision.backend={name} cannot run here: {reason}", "precision.backend=auto")
+    return backend

@@ -1,0 +1,57 @@
+"""Transformer Engine's modules: every FP8 recipe, and bf16 without a region."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+from gpt2_fp8.backends.base import Backend
+from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
+from gpt2_fp8.layers import Family, te
+from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.model.gpt2 import GPT2
+from gpt2_fp8.precision.recipes import DELAYED, build_recipe
+from gpt2_fp8.precision.scaling import NoScaling, Scaling
+from gpt2_fp8.precision.support import why_no_transformer_engine
+
+
+class TransformerEngine(Backend):
+    """Its layers compute in bf16 outside of `te.autocast`: a step is run again in bf16 by the very same modules."""
+
+    name = "te"
+    own_recipe = DELAYED
+
+    @classmethod
+    def why_not(cls, config: RunConfig) -> str | None:
+        """See `Backend`."""
+        return why_no_transformer_engine()
+
+    def family(self) -> Family:
+        """See `Backend`."""
+        return Composed(te, self.recompute)
+
+    def fp8_region(self) -> AbstractContextManager:
+        """See `Backend`."""
+        if not self.fp8:
+            return nullcontext()
+        import transformer_engine.pytorch
+
+        return transformer_engine.pytorch.autocast(enabled=True, recipe=self._recipe)
+
+    @cached_property
+    def _recipe(self) -> Any:
+        """Transformer Engine's own object."""
+        assert isinstance(self.config.precision, FP8PrecisionConfig)
+        assert self.recipe is not None
+        return build_recipe(self.config.precision, self.recipe)
+
+    def scaling(self, model: GPT2) -> Scaling | NoScaling:
+        """See `Backend`."""
+        if not self.fp8:
+            return NoScaling()
+        return Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
+
+    def kernels(self, vocab_size: int) -> dict[str, str]:
+        """See `Backend`."""
+        return {"layers": "Transformer Engine"}

@@ -1,0 +1,21 @@
+"""A second model around the parameters of the first."""
+
+from __future__ import annotations
+
+import torch
+
+from gpt2_fp8.layers import reference
+from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.model.gpt2 import GPT2
+
+
+def twin_of(model: GPT2, recompute: bool = False) -> GPT2:
+    """Build a model of the reference layers whose parameters are those of `model`, the tied ones tied."""
+    with torch.device("meta"):
+        twin = GPT2(model.config, model.vocab_size, Composed(reference, recompute))
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for name, _ in list(twin.named_parameters(remove_duplicate=False)):
+        place, _, last = name.rpartition(".")
+        setattr(twin.get_submodule(place), last, own.pop(name))
+    assert not own, "the families have the same parameters"
+    return twin

@@ -1,0 +1,143 @@
+"""Forward and backward passes: the gradients of one optimizer step, in micro-batches of a given size. Plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from gpt2_fp8.backends.base import LossOf
+from gpt2_fp8.backends.resolve import Plan
+from gpt2_fp8.engine.compile import compiled
+from gpt2_fp8.engine.cuda_graphs import GraphedGradients
+from gpt2_fp8.engine.step import accumulate
+from gpt2_fp8.model.gpt2 import GPT2
+from gpt2_fp8.precision.scaling import NoScaling, Scaling, Undo
+from gpt2_fp8.runtime import signals
+
+Backward = Callable[[Tensor], None]
+NoSync = Callable[[], AbstractContextManager]
+
+
+class Gradients:
+    """Computes gradients into the parameters' `.grad`, a micro-batch at a time; ranks exchange nothing in it.
+
+    Where this process is alone, a signal ends it between two passes (`signals.look`).
+
+    Args:
+        plan: whose backend computes.
+        model: the backend's.
+        scaling: the owner of the model's FP8 scales.
+        backward: called with each micro-batch's loss, inside `no_sync`. CUDA graphs do without it.
+    """
+
+    def __init__(
+        self, plan: Plan, model: GPT2, scaling: Scaling | NoScaling, backward: Backward, no_sync: NoSync = nullcontext
+    ):
+        self.plan, self.model, self.scaling = plan, model, scaling
+        self.parameters = list(model.parameters())
+        self._backward, self._no_sync = backward, no_sync
+        self._loss_of: LossOf = compiled(self._own_loss) if plan.backend.compiled else self._own_loss
+        self._in_bf16: LossOf | None = None
+        self._graphed: GraphedGradients | None = None
+        self._undo: Undo = _nothing
+
+    def _own_loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
+        return self.plan.backend.loss(self.model, ids, is_first_microbatch, scale)
+
+    def loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
+        """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
+
+        Call it inside the backend's forward context. `is_first_microbatch`: see `GPT2.forward`.
+        """
+        # One compiled graph, not one for each value of the flag.
+        return self._loss_of(ids, is_first_microbatch if self.plan.fp8 else None, scale)
+
+    def of_step(self, ids: Tensor, micro_batch_size: int) -> Tensor:
+        """Compute the gradients of the mean loss over one optimizer step's `ids`; returns that loss.
+
+        See `step.accumulate`. With CUDA graphs they are recorded at the first call, and replayed.
+        """
+        self._remember()
+        with self._no_sync():
+            if not self.plan.backend.graphs:
+                return accumulate(ids, micro_batch_size, self.loss, self._forward, self._go_back)
+            if self._graphed is None:  # a recording is not to be left half-way, and its replays take no time
+                self._graphed = GraphedGradients(self.model, self.loss, self.plan.backend.forward_context)
+            return self._graphed(ids.split(micro_batch_size))
+
+    def of_step_in_bf16(self, ids: Tensor, micro_batch_size: int) -> Tensor:
+        """Compute the same in bf16, for a step of an FP8 run that is run again. No FP8 scale or history changes."""
+        self._undo = _nothing
+        if self._in_bf16 is None:
+            self._in_bf16 = self.plan.backend.bf16_loss(self.model)
+        with self._no_sync():
+            return accumulate(ids, micro_batch_size, self._in_bf16, self._forward_in_bf16, self._go_back)
+
+    def calibrate(self, ids: Tensor, micro_batch_size: int) -> None:
+        """Find delayed scaling's first scales from one micro-batch of an optimizer step's `ids`."""
+        part = ids[:micro_batch_size]
+        self._remember()
+        with self._no_sync(), torch.enable_grad():
+            self.scaling.calibrate(self._looked_at(self.loss), part, share=len(part) / len(ids))
+
+    def like_moments(self) -> list[Tensor]:
+        """Allocate as much memory as the first update will need for AdamW's moments.
+
+        To be held while the first gradients are computed, so that what fits without moments is not taken for what fits.
+        A recording's peak then has room for them, too: what a graph has recorded is not counted as allocated.
+        """
+        return [torch.empty_like(parameter) for parameter in self.parameters for _ in range(2)]
+
+    def _remember(self) -> None:
+        self._undo = _nothing  # if the copy below runs out of memory, an older step's must not be put back
+        self._undo = self.scaling.remember()
+
+    def undo_scales(self) -> None:
+        """Put scales and histories back as the last step found them, for a step whose update was left out.
+
+        What came before its first number that was not finite may be finite and absurd, and would rule scales for as
+        long as the history is. All ranks do this, or none.
+        """
+        undo, self._undo = self._undo, _nothing
+        undo()
+
+    def discard(self) -> None:
+        """Free what an unfinished step has left: gradients, and graphs with their memory; put scales back."""
+        self._graphed = None
+        self.model.zero_grad(set_to_none=True)
+        for block in self.model.blocks:
+            if callable(discard := getattr(block, "discard", None)):  # the fused layers'
+                discard()
+        self.undo_scales()
+        if self.plan.backend.compiled:
+            torch._dynamo.reset()  # or else it would compile the other size for sizes of every kind, which are slower
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
+        signals.look()
+        with self.plan.backend.forward_context():
+            yield
+
+    @contextmanager
+    def _forward_in_bf16(self) -> Iterator[None]:
+        signals.look()
+        with self.plan.backend.bf16_context():
+            yield
+
+    def _go_back(self, loss: Tensor) -> None:
+        signals.look()
+        self._backward(loss)
+
+    def _looked_at(self, loss_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def loss(ids: Tensor) -> Tensor:
+            signals.look()
+            return loss_of(ids)
+
+        return loss
+
+
+def _nothing() -> None:
+    """There is nothing to put back."""

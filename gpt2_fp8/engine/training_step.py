@@ -1,0 +1,224 @@
+"""One optimizer step and its owner: everything that lives from one step to the next. Plain torch.
+
+The LightningModule trains through it and the benchmark times it, so what is measured is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from gpt2_fp8.backends.resolve import Plan
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine.gradients import Backward, Gradients, NoSync
+from gpt2_fp8.engine.micro_batching import MicroBatching
+from gpt2_fp8.engine.optim import build_optimizer, build_schedule
+from gpt2_fp8.engine.step import StepResult, Verdict, update
+from gpt2_fp8.model.gpt2 import initialise
+from gpt2_fp8.runtime import collectives, rng
+from gpt2_fp8.runtime.signals import Interrupted
+
+
+class _Unsettled(NamedTuple):
+    """A step whose update is on its way, while the host does not know yet whether it was made."""
+
+    ids: Tensor
+    result: StepResult
+    done: Callable[[], object]
+    random: dict[str, Any]  # the generators' states before it
+
+
+class TrainingStep:
+    """Computes one optimizer step a call: micro-batches, calibration, the FP8 attempt, clipping, update, verdict.
+
+    A step is *settled* once the host knows whether its update was made. One that went wrong in FP8 is run again in
+    bf16 then. Before that the host would have to wait for the GPU, so it settles late: when the next step comes, or
+    when anything here is asked for. Settling is collective and needs no call from outside.
+
+    Args:
+        config: the run's; its micro-batch is a number.
+        plan: what computes.
+        vocab_size: the tokenizer's.
+        backward, no_sync: see `Gradients`.
+        asked_micro_batch_size: the settings' own, where the run begins with another.
+
+    Attributes:
+        model: built on torch's default device. Build inside `with torch.device("cuda")` for a GPU, as Lightning does.
+        on_settled: functions that are called with each settled step's result, in order. What they raise comes out of
+            whatever has settled it.
+        on_given_up: called where a signal ended a settled step's second attempt: the step is not counted.
+        restoring: a context for putting a checkpoint's state in its place, which explains what goes wrong.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        vocab_size: int,
+        *,
+        backward: Backward = Tensor.backward,
+        no_sync: NoSync = nullcontext,
+        asked_micro_batch_size: int | None = None,
+    ):
+        self.config, self.plan = config, plan
+        self.model = plan.backend.build(vocab_size)
+        self.scaling = plan.backend.scaling(self.model)
+        self._gradients = Gradients(plan, self.model, self.scaling, backward, no_sync)
+        share = config.global_batch_size // collectives.rank_and_world()[1]
+        self._batching = MicroBatching(self._gradients, share, config.micro_batch, asked_micro_batch_size)
+        self.optimizer: AdamW
+        self.schedule: LambdaLR
+        self.on_settled: list[Callable[[StepResult], object]] = []
+        self.on_given_up: Callable[[], object] = _nothing
+        self.restoring: Callable[[], AbstractContextManager] = nullcontext
+        self._unsettled: _Unsettled | None = None
+        self._last: StepResult | None = None
+
+    # Setting up
+
+    def initialise(self) -> None:
+        """Fill the parameters as GPT-2 begins, by the run's seed."""
+        initialise(self.model, self.config.seed)
+
+    def prepare_optimizer(self) -> tuple[AdamW, LambdaLR]:
+        """Build fused AdamW and its schedule of warm-up and cosine decay, for the parameters where they are now."""
+        self.optimizer = build_optimizer(self.model, self.config.optim)
+        self.schedule = build_schedule(self.optimizer, self.config.optim, self.config.trainer.max_steps)
+        return self.optimizer, self.schedule
+
+    # The step
+
+    def __call__(
+        self, ids: Tensor, apply: Callable[[], object] | None = None, done: Callable[[], object] | None = None
+    ) -> None:
+        """Compute one optimizer step. Collective.
+
+        Args:
+            ids: int32 [sequences, n_positions + 1], this rank's share of the step; -1 is padding.
+            apply: makes the update, through whatever wraps the optimizer; None: the optimizer's own `step`.
+            done: called once the step is settled, before anything can see the next state.
+
+        Raises what settling the step before raises: a run may have to go back.
+        """
+        self.settle()
+        random = rng.capture_torch()
+        try:
+            self._find_scales(ids)
+            loss = self._batching.gradients(ids)
+        except Interrupted:  # the step is given up
+            rng.restore_torch(random)
+            raise
+        absurd = self.scaling.absurd(self._batching.parts())
+        result = self._update(loss, apply or self.optimizer.step, absurd)
+        self._unsettled = _Unsettled(ids, result, done or _nothing, random)
+
+    def settle(self) -> None:
+        """Do what is left of the last step once the host knows its verdict; nothing if that is done. Collective.
+
+        A step that was not finite in FP8 is run again in bf16. Amaxes that have jumped are kept from becoming scales.
+        Then the schedule moves on, the step is done, and `on_settled` is told.
+        """
+        if self._unsettled is None:
+            return
+        ids, result, done, random = self._unsettled
+        verdict = result.read()
+        if verdict.skipped and self.plan.fp8:
+            try:
+                result = self._run_again_in_bf16(ids, verdict)
+            except Interrupted:  # it has changed no weight
+                self._unsettled = None
+                rng.restore_torch(random)
+                self.on_given_up()
+                raise
+        elif verdict.absurd:
+            self.scaling.limit(self._batching.parts())
+        self._unsettled, self._last = None, result
+        self.schedule.step()
+        done()
+        for told in self.on_settled:
+            told(result)
+
+    def _run_again_in_bf16(self, ids: Tensor, first: Verdict) -> StepResult:
+        """Compute the step once more from the same weights: its update was left out. All ranks come here, or none."""
+        self._gradients.undo_scales()
+        with torch.enable_grad(), self._mode(training=True):  # a validation may be about to begin
+            loss = self._batching.gradients_in_bf16(ids)
+        # Not through what wraps the optimizer, which counts steps: this one is counted.
+        return replace(self._update(loss, self.optimizer.step), first=first)
+
+    def _update(self, loss: Tensor, apply: Callable[[], object], absurd: Tensor | None = None) -> StepResult:
+        parameters = self._gradients.parameters
+        return update(self.optimizer, apply, parameters, loss, self.config.optim.max_grad_norm, absurd)
+
+    def _find_scales(self, ids: Tensor) -> None:
+        """Delayed scaling needs scales before the first forward that counts: the checkpoint's, or a calibration's."""
+        if self.scaling.ready:
+            return
+        with self.restoring():
+            found = self.scaling.take()
+        if not found:
+            self._batching.calibrate(ids)
+            self.scaling.ready = True
+
+    # What is asked of it
+
+    @property
+    def last(self) -> StepResult | None:
+        """The result of the last step; None before the first."""
+        self.settle()
+        return self._last
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences of a forward pass in training, as far as memory has shown."""
+        return self._batching.training.size
+
+    def evaluate(self, ids: Tensor) -> Tensor:
+        """Return float64 [2]: the sum of the losses of `ids` [sequences, n_positions + 1], and the number of targets.
+
+        The amax histories stay as they were. On a model in evaluation mode.
+        """
+        self.settle()
+        self._find_scales(ids)
+        with self.scaling.unchanged():
+            return self._batching.evaluate(ids)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Enter evaluation mode for forwards of one's own: no gradients, the run's precision, no amax recorded."""
+        self.settle()
+        with (
+            self._mode(training=False), torch.no_grad(), self.scaling.unchanged(), self.plan.backend.forward_context(),
+        ):  # fmt: skip
+            yield
+
+    @contextmanager
+    def _mode(self, training: bool) -> Iterator[None]:
+        before = self.model.training
+        self.model.train(training)
+        try:
+            yield
+        finally:
+            self.model.train(before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a step begins with, beside weights, optimizer and schedule: micro-batch, FP8 scales."""
+        self.settle()
+        return {"micro_batch_size": self._batching.state_dict(), "scaling": self.scaling.state_dict()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take up a run where its checkpoint left it. Scales wait until the layers are on their device."""
+        if sizes := saved.get("micro_batch_size"):  # not in checkpoints of format 1
+            self._batching.load_state_dict(sizes)
+        self.scaling.load_state_dict(saved.get("scaling", {}))
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""

@@ -1,0 +1,157 @@
+"""One owner of a model's FP8 scales: found before the first step, undone with a step, agreed by ranks, saved.
+
+Only delayed scaling keeps scales between steps. `precision.state` says where they lie, `precision.calibrate` how the
+first are found, `precision.magnitudes` what an absurd one may do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.precision import magnitudes, state
+from gpt2_fp8.precision.calibrate import calibrate
+from gpt2_fp8.runtime import collectives
+
+log = logging.getLogger(__name__)
+
+Context = Callable[[], AbstractContextManager]
+Undo = Callable[[], None]
+
+
+class NoScaling:
+    """Nothing is scaled: bf16 and fp32."""
+
+    ready = True
+
+    def take(self) -> bool:
+        """See `Scaling`."""
+        return True
+
+    def calibrate(self, loss_of: Callable[[Tensor], Tensor], ids: Tensor, share: float) -> None:
+        """See `Scaling`."""
+
+    def remember(self) -> Undo:
+        """See `Scaling`."""
+        return lambda: None
+
+    def agree(self) -> None:
+        """See `Scaling`."""
+
+    def absurd(self, micro_batches: int) -> Tensor | None:
+        """See `Scaling`."""
+        return None
+
+    def limit(self, micro_batches: int) -> None:
+        """See `Scaling`."""
+
+    def unchanged(self) -> AbstractContextManager:
+        """See `Scaling`."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Scaling`."""
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """See `Scaling`."""
+
+
+class Scaling:
+    """The scales of a model whose products run in FP8.
+
+    Args:
+        model: on its device, or on its way there; it has scales from its first FP8 forward on.
+        settings: what decides the scales of delayed scaling, in words. A checkpoint's that were found under others are
+            not taken. None: a recipe without stored scales, which needs no calibration.
+        sequences: what a rank computes in a step. Its gradients, and so their amaxes, are of the mean over them.
+        context: the forward context under which layers allocate their state.
+
+    Attributes: `ready`, whether forwards may come: scales were found, or none are needed.
+    """
+
+    def __init__(self, model: nn.Module, settings: str | None, sequences: int, context: Context):
+        self.model, self.settings, self.sequences, self.context = model, settings, sequences, context
+        self.ready = settings is None
+        self._saved: dict[str, Any] = {}  # a checkpoint's, until the layers are on their device
+
+    @classmethod
+    def of_run(
+        cls,
+        model: nn.Module,
+        config: RunConfig,
+        recipe: DelayedRecipe | StatelessRecipe | None,
+        backend: str,
+        context: Context,
+    ) -> Scaling:
+        """Return the scales of a run's model, which `backend` computes."""
+        precision = config.precision
+        assert isinstance(precision, FP8PrecisionConfig)
+        settings = f"{precision.name}, {recipe}, {sorted(precision.keep_bf16)}, {backend}"
+        share = config.global_batch_size // collectives.rank_and_world()[1]
+        return cls(model, settings if isinstance(recipe, DelayedRecipe) else None, share, context)
+
+    def take(self) -> bool:
+        """Give the layers the checkpoint's scales. Returns False where there are none, or none of these settings.
+
+        Those of gradients follow where a rank's share of a step is another now (ranks, or the global batch). To be
+        called once, before the first forward, with the model on its device. Raises KeyError or ValueError for a state
+        of other layers.
+        """
+        saved, self._saved = self._saved, {}
+        if self.settings is None or saved.pop("settings", None) != self.settings:
+            return False
+        sequences = saved.pop("sequences", self.sequences)  # not in checkpoints of before it was kept
+        if reason := state.why_not_usable(saved):
+            log.warning("the checkpoint's FP8 scales are not taken, and found anew: %s", reason)
+            return False
+        with self.context():
+            state.restore(self.model, saved)
+        if sequences != self.sequences:
+            state.divide_gradient_amaxes(self.model, self.sequences / sequences)
+        self.ready = True
+        return True
+
+    def calibrate(self, loss_of: Callable[[Tensor], Tensor], ids: Tensor, share: float) -> None:
+        """Find the first scales from one micro-batch. Arguments as `precision.calibrate.calibrate`'s."""
+        calibrate(self.model, loss_of, ids, self.context, share)
+
+    def remember(self) -> Undo:
+        """Copy scales and histories; what is returned puts them back, for a step that begins again or is left out."""
+        return state.kept(self.model)
+
+    def agree(self) -> None:
+        """Give all ranks one state. Collective: see `state.agree`."""
+        state.agree(self.model)
+
+    def absurd(self, micro_batches: int) -> Tensor | None:
+        """Count the FP8 tensors whose largest amax has jumped in a step of so many micro-batches.
+
+        Returns float32 on the device; None without stored scales. See `precision.magnitudes`.
+        """
+        return magnitudes.absurd(self.model, micro_batches)
+
+    def limit(self, micro_batches: int) -> None:
+        """Keep such amaxes from becoming scales. To be called before the next forward."""
+        magnitudes.limit(self.model, micro_batches)
+
+    def unchanged(self) -> AbstractContextManager:
+        """Leave the histories as they are found, over forwards that are no training."""
+        return state.unchanged(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return scales and histories as CPU tensors, and what they were found under; {} without stored scales."""
+        if self.settings is None:
+            return {}
+        if not self.ready:  # before the first forward there is nothing newer than the checkpoint's
+            return dict(self._saved)
+        return {"settings": self.settings, "sequences": self.sequences, **state.capture(self.model)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Keep a checkpoint's state until `take`."""
+        self._saved = dict(saved)
