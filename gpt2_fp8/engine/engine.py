@@ -108,7 +108,7 @@ class Engine:
                 forget()
         self.undo_scales()
         if self.plan.compile:
-            torch._dynamo.reset()  # or else it would compile the other size for sizes of every kind, which are slower
+            torch.compiler.reset()  # or else it would compile the other size for sizes of every kind, which are slower
 
     def undo_scales(self) -> None:
         """Scales and histories again as the last step found them. For a step whose update was left out: what came

@@ -11,12 +11,13 @@ from gpt2_fp8.callbacks.checkpointing import Tiers
 from gpt2_fp8.callbacks.divergence import Fallback
 from gpt2_fp8.callbacks.rank_watchdog import Ranks
 from gpt2_fp8.checkpoint import pointers
+from gpt2_fp8.compat.lightning_process import rank
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.precision.choose import Choice
 from gpt2_fp8.train.build import Parts
 from gpt2_fp8.train.outcome import fill
-from gpt2_fp8.train.process import forget, rank
+from gpt2_fp8.train.process import forget
 from gpt2_fp8.train.summary import Precision, Summary
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gpt2_fp8.checkpoint.run_state import restoring
-from gpt2_fp8.compat import loops
+from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.engine import Engine
 from gpt2_fp8.engine.micro_batching import Attempts
