@@ -11,16 +11,15 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from gpt2_fp8.compat.tiktoken import GPT2_FILES, has_gpt2
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data.ids import Tokens, dtype_of, narrowed
 
 if TYPE_CHECKING:
     import tiktoken
 
 TokenizerName = Literal["gpt2", "bytes"]
-Tokens = npt.NDArray[np.uint16]  # every id of both vocabularies fits: 50,257 and 257
 
 END_OF_TEXT = "<|endoftext|>"
 NETWORK_TIMEOUT = 4.0  # seconds to find out that the vocabulary cannot be fetched; tiktoken itself waits for ever
@@ -36,11 +35,15 @@ def load_tokenizer(name: TokenizerName) -> tiktoken.Encoding:
     return _bytes_encoding() if name == "bytes" else _gpt2_encoding()
 
 
-def encode(encoding: tiktoken.Encoding, text: str) -> Tokens:
-    """The ids of `text` as uint16 [n]. `text` must be valid unicode (no lone surrogates)."""
+def encode(encoding: tiktoken.Encoding, text: str, unit: str = "the text") -> Tokens:
+    """Return the ids of `text`, [n] of the dtype that `ids.dtype_of` gives the vocabulary.
+
+    `text` must be valid unicode (no lone surrogates). Raises UserError, naming `unit`, for an id that the vocabulary
+    does not have.
+    """
     if encoding.name == "bytes":  # the same ids as `encoding` gives, at the speed of a copy
-        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
-    return encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype_of(encoding.n_vocab))
+    return narrowed(encoding.encode_to_numpy(text, disallowed_special=()), encoding.n_vocab, unit)
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
