@@ -50,7 +50,7 @@ HOUSE = {
     "layers": Row("kernels compat config", "torch transformer_engine"),
     "kernels": Row("compat", "torch triton cuda"),
     # a run's files
-    "checkpoint": Row("config", "torch safetensors"),
+    "checkpoint": Row("config", "torch safetensors filelock"),
     # from settings to checked settings, before torch is there
     "compose": Row("config", "hydra omegaconf yaml"),
     # what everything stands on
@@ -72,7 +72,7 @@ ONLY_IN = {
 # Imported where it is used and nowhere else, so that everything imports, and shows its help, on a laptop.
 INSIDE_FUNCTIONS = {
     *("transformer_engine", "flash_attn", "cuda", "matplotlib"),
-    *("datasets", "huggingface_hub", "tiktoken", "pyarrow", "requests"),
+    *("datasets", "huggingface_hub", "tiktoken", "pyarrow", "requests", "filelock"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
