@@ -34,37 +34,41 @@ HOUSE = {
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning"),
     # the benchmark, and what `precision=auto` decides by
     "measure": Row(
-        "engine backends model precision data checkpoint layers kernels runtime config",
+        "engine backends model precision data checkpoint layers kernels runtime compat config",
         "torch lightning transformer_engine matplotlib",
     ),
     # one optimizer step
-    "engine": Row("backends model precision runtime config", "torch"),
+    "engine": Row("backends model precision runtime compat config", "torch"),
     # how a model is computed
     "backends": Row("model precision layers config", "torch transformer_engine"),
-    "precision": Row("layers runtime config", "torch lightning transformer_engine"),
+    "precision": Row("layers runtime compat config", "torch lightning transformer_engine"),
     "model": Row("layers kernels config", "torch"),
     # the text
     "data": Row(
-        "runtime config",
+        "runtime compat config",
         "torch lightning numpy pyarrow datasets huggingface_hub tiktoken requests zstandard fsspec",
     ),
     # what a backend is made of
-    "layers": Row("kernels config", "torch transformer_engine flash_attn"),
-    "kernels": Row("", "torch triton cuda"),
-    # a run's files; what is private in other libraries
-    "compat": Row("checkpoint config", "torch lightning"),
-    "checkpoint": Row("config", "torch safetensors"),
+    "layers": Row("kernels compat config", "torch transformer_engine"),
+    "kernels": Row("compat", "torch triton cuda"),
+    # a run's files
+    "checkpoint": Row("config", "torch safetensors filelock"),
     # from settings to checked settings, before torch is there
     "compose": Row("config", "hydra omegaconf yaml"),
     # what everything stands on
-    "runtime": Row("config", "torch numpy"),
+    "runtime": Row("compat config", "torch numpy"),
+    # what is private in other libraries: it knows nothing of this one
+    "compat": Row("", "torch lightning transformer_engine flash_attn huggingface_hub"),
     "config": Row(""),
 }
 # Where a package that its row lets in may be: it decides how a part is tried without the whole.
 ONLY_IN = {
     "lightning": ["train", "callbacks", "compat", "precision.plugin", "data.datamodule", "measure.peer_models"],
-    "transformer_engine": ["backends.transformer_engine", "layers.te", "precision", "measure.peer_models"],
-    "flash_attn": ["layers.attention"],
+    "transformer_engine": [
+        *("backends.transformer_engine", "layers.te", "precision", "compat.transformer_engine", "measure.peer_models"),
+    ],
+    "flash_attn": ["compat.flash_attn"],
+    "huggingface_hub": ["data", "compat.hub"],
     "cuda": ["kernels.nvrtc"],
     "matplotlib": ["measure.plot"],
 }
@@ -72,7 +76,7 @@ ONLY_IN = {
 # Imported where it is used and nowhere else, so that everything imports, and shows its help, on a laptop.
 INSIDE_FUNCTIONS = {
     *("transformer_engine", "flash_attn", "cuda", "matplotlib"),
-    *("datasets", "huggingface_hub", "tiktoken", "pyarrow", "requests"),
+    *("datasets", "huggingface_hub", "tiktoken", "pyarrow", "requests", "filelock"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [

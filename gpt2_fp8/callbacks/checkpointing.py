@@ -23,7 +23,7 @@ from gpt2_fp8.checkpoint.errors import escaped
 from gpt2_fp8.checkpoint.ledger import Ledger
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer, finite
-from gpt2_fp8.compat import loops
+from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import CallbacksConfig
 

@@ -16,7 +16,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from gpt2_fp8.compat import loops
+from gpt2_fp8.compat import lightning_logging
+from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped
 from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.runtime import collectives, signals, slurm
@@ -97,9 +98,7 @@ class GracefulStop(Checkpoint):
         """Stop here, after the step, if asked to."""
         if signum := self._agreed():
             self._save(trainer)
-            # Lightning logs a step's metrics after this hook, which the exception skips. The resumed run will not.
-            trainer._logger_connector.on_batch_end()
-            trainer._logger_connector.update_train_step_metrics()
+            lightning_logging.log_last_step(trainer)
             raise Stopped(signum)
         self._waiting = trainer.global_step < trainer.max_steps
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from gpt2_fp8.compat import lightning_process, torch_private
 from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import collectives, signals
@@ -75,7 +75,7 @@ class RankWatchdog(Callback):
 
     def expect(self, launcher: object) -> None:
         """From here on watch the processes that a Trainer's launcher is about to start, until the ranks have met."""
-        if isinstance(launcher, _SubprocessScriptLauncher):
+        if lightning_process.starts_processes(launcher):
             threading.Thread(target=self._watch_start, args=(launcher,), name="ranks start", daemon=True).start()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -86,7 +86,7 @@ class RankWatchdog(Callback):
             return
         self.take_over(trainer.strategy.launcher)
         self._rank, self._world = trainer.global_rank, trainer.world_size
-        store: Any = dist.distributed_c10d._get_default_store()
+        store = torch_private.default_store()
         # A connection of its own: the main thread's may be held for as long as a wait takes.
         self._store = dist.PrefixStore("ranks", store.clone())
         self._store.set(str(self._rank), "1")
@@ -151,11 +151,9 @@ class RankWatchdog(Callback):
             time.sleep(0.05)
 
     def take_over(self, launcher: object) -> None:
-        """Take the processes that a Trainer's launcher has started out of its list: Lightning watches that, and kills
-        this process without a word when one of them has failed."""
-        if isinstance(launcher, _SubprocessScriptLauncher):
-            while launcher.procs:  # which may be growing
-                self.children.append(launcher.procs.pop(0))
+        """Take the processes that a Trainer's launcher has started out of its list, and watch them here."""
+        for child in lightning_process.take_processes(launcher):
+            self.children.append(child)
 
     def end_children(self) -> None:
         """End the ranks that this one has started: they may wait in a collective for it, which has failed. Lightning

@@ -1,9 +1,8 @@
-"""One run in a folder: a lock that the kernel takes away from a process that dies. Standard library only."""
+"""One run in a folder: a lock that the kernel takes away from a process that dies."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -11,33 +10,41 @@ import socket
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config.errors import UserError
 
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
 log = logging.getLogger(__name__)
 
 NAME = ".lock"  # in the run's folder
+# Seconds to look again in: the last holder may have deleted the file between another's opening and locking it.
+_PATIENCE, _PAUSE = 0.2, 0.02
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class RunLock:
     """Holds the folder of a run as a context; a second run in it, in this process or another, is refused.
 
-    The lock is `flock` on the file `.lock`, whose JSON says who holds it and since when. It ends with the process,
-    however that ends, so that a file that was left is taken over; over NFS, Linux passes it on to the other hosts. It
-    is not inherited by programs that the process starts. To be taken by one process of a run, the one of rank 0.
+    The lock is filelock's `flock` on the file `.lock`, whose JSON says who holds it and since when. It ends with the
+    process, however that ends, so that a file that was left is taken over; over NFS, Linux passes it on to the other
+    hosts. Programs that the process starts do not inherit it. One process of a run takes it, that of rank 0.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / NAME
-        self._descriptor: int | None = None
+        self._lock: BaseFileLock | None = None  # held; None also where this filesystem has no locks
+        self._file: os.stat_result | None = None  # the file that this run wrote
 
     def __enter__(self) -> RunLock:
         """Take the lock. Raises UserError where another holds it, or nothing can be written there."""
         try:
             self._take()
         except OSError as error:
+            self.__exit__()
             raise UserError.of(
                 f"{self.path}: {error.strerror}, so that no run can be at work here",
                 "remove it, or free space and make its folder writable; hydra.run.dir=FOLDER puts a run elsewhere",
@@ -45,38 +52,16 @@ class RunLock:
         return self
 
     def _take(self) -> None:
+        from filelock import FileLock, Timeout  # takes a moment, and `--help` needs no lock
+
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        while self._descriptor is None:
-            descriptor = durable.open_regular(self.path, os.O_RDWR | os.O_CREAT)
-            try:
-                supported = self._lock(descriptor)
-                # Its last holder may have deleted the file between the two calls above: then the lock locks nothing.
-                if not supported or self._is_current(descriptor):
-                    _write_holder(descriptor)
-                    self._descriptor, descriptor = descriptor, -1
-            finally:
-                if descriptor >= 0:
-                    os.close(descriptor)
-
-    def __exit__(self, *_: object) -> None:
-        """Delete the file while it is still held, and let go. Raises nothing: how the run ended is what counts, and a
-        file that stays, as in a folder that can no longer be written, locks nothing."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
-            return
+        os.close(durable.open_regular(self.path, os.O_RDWR | os.O_CREAT))  # filelock would take a pipe
+        # A marker file instead of a lock would outlive its process.
+        lock = FileLock(self.path, _PATIENCE, poll_interval=_PAUSE, thread_local=False, fallback_to_soft=False)
         try:
-            if self._is_current(descriptor):
-                self.path.unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("%s stays, which does no harm: %s", self.path, error.strerror)
-        with suppress(OSError):
-            os.close(descriptor)
-
-    def _lock(self, descriptor: int) -> bool:
-        """Whether the lock is held now; False where this filesystem has none."""
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            lock.acquire()
+            self._lock = lock
+        except Timeout:
             raise UserError.of(
                 f"another run is at work in {self.path.parent}: {_holder(self.path)}",
                 "wait for its end or stop it, or give this one another run_name",
@@ -85,22 +70,36 @@ class RunLock:
             if error.errno not in _UNSUPPORTED:
                 raise
             log.warning("%s cannot be locked (%s): nothing keeps a second run out of it", self.path.parent, error)
-            return False
-        return True
+        self._file = _write_holder(self.path)
 
-    def _is_current(self, descriptor: int) -> bool:
-        """Whether the open file is still the one of that name."""
+    def __exit__(self, *_: object) -> None:
+        """Delete the file while it is still held, and let go. Raises nothing: how the run ended is what counts, and a
+        file that stays, as in a folder that can no longer be written, locks nothing."""
+        lock, self._lock = self._lock, None
+        file, self._file = self._file, None
         try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
+            if file is not None and os.path.samestat(file, os.stat(self.path)):
+                self.path.unlink(missing_ok=True)
         except FileNotFoundError:
-            return False
+            pass
+        except OSError as error:
+            log.warning("%s stays, which does no harm: %s", self.path, error.strerror)
+        if lock is not None:
+            with suppress(OSError):
+                lock.release(force=True)
 
 
-def _write_holder(descriptor: int) -> None:
+def _write_holder(path: Path) -> os.stat_result:
+    """Say in the file who holds it; returns which file that is. Raises OSError."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}) + "\n"
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, text.encode(), 0)
+    descriptor = durable.open_regular(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _holder(path: Path) -> str:

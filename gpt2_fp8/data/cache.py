@@ -1,7 +1,8 @@
-"""Tokenised units on disk, so that a later pass reads 2 bytes a token and no network.
+"""Tokenised units on disk, so that a later pass reads 2 or 4 bytes a token and no network.
 
-A unit is two files: `<key>.u16`, its tokens as little-endian uint16 and behind them the documents' ends as int64; and
-`<key>.json`, their numbers, the counts and a sha256. Both are written under another name and moved into place, the
+A unit is two files. `<key>.u16` has its tokens as little-endian uint16 and behind them the documents' ends as int64;
+it is `<key>.u32`, with uint32, for a vocabulary of more than 65,536 ids. `<key>.json` has the dtype, how many there
+are of both, the counts and a sha256. Both are written under another name and moved into place, the
 JSON last: what is there is whole, whoever was killed while writing. A file that does not fit its checksum is made anew,
 and so is one that holds what this tokenizer cannot have given, wherever it comes from.
 """
@@ -20,6 +21,7 @@ import numpy as np
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.documents import TokenisedUnit
+from gpt2_fp8.data.ids import dtype_of, little_endian
 from gpt2_fp8.data.units import DocumentCounts, Unit
 
 log = logging.getLogger(__name__)
@@ -50,10 +52,12 @@ class UnitCache:
         path = self._path(unit)
         try:
             about = json.loads(_content(path.with_suffix(".json")))
-            content = _content(path.with_suffix(".u16"))
+            if (stated := about.get("dtype", "uint16")) != self._dtype.name:  # none: of before it was stated
+                raise ValueError(f"it has {stated!a:.40} tokens, where this vocabulary takes {self._dtype.name}")
+            content = _content(path.with_suffix(self._suffix))
             if (sha256 := hashlib.sha256(content).hexdigest()) != about["sha256"]:
                 raise ValueError("the checksum differs")
-            tokens = np.frombuffer(content, dtype="<u2", count=about["tokens"])
+            tokens = np.frombuffer(content, dtype=self._dtype.newbyteorder("<"), count=about["tokens"])
             ends = np.frombuffer(content, dtype="<i8", count=about["documents"], offset=tokens.nbytes)
             if tokens.size and int(tokens.max()) >= self.vocab_size:
                 raise ValueError(f"it has the token {tokens.max()} of a vocabulary of {self.vocab_size}")
@@ -68,9 +72,11 @@ class UnitCache:
 
     def store(self, unit: Unit, tokenised: TokenisedUnit) -> None:
         """Keep the unit. A failure (a full disk) is logged and costs no more than the next pass's time."""
-        content = tokenised.tokens.astype("<u2").tobytes() + tokenised.ends.astype("<i8").tobytes()
+        assert tokenised.tokens.dtype == self._dtype, "the unit is of another vocabulary"
+        content = little_endian(tokenised.tokens).tobytes() + tokenised.ends.astype("<i8").tobytes()
         about = {
             "unit": unit.name,
+            "dtype": self._dtype.name,
             "tokens": len(tokenised.tokens),
             "documents": len(tokenised.ends),
             "counts": tokenised.counts.as_dict(),
@@ -78,10 +84,18 @@ class UnitCache:
         }
         path = self._path(unit)
         try:
-            _replace(path.with_suffix(".u16"), content)
+            _replace(path.with_suffix(self._suffix), content)
             _replace(path.with_suffix(".json"), json.dumps(about).encode())
         except OSError as error:
             log.warning("data: cannot keep a unit in data.cache_dir: %s", error)
+
+    @property
+    def _dtype(self) -> np.dtype[np.unsignedinteger]:
+        return dtype_of(self.vocab_size)
+
+    @property
+    def _suffix(self) -> str:
+        return f".u{8 * self._dtype.itemsize}"
 
     def _path(self, unit: Unit) -> Path:
         return self.folder / unit.digest(self.tokenizer, FORMAT)[:32]

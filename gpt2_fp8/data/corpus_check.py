@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data.ids import Tokens
 from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.data.progress_log import Looking
-from gpt2_fp8.data.tokenizer import Tokens
 from gpt2_fp8.data.units import DocumentCounts, Unit
 
 
@@ -35,7 +35,7 @@ def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None
 
 
 def validation_blocks(units: list[Unit], pool: UnitPool, n_positions: int, count: int) -> Tokens:
-    """The first `count` blocks of `units` in natural order, uint16 [<= count, n_positions + 1].
+    """The first `count` blocks of `units` in natural order: [<= count, n_positions + 1], uint16 or uint32.
 
     Raises:
         UserError: there is not even one.

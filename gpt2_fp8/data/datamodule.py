@@ -23,6 +23,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.cache import UnitCache
 from gpt2_fp8.data.corpus_check import check_trainable, validation_blocks
 from gpt2_fp8.data.digests import Digests
+from gpt2_fp8.data.ids import Tokens, little_endian
 from gpt2_fp8.data.loaders import Cursor, Steps, Validation
 from gpt2_fp8.data.order import Order, lane_count
 from gpt2_fp8.data.packing import Batches, Lane, lane_start, lanes_of
@@ -30,7 +31,7 @@ from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.data.progress import Progress
 from gpt2_fp8.data.reader import UnitReader
 from gpt2_fp8.data.sources import DataSettings, build_source
-from gpt2_fp8.data.tokenizer import Tokens, fingerprint, load_tokenizer
+from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
 from gpt2_fp8.data.units import Corpus
 from gpt2_fp8.runtime.collectives import rank_and_world
 
@@ -158,7 +159,7 @@ class TokenDataModule(LightningDataModule):
             lanes,
             self.global_batch_size,
             digests,
-            None if self._val is None else hashlib.sha256(self._val.astype("<u2").tobytes()).hexdigest(),
+            None if self._val is None else hashlib.sha256(little_endian(self._val).tobytes()).hexdigest(),
         )
         sequences = 0 if self._val is None else len(self._val)
         about = ", ".join(f"{name} {value}" for name, value in self._corpus.about.items())

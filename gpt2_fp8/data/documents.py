@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.data.tokenizer import Tokens, encode
+from gpt2_fp8.data.ids import Tokens, dtype_of, little_endian
+from gpt2_fp8.data.tokenizer import encode
 from gpt2_fp8.data.units import DocumentCounts, Unit
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ MAX_BROKEN_PART = 0.1
 
 @dataclass(frozen=True)
 class TokenisedUnit:
-    """A unit's documents in natural order: `tokens` uint16 [n]; `ends` int64 [documents], one past each one's last."""
+    """A unit's documents in natural order.
+
+    `tokens`: uint16 or uint32 [n]. `ends`: int64 [documents], one past each one's last.
+    """
 
     tokens: Tokens
     ends: npt.NDArray[np.int64]
@@ -53,9 +57,9 @@ def tokenise(
 ) -> TokenisedUnit:
     """Encode those of `documents` that are text and on the unit's side of a held-out split.
 
-    Raises UserError where too many lines are broken.
+    Raises UserError where too many lines are broken, or the encoding gives an id that it does not have.
     """
-    end_of_text = np.array([encoding.eot_token], dtype=np.uint16)
+    end_of_text = np.array([encoding.eot_token], dtype=dtype_of(encoding.n_vocab))
     pieces: list[Tokens] = []
     whole: list[Tokens] = []  # of many pieces each: an array takes a hundred bytes beside its tokens
     ends = array("q")
@@ -68,7 +72,7 @@ def tokenise(
         counts.read += 1
         counts.long += len(text) > PIECE
         for piece in cut(text):
-            pieces.append(encode(encoding, piece))
+            pieces.append(encode(encoding, piece, unit.name))
             length += len(pieces[-1])
         pieces.append(end_of_text)
         length += 1
@@ -81,14 +85,14 @@ def tokenise(
             f"{printable(unit.name)}: {counts.broken} of {rows + counts.broken} lines are no JSON objects",
             "repair the file, or leave it out",
         )
-    tokens = np.concatenate([*whole, *pieces]) if whole or pieces else np.empty(0, dtype=np.uint16)
+    tokens = np.concatenate([*whole, *pieces]) if whole or pieces else end_of_text[:0]
     stops = np.array(ends, dtype=np.int64)
     return TokenisedUnit(tokens, stops, counts, checksum(tokens, stops))
 
 
 def checksum(tokens: Tokens, ends: npt.NDArray[np.int64]) -> str:
     """The sha256 of a unit's tokens, as the cache has them on disk."""
-    digest = hashlib.sha256(tokens.astype("<u2", copy=False).data)
+    digest = hashlib.sha256(little_endian(tokens).data)
     digest.update(ends.astype("<i8", copy=False).data)
     return digest.hexdigest()
 

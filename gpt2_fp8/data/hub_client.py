@@ -9,6 +9,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from gpt2_fp8.compat import hub
 from gpt2_fp8.data import retry
 
 log = logging.getLogger(__name__)
@@ -34,10 +35,9 @@ def import_datasets() -> ModuleType:
 @cache
 def _bound_waits() -> None:
     from huggingface_hub import set_client_factory
-    from huggingface_hub.utils import _http
 
     def factory() -> Any:
-        client = _http.default_client_factory()
+        client = hub.default_client()
         client.timeout = TIMEOUT
         hooks = client.event_hooks
         client.event_hooks = hooks | {"response": [*hooks["response"], wait_as_told]}

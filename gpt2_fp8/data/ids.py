@@ -1,4 +1,8 @@
-"""No id beyond the vocabulary goes to a model: on a GPU it would be read, and written, past the end of a table."""
+"""Token ids: how wide they are kept, and that none is beyond the vocabulary.
+
+On a GPU such an id would be read, and written, past the end of a table. The dtype follows from the number of ids alone,
+and everything that makes, keeps or reads tokens asks here.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,32 @@ import numpy.typing as npt
 
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.shown import printable
+
+Tokens = npt.NDArray[np.unsignedinteger]  # uint16 or uint32, as `dtype_of` says
+
+
+def dtype_of(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """Return the dtype of the ids 0 to `vocab_size` - 1: uint16 where all fit, uint32 beyond.
+
+    A batch has them as int32, so no vocabulary has more than 2^31. Raises ValueError for a larger one.
+    """
+    if not 0 < vocab_size <= 1 << 31:
+        raise ValueError(f"no vocabulary has {vocab_size:,} ids")
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def narrowed(ids: npt.NDArray[np.integer], vocab_size: int, unit: str) -> Tokens:
+    """Return `ids` in the dtype of their vocabulary. Raises UserError for an id of `unit` that is not in it.
+
+    The look comes first: a cast alone would make another id, and a valid one, of what is too large.
+    """
+    check_unit(ids, vocab_size, unit)
+    return ids.astype(dtype_of(vocab_size), copy=False)
+
+
+def little_endian(tokens: Tokens) -> Tokens:
+    """Return `tokens` with the byte order of files and digests, whatever this machine's is."""
+    return tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
 
 
 def check_unit(tokens: npt.NDArray[np.integer], vocab_size: int, unit: str) -> None:

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from gpt2_fp8.config.errors import DataSourceLost, RunError
-from gpt2_fp8.data.ids import check_batch
+from gpt2_fp8.data.ids import Tokens, check_batch
 from gpt2_fp8.data.packing import Batches, LaneState
-from gpt2_fp8.data.tokenizer import Tokens
 from gpt2_fp8.runtime.collectives import rank_and_world
 
 PADDING = -1  # the id of every token of a row that only fills up a validation batch; its targets are ignored
@@ -77,7 +76,7 @@ class Steps(IterableDataset[dict[str, Any]]):
 
 
 class Validation(IterableDataset[dict[str, Tensor]]):
-    """One rank's rows of the validation sequences `blocks`, uint16 [n, n_positions + 1].
+    """One rank's rows of the validation sequences `blocks`, uint16 or uint32 [n, n_positions + 1].
 
     Every rank has the same number of items of the same shape: rows of `PADDING` fill up where sequences lack.
     """

@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data.ids import check_batch
+from gpt2_fp8.data.ids import Tokens, check_batch
 from gpt2_fp8.data.order import Order, Permutation, Place
 from gpt2_fp8.data.prefetch import Ticket, UnitPool
-from gpt2_fp8.data.tokenizer import Tokens
 from gpt2_fp8.data.units import DocumentCounts, Unit
 from gpt2_fp8.runtime.signals import interruptible
 
@@ -77,7 +76,7 @@ class Lane:
         self._asked.append((place, self.pool.ask(self.units[self.order.unit(self.index, place)])))
 
     def next(self) -> Tokens:
-        """The next block: uint16 [n_positions + 1], a view."""
+        """The next block: uint16 or uint32 [n_positions + 1], a view."""
         if self._segment is None:
             self._segment = self._load()
             self._begun += self._segment.units

@@ -7,34 +7,22 @@ itself.
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from gpt2_fp8.compat.tiktoken import GPT2_FILES, has_gpt2
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data.ids import Tokens, dtype_of, narrowed
 
 if TYPE_CHECKING:
     import tiktoken
 
 TokenizerName = Literal["gpt2", "bytes"]
-Tokens = npt.NDArray[np.uint16]  # every id of both vocabularies fits: 50,257 and 257
 
 END_OF_TEXT = "<|endoftext|>"
 NETWORK_TIMEOUT = 4.0  # seconds to find out that the vocabulary cannot be fetched; tiktoken itself waits for ever
-
-# What tiktoken reads for "gpt2" (tiktoken_ext/openai_public.py), with the sha256 that it holds each file to; it stores
-# a file under the sha1 of its address.
-_BASE = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
-_CONTENT = {
-    f"{_BASE}/vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    f"{_BASE}/encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-}
-GPT2_FILES = {hashlib.sha1(url.encode()).hexdigest(): url for url in _CONTENT}
 
 
 @cache
@@ -47,11 +35,15 @@ def load_tokenizer(name: TokenizerName) -> tiktoken.Encoding:
     return _bytes_encoding() if name == "bytes" else _gpt2_encoding()
 
 
-def encode(encoding: tiktoken.Encoding, text: str) -> Tokens:
-    """The ids of `text` as uint16 [n]. `text` must be valid unicode (no lone surrogates)."""
+def encode(encoding: tiktoken.Encoding, text: str, unit: str = "the text") -> Tokens:
+    """Return the ids of `text`, [n] of the dtype that `ids.dtype_of` gives the vocabulary.
+
+    `text` must be valid unicode (no lone surrogates). Raises UserError, naming `unit`, for an id that the vocabulary
+    does not have.
+    """
     if encoding.name == "bytes":  # the same ids as `encoding` gives, at the speed of a copy
-        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
-    return encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype_of(encoding.n_vocab))
+    return narrowed(encoding.encode_to_numpy(text, disallowed_special=()), encoding.n_vocab, unit)
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
@@ -80,7 +72,7 @@ def _gpt2_encoding() -> tiktoken.Encoding:
     import tiktoken
 
     try:
-        if not all(_is_whole(_cache_dir() / name, _CONTENT[url]) for name, url in GPT2_FILES.items()):
+        if not has_gpt2():
             requests.head(next(iter(GPT2_FILES.values())), timeout=NETWORK_TIMEOUT).raise_for_status()
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; ValueError: what came has another hash
@@ -91,16 +83,3 @@ def _gpt2_encoding() -> tiktoken.Encoding:
             f"fetch {files} on a machine with a network, put both into one folder here and set TIKTOKEN_CACHE_DIR "
             "to it; or train on bytes: data.tokenizer=bytes",
         ) from error
-
-
-def _is_whole(path: Path, sha256: str) -> bool:
-    """Whether a file of the vocabulary is there as it should be. Another file tiktoken would remove, and then wait for
-    the network without an end."""
-    size = path.stat().st_size if path.is_file() else 0
-    return 0 < size < 1 << 24 and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
-
-
-def _cache_dir() -> Path:
-    """Where tiktoken looks (tiktoken/load.py): the same variables in the same order."""
-    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    return Path(os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default)))

@@ -9,6 +9,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from gpt2_fp8.compat import torch_private
+
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,9 +34,7 @@ def start_workers() -> None:
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
-        from torch._inductor.async_compile import AsyncCompile  # its import may start them
-
-        AsyncCompile.warm_pool()
+        torch_private.start_compile_workers()
     except Exception as error:  # no public interface: of another torch, whose first compilation starts its workers
         log.debug("Inductor's workers were not started ahead: %s", error)
     finally:

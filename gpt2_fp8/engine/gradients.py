@@ -113,7 +113,7 @@ class Gradients:
                 discard()
         self.undo_scales()
         if self.plan.backend.compiled:
-            torch._dynamo.reset()  # or else it would compile the other size for sizes of every kind, which are slower
+            torch.compiler.reset()  # or else it would compile the other size for sizes of every kind, which are slower
 
     @contextmanager
     def _forward(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gpt2_fp8.compat.torch_private import skip_where
 from gpt2_fp8.runtime import collectives
 
 LossOf = Callable[[Tensor, bool | None, float], Tensor]
@@ -84,7 +85,7 @@ def update(
     seen = _agreed(loss, grad_norm, absurd)
     skipped = seen[1].clamp(max=1.0)
     verdict = _Sent(seen)  # before the update: the host is told while the device still has that to do
-    optimizer.found_inf = skipped  # type: ignore[attr-defined]  # read by torch.optim's fused kernels
+    skip_where(optimizer, skipped)
     apply()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(loss, grad_norm, clip_ratio, optimizer.param_groups[0]["lr"], skipped, verdict)

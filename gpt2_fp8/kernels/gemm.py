@@ -15,6 +15,7 @@ import threading
 import torch
 from torch import Tensor
 
+from gpt2_fp8.compat.torch_private import current_raw_stream
 from gpt2_fp8.kernels import cublaslt as lt
 from gpt2_fp8.kernels import tuning
 
@@ -32,14 +33,6 @@ _lock = threading.Lock()  # a plan's addresses are set and used in one go; autog
 
 # Addresses of a, b, out, add (0: none), bias (0: none), a_scale_inv, b_scale_inv.
 Addresses = tuple[int, int, int, int, int, int, int]
-
-
-def _public_stream(device: int) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
-
-
-# The same number without a Stream object around it; Triton and Inductor take it from here too.
-_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
 
 
 def matmul(
@@ -171,7 +164,7 @@ class Plan:
     def launch(self, addresses: Addresses) -> int:
         """Multiply what lies at these addresses, on the device's current stream. Returns cuBLASLt's status."""
         a, b, out, add, bias, a_scale, b_scale = addresses
-        stream, product, put = _stream(self.device), self._product, self._set
+        stream, product, put = current_raw_stream(self.device), self._product, self._set
         workspace = _workspaces.get((self.device, stream))
         if workspace is None:
             workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=f"cuda:{self.device}")

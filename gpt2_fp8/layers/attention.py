@@ -7,48 +7,18 @@ copied). They fit together: both say of each row the natural logarithm of its su
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gpt2_fp8.compat.flash_attn import flash_backward, why_no_flash
+from gpt2_fp8.compat.torch_private import cudnn_attention
 from gpt2_fp8.layers import reference, te
 
 HEAD_SIZES = (64, 128)  # where it was measured to be faster, and is tested
 SHORT = 128  # tokens of one block of its backward; up to here it has other kernels, which were not measured
-NOT_INSTALLED = "flash-attn-4 is not installed"
-ARGUMENTS = {"q", "k", "v", "out", "dout", "lse", "causal", "deterministic", "dq", "dk", "dv"}
-
-
-@cache
-def flash_backward() -> Callable[..., Any] | None:
-    """FlashAttention 4's backward (the package `flash-attn-4`), or None where `why_no_flash` says why."""
-    return None if why_no_flash() else _imported()
-
-
-@cache
-def why_no_flash() -> str | None:
-    """Why FlashAttention 4's backward cannot be called, or None: it is not installed, does not load, or has another
-    interface than the beta that this was written for. cuDNN's own will do."""
-    try:
-        known = set(inspect.signature(_imported()).parameters) >= ARGUMENTS
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "flash_attn":  # not there, or only FlashAttention 2
-            return NOT_INSTALLED
-        return f"flash-attn-4 does not load: {error}"
-    except Exception as error:  # a compiler of another version
-        return f"flash-attn-4 does not load: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return None if known else "flash-attn-4 has another interface than 4.0.0b36"
-
-
-def _imported() -> Callable[..., Any]:
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    return _flash_attn_bwd
 
 
 def kernels(n_head: int, n_embd: int) -> str:
@@ -94,9 +64,7 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: Tensor, n_head: int) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in _split(packed, n_head))
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, compute_log_sumexp=True, dropout_p=0.0, is_causal=True
-        )
+        out, lse = cudnn_attention(q, k, v)
         out = out.transpose(1, 2).contiguous()  # it lies so already: cuDNN's result has the strides of q
         ctx.n_head = n_head
         ctx.save_for_backward(packed, out, lse)

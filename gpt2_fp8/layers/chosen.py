@@ -6,6 +6,7 @@ Each of these follows what decides it: `product_gelu.fits`, `layer_norm_rows.fit
 
 from __future__ import annotations
 
+from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
 from gpt2_fp8.kernels import nvrtc, shapes
 from gpt2_fp8.layers import attention
 
@@ -32,7 +33,7 @@ def chosen(rows: int, n_head: int, n_embd: int, vocabulary_rows: int) -> dict[st
 def slower() -> list[str]:
     """What is there and does not work, or is missing, so that slower kernels do its work."""
     flash = attention.why_no_flash()
-    return [reason for reason in (nvrtc.missing(), None if flash == attention.NOT_INSTALLED else flash) if reason]
+    return [reason for reason in (nvrtc.missing(), None if flash == NOT_INSTALLED else flash) if reason]
 
 
 def _product(fused: str, otherwise: str, why_not: str | None, missing: bool) -> str:

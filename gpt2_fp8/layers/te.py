@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpt2_fp8.compat.transformer_engine import entered_recipe, split_along_dim
+
 Region = Callable[[], AbstractContextManager[None]]
 
 
@@ -30,10 +32,9 @@ def _gradient_in_e5m2() -> AbstractContextManager[None]:
     probabilities of rare tokens, which E4M3 casts to 0 below 2^-18, so nothing would push those tokens down."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Format
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    recipe = FP8GlobalStateManager.get_fp8_recipe()
-    if not FP8GlobalStateManager.is_fp8_enabled() or recipe.fp8_format == Format.HYBRID:
+    recipe = entered_recipe()
+    if recipe is None or recipe.fp8_format == Format.HYBRID:
         return nullcontext()
     recipe = copy.copy(recipe)
     recipe.fp8_format = Format.HYBRID
@@ -107,11 +108,8 @@ class Attention(nn.Module):
 
     def __init__(self, n_head: int, n_embd: int, dropout: float):
         super().__init__()
-        from transformer_engine.pytorch.utils import SplitAlongDim
-
-        # Its backward returns the packed gradient. Torch's views copy it (14 ms of a 186 ms step), and so does the
-        # `qkv_layer=` argument that Transformer Engine 2.20 recommends instead of finding out by pointers.
-        self.split = SplitAlongDim
+        self.split = split_along_dim()
+        # Transformer Engine 2.20 recommends its `qkv_layer=` argument instead, whose backward copies.
         warnings.filterwarnings("ignore", message="Relying on pointer-based detection", category=DeprecationWarning)
         self.n_head, self.n_embd = n_head, n_embd
         self.kernel = _variant("DotProductAttention")(

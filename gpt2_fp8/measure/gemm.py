@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gpt2_fp8.compat.torch_private import fp8_product
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.measure import timing
@@ -119,9 +120,7 @@ def _fp8(kind: Pass, size: tuple[int, int, int], device: str) -> float:
 
     def product() -> Tensor:
         a, b = next(operands)
-        return torch._scaled_mm(
-            a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=kind == "forward"
-        )
+        return fp8_product(a, b, one, one, fast=kind == "forward")
 
     return _tflops(size, timing.seconds_per_call(product, device))
 

@@ -14,7 +14,6 @@ change once a step, at its first forward.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpt2_fp8.compat import transformer_engine
+from gpt2_fp8.compat.torch_private import copy_all
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.runtime import collectives
 
@@ -33,8 +34,7 @@ def scaling_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(layer.direction, TE's state object) of every layer that has run under delayed scaling."""
     for name, module in model.named_modules():
         for direction in DIRECTIONS:
-            state = getattr(module, "fp8_meta", {}).get(direction)
-            if hasattr(state, "amax_history"):
+            if (state := transformer_engine.scaling_state(module, direction)) is not None:
                 yield f"{name}.{direction}", state
 
 
@@ -68,9 +68,9 @@ def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
     that have not run yet allocate their state here. Raises KeyError or ValueError for a state of other layers."""
     for name, module in model.named_modules():
         key = f"{name}.scaling_fwd.scale"
-        if key in saved and "scaling_fwd" not in module.fp8_meta:
-            with getattr(module, "fp8_region", nullcontext)():
-                module.init_fp8_metadata(num_gemms=saved[key].numel() // 3)
+        if key in saved:
+            region = getattr(module, "fp8_region", nullcontext)()
+            transformer_engine.allocate_scaling(module, saved[key].numel() // 3, region)
     for name, state in scaling_states(model):
         for kind, own in (("scale", state.scale), ("amax_history", state.amax_history)):
             given = saved[f"{name}.{kind}"]
@@ -148,7 +148,7 @@ def restored(model: nn.Module) -> AbstractContextManager[None]:
 def kept(model: nn.Module) -> Callable[[], None]:
     """Remember scales and histories. What is returned puts them back, for a step that has to begin again: passes that
     did not come to their end have moved the histories on, and Transformer Engine has more to forget of them."""
-    put_back, forget = _kept(_tensors(model)), _unfinished_passes()
+    put_back, forget = _kept(_tensors(model)), transformer_engine.unfinished_passes()
 
     def begin_again() -> None:
         put_back()
@@ -185,26 +185,4 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 def _put_apart(flat: Tensor, tensors: list[Tensor]) -> None:
     """Copy the elements of `flat` back into the tensors that it was made of."""
     parts = flat.split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
-
-
-def _unfinished_passes() -> Callable[[], None]:
-    """What Transformer Engine remembers of forwards whose backward never comes. To be called outside of its regions;
-    what is returned forgets it.
-
-    Where it computes a layer again in the backward (`activation_checkpointing=mlp`), the scales of each forward wait in
-    a queue: one too many, and every later backward takes another forward's. And such a backward sets the region by
-    hand, which an error leaves set: bf16 layers would compute in FP8.
-    """
-    if "transformer_engine.pytorch" not in sys.modules:
-        return lambda: None
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    region = FP8GlobalStateManager.get_autocast_state()
-
-    def forget() -> None:
-        FP8GlobalStateManager.set_autocast_state(region)
-        for waiting in FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer:
-            waiting.clear()
-
-    return forget
+    copy_all(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])

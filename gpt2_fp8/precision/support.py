@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 
 import torch
 
@@ -66,14 +65,6 @@ def why_no_hopper() -> str | None:
     if torch.cuda.get_device_capability()[0] != HOPPER:
         return f"their kernels are made for Hopper, and this is {torch.cuda.get_device_name()}"
     return None
-
-
-def reset() -> None:
-    """Forget what Transformer Engine remembers of the models of this process."""
-    if "transformer_engine.pytorch" in sys.modules:
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-        FP8GlobalStateManager.reset()
 
 
 def first_line(reason: object) -> str:

@@ -13,6 +13,8 @@ from datetime import timedelta
 import torch
 from torch import Tensor, distributed
 
+from gpt2_fp8.compat.torch_private import divide_all
+
 # Not a watch: a rank that is gone is known within a minute (`callbacks/rank_watchdog.py`). It has to be longer than
 # what a rank may do alone while the others wait: compile, read data from a source that does not answer, save. As long
 # as the wait for gradients may last, which Lightning sets to half an hour.
@@ -112,7 +114,7 @@ def average(parameters: Iterable[Tensor]) -> None:
     works = [distributed.all_reduce(gradient, async_op=True) for gradient in gradients]
     for work in works:
         work.wait()
-    torch._foreach_div_(gradients, distributed.get_world_size())
+    divide_all(gradients, distributed.get_world_size())
 
 
 def maximum(values: Tensor) -> None:

@@ -17,13 +17,15 @@ from gpt2_fp8.callbacks.same_kernels import SameKernels
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.checkpoint.finite import finite_weights
-from gpt2_fp8.compat.checkpoint_io import FolderCheckpointIO, blame_checkpoints
+from gpt2_fp8.checkpoint.run_state import restoring
+from gpt2_fp8.compat.lightning_checkpoint import restore_within
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.precision.plugin import FP8Precision
 from gpt2_fp8.runtime import devices
 from gpt2_fp8.train import setup
+from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
 from gpt2_fp8.train.loggers import build_loggers
 from gpt2_fp8.train.module import GPT2Module
 
@@ -108,5 +110,5 @@ def build_trainer(
         use_distributed_sampler=False,
         default_root_dir=folder,
     )
-    blame_checkpoints(trainer)
+    restore_within(trainer, restoring)
     return trainer

@@ -11,12 +11,13 @@ from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.rank_watchdog import RankWatchdog
 from gpt2_fp8.checkpoint import pointers
+from gpt2_fp8.compat.lightning_process import rank
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.precision.choose import Choice
 from gpt2_fp8.train.build import Parts
 from gpt2_fp8.train.outcome import fill
-from gpt2_fp8.train.process import clean_up, rank
+from gpt2_fp8.train.process import clean_up
 from gpt2_fp8.train.summary import Precision, Summary
 
 log = logging.getLogger(__name__)

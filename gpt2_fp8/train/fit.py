@@ -14,6 +14,8 @@ from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.checkpoint.finite import is_finite
 from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.lock import RunLock
+from gpt2_fp8.compat.lightning_logging import detach_logging
+from gpt2_fp8.compat.lightning_process import rank
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.divergence import RollBack
@@ -24,7 +26,7 @@ from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
 from gpt2_fp8.train.context import RunContext
 from gpt2_fp8.train.outcome import last_val_loss, validation_missing
-from gpt2_fp8.train.process import quiet, rank
+from gpt2_fp8.train.process import quiet
 from gpt2_fp8.train.rollback import checkpoint_before
 
 log = logging.getLogger(__name__)
@@ -136,9 +138,7 @@ def _go_back(
     path = checkpoint_before(back, context.checkpointing.folder, saved, checkpoint) if rank() == 0 else None
     path = parts.trainer.strategy.broadcast(path)
     context.divergence.start_again()
-    for callback in parts.trainer.callbacks:  # type: ignore[attr-defined]
-        for method in ("log", "log_dict"):  # Lightning gives the module's to them, which would keep it in memory
-            vars(callback).pop(method, None)
+    detach_logging(parts.trainer)
     return fallen_back(parts.plan, config, f"fallback at step {back.step}: {back.reason}"), path
 
 

@@ -12,12 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.compat.lightning_logging import CSVLoggerOf, KeepingWriter
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.train.metrics_csv import COLUMNS, renew
 
@@ -97,7 +96,7 @@ class EventFile(_Lossy, TensorBoardLogger):
             super().finalize(status)
 
 
-class MetricsFile(_Lossy, CSVLogger):
+class MetricsFile(_Lossy, CSVLoggerOf):
     """A CSVLogger that writes `folder/metrics.csv` and, where Lightning's deletes it, continues it.
 
     Hyper-parameters are not written: the run's folder holds its configuration.
@@ -112,13 +111,9 @@ class MetricsFile(_Lossy, CSVLogger):
         """The run's folder itself."""
         return self.save_dir
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> _Writer:
-        """The writer; it touches the file when it is made, on rank zero alone."""
-        if not isinstance(self._experiment, _Writer):
-            self._experiment = _Writer(self.log_dir, self._resume_step)
-        return self._experiment
+    def make_writer(self) -> KeepingWriter:
+        """The writer; it touches the file when it is made."""
+        return _Writer(self.log_dir, self._resume_step)
 
     def log_hyperparams(self, params: Any = None) -> None:
         """Nothing to do."""
@@ -137,7 +132,7 @@ class MetricsFile(_Lossy, CSVLogger):
             super().save()
 
 
-class _Writer(ExperimentWriter):
+class _Writer(KeepingWriter):
     def __init__(self, log_dir: str, resume_step: int | None) -> None:
         super().__init__(log_dir)
         self.metrics_keys = ["step"]
@@ -185,9 +180,6 @@ class _Writer(ExperimentWriter):
         csv.DictWriter(text, self.metrics_keys).writerows(self.metrics)
         _append(self._path, text.getvalue().encode())
         self.metrics = []
-
-    def _check_log_dir_exists(self) -> None:
-        """Lightning 2.6 deletes an existing file here."""
 
 
 def _append(path: Path, content: bytes) -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
 from gpt2_fp8.checkpoint.run_state import restoring
-from gpt2_fp8.compat import loops
+from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.runtime import rng

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.schema import ModelConfig, OptimConfig
 from gpt2_fp8.engine.optim import build_optimizer, build_schedule, check_moments
@@ -67,5 +68,4 @@ def keep_own_settings(checkpoint: dict[str, Any], model: nn.Module, config: Opti
     for saved, fresh, lr in zip(groups, optimizer.param_groups, rates, strict=True):
         settings = {key: value for key, value in fresh.items() if key != "params"}
         saved.update(settings, lr=lr)
-    counts = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
-    checkpoint["lr_schedulers"] = [schedule.state_dict() | counts]
+    checkpoint["lr_schedulers"] = [schedule.state_dict() | scheduler_counts(step, rates)]

@@ -24,10 +24,10 @@ from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.checkpoint import find
 from gpt2_fp8.checkpoint.files import read_manifest
-from gpt2_fp8.compat.checkpoint_io import FolderCheckpointIO
 from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.runtime import rng
+from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
 from gpt2_fp8.train.loggers import build_loggers
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data.ids import Tokens
 from gpt2_fp8.data.order import lane_count, permutation
 from gpt2_fp8.data.packing import lanes_of
-from gpt2_fp8.data.tokenizer import Tokens
 from gpt2_fp8.runtime import signals
 from tests.data.corpora import files_config, items, module, rank_batches, write_jsonl
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
+from gpt2_fp8.backends.base import Backend
+from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.backends.reference import Reference
 from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.engine.gradients import Gradients
@@ -30,11 +32,15 @@ class Pretended(Reference):
     def scaling(self, model):
         return Scaling(model, None, self.config.global_batch_size, nullcontext)
 
-    def bf16_loss(self, model):
-        return lambda ids, first, scale: self.again(model, ids, scale)
+    def loss(self, model, ids, is_first_microbatch, scale):
+        return Backend.loss(self, model, ids, is_first_microbatch, scale)  # FP8 layers need the flag
 
-    def again(self, model, ids, scale):
-        return self.loss(model, ids, None, scale)
+    def bf16_loss(self, model):
+        twin = Fused.bf16_loss(self, model)
+        return lambda ids, first, scale: self.again(twin, ids, scale)
+
+    def again(self, twin, ids, scale):
+        return twin(ids, None, scale)
 
 
 def pretended(config):

@@ -16,6 +16,7 @@ import torch
 
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.callbacks.same_kernels import SameKernels
+from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.data import reader
@@ -83,7 +84,7 @@ def test_127_what_is_there_and_does_not_work_is_a_warning(
 
 
 def test_127_what_is_an_extra_and_not_installed_is_none(layers: Any) -> None:
-    record = layers(None, attention.NOT_INSTALLED, "model=gpt2")
+    record = layers(None, NOT_INSTALLED, "model=gpt2")
     assert record.levelno == logging.INFO
     assert record.getMessage().endswith("attention cuDNN (flash-attn-4 is not installed)")
 
@@ -120,7 +121,7 @@ def test_128_what_differs_is_named(monkeypatch: pytest.MonkeyPatch, other: str, 
 
 OTHER_KERNELS = """
 from gpt2_fp8.backends.reference import Reference
-from gpt2_fp8.train.process import rank
+from gpt2_fp8.compat.lightning_process import rank
 kernels = Reference.kernels
 Reference.kernels = lambda *given: kernels(*given) | ({"casts": "in Triton"} if rank() == 1 else {})
 """

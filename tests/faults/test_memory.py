@@ -163,11 +163,11 @@ def test_70_the_way_to_bf16_has_a_size_of_its_own(tmp_path, caplog):
 
     sizes, plain = [], Pretended.again
 
-    def limited(self, model, ids, scale):
+    def limited(self, twin, ids, scale):
         sizes.append(len(ids))
         if len(ids) > 1:
             raise torch.OutOfMemoryError(TEXT)
-        return plain(self, model, ids, scale)
+        return plain(self, twin, ids, scale)
 
     with going_wrong(Once()) as patch:
         patch.setattr(Pretended, "again", limited)

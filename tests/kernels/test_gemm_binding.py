@@ -66,7 +66,7 @@ def library(monkeypatch):
     fake = FakeLibrary()
     monkeypatch.setattr(cublaslt, "library", lambda: fake)
     monkeypatch.setattr(cublaslt, "handle", lambda device: HANDLE)
-    monkeypatch.setattr(gemm, "_stream", lambda device: STREAM)
+    monkeypatch.setattr(gemm, "current_raw_stream", lambda device: STREAM)
     monkeypatch.setattr(gemm, "_plans", {})
     monkeypatch.setattr(gemm, "_workspaces", {(CPU, STREAM): torch.empty(16)})
     return fake

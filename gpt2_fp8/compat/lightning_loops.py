@@ -1,6 +1,7 @@
 """What Lightning's loops count, and what a checkpoint is to say of it, so that a resumed run validates when it should.
 
-All of it is private to Lightning 2.6.
+All of it is private to Lightning, whose counters are its only account of what a resumed run is to do next. Holds for
+`lightning>=2.6.6,<2.7`.
 """
 
 from __future__ import annotations

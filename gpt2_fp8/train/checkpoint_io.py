@@ -1,15 +1,12 @@
-"""Lightning's doors to the checkpoint folders: how it reads and writes one, and how it takes up what it has read."""
+"""Lightning's door to the checkpoint folders: how a Trainer reads and writes one."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from gpt2_fp8.checkpoint import files
-from gpt2_fp8.checkpoint.run_state import restoring
 
 
 class FolderCheckpointIO(CheckpointIO):
@@ -34,21 +31,3 @@ class FolderCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Delete the folder `path`, if it is a checkpoint."""
         files.remove(path)
-
-
-def blame_checkpoints(trainer: pl.Trainer) -> None:
-    """Have what goes wrong while `trainer` takes up a checkpoint told as the checkpoint's fault (`restoring`).
-
-    Lightning 2.6 does that in two parts of `fit`, before and after the strategy's own setup, both in a private part.
-    """
-    trainer._checkpoint_connector = _Connector(trainer)
-
-
-class _Connector(_CheckpointConnector):
-    def _restore_modules_and_callbacks(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        with restoring(checkpoint_path):
-            super()._restore_modules_and_callbacks(checkpoint_path, weights_only)
-
-    def restore_training_state(self) -> None:
-        with restoring(self._ckpt_path):
-            super().restore_training_state()

@@ -1,0 +1,48 @@
+"""FlashAttention 4's backward without its forward. Holds for `flash-attn-4==4.0.0b36`.
+
+Its public functions are one autograd function for both. The name `flash_attn` also belongs to FlashAttention 2, which
+has no part `cute`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+NOT_INSTALLED = "flash-attn-4 is not installed"
+ARGUMENTS = {"q", "k", "v", "out", "dout", "lse", "causal", "deterministic", "dq", "dk", "dv"}
+
+
+@cache
+def flash_backward() -> Callable[..., Any] | None:
+    """Return the backward, which takes `ARGUMENTS`; None where `why_no_flash` says why.
+
+    q, k, v, out, dout and the results dq, dk, dv: bfloat16 [batch, tokens, heads, head size]. lse: float32 [batch,
+    heads, tokens], the natural logarithm of each row's sum of exponentials.
+    """
+    return None if why_no_flash() else _imported()
+
+
+@cache
+def why_no_flash() -> str | None:
+    """Say why it cannot be called, or None.
+
+    It is not installed, does not load, or has another interface than the beta that this was written for.
+    """
+    try:
+        known = set(inspect.signature(_imported()).parameters) >= ARGUMENTS
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "flash_attn":  # not there, or only FlashAttention 2
+            return NOT_INSTALLED
+        return f"flash-attn-4 does not load: {error}"
+    except Exception as error:  # a compiler of another version
+        return f"flash-attn-4 does not load: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None if known else "flash-attn-4 has another interface than 4.0.0b36"
+
+
+def _imported() -> Callable[..., Any]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    return _flash_attn_bwd

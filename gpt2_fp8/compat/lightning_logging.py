@@ -1,0 +1,57 @@
+"""Lightning's CSV log, the step that it logs last, and what it hangs on callbacks.
+
+Holds for `lightning>=2.6.6,<2.7`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+
+
+class KeepingWriter(ExperimentWriter):
+    """Writes a CSV log without deleting the one that is there. Lightning's own deletes it when it is made."""
+
+    def _check_log_dir_exists(self) -> None:
+        """Leave the folder as it is."""
+
+
+class CSVLoggerOf(CSVLogger):
+    """A CSVLogger whose writer a subclass makes. Lightning's own writer is fixed, in a private attribute."""
+
+    def make_writer(self) -> KeepingWriter:
+        """Return the writer. It is called once, on rank zero alone, when the first row is logged."""
+        raise NotImplementedError
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> KeepingWriter:
+        """Return the writer, made when it is first asked for."""
+        if not isinstance(self._experiment, KeepingWriter):
+            self._experiment = self.make_writer()
+        return self._experiment
+
+
+def log_last_step(trainer: pl.Trainer) -> None:
+    """Hand the metrics of the step that has just ended to the loggers.
+
+    Lightning does so after `on_train_batch_end`. An exception in that hook skips it, and a resumed run will not do it.
+    """
+    connector = trainer._logger_connector
+    connector.on_batch_end()
+    connector.update_train_step_metrics()
+
+
+def detach_logging(trainer: pl.Trainer) -> None:
+    """Take the module's `log` and `log_dict` off the callbacks.
+
+    `fit` hangs them there as attributes. Callbacks that outlive the module would keep it, and its weights, in memory.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        for method in ("log", "log_dict"):
+            vars(callback).pop(method, None)

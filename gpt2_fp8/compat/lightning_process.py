@@ -1,0 +1,53 @@
+"""What Lightning does to its process: its rank, the processes it starts, what it warns of.
+
+Holds for `lightning>=2.6.6,<2.7`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import warnings
+from collections.abc import Iterator
+
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero_only
+
+_WARNINGS = (
+    # Our loader is sized, reads in processes of its own, and its position is in the data module's state. Lightning
+    # takes it for one that forgot all three.
+    ".*does not have many workers.*",
+    "Your `IterableDataset` has `__len__` defined.*",
+    ".*your dataloader is not resumable.*",
+    ".*recommended to use `self.log\\('val_loss'.*",  # it is the same on every rank already
+    ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.11 and later
+)
+
+
+def rank() -> int:
+    """Return this process's rank, also before and after the process group exists.
+
+    Lightning keeps it as an attribute of a function. Its public `Trainer.global_rank` needs a Trainer.
+    """
+    return int(getattr(rank_zero_only, "rank", 0))
+
+
+def ignore_warnings() -> None:
+    """Hide what Lightning warns of and what is no fault here. Their texts are all that they can be known by."""
+    for message in _WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def starts_processes(launcher: object) -> bool:
+    """Tell whether a strategy's launcher starts the other ranks of this machine, as it does without torchrun."""
+    return isinstance(launcher, _SubprocessScriptLauncher)
+
+
+def take_processes(launcher: object) -> Iterator[subprocess.Popen[bytes]]:
+    """Take the processes that a launcher has started so far out of its list, one by one, in order of rank.
+
+    Lightning watches its list, and kills this process without a word when one of them has failed. A launcher that
+    starts none has none to give.
+    """
+    if isinstance(launcher, _SubprocessScriptLauncher):
+        while launcher.procs:  # which may be growing
+            yield launcher.procs.pop(0)

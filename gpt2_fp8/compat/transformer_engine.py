@@ -1,0 +1,81 @@
+"""Transformer Engine's state of delayed scaling, which it shows nobody. Holds for `transformer-engine>=2.20.2,<2.22`.
+
+Its public way to save it, `get_extra_state`, is a pickle that it refuses to load since 2.18 (TransformerEngine#3123).
+Importing this module needs nothing, and its functions import Transformer Engine only where it is in use already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+
+def scaling_state(module: nn.Module, direction: str) -> Any | None:
+    """Return a layer's state of delayed scaling: `scale` [n] and `amax_history` [length, n], float32, both.
+
+    `direction` is "scaling_fwd" or "scaling_bwd". None: the layer has no FP8, has not run in it yet, or runs under a
+    recipe that keeps none.
+    """
+    state = getattr(module, "fp8_meta", {}).get(direction)
+    return state if hasattr(state, "amax_history") else None
+
+
+def allocate_scaling(module: Any, products: int, region: AbstractContextManager[Any]) -> None:
+    """Make a layer's state now, as its first FP8 forward would, if it has none. Call it inside `te.autocast`.
+
+    `products`: how many matrix products it computes. `region`: what its forward enters within the outer region.
+    """
+    if "scaling_fwd" not in module.fp8_meta:
+        with region:
+            module.init_fp8_metadata(num_gemms=products)
+
+
+def entered_recipe() -> Any | None:
+    """Return the recipe of the `te.autocast` that this is called in; None outside of any, or where it is off."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    return FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+
+
+def split_along_dim() -> Any:
+    """Return the autograd function that splits a packed tensor, and whose backward does not copy.
+
+    `apply(tensor, dim, sizes)` returns the parts. torch's views copy in the backward (14 ms of a 186 ms step), and so
+    does the public `qkv_layer=` argument.
+    """
+    from transformer_engine.pytorch.utils import SplitAlongDim
+
+    return SplitAlongDim
+
+
+def reset() -> None:
+    """Forget what Transformer Engine remembers of the models of this process."""
+    if "transformer_engine.pytorch" in sys.modules:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()
+
+
+def unfinished_passes() -> Callable[[], None]:
+    """Return a function that forgets the forwards from here on whose backward never comes.
+
+    To be called outside of regions. Where a layer is computed again in the backward, the scales of each forward wait
+    in a queue: one too many, and every later backward takes another forward's. And such a backward sets the region by
+    hand, which an error leaves set: bf16 layers would compute in FP8.
+    """
+    if "transformer_engine.pytorch" not in sys.modules:
+        return lambda: None
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    region = FP8GlobalStateManager.get_autocast_state()
+
+    def forget() -> None:
+        FP8GlobalStateManager.set_autocast_state(region)
+        for waiting in FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer:
+            waiting.clear()
+
+    return forget

@@ -1,0 +1,363 @@
+"""What the files `compat/lightning_*.py` expect of Lightning, on its own Trainer and a model of one weight."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.strategies.launchers import subprocess_script
+
+from gpt2_fp8.compat import lightning_checkpoint, lightning_logging, lightning_loops, lightning_process
+from gpt2_fp8.compat.lightning_logging import CSVLoggerOf, KeepingWriter
+
+
+class Module(LightningModule):
+    """One weight, manual optimization, an optimizer step a batch, a metric a step."""
+
+    def __init__(self, calls=None):
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.calls = [] if calls is None else calls
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        self.calls.append(f"training_step {self.trainer.global_step}")
+        optimizer = self.optimizers()
+        self.manual_backward((self.weight * batch).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        self.log("count", float(self.trainer.global_step))
+
+    def validation_step(self, batch, batch_idx):
+        self.calls.append("validation_step")
+
+    def on_load_checkpoint(self, checkpoint):
+        self.calls.append("module is loaded")
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.calls.append("module.on_train_batch_start")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.calls.append("module.on_train_batch_end")
+
+    def on_validation_model_eval(self):
+        self.calls.append("module.on_validation_model_eval")
+        super().on_validation_model_eval()
+
+
+class Batches(torch.utils.data.IterableDataset):
+    """`count` batches, which note in `calls` that they are fetched."""
+
+    def __init__(self, count, calls):
+        self.count, self.calls = count, calls
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for i in range(self.count):
+            self.calls.append(f"fetch {i}")
+            yield torch.ones(1)
+
+
+class Noting(Callback):
+    def __init__(self, calls, name):
+        self.calls, self.name = calls, name
+
+    def on_train_batch_start(self, *_):
+        self.calls.append(f"{self.name}.on_train_batch_start")
+
+    def on_train_batch_end(self, *_):
+        self.calls.append(f"{self.name}.on_train_batch_end")
+
+    def on_validation_end(self, *_):
+        self.calls.append(f"{self.name}.on_validation_end")
+
+
+class Last(Noting, Checkpoint):
+    """Of the kind that Lightning moves behind all others."""
+
+
+class Rows(Logger):
+    """Keeps what it is given."""
+
+    name, version = "rows", ""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_hyperparams(self, *_):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append(metrics["count"])
+
+
+def trainer(folder, callbacks=(), steps=2, **options):
+    options = {"val_check_interval": 2, "check_val_every_n_epoch": None, "logger": False} | options
+    return Trainer(
+        accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, callbacks=list(callbacks), num_sanity_val_steps=0,
+        log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **options,
+    )  # fmt: skip
+
+
+def fit(of, module, count=4, **options):
+    calls = module.calls
+    loader = torch.utils.data.DataLoader(Batches(count, calls), batch_size=None)
+    of.fit(module, loader, torch.utils.data.DataLoader(Batches(1, []), batch_size=None), **options)
+
+
+# ---- the order of hooks, which no file of `compat` has, and on which `train.module` and the callbacks rely -----------
+
+
+def test_the_hooks_of_a_step_come_in_this_order(tmp_path):
+    """A step's end is put off until the next batch is here; what saves and stops comes after everything else."""
+    calls: list[str] = []
+    fit(trainer(tmp_path, [Last(calls, "last"), Noting(calls, "first")], enable_checkpointing=True), Module(calls))
+    assert calls == [
+        "fetch 0",
+        *("first.on_train_batch_start", "last.on_train_batch_start", "module.on_train_batch_start"),
+        "training_step 0",
+        *("first.on_train_batch_end", "last.on_train_batch_end", "module.on_train_batch_end"),
+        "fetch 1",  # not before, since the loader says how long it is
+        *("first.on_train_batch_start", "last.on_train_batch_start", "module.on_train_batch_start"),
+        "training_step 1",
+        *("first.on_train_batch_end", "last.on_train_batch_end", "module.on_train_batch_end"),
+        "module.on_validation_model_eval",
+        "validation_step",
+        *("first.on_validation_end", "last.on_validation_end"),
+    ]
+
+
+# ---- lightning_process -----------------------------------------------------------------------------------------------
+
+
+def test_the_rank_is_known_before_there_is_a_process_group():
+    program = "from gpt2_fp8.compat.lightning_process import rank; print(rank())"
+    command = [sys.executable, "-c", program]
+    out = subprocess.run(command, env=os.environ | {"RANK": "3"}, capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["3"]
+
+
+def test_the_rank_is_the_trainers(tmp_path):
+    assert trainer(tmp_path).global_rank == lightning_process.rank() == 0
+
+
+def test_what_ignore_warnings_hides_is_what_is_warned_of():
+    """Each text is in Lightning's source, or torch's where the class that it names is deprecated."""
+    from torch.utils import _pytree
+
+    sources = [path.read_text() for path in Path(lightning.__file__).parent.rglob("*.py")]
+    text = "".join([*sources, inspect.getsource(_pytree)])
+    text = re.sub(r'"\s*\n\s*f?"', "", text)  # of one message on several lines
+    for pattern in lightning_process._WARNINGS:
+        core = re.sub(r"\\(.)", r"\1", pattern.removeprefix(".*").removesuffix(".*")).replace("'val_loss'", "")
+        assert core.rstrip("(") in text, pattern
+
+
+def test_warnings_of_a_loader_of_ours_are_hidden(tmp_path, recwarn):
+    lightning_process.ignore_warnings()
+    fit(trainer(tmp_path), Module())
+    shown = "\n".join(str(warning.message) for warning in recwarn)
+    assert "does not have many workers" not in shown
+    assert "has `__len__` defined" not in shown
+
+
+def test_a_launcher_that_starts_processes_is_known_and_gives_them_in_order_of_rank(tmp_path, monkeypatch):
+    several = Trainer(accelerator="cpu", devices=3, strategy="ddp", logger=False, default_root_dir=tmp_path)
+    launcher = several.strategy.launcher
+    assert lightning_process.starts_processes(launcher)
+    assert not lightning_process.starts_processes(trainer(tmp_path).strategy.launcher)
+    monkeypatch.setattr(subprocess_script.subprocess, "Popen", lambda *_, env, **__: env["LOCAL_RANK"])
+    monkeypatch.setattr(subprocess_script, "_launch_process_observer", lambda procs: None)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")  # and put back what Lightning sets
+    launcher._call_children_scripts()
+    watched = launcher.procs
+    assert list(lightning_process.take_processes(launcher)) == ["1", "2"]
+    assert watched == [], "the very list that Lightning's observer watches"
+    assert list(lightning_process.take_processes(None)) == []
+
+
+# ---- lightning_logging -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+def test_lightnings_writer_deletes_the_file_and_the_keeping_one_does_not(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step\n1\n")
+    writer = KeepingWriter(str(tmp_path))
+    assert writer.metrics_file_path == str(tmp_path / "metrics.csv")
+    assert (tmp_path / "metrics.csv").read_text() == "step\n1\n"
+    ExperimentWriter(str(tmp_path))
+    assert not (tmp_path / "metrics.csv").exists()
+
+
+def test_a_csv_logger_takes_the_writer_that_it_is_given(tmp_path):
+    made = []
+
+    class Own(CSVLoggerOf):
+        def make_writer(self):
+            made.append(KeepingWriter(str(tmp_path)))
+            return made[-1]
+
+    logger = Own(tmp_path, name=None, version="", flush_logs_every_n_steps=1)
+    assert made == [], "not before the first row"
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.log_metrics({"loss": 2.0}, step=2)
+    assert len(made) == 1
+    assert (tmp_path / "metrics.csv").read_text().split() == ["loss,step", "1.0,1", "2.0,2"]
+    assert isinstance(logger, CSVLogger)
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_a_step_that_a_callback_ends_is_logged_by_log_last_step_alone(tmp_path, logged):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 2:
+                if logged:
+                    lightning_logging.log_last_step(trainer)
+                raise ZeroDivisionError
+
+    rows = Rows()
+    with pytest.raises(ZeroDivisionError):
+        fit(trainer(tmp_path, [Stop()], steps=4, logger=rows), Module())
+    assert rows.rows == ([1, 2] if logged else [1])
+
+
+def test_callbacks_hold_the_module_until_detach_logging(tmp_path):
+    callback = Callback()
+    of = trainer(tmp_path, [callback])
+    module = Module()
+    fit(of, module)
+    assert vars(callback)["log"].__self__ is vars(callback)["log_dict"].__self__ is module
+    lightning_logging.detach_logging(of)
+    assert vars(callback) == {}
+
+
+# ---- lightning_checkpoint --------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_taken_up_within_the_context(tmp_path):
+    first = trainer(tmp_path)
+    fit(first, Module())
+    path = tmp_path / "a.ckpt"
+    first.save_checkpoint(path)
+
+    calls: list[str] = []
+
+    @contextmanager
+    def restoring(given):
+        calls.append(f"in {Path(given).name}")
+        yield
+        calls.append("out")
+
+    class Optimizers(Module):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.calls.append("optimizer is loaded"))
+            return optimizer
+
+    of = trainer(tmp_path, steps=3)
+    lightning_checkpoint.restore_within(of, restoring)
+    fit(of, Optimizers(calls), ckpt_path=path, weights_only=False)
+    assert calls[:6] == ["in a.ckpt", "module is loaded", "out", "in a.ckpt", "optimizer is loaded", "out"]
+    assert "training_step 2" in calls
+
+
+# ---- lightning_loops -------------------------------------------------------------------------------------------------
+
+
+class Saver(Callback):
+    """Saves in `on_train_batch_end` of the step `at`, and asks what is due there."""
+
+    def __init__(self, path, at):
+        self.path, self.at, self.due = path, at, []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.due.append(lightning_loops.is_validation_due(trainer))
+        if trainer.global_step == self.at:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("into_validation", [False, True])
+def test_a_resumed_run_validates_first_only_where_resume_into_validation_says_so(tmp_path, into_validation):
+    path = tmp_path / "a.ckpt"
+    saver = Saver(path, at=2)
+    fit(trainer(tmp_path, [saver], steps=3), Module())
+    assert saver.due == [False, True, False]
+    if into_validation:
+        saved = torch.load(path, weights_only=False)
+        lightning_loops.resume_into_validation(saved["loops"]["fit_loop"])
+        torch.save(saved, path)
+    module = Module()
+    fit(trainer(tmp_path, steps=3), module, ckpt_path=path, weights_only=False)
+    done = [call for call in module.calls if "_step" in call]
+    assert done == (["validation_step"] if into_validation else []) + ["training_step 2"]
+
+
+def test_a_step_is_left_out_by_uncount_step(tmp_path):
+    path = tmp_path / "a.ckpt"
+
+    class GivenUp(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 3:
+                lightning_loops.uncount_step(trainer)
+                trainer.save_checkpoint(path)
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit(trainer(tmp_path, [GivenUp()], steps=3, val_check_interval=4), Module())
+    assert torch.load(path, weights_only=False)["global_step"] == 2
+    module = Module()
+    fit(trainer(tmp_path, steps=3, val_check_interval=4), module, ckpt_path=path, weights_only=False)
+    assert [call for call in module.calls if "training_step" in call] == ["training_step 2"]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_between_two_steps_set_back_to_last_step_says_what_the_last_hook_would_have(tmp_path, at):
+    """Step 2 is followed by a validation; what is saved then must lead to it, or past it, all the same."""
+
+    class Between(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == at:
+                lightning_loops.set_back_to_last_step(trainer)
+                trainer.save_checkpoint(tmp_path / "between.ckpt")
+
+    fit(trainer(tmp_path, [Saver(tmp_path / "hook.ckpt", at=at), Between()], steps=4), Module())
+    hook, between = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("hook", "between"))
+    assert between["global_step"] == hook["global_step"] == at
+    progress = [state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"] for state in (between, hook)]
+    if at != 2:  # after a validation the step counts as completed, so that it is not validated twice
+        assert progress[0] == progress[1]
+    left = []
+    for name in ("hook", "between"):
+        module = Module()
+        fit(trainer(tmp_path, steps=4), module, ckpt_path=tmp_path / f"{name}.ckpt", weights_only=False)
+        left.append([call for call in module.calls if "training_step" in call])
+    assert left[0] == left[1] == [f"training_step {step}" for step in range(at, 4)]
+
+
+def test_a_checkpoint_names_its_counters_as_checkpoint_run_state_has_them(tmp_path):
+    fit(of := trainer(tmp_path), Module())
+    of.save_checkpoint(tmp_path / "a.ckpt")
+    loop = torch.load(tmp_path / "a.ckpt", weights_only=False)["loops"]["fit_loop"]
+    assert loop["epoch_loop.state_dict"] == {"_batches_that_stepped": 2}
+    counts = {"ready", "started", "processed", "completed"}
+    for name in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
+        assert loop[name]["total"].keys() == loop[name]["current"].keys() == counts
+    assert loop["epoch_loop.manual_optimization.optim_step_progress"]["total"] == {"ready": 2, "completed": 2}

@@ -1,0 +1,164 @@
+"""Nothing outside of `gpt2_fp8/compat` touches what another library keeps to itself."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "gpt2_fp8"
+COMPAT = sorted(path for path in (PACKAGE / "compat").glob("*.py") if path.name != "__init__.py")
+MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "compat"]
+
+NOT_PRIVATE = {"_replace", "_asdict", "_fields"}  # of named tuples, whose documentation has them
+# Private to others although nothing in their names says so.
+UNDOCUMENTED = {
+    # Lightning
+    *("epoch_loop", "batch_progress", "manual_optimization", "optim_step_progress", "procs"),
+    *("ExperimentWriter", "rank_zero_experiment"),
+    # torch
+    *("distributed_c10d", "found_inf"),
+    # Transformer Engine
+    *("FP8GlobalStateManager", "init_fp8_metadata", "quantization_state", "SplitAlongDim"),
+    *("is_fp8_enabled", "get_fp8_recipe", "get_autocast_state", "set_autocast_state", "fp8_tensors_recompute_buffer"),
+}
+HYDRA = {"compose.catalog", "compose.commandline"}  # they use `hydra._internal`
+
+
+def private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def foreign(module):
+    """Whether a module is another library's: neither ours nor Python's, whose `os._exit` is documented."""
+    package = module.partition(".")[0]
+    return package != "gpt2_fp8" and package not in sys.stdlib_module_names
+
+
+def of_self(attribute):
+    return isinstance(attribute.value, ast.Name) and attribute.value.id in ("self", "cls")
+
+
+def own_names():
+    """What this package defines with an underscore: `self._x`, functions, classes, variables."""
+    names = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
+                names.add(node.attr)
+    return names
+
+
+OWN = own_names()
+
+
+def root(node):
+    """The name at the beginning of `a.b.c`, or None."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def touched(source, own=OWN):
+    """Each private part of another library that a module's source names, as `line: part`."""
+    tree, found = ast.parse(source), []
+    libraries, pythons = set(), set()  # names that mean a library's module, and one of Python's
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, (alias.asname or alias.name).partition(".")[0]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in names:
+            (libraries if foreign(module) else pythons).add(name)
+            if foreign(module) and any(private(part) or part in UNDOCUMENTED for part in module.split(".")):
+                found.append(f"{node.lineno}: {module}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            name, of = node.attr, root(node)
+        elif isinstance(node, ast.Call) and root(node.func) in ("getattr", "hasattr", "setattr") and len(node.args) > 1:
+            name, of = getattr(node.args[1], "value", ""), root(node.args[0])
+        else:
+            continue
+        ours = of in pythons - libraries or (of not in libraries and name in own) or name in NOT_PRIVATE
+        if (isinstance(name, str) and private(name) and not ours) or name in UNDOCUMENTED:
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def module_name(path):
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_private_parts_of_libraries_are_used_in_compat_alone(path):
+    found = touched(path.read_text())
+    if module_name(path) in HYDRA:
+        assert found, "no longer needed here"
+        assert all("hydra" in part or "parser._actions" in part for part in found)
+    else:
+        assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ("import torch\ntorch._foreach_div_([], 2)", "torch._foreach_div_"),
+        ("import torch\ntorch.ops.aten._scaled_mm(1)", "torch.ops.aten._scaled_mm"),
+        ("from torch._inductor import config", "torch._inductor.config"),
+        ("def f():\n    from huggingface_hub.utils import _http", "huggingface_hub.utils._http"),
+        ("from lightning.pytorch.loggers.csv_logs import ExperimentWriter", "ExperimentWriter"),
+        ("def f(trainer):\n    trainer._logger_connector.on_batch_end()", "trainer._logger_connector"),
+        ("def f(trainer):\n    return trainer.fit_loop.epoch_loop", "trainer.fit_loop.epoch_loop"),
+        ("import torch\nx = getattr(torch._C, 'y')", "torch._C"),
+        ("import torch\nx = getattr(torch.cuda, '_lazy_init')", "getattr(torch.cuda, '_lazy_init')"),
+        ("def f(optimizer):\n    optimizer.found_inf = 1", "optimizer.found_inf"),
+    ],
+)
+def test_a_private_part_is_seen(source, part):
+    assert any(part in found for found in touched(source))
+
+
+def test_what_is_public_or_our_own_is_let_pass():
+    source = "import os\nfrom gpt2_fp8.x import y\nclass A:\n    def f(self, other):\n        self._a = other._a\n"
+    assert touched(source + "os._exit(1)\ny._z()\npair._replace(a=1)\n", own={"_a"}) == []
+
+
+def pins():
+    """What pyproject.toml asks for, by the library's name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    everything = [
+        *project["dependencies"],
+        *(pin for extra in project["optional-dependencies"].values() for pin in extra),
+    ]
+    return {re.match(r"[\w-]+", pin)[0]: re.sub(r"\[.*?\]", "", pin) for pin in everything}
+
+
+@pytest.mark.parametrize("path", COMPAT, ids=lambda path: path.stem)
+def test_each_file_says_which_versions_it_holds_for(path):
+    """The very pin: whoever moves it comes here, and tries the contract tests first."""
+    said = re.search(r"[Hh]olds for\s+`([\w-]+)([^`]*)`", ast.get_docstring(ast.parse(path.read_text())) or "")
+    assert said, "`Holds for` and a version is missing in the docstring"
+    assert said[1] + said[2] == pins()[said[1]]
+
+
+def test_each_function_has_a_reason():
+    for path in COMPAT:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not private(node.name):
+                assert ast.get_docstring(node), f"{path.name}: {node.name}"
+
+
+@pytest.mark.parametrize("path", COMPAT, ids=lambda path: path.stem)
+def test_each_public_name_is_named_by_a_contract_test(path):
+    tests = "".join(p.read_text() for p in [*Path(__file__).parent.glob("*.py"), ROOT / "tests/gpu/test_compat.py"])
+    names = [n.name for n in ast.parse(path.read_text()).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+    assert [name for name in names if not private(name) and not re.search(rf"\b{name}\b", tests)] == []

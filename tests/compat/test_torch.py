@@ -1,0 +1,85 @@
+"""What `compat.torch_private` expects of torch. What needs a GPU is in `tests/gpu/test_compat.py`."""
+
+import inspect
+
+import pytest
+import torch
+from torch import distributed
+from torch.optim.lr_scheduler import LambdaLR
+
+from gpt2_fp8.compat import torch_private
+
+
+def test_many_tensors_are_copied_and_divided_at_once():
+    of = [torch.randn(3), torch.randn(2, 2)]
+    to = [torch.zeros(3), torch.zeros(2, 2)]
+    torch_private.copy_all(to, of)
+    assert all(torch.equal(a, b) for a, b in zip(to, of, strict=True))
+    torch_private.divide_all(to, 3)
+    assert all(torch.equal(a, b / 3) for a, b in zip(to, of, strict=True)), "as one division each"
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_a_torch_without_cuda_has_the_public_stream():
+    assert torch_private.current_raw_stream is torch_private._public_stream
+
+
+def test_the_ranks_store_is_the_one_they_met_by():
+    store = distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        found = torch_private.default_store()
+        own = distributed.PrefixStore("ranks", found.clone())  # a connection of its own
+        assert own.add("beats", 2) == 2
+        assert distributed.PrefixStore("ranks", found).add("beats", 1) == 3
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_inductors_workers_can_be_started_ahead():
+    """That they survive a signal is tried in `tests/engine/test_compile.py`, by `start_compile_workers`."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    inspect.signature(AsyncCompile.warm_pool).bind()  # no argument is needed
+
+
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+def test_a_fused_optimizer_leaves_a_step_out(skipped):
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    for _ in range(2):  # it stays until it is set anew
+        weight.grad = torch.full((4,), float("nan") if skipped else 1.0)
+        torch_private.skip_where(optimizer, torch.tensor(skipped))
+        optimizer.step()
+    assert bool((weight == 1).all()) == bool(skipped)
+    assert optimizer.state[weight]["step"] == (0 if skipped else 2)
+    assert torch.isfinite(optimizer.state[weight]["exp_avg"]).all()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 7])
+def test_a_schedule_says_where_it_stands(steps):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+    saved = schedule.state_dict()
+    counts = torch_private.scheduler_counts(steps, [0.5 / (1 + steps)])
+    assert {name: saved[name] for name in counts} == counts
+
+
+def test_cudnns_attention_is_there_under_the_arguments_of_cudnn_attention():
+    schema = torch.ops.aten._scaled_dot_product_cudnn_attention.default._schema
+    assert [a.name for a in schema.arguments[:7]] == [
+        *("query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal"),
+    ]
+    assert [result.name for result in schema.returns[:2]] == ["output", "logsumexp"]
+
+
+def test_fp8_product_scales_and_adds_up():
+    a = torch.randn(32, 64).to(torch.float8_e4m3fn)
+    b = torch.randn(48, 64).to(torch.float8_e4m3fn)
+    two, half = torch.tensor(2.0), torch.tensor(0.5)
+    expected = (a.float() @ b.float().T).bfloat16()
+    found = torch_private.fp8_product(a, b.T, two, half, fast=False)
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-2)
