@@ -155,7 +155,7 @@ def test_a_fault_of_ours_is_1_with_a_traceback(tmp_path):
     program = """
 import sys
 from gpt2_fp8 import run
-from gpt2_fp8.module import GPT2Module
+from gpt2_fp8.train.module import GPT2Module
 
 def training_step(*_):
     raise RuntimeError("the roof fell in")
@@ -233,9 +233,10 @@ def watched_job(*arguments, **options):
 hydra.core.utils.run_job = watched_job  # before Hydra loads its launchers, which take it from there
 
 import torch
-from gpt2_fp8 import run, train
+from gpt2_fp8 import run
+from gpt2_fp8.train import fit
 
-train_run = train.run
+train_run = fit.run
 
 def state():
     return {
@@ -258,7 +259,7 @@ def watched(*arguments):
     finally:
         states.append(state())
 
-train.run = watched
+fit.run = watched
 code = run.main(sys.argv[1:])
 print("\\n@", json.dumps([code, states, values]))
 """

@@ -316,7 +316,7 @@ SYNC = "callbacks.async_checkpoints=false"
 READ_ONLY = """
 import os, signal, sys
 from gpt2_fp8 import run
-from gpt2_fp8.module import GPT2Module
+from gpt2_fp8.train.module import GPT2Module
 
 original = GPT2Module.training_step
 

@@ -210,12 +210,12 @@ RANK_ONE = """
 import os, signal, sys, time
 from gpt2_fp8.data.datamodule import TokenDataModule
 if "LOCAL_RANK" in os.environ:
-    from gpt2_fp8 import train
-    run = train.run
+    from gpt2_fp8.train import fit
+    run = fit.run
     def stopped(*arguments):
         {how}
         return run(*arguments)
-    train.run = stopped
+    fit.run = stopped
 from gpt2_fp8 import run
 if __name__ == "__main__":
     sys.exit(run.main(sys.argv[1:]))

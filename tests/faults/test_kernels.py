@@ -119,10 +119,10 @@ def test_128_what_differs_is_named(monkeypatch: pytest.MonkeyPatch, other: str, 
 
 
 OTHER_KERNELS = """
-from gpt2_fp8 import startup
-from gpt2_fp8.process import rank
-kernels = startup.kernels
-startup.kernels = lambda *given: kernels(*given) | ({"casts": "in Triton"} if rank() == 1 else {})
+from gpt2_fp8.train import setup
+from gpt2_fp8.train.process import rank
+kernels = setup.kernels
+setup.kernels = lambda *given: kernels(*given) | ({"casts": "in Triton"} if rank() == 1 else {})
 """
 
 

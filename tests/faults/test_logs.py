@@ -26,7 +26,7 @@ BOTH = LoggerConfig(tensorboard=True, csv=True)
 KILLED = """
 import os, signal, sys
 from gpt2_fp8 import run
-from gpt2_fp8.module import GPT2Module
+from gpt2_fp8.train.module import GPT2Module
 
 original = GPT2Module.training_step
 
@@ -199,7 +199,7 @@ FULL = """
 import resource, sys
 from pathlib import Path
 from gpt2_fp8 import run
-from gpt2_fp8.module import GPT2Module
+from gpt2_fp8.train.module import GPT2Module
 
 original = GPT2Module.training_step
 

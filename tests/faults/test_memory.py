@@ -90,7 +90,7 @@ def test_64_auto_begins_with_a_whole_share_and_finds_what_fits(tmp_path, monkeyp
 
 RANKS = """
 import sys
-from gpt2_fp8.engine import Engine
+from gpt2_fp8.engine.engine import Engine
 import torch, torch.distributed as dist
 loss = Engine.loss
 def limited(self, ids, first=None, scale=1.0):

@@ -138,11 +138,11 @@ def test_113_what_takes_long_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 MANY = """
 import logging, sys
-from gpt2_fp8 import signals
-from gpt2_fp8.data import file_check, looking
+from gpt2_fp8.data import file_check, progress_log
+from gpt2_fp8.runtime import signals
 from tests.data.corpora import files_config, module
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-looking.FIRST = 0.1
+progress_log.FIRST = 0.1
 sound = file_check.problems
 def slow(*arguments):
     import time; time.sleep(0.02)

@@ -63,7 +63,7 @@ def until(condition, seconds=120):
 
 def test_97_what_a_living_process_owns_stays(temporary):
     with Spool() as mine:
-        code = "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from gpt2_fp8 import spool; spool.clear()"
+        code = "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from gpt2_fp8.runtime import spool; spool.clear()"
         subprocess.run([sys.executable, "-c", code, str(temporary)], check=True, env=os.environ | PLAIN)
         assert mine.is_dir()
         spool.clear()

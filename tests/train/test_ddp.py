@@ -21,8 +21,8 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from gpt2_fp8 import run
-from gpt2_fp8.module import GPT2Module
-from gpt2_fp8.report import Summary
+from gpt2_fp8.train.module import GPT2Module
+from gpt2_fp8.train.summary import Summary
 
 original = GPT2Module.training_step
 
@@ -41,9 +41,9 @@ GPT2Module.training_step = training_step
 COUNT_EXCHANGES = """
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from gpt2_fp8 import exchange
+from gpt2_fp8.runtime import collectives
 
-average, start = exchange.average, GPT2Module.on_train_start
+average, start = collectives.average, GPT2Module.on_train_start
 
 def counted(parameters):
     with Path(f"exchanges-{torch.distributed.get_rank()}").open("a") as file:
@@ -58,7 +58,7 @@ def on_train_start(self):
     start(self)
     self.trainer.strategy.model.register_comm_hook(self, in_the_backward)
 
-exchange.average, GPT2Module.on_train_start = counted, on_train_start
+collectives.average, GPT2Module.on_train_start = counted, on_train_start
 """
 STOP_AT_STEP_3 = """
 import os, signal
@@ -73,9 +73,9 @@ GPT2Module.training_step = training_step
 # Rank 1's data for step 4 does not come, and it is told to stop.
 WAIT = """
 import os, signal, threading, time
-from gpt2_fp8 import signals
 from gpt2_fp8.data.loaders import Steps
-from gpt2_fp8.exchange import rank_and_world
+from gpt2_fp8.runtime import signals
+from gpt2_fp8.runtime.collectives import rank_and_world
 
 items = Steps._items
 def _items(self):
@@ -92,7 +92,7 @@ Steps._items = _items
 LOST = """
 from gpt2_fp8.config.errors import DataSourceLost
 from gpt2_fp8.data.loaders import Steps
-from gpt2_fp8.exchange import rank_and_world
+from gpt2_fp8.runtime.collectives import rank_and_world
 
 items = Steps._items
 def _items(self):
