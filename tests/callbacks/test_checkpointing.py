@@ -17,7 +17,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import At, run, two_ranks
 
 from gpt2_fp8.callbacks import checkpointing as tiers_module
 from gpt2_fp8.callbacks.checkpointing import Tiers
@@ -26,6 +25,7 @@ from gpt2_fp8.checkpoint.manifest import sealed
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import CallbacksConfig
+from tests.callbacks.tiny_run import At, run, two_ranks
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "callbacks"
 
@@ -345,8 +345,8 @@ def test_a_best_that_was_written_anew_is_what_it_is_now(tmp_path):
 
 RANK = f"""
 import errno, json, os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from tiny_run import At, run
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.callbacks.tiny_run import At, run
 from gpt2_fp8.checkpoint import files
 write = files.write
 def full(path, checkpoint):

@@ -5,10 +5,10 @@ import signal
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import At, kill, rows, run
 
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.config.errors import Stopped
+from tests.callbacks.tiny_run import At, kill, rows, run
 
 STATE = ("state_dict", "optimizer_states", "lr_schedulers", "rng", "global_step")
 
