@@ -55,8 +55,10 @@ class ForkServer:
         if self._answer() != "ready":
             raise RuntimeError("the fork server did not start; its own output says why")
 
-    def run(self, words: list[str], cwd: Path, environment: Mapping[str, str], seconds: float, mib: int) -> Ended:
-        """Run `python WORDS` in `cwd`, for at most `seconds` and with at most `mib` MiB.
+    def run(
+        self, words: list[str], cwd: Path, environment: Mapping[str, str], seconds: float, mib: int, given: str = ""
+    ) -> Ended:
+        """Run `python WORDS` in `cwd` with `given` on standard input, for at most `seconds`, with at most `mib` MiB.
 
         Raises ValueError for a variable that a forked process would read too late.
         """
@@ -64,14 +66,15 @@ class ForkServer:
         if early := sorted(dict(environment.items() ^ self._environment.items()).keys() - READ_LATE):
             raise ValueError(f"a forked process cannot have its own {', '.join(early)}: start one by `runs.command`")
         with tempfile.TemporaryDirectory(prefix="forked-") as folder:
-            streams = {name: f"{folder}/{name}" for name in ("stdout", "stderr")}
+            streams = {name: Path(folder, name) for name in ("stdin", "stdout", "stderr")}
+            streams["stdin"].write_text(given)
             request = {"words": words, "cwd": str(cwd), "environment": environment, "seconds": seconds, "mib": mib}
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(request | streams) + "\n")
+            self._process.stdin.write(json.dumps(request | streams, default=str) + "\n")
             self._process.stdin.flush()
             answer = json.loads(self._answer())
             # Universal newlines, as `subprocess.run(text=True)` reads a pipe.
-            said = {name: Path(path).read_text(errors="surrogateescape") for name, path in streams.items()}
+            said = {name: streams[name].read_text(errors="surrogateescape") for name in ("stdout", "stderr")}
         return Ended(**said, **answer)
 
     def _answer(self) -> str:
@@ -96,14 +99,16 @@ def server() -> ForkServer:
     return started
 
 
-def python(*words: object, cwd: Path, timeout: float = 180, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(
+    *words: object, cwd: Path, timeout: float = 180, given: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS` as a forked process: `-m MODULE`, `-c CODE` or a file, and arguments.
 
-    `environment` adds to this process's own. Raises `subprocess.TimeoutExpired` after `timeout` seconds, as
-    `subprocess.run` does.
+    `given` is what it reads on standard input; `environment` adds to this process's own. Raises
+    `subprocess.TimeoutExpired` after `timeout` seconds, as `subprocess.run` does.
     """
     command = [str(word) for word in words]
-    ended = server().run(command, cwd, os.environ | environment, timeout, mib=8 << 10)
+    ended = server().run(command, cwd, os.environ | environment, timeout, 8 << 10, given)
     if ended.killed:
         raise subprocess.TimeoutExpired(command, timeout, ended.stdout, f"{ended.killed}\n{ended.stderr}")
     return subprocess.CompletedProcess(command, ended.returncode, ended.stdout, ended.stderr)

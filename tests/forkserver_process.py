@@ -103,8 +103,8 @@ def _take_place(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    for number, name in ((0, os.devnull), (1, request["stdout"]), (2, request["stderr"])):
-        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.dup2(os.open(request[name], os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
     sys.stdin = open(0)  # noqa: SIM115
     tempfile.tempdir = None  # TMPDIR may be another
     np.random.seed()  # torch's generator has the same seed in every new process, Python's is drawn again by `fork`

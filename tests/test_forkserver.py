@@ -21,9 +21,9 @@ def program(tmp_path):
     ("words", "argv0"), [(["-c", SAYS], "-c"), (["program.py"], "{}/program.py"), (["-m", "program"], "{}/program.py")]
 )
 def test_it_has_its_name_words_folder_and_streams(program, words, argv0):
-    done = python(*words, "one", cwd=program)
+    done = python(*words, "one", cwd=program, given="two")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"__main__ {[argv0.format(program), 'one']} {program} \n"
+    assert done.stdout == f"__main__ {[argv0.format(program), 'one']} {program} two\n"
 
 
 @pytest.mark.parametrize(

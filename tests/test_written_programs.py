@@ -16,6 +16,17 @@ WRITTEN_WRONG = {"tests/test_layering.py", "tests/test_written_programs.py"}  # 
 FILES = [path for path in sorted((ROOT / "tests").rglob("*.py")) if str(path.relative_to(ROOT)) not in WRITTEN_WRONG]
 
 
+def names_of(path):
+    """What a module defines or imports at its top."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
 def unknown(path):
     """The modules of ours that strings in the file import, and that are not there."""
     strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
@@ -23,8 +34,8 @@ def unknown(path):
         for module, name, plain in IMPORT.findall(text):
             place = ROOT.joinpath(*(module or plain).split("."))
             if place.is_dir():
-                inside = (place / "__init__.py").read_text()
-                found = not name or (place / name).is_dir() or (place / f"{name}.py").is_file() or name in inside
+                below = (place / name).is_dir() or (place / f"{name}.py").is_file()
+                found = not name or below or name in names_of(place / "__init__.py")
             else:
                 found = place.with_suffix(".py").is_file()
             if not found:
@@ -41,6 +52,7 @@ def test_its_imports_exist(path):
     [
         ("from gpt2_fp8.module import GPT2Module", ["gpt2_fp8.module: GPT2Module"]),
         ("from gpt2_fp8 import exchange", ["gpt2_fp8: exchange"]),
+        ("from gpt2_fp8.measure import auto", ["gpt2_fp8.measure: auto"]),
         ("import gpt2_fp8.report", ["gpt2_fp8.report: "]),
         ("from gpt2_fp8.train.module import GPT2Module", []),
         ("from gpt2_fp8.train import fit", []),

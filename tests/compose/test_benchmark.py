@@ -12,8 +12,6 @@ from gpt2_fp8.compose.benchmark import defaults, preflight
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import UserError
 
-pytestmark = pytest.mark.whole  # each composes many times
-
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):

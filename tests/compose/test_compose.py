@@ -266,7 +266,6 @@ def probe(*argv, python=sys.executable, **options):
     return json.loads(done.stdout)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(("argv", "problems"), [(["model=gpt2"], 0), (["model=gpt3", "seed=x", "batch_size=2"], 3)])
 def test_it_answers_in_seconds_and_imports_nothing_heavy(argv, problems):
     told, heavy, seconds, _ = probe(*argv)
@@ -275,7 +274,6 @@ def test_it_answers_in_seconds_and_imports_nothing_heavy(argv, problems):
     assert seconds < 5
 
 
-@pytest.mark.whole
 def test_help_says_what_there_is():
     program = (
         "import hydra; from gpt2_fp8.compose import conf_dir;"

@@ -428,7 +428,7 @@ def test_several_nodes_are_refused_where_there_is_something_to_measure(gpu, monk
 
 
 BF16_BY_RANK_0 = """
-from gpt2_fp8.measure import auto
+from gpt2_fp8.measure import auto_precision
 from gpt2_fp8.precision.choose import Choice
 
 def choose(*_):
@@ -436,7 +436,7 @@ def choose(*_):
         file.write("once\\n")
     return Choice(precision="bf16", recipe=None, reason="a stand-in says so")
 
-auto._choose = choose
+auto_precision._choose = choose
 
 def on_train_start(self):
     Path(f"ran-{self.global_rank}").write_text(f"{self.plan.asked} {self.plan.ran}")
