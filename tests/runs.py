@@ -15,6 +15,7 @@ import torch
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.measure import auto_precision
+from tests import forkserver
 
 SMALL = [
     "trainer=cpu", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.n_positions=32",
@@ -55,6 +56,11 @@ def command(*arguments, cwd, timeout=180, **environment):
         [sys.executable, "-m", "gpt2_fp8.run", *arguments],
         cwd=cwd, capture_output=True, text=True, timeout=timeout, env=os.environ | environment,
     )  # fmt: skip
+
+
+def forked(*arguments, cwd, timeout=180, **environment):
+    """The same in a process that has imported torch already: where no more is asked of it than to be another one."""
+    return forkserver.python("-m", "gpt2_fp8.run", *arguments, cwd=cwd, timeout=timeout, **environment)
 
 
 def start_elsewhere(tmp_path, monkeypatch):

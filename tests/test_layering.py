@@ -224,6 +224,7 @@ def test_config_is_standard_library_only():
     assert HOUSE["config"] == Row("")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("module", BEFORE_TORCH)
 def test_imports_without_torch(module):
     names = [f"gpt2_fp8.{name}" for name in MODULES if name == module or name.startswith(f"{module}.")]

@@ -16,11 +16,12 @@ from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
 from gpt2_fp8.data.tokenizer import GPT2_FILES
 from gpt2_fp8.train.summary import Precision, Summary
-from tests.runs import command, metrics
+from tests.runs import forked, metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 README, ARCHITECTURE, PERFORMANCE = (ROOT / name for name in ("README.md", "ARCHITECTURE.md", "docs/performance.md"))
-DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, ROOT / "CHANGELOG.md"]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, CONTRIBUTING, ROOT / "CHANGELOG.md"]
 RUN, BENCH = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench"))
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
 
@@ -158,8 +159,14 @@ def test_what_is_installed_is_what_the_project_offers():
 
 
 def test_ci_runs_the_test_command_of_the_readme():
-    (line,) = (line for block in blocks(README, "bash") for line in block.splitlines() if line.endswith("&& pytest"))
-    assert re.search(rf"^{re.escape(line)}\b", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    (line,) = (line for block in blocks(README, "bash") for line in block.splitlines() if "&& pytest" in line)
+    places = [
+        re.search(rf"^{re.escape(part)}(?= |$)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+        for part in line.split(" && ")
+    ]
+    assert all(places)
+    starts = [place.start() for place in places if place]
+    assert starts == sorted(starts)
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +174,7 @@ def first(tmp_path_factory):
     """The README's first command, of which only the length is changed."""
     cwd = tmp_path_factory.mktemp("first")
     few = ["run_name=first", "trainer.max_steps=3", "optim.warmup_steps=1", "data.val_sequences=4"]
-    done = command(
-        *FIRST.argv, *few, "trainer.val_check_interval=2", cwd=cwd, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"
-    )
+    done = forked(*FIRST.argv, *few, "trainer.val_check_interval=2", cwd=cwd)
     assert done.returncode == 0, done.stderr
     return cwd / "outputs/first"
 
@@ -276,16 +281,21 @@ def test_figures_of_the_readme_stand_in_the_measurements():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document):
-    text = document.read_text()
-    anchors = {
+    for link in re.findall(r"\]\(([^)]+)\)", document.read_text()):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = document.parent / name if name else document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def anchors(document):
+    """What a link to a heading of the document may end in."""
+    return {
         re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        for title in re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
     }
-    for link in re.findall(r"\]\(([^)]+)\)", text):
-        if link.startswith("#"):
-            assert link[1:] in anchors, link
-        elif not link.startswith("https://"):
-            assert (document.parent / link).exists(), link
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

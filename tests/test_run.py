@@ -7,23 +7,19 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 
 import pytest
 
-from tests.runs import SMALL, checkpoint, command, metrics, summary
+from tests import forkserver
+from tests.runs import SMALL, checkpoint, command, forked, metrics, summary
 
 ALONE = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-gpt2_fp8 = partial(command, **ALONE)
 
 
 def script(text, cwd, *arguments, **environment):
     """A Python program that calls `run.main` itself; returns its process, ended."""
     (cwd / "script.py").write_text(text)
-    return subprocess.run(
-        [sys.executable, "script.py", *arguments],
-        cwd=cwd, env=os.environ | ALONE | environment, capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
+    return forkserver.python("script.py", *arguments, cwd=cwd, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +27,7 @@ def default(tmp_path_factory):
     """The run that nothing was chosen for but its length and name."""
     cwd = tmp_path_factory.mktemp("default")
     length = ["trainer.max_steps=3", "optim.warmup_steps=1", "data.val_sequences=4", "callbacks.sample_tokens=20"]
-    return cwd, gpt2_fp8("run_name=mine", *length, cwd=cwd)
+    return cwd, forked("run_name=mine", *length, cwd=cwd)
 
 
 def test_a_run_as_it_comes(default):
@@ -53,7 +49,7 @@ def test_a_run_as_it_comes(default):
 
 def test_a_name_that_is_taken(default):
     cwd, _ = default
-    done = gpt2_fp8("run_name=mine", "trainer.max_steps=3", "optim.warmup_steps=1", cwd=cwd)
+    done = command("run_name=mine", "trainer.max_steps=3", "optim.warmup_steps=1", cwd=cwd, **ALONE)
     assert_refused(done, "already holds a run, saved up to step-00000003", "ckpt_path=last")
     assert checkpoint(cwd / "outputs/mine", 3).is_dir()
     assert summary(cwd / "outputs/mine")["status"] == "completed"  # as the run that has the name left it
@@ -91,7 +87,7 @@ BAD = [
 def test_a_mistake_costs_no_time(tmp_path, line, cause, remedy):
     (tmp_path / "file").write_text("")
     before = _cpu_seconds()
-    done = gpt2_fp8(*line.split(), cwd=tmp_path)
+    done = command(*line.split(), cwd=tmp_path, **ALONE)
     assert _cpu_seconds() - before < 5  # of the CPU: the machine may have other things to do
     assert_refused(done, cause, remedy)
     assert os.listdir(tmp_path) == ["file"], "no folder for a run that does not start"
@@ -103,7 +99,7 @@ def _cpu_seconds():
 
 
 def test_all_mistakes_are_told_at_once(tmp_path):
-    done = gpt2_fp8("lr=1", "seed=-1", "precision=fp16", "global_batch_size=12", cwd=tmp_path)
+    done = command("lr=1", "seed=-1", "precision=fp16", "global_batch_size=12", cwd=tmp_path, **ALONE)
     for cause in ("there is no key lr", "seed=-1", "precision=fp16", "global_batch_size=12"):
         assert_refused(done, cause, "optim.lr", problems=4)
 
@@ -202,7 +198,7 @@ def test_a_signal_saves_and_the_run_goes_on_later(tmp_path, number, code):
     assert (report["status"], report["exit_code"]) == ("stopped", code)
     assert 0 < report["steps"] < 400
     assert checkpoint(folder, report["steps"]).is_dir()
-    done = gpt2_fp8(*LONG, "ckpt_path=last", cwd=tmp_path)
+    done = forked(*LONG, "ckpt_path=last", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"(step {report['steps']})" in done.stdout
     assert list(metrics(folder)["train_loss"]) == list(range(1, 401))
@@ -271,7 +267,12 @@ SWEPT = [*SMALL, "model.dropout=0.1", "trainer.deterministic=true"]
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("sweep")
-    done = script(SWEEP, cwd, "-m", *SWEPT, "run_name=sweep", "precision=fp32,bf16", "seed=1,2")
+    (cwd / "script.py").write_text(SWEEP)
+    words = ["-m", *SWEPT, "run_name=sweep", "precision=fp32,bf16", "seed=1,2"]
+    done = subprocess.run(
+        [sys.executable, "script.py", *words],
+        cwd=cwd, env=os.environ | ALONE, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("@ ")]
     return cwd / "outputs/sweep", *json.loads(line[2:])
@@ -301,7 +302,7 @@ def test_a_job_leaves_nothing_to_the_next(sweep):
 @pytest.mark.parametrize("job", [1, 3])
 def test_a_job_is_the_run_by_itself_bit_for_bit(sweep, tmp_path, job):
     precision, seed = KINDS[job]
-    done = gpt2_fp8(*SWEPT, "run_name=single", f"precision={precision}", f"seed={seed}", cwd=tmp_path)
+    done = forked(*SWEPT, "run_name=single", f"precision={precision}", f"seed={seed}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder, single = sweep[0] / str(job), tmp_path / "outputs/single"
     for column in ("train_loss", "val_loss", "grad_norm"):
@@ -314,7 +315,7 @@ def test_a_job_that_fails_takes_no_other_with_it(tmp_path):
     (tmp_path / "long.txt").write_text("To be, or not to be, that is the question.\n" * 100)
     (tmp_path / "short.txt").write_text("To be")
     files = "data.train_files=[long.txt],[short.txt],[long.txt]"
-    done = gpt2_fp8("-m", *SMALL, *FILES.split(), files, "run_name=sweep", cwd=tmp_path)
+    done = forked("-m", *SMALL, *FILES.split(), files, "run_name=sweep", cwd=tmp_path)
     assert done.returncode == 2
     assert "the training text is too short" in done.stderr
     assert "Traceback" not in done.stderr

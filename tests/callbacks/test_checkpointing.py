@@ -345,7 +345,7 @@ def test_a_best_that_was_written_anew_is_what_it_is_now(tmp_path):
 
 RANK = f"""
 import errno, json, os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.callbacks.tiny_run import At, run
 from gpt2_fp8.checkpoint import files
 write = files.write

@@ -38,7 +38,8 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path):
 
 def test_a_second_signal_leaves_at_once_and_touches_nothing(tmp_path):
     code = (
-        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import test_graceful_stop as t; "
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parents[2])!r})\n"
+        "from tests.callbacks import test_graceful_stop as t\n"
         f"t.run({str(tmp_path)!r}, every=2, val=100, callbacks=[t.At('on_train_batch_start', 5, t.hang_twice)])"
     )
     began = time.monotonic()

@@ -288,6 +288,7 @@ def test_where_there_are_no_locks_the_run_goes_on(tmp_path, monkeypatch, caplog)
     assert "nothing keeps a second run out of it" in caplog.text
 
 
+@pytest.mark.whole
 def test_programs_that_the_run_starts_do_not_hold_it(tmp_path):
     with RunLock(tmp_path):
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -282,10 +282,10 @@ def test_help_says_what_there_is():
 
 
 @pytest.mark.slow
-def test_a_wheel_carries_its_settings(tmp_path):
+def test_a_wheel_carries_every_module_and_its_settings(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     copy = tmp_path / "source"
-    ignore = "--exclude=./.git"
+    ignore = "--exclude=./.git --exclude=./.venv"
     subprocess.run(
         f"mkdir {copy} && tar -C {REPOSITORY} {ignore} -cf - . | tar -C {copy} -xf -", shell=True, check=True
     )
@@ -297,3 +297,7 @@ def test_a_wheel_carries_its_settings(tmp_path):
     told, _, _, folder = probe("model=gpt2", cwd=tmp_path, env=environment)
     assert told == 0
     assert Path(folder) == site / "gpt2_fp8/conf"
+    shipped = {path.relative_to(site) for path in site.rglob("*") if path.is_file()}
+    ours = {path.relative_to(REPOSITORY) for path in (REPOSITORY / "gpt2_fp8").rglob("*") if path.is_file()}
+    settings = {"gpt2_fp8" / path.relative_to(REPOSITORY) for path in conf_dir().rglob("*.yaml")}
+    assert {path for path in ours if "__pycache__" not in path.parts} | settings <= shipped

@@ -11,6 +11,8 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.parsing import key_paths
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 
+pytestmark = pytest.mark.whole  # each composes many times
+
 GROUPS = sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
 FILES = [path.relative_to(conf_dir()) for path in sorted(conf_dir().glob("*/*.yaml"))]
 PARTNERS = {

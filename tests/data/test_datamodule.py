@@ -56,6 +56,7 @@ def fit(config: Any, folder: Path, stop: int, ckpt: Path | None = None) -> tuple
     return model, saved
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_resumes_exactly(many_units: Path, tmp_path: Path) -> None:
     config = files_config(many_units, val_fraction=0.3, val_sequences=6)
@@ -99,6 +100,7 @@ def ranks(folder: Path, world: int, state: Any) -> list[dict[str, Any]]:
     return [json.loads(process.communicate(timeout=120)[0]) for process in processes]
 
 
+@pytest.mark.whole
 def test_ranks_gather_their_lanes(many_units: Path) -> None:
     folder = many_units.parent
     config = files_config(f"{folder}/*.jsonl", val_fraction=0.3, val_sequences=7)
@@ -119,6 +121,7 @@ def test_ranks_gather_their_lanes(many_units: Path) -> None:
     assert continued.state_dict() == alone.state_dict()
 
 
+@pytest.mark.whole
 def test_more_ranks_than_lanes(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "one.jsonl", [f"{i} " * 40 for i in range(100)])
     made = module(files_config(f"{tmp_path}/*.jsonl", val_fraction=0.3, val_sequences=7))

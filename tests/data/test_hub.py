@@ -10,6 +10,8 @@ import pytest
 from tests.data.hub import Hub
 from tests.data.hub_runs import PAJAMA, TEXTS, WEB, Client, expected, web_units
 
+pytestmark = pytest.mark.whole
+
 
 def test_parquet_by_row_groups_with_a_file_held_out(hub: Hub, client: Client) -> None:
     answer = client.ask({**WEB, "val_sequences": 12})

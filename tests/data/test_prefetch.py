@@ -36,6 +36,7 @@ def gone(pids: list[int], seconds: float = 10) -> bool:
     return not any(map(alive, pids))
 
 
+@pytest.mark.whole
 def test_workers_and_their_death_change_nothing(many_units: Path) -> None:
     whole = items(module(files_config(many_units), max_steps=40))
     made = module(files_config(many_units, num_workers=2), max_steps=40)
@@ -59,6 +60,7 @@ def test_workers_and_their_death_change_nothing(many_units: Path) -> None:
     assert made.report()["reading"]["worker_deaths"] >= 1
 
 
+@pytest.mark.whole
 def test_a_users_error_comes_out_of_a_worker_whole(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["text " * 50] * 3)
     made = module(files_config(path, num_workers=1))
@@ -71,6 +73,7 @@ def test_a_users_error_comes_out_of_a_worker_whole(tmp_path: Path) -> None:
     made.teardown()
 
 
+@pytest.mark.whole
 def test_no_orphans_when_the_parent_is_killed(many_units: Path) -> None:
     code = (
         "import sys, time\n"
@@ -95,6 +98,7 @@ def test_no_orphans_when_the_parent_is_killed(many_units: Path) -> None:
     assert not Path(spool).exists()
 
 
+@pytest.mark.whole
 def test_workers_do_not_import_torch() -> None:
     code = (
         "import sys, gpt2_fp8.data.prefetch, gpt2_fp8.data.sources\n"

@@ -41,6 +41,7 @@ def test_gpt2_special_text_is_plain_text() -> None:
     assert fingerprint(encoding) != fingerprint(load_tokenizer("bytes"))
 
 
+@pytest.mark.whole
 def test_missing_vocabulary_is_said_soon(tmp_path: Path) -> None:
     code = (
         "from gpt2_fp8.data.tokenizer import load_tokenizer\n"

@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.whole
+
 PROGRAM = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: None)  # this process goes on, as a run does that finishes its step

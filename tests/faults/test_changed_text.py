@@ -19,7 +19,7 @@ from gpt2_fp8.data.digests import Digests
 from gpt2_fp8.data.units import Corpus, Unit
 from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.data.test_datamodule import ranks
-from tests.runs import command
+from tests.runs import forked
 
 CHANGED = "the text changed under this run"
 
@@ -76,13 +76,13 @@ def test_110_changed_text_is_refused_by_the_run_that_goes_on(tmp_path: Path, kin
         "global_batch_size=8", "micro_batch_size=8", "optim.warmup_steps=0", "data.val_sequences=2",
         "data.val_fraction=0.1",
     ]  # fmt: skip
-    first = command(*words, "trainer.max_steps=2", cwd=tmp_path)
+    first = forked(*words, "trainer.max_steps=2", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
-    same = command(*words, "trainer.max_steps=3", "ckpt_path=last", cwd=tmp_path)
+    same = forked(*words, "trainer.max_steps=3", "ckpt_path=last", cwd=tmp_path)
     assert same.returncode == 0, same.stderr
     lines[100] = lines[100].replace("cut", "hit")
     text.write_text("".join(lines))
-    other = command(*words, "trainer.max_steps=4", "ckpt_path=last", cwd=tmp_path)
+    other = forked(*words, "trainer.max_steps=4", "ckpt_path=last", cwd=tmp_path)
     assert other.returncode == 2, other.stderr
     (cause,) = [line for line in other.stderr.splitlines() if line.startswith("error: ")]
     assert CHANGED in cause

@@ -18,7 +18,7 @@ from gpt2_fp8.config.run_folder import FOLDERS, HYDRA, REPLACED, SWEEP, WRITTEN_
 from gpt2_fp8.measure import auto_cache
 from gpt2_fp8.train.loggers import MetricsFile
 from tests.data.hub_runs import ROOT
-from tests.runs import SMALL, command, summary, train
+from tests.runs import SMALL, command, forked, summary, train
 
 FILES = [*REPLACED, *WRITTEN_TO, "run.log", *(f".hydra/{name}" for name in HYDRA)]
 # Every file of a run's folder that is there once it has ended, but checkpoints, which are folders of their own.
@@ -103,7 +103,7 @@ def test_92_nothing_that_is_written_later_goes_through_a_link(tmp_path, monkeypa
 
 
 def test_92_a_run_writes_nothing_that_is_not_looked_for(tmp_path):
-    done = command(*SMALL, "hydra.run.dir=run", "trainer.max_steps=2", "logger=default", cwd=tmp_path)
+    done = forked(*SMALL, "hydra.run.dir=run", "trainer.max_steps=2", "logger=default", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (tmp_path / "run").iterdir()} == LEFT
     known = {Path(name).parts[0] for name in [*FILES, *FOLDERS]}

@@ -15,7 +15,7 @@ from gpt2_fp8.data.loaders import Steps
 from gpt2_fp8.runtime import rng
 from gpt2_fp8.train.module import GPT2Module
 from tests.faults.test_hostile_checkpoints import forge
-from tests.runs import SMALL, checkpoint, command, summary, train, train_until
+from tests.runs import SMALL, checkpoint, forked, summary, train, train_until
 
 STEP = 4
 
@@ -303,7 +303,7 @@ def test_102_weights_that_are_not_finite_are_refused(run, tmp_path, steps, key, 
 def test_102_a_text_beyond_the_step_ends_at_once(run, tmp_path):
     """Lightning waited for ever for a step that did not come, and passed SIGTERM by."""
     path = forged(run, at("TokenDataModule/step", 10**6))
-    done = command(*SMALL, "run_name=other", f"ckpt_path={path}", cwd=tmp_path)
+    done = forked(*SMALL, "run_name=other", f"ckpt_path={path}", cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 2
 
@@ -334,7 +334,7 @@ def test_102_what_generators_come_to_is_taken(seed):
 def test_103_a_reason_of_a_stranger_s_reaches_no_terminal(run, tmp_path, fell_back):
     reason = "\x1b[2J\x1b]0;owned\x07" + "x" * 10**6
     path = forged(run, lambda state: state["precision"].update(reason=reason, fell_back=fell_back))
-    done = command(*SMALL, "run_name=other", f"ckpt_path={path}", "trainer.max_steps=5", cwd=tmp_path)
+    done = forked(*SMALL, "run_name=other", f"ckpt_path={path}", "trainer.max_steps=5", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for text in (done.stdout, done.stderr, (tmp_path / "outputs/other/summary.json").read_text()):
         assert "\x1b" not in text
@@ -343,7 +343,7 @@ def test_103_a_reason_of_a_stranger_s_reaches_no_terminal(run, tmp_path, fell_ba
 
 def test_103_names_of_weights_reach_no_terminal(run, tmp_path):
     path = forged(run, lambda state: state["state_dict"].update({"\x1b[2J" + "x" * 10**5: torch.zeros(1)}))
-    done = command(*SMALL, "run_name=other", f"init_from={path}", cwd=tmp_path)
+    done = forked(*SMALL, "run_name=other", f"init_from={path}", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.replace("\n", "").isprintable()
     assert len(done.stderr) < 3000
@@ -413,7 +413,7 @@ def test_a_step_that_is_a_word_does_not_fit_the_manifest(run):
 
 def test_a_command_ends_with_2_and_two_lines(run, tmp_path):
     path = forged(run, of_another_shape)
-    done = command(*SMALL, "run_name=other", f"ckpt_path={path}", cwd=tmp_path)
+    done = forked(*SMALL, "run_name=other", f"ckpt_path={path}", cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 2
 

@@ -19,7 +19,7 @@ from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.train import metrics_csv
 from gpt2_fp8.train.loggers import MetricsFile, build_loggers
 from tests.data.hub_runs import ROOT
-from tests.runs import SMALL, command, summary, train
+from tests.runs import SMALL, forked, summary, train
 
 BOTH = LoggerConfig(tensorboard=True, csv=True)
 # Killed in step 11, of which the last checkpoint is that of step 8.
@@ -187,7 +187,7 @@ def test_96_a_run_with_a_damaged_log_is_continued(tmp_path: Path) -> None:
     train(tmp_path / "outputs/run", "trainer.max_steps=8")
     path = tmp_path / "outputs/run/metrics.csv"
     path.write_bytes(flip_high_bit(path.read_bytes()))
-    done = command(*SMALL, "run_name=run", "ckpt_path=last", cwd=tmp_path)
+    done = forked(*SMALL, "run_name=run", "ckpt_path=last", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "is damaged (1 lines, the first of them line" in done.stdout
     assert summary(tmp_path / "outputs/run")["steps"] == 12

@@ -138,8 +138,8 @@ def test_113_what_takes_long_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 MANY = """
 import logging, sys
-from gpt2_fp8.runtime import signals
 from gpt2_fp8.data import file_check, progress_log
+from gpt2_fp8.runtime import signals
 from tests.data.corpora import files_config, module
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 progress_log.FIRST = 0.1

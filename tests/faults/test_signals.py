@@ -79,8 +79,8 @@ def test_42_a_second_ctrl_c_in_a_slow_save_leaves_last_as_it_was(tmp_path):
     """The first one comes in step 4, the second while step 5 is being written, which would take a minute."""
     code = f"""
 import signal, sys, threading, time
-sys.path.insert(0, {str(Path(tiny_run.__file__).parent)!r})
-import tiny_run
+sys.path.insert(0, {str(Path(tiny_run.__file__).parents[2])!r})
+from tests.callbacks import tiny_run
 from gpt2_fp8.checkpoint import files
 from tests.callbacks.tiny_run import At, kill, run
 

@@ -14,8 +14,9 @@ import pytest
 
 from gpt2_fp8.runtime import output, spool
 from gpt2_fp8.runtime.spool import Spool
+from tests import forkserver
 from tests.data.hub_runs import ROOT
-from tests.runs import SMALL, command, metrics, summary
+from tests.runs import SMALL, command, forked, metrics, summary
 
 PLAIN = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
@@ -135,8 +136,7 @@ def test_98_tokens_that_find_no_room_are_read_again_by_the_run_itself(tmp_path):
     found = []
     for program in (["script.py"], ["-m", "gpt2_fp8.run"]):
         words = [*SMALL, f"run_name={len(found)}", "data.num_workers=2", "trainer.max_steps=6"]
-        done = subprocess.run([sys.executable, *program, *words], cwd=tmp_path, capture_output=True, text=True,
-                              timeout=300, env=os.environ | PLAIN)  # fmt: skip
+        done = forkserver.python(*program, *words, cwd=tmp_path, timeout=300)
         assert done.returncode == 0, done.stderr
         found.append(metrics(tmp_path / "outputs" / str(len(found)))["train_loss"])
         lost = done.stdout.count("the workers' temporary folder loses tokens")
@@ -198,7 +198,7 @@ def test_100_a_folders_own_name_is_escaped_wherever_it_is_told(tmp_path):
     folder.mkdir()
     broken = folder / "outputs/run/checkpoints/step-00000012/model.safetensors"
     for words in (["run_name=run"], ["run_name=run", "trainer.max_steps=16", "ckpt_path=last"], ["seed=x"]):
-        done = command(*SMALL, *words, cwd=folder, **PLAIN)
+        done = forked(*SMALL, *words, cwd=folder)
         assert done.returncode == (0 if "run_name=run" in words else 2), done.stderr
         shown = done.stdout + done.stderr
         if "run_name=run" in words:

@@ -43,16 +43,16 @@ def main() -> int:
 
 def _again(name: str, text: str) -> int:
     case = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
-    with Program() as program, tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+    program = Program()
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         try:
             print(f"held, exit {try_case(name, case, Place(Path(folder), program))}")
         except Broken as why:
             print(why)
             return 1
         finally:
-            for part in ("stdout", "stderr"):
-                path = Path(folder, "aside", part)
-                print(path.read_text(errors="replace") if path.exists() else "", end="")
+            if program.last:
+                print((program.last.stdout + program.last.stderr).encode(errors="replace").decode(), end="")
     return 0
 
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import forkserver
+
 SECONDS = 60.0  # for a command that takes one or two on a machine of its own
-# What a user's shell might have set, and a command's end must not depend on.
-_NOT_OURS = ("PYTEST_", "HYDRA_", "SLURM_", "TORCHELASTIC", "WORLD_SIZE", "RANK", "LOCAL_RANK", "XDG_")
+MOST_MEMORY = 3 << 10  # MiB, of which an idle process has 300
 
 
 @dataclass
 class Outcome:
-    """How a command ended, what it said, and what it noted on its way (`nursery`)."""
+    """How a command ended, what it said, and what it noted on its way (`noted`)."""
 
     argv: list[str]
     code: int
@@ -36,61 +36,39 @@ class Outcome:
 
 
 class Program:
-    """Runs command lines in folders. As a context: its nursery is started when it is first needed, and ended."""
+    """Runs command lines in folders, and keeps the `last` outcome."""
 
     def __init__(self) -> None:
-        self._nursery: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> Program:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._nursery is not None:
-            self._nursery.communicate()  # closes its input
+        self.last: Outcome | None = None
 
     def run(self, folder: Path, *argv: str, typed: bool = False) -> Outcome:
         """Run `argv` in `folder/here`; with `typed`, as a process of its own: `python -m gpt2_fp8.run ARGV`."""
-        aside = folder / "aside"
-        aside.mkdir(exist_ok=True)
-        names = {name: aside / name for name in ("stdout", "stderr", "notes")}
-        for path in names.values():
-            path.unlink(missing_ok=True)
-        environment = {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "SECRET": "s3cr3t"}
-        if typed:
-            return self._typed(folder / "here", list(argv), environment)
-        request = {"argv": argv, "cwd": str(folder / "here"), "environment": environment, "seconds": SECONDS}
-        answer = self._ask(request | {name: str(path) for name, path in names.items()})
-        said = {name: names[name].read_text(errors="surrogateescape") for name in ("stdout", "stderr")}
-        notes = names["notes"].read_text().splitlines() if names["notes"].exists() else []
-        return Outcome(list(argv), **said, **answer, notes=[json.loads(line) for line in notes])
+        home = folder / "home"
+        environment = {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache"), "TMPDIR": str(folder / "tmp")}
+        run = self._typed if typed else self._noted
+        self.last = run(folder, list(argv), forkserver.ours(os.environ) | environment | {"SECRET": "s3cr3t"})
+        return self.last
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self._nursery is None:
-            self._nursery = subprocess.Popen(
-                [sys.executable, "-m", "tests.fuzz.nursery"],
-                cwd=ROOT, env=_environment({}), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            assert self._nursery.stdout is not None
-            assert self._nursery.stdout.readline() == "ready\n"
-        assert self._nursery.stdin is not None
-        assert self._nursery.stdout is not None
-        self._nursery.stdin.write(json.dumps(request) + "\n")
-        self._nursery.stdin.flush()
-        return dict(json.loads(self._nursery.stdout.readline()))
+    def _noted(self, folder: Path, argv: list[str], environment: dict[str, str]) -> Outcome:
+        notes = folder / "aside/notes"
+        notes.parent.mkdir(exist_ok=True)
+        notes.unlink(missing_ok=True)
+        words = ["-m", "tests.fuzz.noted", str(notes), *argv]
+        ended = forkserver.server().run(words, folder / "here", environment, SECONDS, MOST_MEMORY)
+        lines = notes.read_text().splitlines() if notes.exists() else []
+        return Outcome(
+            argv, ended.returncode, ended.stdout, ended.stderr, ended.seconds, ended.mib, ended.killed,
+            [json.loads(line) for line in lines],
+        )  # fmt: skip
 
-    def _typed(self, cwd: Path, argv: list[str], environment: dict[str, str]) -> Outcome:
+    def _typed(self, folder: Path, argv: list[str], environment: dict[str, str]) -> Outcome:
         start, command = time.monotonic(), [sys.executable, "-m", "gpt2_fp8.run", *argv]
-        environment = _environment(environment) | {"PYTHONPATH": str(ROOT)}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(forkserver.ROOT)}
         try:
             done = subprocess.run(
-                command, cwd=cwd, env=environment, capture_output=True, text=True, errors="surrogateescape",
-                timeout=2 * SECONDS, stdin=subprocess.DEVNULL,
+                command, cwd=folder / "here", env=environment, capture_output=True, text=True,
+                errors="surrogateescape", timeout=2 * SECONDS, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return Outcome(argv, -9, "", "", 2 * SECONDS, ended=f"it was at work for more than {2 * SECONDS} s")
         return Outcome(argv, done.returncode, done.stdout, done.stderr, time.monotonic() - start)
-
-
-def _environment(changes: dict[str, str]) -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_OURS)}
-    return own | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | changes

@@ -30,11 +30,10 @@ _CONTINUES = re.compile(r"continues  .*/(?:step-|\.step-(?=\d+\.old ))(\d+)(?:\.
 def made() -> tempfile.TemporaryDirectory[str]:
     """A folder in which the run was made, once a process."""
     folder = tempfile.TemporaryDirectory(prefix="fuzz-run-")
-    with Program() as program:
-        place = Place(Path(folder.name, "place"), program)
-        place.clear()
-        outcome = place.run(*LONGER)
-        place.expect(outcome.code == 0, outcome.stderr)
+    place = Place(Path(folder.name, "place"), Program())
+    place.clear()
+    outcome = place.run(*LONGER)
+    place.expect(outcome.code == 0, outcome.stderr)
     return folder
 
 

@@ -59,8 +59,8 @@ def tally(
     What does not hold is said at once.
     """
     found, end = Tally(name), time.monotonic() + (seconds if seconds is not None else float("inf"))
-    with Program() as program, tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        place = Place(Path(folder), program)
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        place = Place(Path(folder), Program())
         for case in drawn(name, seed, most):
             if time.monotonic() > end:
                 break

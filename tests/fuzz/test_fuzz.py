@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from tests.fuzz.program import ROOT
+from tests.forkserver import ROOT
 from tests.fuzz.tally import CLASSES, drawn, tally
 
 FEW = {"settings": 20, "checkpoints": 9, "pointers": 8, "logs": 8, "data files": 10}  # under a minute in all

@@ -2,7 +2,6 @@
 
 import io
 import json
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from functools import cache
@@ -15,7 +14,9 @@ from gpt2_fp8.measure import attention, gemm, peers, timing
 from gpt2_fp8.measure.peer_models import PEERS, plain_gpt2
 from gpt2_fp8.measure.timing import Unavailable
 from gpt2_fp8.model.loss import cross_entropy
+from tests import forkserver
 from tests.common import CONFIG, VOCAB
+from tests.forkserver import ROOT
 
 SMALL = asdict(replace(CONFIG, vocab_size=VOCAB))
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a CPU answers")
@@ -23,8 +24,7 @@ ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a CPU a
 
 def program(name, request, folder):
     out = folder / "out.json"
-    command = [sys.executable, "-m", f"gpt2_fp8.measure.{name}", str(out)]
-    ended = subprocess.run(command, input=json.dumps(request), text=True, capture_output=True, timeout=300)
+    ended = forkserver.python("-m", f"gpt2_fp8.measure.{name}", out, given=json.dumps(request), cwd=ROOT, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert [path.name for path in folder.iterdir()] == ["out.json"]
     rows = json.loads(out.read_text())

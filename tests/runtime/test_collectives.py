@@ -111,12 +111,14 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / str(rank)) for rank in (0, 1)]
 
 
+@pytest.mark.whole
 def test_hosts_tell_each_other_through_one_group_of_their_own(ranks):
     for rank in ranks:
         for time in ("once", "again"):  # the second time in other process groups
             assert rank[time] == {"told": [15, True, False] * 2, "made": (0, ["gloo"])}
 
 
+@pytest.mark.whole
 def test_the_largest_elements_of_all_ranks(ranks):
     assert [rank["world"] for rank in ranks] == [(0, 2), (1, 2)]
     for rank in ranks:
@@ -124,6 +126,7 @@ def test_the_largest_elements_of_all_ranks(ranks):
         assert rank["maximum"] == [1.0, 5.0]
 
 
+@pytest.mark.whole
 def test_ranks_agree_on_the_largest_magnitudes_and_the_smallest_scales(ranks):
     for rank in ranks:
         assert rank["agreed"]["scales.scaling_fwd.amax_history"][0].tolist() == [8]
@@ -135,6 +138,7 @@ def test_ranks_agree_on_the_largest_magnitudes_and_the_smallest_scales(ranks):
         assert history[:2].tolist() == [[3.0, 3.0], [float("inf"), 3.0]]
 
 
+@pytest.mark.whole
 def test_a_rank_without_memory_makes_all_begin_again_and_nothing_is_seen_of_it(ranks):
     one, other = (rank["micro-batching"] for rank in ranks)
     for number in (0, 1):  # after the calibration, after the step
@@ -145,6 +149,7 @@ def test_a_rank_without_memory_makes_all_begin_again_and_nothing_is_seen_of_it(r
     assert one[2][3] > 0
 
 
+@pytest.mark.whole
 def test_magnitudes_are_those_of_both_texts(ranks):
     """The ranks have seen different text, and alone would have other scales."""
     alone = []

@@ -73,8 +73,8 @@ GPT2Module.training_step = training_step
 # Rank 1's data for step 4 does not come, and it is told to stop.
 WAIT = """
 import os, signal, threading, time
-from gpt2_fp8.runtime import signals
 from gpt2_fp8.data.loaders import Steps
+from gpt2_fp8.runtime import signals
 from gpt2_fp8.runtime.collectives import rank_and_world
 
 items = Steps._items
@@ -244,8 +244,8 @@ def training_step(self, batch, batch_idx):
     original(self, batch, batch_idx)
 
 GPT2Module.training_step = training_step
-from gpt2_fp8.callbacks import ranks
-ranks.LIFE_SECONDS = 6.0
+from gpt2_fp8.callbacks import rank_watchdog
+rank_watchdog.LIFE_SECONDS = 6.0
 """
 
 

@@ -1,0 +1,64 @@
+"""Programs that tests write as text import modules that exist.
+
+A module that is renamed is renamed in import statements by any tool, but not in a string: such a test would fail long
+after the rename, in a process of its own.
+"""
+
+import ast
+import re
+
+import pytest
+
+from tests.forkserver import ROOT
+
+IMPORT = re.compile(r"from (gpt2_fp8(?:\.\w+)*) import (\w+)|import (gpt2_fp8(?:\.\w+)+)")
+WRITTEN_WRONG = {"tests/test_layering.py", "tests/test_written_programs.py"}  # imports that are to be refused
+FILES = [path for path in sorted((ROOT / "tests").rglob("*.py")) if str(path.relative_to(ROOT)) not in WRITTEN_WRONG]
+
+
+def names_of(path):
+    """What a module defines or imports at its top."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
+def unknown(path):
+    """The modules of ours that strings in the file import, and that are not there."""
+    strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    for text in filter(lambda value: isinstance(value, str), strings):
+        for module, name, plain in IMPORT.findall(text):
+            place = ROOT.joinpath(*(module or plain).split("."))
+            if place.is_dir():
+                below = (place / name).is_dir() or (place / f"{name}.py").is_file()
+                found = not name or below or name in names_of(place / "__init__.py")
+            else:
+                found = place.with_suffix(".py").is_file()
+            if not found:
+                yield f"{module or plain}: {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "tests")))
+def test_its_imports_exist(path):
+    assert list(unknown(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("from gpt2_fp8.module import GPT2Module", ["gpt2_fp8.module: GPT2Module"]),
+        ("from gpt2_fp8 import exchange", ["gpt2_fp8: exchange"]),
+        ("from gpt2_fp8.measure import auto", ["gpt2_fp8.measure: auto"]),
+        ("import gpt2_fp8.report", ["gpt2_fp8.report: "]),
+        ("from gpt2_fp8.train.module import GPT2Module", []),
+        ("from gpt2_fp8.train import fit", []),
+        ("from gpt2_fp8 import __version__", []),
+    ],
+)
+def test_a_wrong_one_is_seen(tmp_path, text, wrong):
+    (tmp_path / "test_it.py").write_text(f"PROGRAM = {text!r}")
+    assert list(unknown(tmp_path / "test_it.py")) == wrong
