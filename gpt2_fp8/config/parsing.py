@@ -1,25 +1,27 @@
 """From a plain nested dictionary to dataclasses, strictly: every problem is collected, and none is guessed away.
 
 Knows bool, int, float, str, None, Literal, list, dataclasses, and unions of these. A union of dataclasses is told
-apart by the one field that is a Literal in all of them (its tag: `name` or `kind`).
+apart by the one field that is a Literal in all of them (its tag: `name` or `kind`). A number may say its range, and
+any key its meaning, in `Annotated`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.ranges import Range
 
 T = TypeVar("T")
 
 MISSING = "???"  # OmegaConf's mark of a value that something else must set
 _BAD: Any = object()
-_hints = cache(get_type_hints)
+_hints = cache(partial(get_type_hints, include_extras=True))
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
 _SEVERAL = {int: "whole numbers", float: "numbers", str: "texts"}
 
@@ -76,8 +78,17 @@ class _Builder:
             return self._instance(classes, value, path)
         for member in members:
             if (matched := _match(member, value)) is not _BAD:
-                return matched
-        return self._refuse(members, value, path)
+                return self._in_range(member, matched, path)
+        return self._refuse([_bare(member) for member in members], value, path)
+
+    def _in_range(self, member: Any, value: Any, path: str) -> Any:
+        """Return a value of the right type if it, or each item of a list, is in range."""
+        items = value if isinstance(value, list) else [value]
+        inner = get_args(member)[0] if get_origin(member) is Annotated and isinstance(value, list) else member
+        range_ = _range(get_args(inner)[0] if isinstance(value, list) else member)
+        for refusal in filter(None, map(range_.refusal, items) if range_ else ()):
+            return self._bad(path, f"{path}={show(value)}: {refusal.reason}", refusal.remedy.replace("{key}", path))
+        return value
 
     def _instance(self, classes: list[Any], data: object, path: str) -> Any:
         if not isinstance(data, dict):
@@ -135,8 +146,15 @@ class _Builder:
         return _BAD
 
 
+def meanings(cls: type) -> dict[str, str]:
+    """The meaning of each key of `cls` that says one."""
+    texts = {name: [m for m in _notes(hint) if isinstance(m, str)] for name, hint in _hints(cls).items()}
+    return {name: found[0] for name, found in texts.items() if found}
+
+
 def _match(member: Any, value: object) -> Any:
     """`value` as one member of a union, or _BAD. A bool is no number; an int is a float; a bare number is a name."""
+    member = _bare(member)
     if get_origin(member) is Literal:
         return next((v for v in get_args(member) if type(v) is type(value) and v == value), _BAD)
     if get_origin(member) is list:
@@ -154,7 +172,24 @@ def _match(member: Any, value: object) -> Any:
 
 
 def _members(hint: Any) -> list[Any]:
-    return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
+    """The members of a union, each with its range."""
+    inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    return list(get_args(inner)) if get_origin(inner) in (Union, UnionType) else [hint]
+
+
+def _bare(member: Any) -> Any:
+    """A type without what `Annotated` says of it or of its items."""
+    member = get_args(member)[0] if get_origin(member) is Annotated else member
+    return list[_bare(get_args(member)[0])] if get_origin(member) is list else member  # type: ignore[misc]
+
+
+def _notes(hint: Any) -> tuple[Any, ...]:
+    """What `Annotated` says of a type."""
+    return get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+
+
+def _range(hint: Any) -> Range | None:
+    return next((note for note in _notes(hint) if isinstance(note, Range)), None)
 
 
 def _tag_field(classes: list[Any]) -> str:
@@ -173,7 +208,7 @@ def _tags(cls: Any, field: str) -> tuple[str, ...]:
 
 
 def _example(members: list[Any]) -> str:
-    first = members[0]
+    first = _bare(members[0])
     if get_origin(first) is Literal:
         return "|".join(map(str, get_args(first)))
     if get_origin(first) is list:

@@ -15,8 +15,8 @@ import pytest
 
 from gpt2_fp8 import bench, run
 from gpt2_fp8.compose import contents, look_only, preflight, sweeps
-from gpt2_fp8.config.checks import LIMITS, RANGES
 from gpt2_fp8.config.errors import Problem, UserError
+from tests.config.numbers import LIMITS, RANGES
 from tests.data.hub_runs import ROOT
 
 GLOBAL = b"# @package _global_\n"
