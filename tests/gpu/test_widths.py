@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.reference import causal_attention
+from tests.config.conf_files import merged
 from tests.gpu.common import VOCAB, hopper, scaling
 from tests.gpu.test_cast import DEVICE, to_fp8, use
 
@@ -39,8 +39,7 @@ def implementation(request, monkeypatch):
 
 
 def config_of(model):
-    text = (Path(__file__).parents[2] / "conf" / "model" / f"{model}.yaml").read_text()
-    return ModelConfig(**yaml.safe_load(text))
+    return ModelConfig(**merged(Path("model", f"{model}.yaml")))
 
 
 def normal(*shape, seed, dtype=torch.float32):
