@@ -91,6 +91,7 @@ class AutoRecipe:
     """With precision=auto: every recipe that this GPU can do competes."""
 
     name: Literal["auto"]
+    delayed: DelayedRecipe  # how delayed scaling competes
 
 
 @dataclass(frozen=True, kw_only=True)

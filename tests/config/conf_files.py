@@ -16,10 +16,19 @@ def leaves(node, path=""):
 
 
 def bases(file):
-    """The files that a file is built upon: those of its defaults list that choose from no group."""
+    """The files that a file is built upon, those of its defaults list that choose from no group, and under which key
+    their own keys come (none: beside the file's)."""
     defaults = yaml.safe_load((conf_dir() / file).read_text()).get("defaults", [])
-    names = [entry for entry in defaults if isinstance(entry, str) and entry != "_self_"]
-    return [Path(f"{name[1:]}.yaml" if name.startswith("/") else file.parent / f"{name}.yaml") for name in names]
+    for entry in defaults:
+        if isinstance(entry, str) and entry != "_self_":
+            name, _, key = entry.partition("@")
+            path = Path(f"{name[1:]}.yaml") if name.startswith("/") else file.parent / f"{name}.yaml"
+            yield path, f"{key}." if key else ""
+
+
+def inherited(file):
+    """The keys and values of all its bases."""
+    return {f"{prefix}{key}": value for base, prefix in bases(file) for key, value in merged(base).items()}
 
 
 def own(file):
@@ -32,4 +41,4 @@ def own(file):
 
 def merged(file):
     """The same with those of its bases."""
-    return {key: value for base in bases(file) for key, value in merged(base).items()} | own(file)
+    return inherited(file) | own(file)

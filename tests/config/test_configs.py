@@ -10,7 +10,7 @@ from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.parsing import key_paths
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
-from tests.config.conf_files import bases, merged, own
+from tests.config.conf_files import bases, inherited, merged, own
 
 GROUPS = sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
 FILES = [path.relative_to(conf_dir()) for path in sorted(conf_dir().glob("*/*.yaml"))]
@@ -101,12 +101,12 @@ def test_every_file_says_what_it_is():
 
 @pytest.mark.parametrize("file", [*FILES, *BASES], ids=str)
 def test_a_value_stands_once(file):
-    above = {key: value for base in bases(file) for key, value in merged(base).items()}
+    above = inherited(file)
     assert [key for key, value in own(file).items() if key in above and above[key] == value] == []
 
 
 def test_every_base_is_built_upon():
-    used = {base for file in [*FILES, *BASES] for base in bases(file)}
+    used = {base for file in [*FILES, *BASES] for base, _ in bases(file)}
     assert len(BASES) >= 6
     assert set(BASES) <= used
     assert all((conf_dir() / base).is_file() for base in used)
