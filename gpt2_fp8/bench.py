@@ -19,6 +19,7 @@ from pathlib import Path
 
 from gpt2_fp8.compose import benchmark
 from gpt2_fp8.config import paths, run_folder
+from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.parsing import show
@@ -51,21 +52,6 @@ Examples:
 
 Flags: -cd FOLDER your own settings. Exit codes: 0 done; 1 no case came to its end, or nothing
 could be written; 2 your input; 130, 141, 143 stopped."""
-MEANINGS = {
-    "model": "choices of the group model",
-    "precision": "fp32, bf16, fp8_hybrid, fp8_e4m3",
-    "recipe": "of the FP8 precisions: delayed, current, block, mxfp8",
-    "micro_batch_size": "sequences a forward pass",
-    "global_batch_size": "sequences a step; null: about 131,072 tokens, on a CPU one micro-batch",
-    "baseline": "on a GPU also bf16 under torch.compile, which the ratios refer to",
-    "steps": "timed steps",
-    "warmup": "steps before them",
-    "timeout": "seconds that a case may take",
-    "profile": "also the kernels that a step's time goes to",
-    "gemm": "also this GPU's ceiling for matrix products, by shape",
-    "attention": "also implementations of attention against each other",
-    "peers": "also other programs on the same work, where they are installed",
-}
 
 
 class _Terminated(KeyboardInterrupt):
@@ -143,7 +129,7 @@ def help_text() -> str:
     gpu, cpu = benchmark.defaults(gpu=True), benchmark.defaults(gpu=False)
     rows: list[Row] = [
         {"key": f"bench.{key}", "on a GPU": show(gpu[key]), "on a CPU": show(cpu[key]), "what it is": about}
-        for key, about in MEANINGS.items()
+        for key, about in meanings(BenchConfig).items()
     ]
     return HELP.format(keys=table.text(rows))
 

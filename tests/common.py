@@ -2,8 +2,9 @@
 
 import torch
 
-from gpt2_fp8 import layers
 from gpt2_fp8.config.schema import ModelConfig, OptimConfig
+from gpt2_fp8.layers import reference
+from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.model.loss import cross_entropy, split
 
@@ -17,7 +18,7 @@ OPTIM = OptimConfig(
 
 
 def build(config=CONFIG, seed=1):
-    model = GPT2(config, VOCAB, layers.load("reference"))
+    model = GPT2(config, VOCAB, Composed(reference, recompute=False))
     initialise(model, seed)
     return model
 

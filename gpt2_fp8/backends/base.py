@@ -35,14 +35,18 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    own_recipe: ClassVar[DelayedRecipe | StatelessRecipe | None] = None
     records_graphs: ClassVar[bool] = False
     fused_loss: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         self.config, self.ran, self.device = config, ran, device
         self.compiled = self.graphs = False
-        self.recipe = self.own_recipe if isinstance(config.recipe, AutoRecipe) else config.recipe
+        self.recipe = self.own_recipe(config.recipe) if isinstance(config.recipe, AutoRecipe) else config.recipe
+
+    @staticmethod
+    def own_recipe(auto: AutoRecipe) -> DelayedRecipe | StatelessRecipe | None:
+        """Return the recipe of a run that names none; None where nothing is scaled."""
+        return None
 
     @classmethod
     @abstractmethod

@@ -7,11 +7,11 @@ from torch import Tensor
 from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
 from gpt2_fp8.backends.twin import twin_of
 from gpt2_fp8.config import backend_support
-from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.layers import Family
 from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
 from gpt2_fp8.model.loss import cross_entropy, split
-from gpt2_fp8.precision.recipes import DELAYED, delayed_scaling
+from gpt2_fp8.precision.recipes import delayed_scaling
 from gpt2_fp8.precision.scaling import NoScaling, Scaling
 from gpt2_fp8.precision.support import why_no_hopper
 
@@ -22,7 +22,6 @@ class Fused(Backend):
     """Blocks and head in FP8 without Transformer Engine's borders between layers (`layers/fused.py`)."""
 
     name = "fused"
-    own_recipe = DELAYED
     records_graphs = True
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
@@ -30,6 +29,11 @@ class Fused(Backend):
         small = config.micro_batch * config.model.n_positions <= SMALL
         wanted = small if config.cuda_graphs == "auto" else config.cuda_graphs
         self.graphs = wanted and not backend_support.is_multi_process(config)
+
+    @staticmethod
+    def own_recipe(auto: AutoRecipe) -> DelayedRecipe:
+        """See `Backend`."""
+        return auto.delayed
 
     @classmethod
     def why_not(cls, config: RunConfig) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gpt2_fp8.backends.base import Backend, Device, Ran
+from gpt2_fp8.config.block_spec import block_spec, why_not
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.layers import Family, reference
 from gpt2_fp8.layers.block import Composed
@@ -24,7 +25,7 @@ class Reference(Backend):
     @classmethod
     def why_not(cls, config: RunConfig) -> str | None:
         """See `Backend`."""
-        return None
+        return why_not(block_spec(config.model), reference.NAME, reference.OFFERS)
 
     def family(self) -> Family:
         """See `Backend`."""

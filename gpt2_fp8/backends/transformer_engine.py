@@ -7,11 +7,12 @@ from functools import cached_property
 from typing import Any
 
 from gpt2_fp8.backends.base import Backend
-from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.block_spec import block_spec, why_not
+from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.layers import Family, te
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
-from gpt2_fp8.precision.recipes import DELAYED, build_recipe
+from gpt2_fp8.precision.recipes import build_recipe
 from gpt2_fp8.precision.scaling import NoScaling, Scaling
 from gpt2_fp8.precision.support import why_no_transformer_engine
 
@@ -20,12 +21,16 @@ class TransformerEngine(Backend):
     """Its layers compute in bf16 outside of `te.autocast`: a step is run again in bf16 by the very same modules."""
 
     name = "te"
-    own_recipe = DELAYED
+
+    @staticmethod
+    def own_recipe(auto: AutoRecipe) -> DelayedRecipe:
+        """See `Backend`."""
+        return auto.delayed
 
     @classmethod
     def why_not(cls, config: RunConfig) -> str | None:
         """See `Backend`."""
-        return why_no_transformer_engine()
+        return why_no_transformer_engine() or why_not(block_spec(config.model), te.NAME, te.OFFERS)
 
     def family(self) -> Family:
         """See `Backend`."""

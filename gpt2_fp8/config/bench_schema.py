@@ -5,34 +5,40 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.parsing import show
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.ranges import Refusal, above_zero, at_least
+from gpt2_fp8.config.schema import Count, RunConfig
 
-MOST = 10**12  # of anything that is counted
 _LONGEST = 10**8  # seconds: three years, and within what a clock takes
 TOKENS_PER_STEP = 131_072  # about; of a step on a GPU
+_TIMEOUT = Refusal("must be above 0", "choose seconds, such as {key}=600")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What to measure: all combinations of the four lists, a recipe only where the precision is FP8."""
+    """What to measure: all combinations of the four lists, a recipe only where the precision is FP8.
 
-    model: list[str]  # choices of the group `model`
-    precision: list[str]
-    recipe: list[str]
-    micro_batch_size: list[int]  # sequences a forward pass
-    global_batch_size: int | None  # sequences a step; null: on a GPU as many micro-batches as come nearest to
-    # 131,072 tokens, at least one; on a CPU one micro-batch
-    baseline: bool  # on a GPU also bf16 under torch.compile, which the ratios refer to, where it is not in the lists
-    steps: int  # timed
-    warmup: int  # steps before them
-    timeout: float  # seconds that one case may take, its start and compilation included
-    profile: bool  # the kernels that a step's time goes to
-    gemm: bool  # how fast matrix products of the models' shapes are on this GPU
-    attention: bool  # implementations of attention against each other
-    peers: bool  # other programs on the same work, where they are installed
+    `--help` shows the words beside the types.
+    """
+
+    model: Annotated[list[str], "choices of the group model"]
+    precision: Annotated[list[str], "fp32, bf16, fp8_hybrid, fp8_e4m3"]
+    recipe: Annotated[list[str], "of the FP8 precisions: delayed, current, block, mxfp8"]
+    micro_batch_size: Annotated[list[Count], "sequences a forward pass"]
+    # null: on a GPU as many micro-batches as come nearest to 131,072 tokens, at least one
+    global_batch_size: Annotated[Count | None, "sequences a step; null: about 131,072 tokens, on a CPU one micro-batch"]
+    # where it is not in the lists
+    baseline: Annotated[bool, "on a GPU also bf16 under torch.compile, which the ratios refer to"]
+    steps: Annotated[Count, "timed steps"]
+    warmup: Annotated[int, at_least(0), "steps before them"]
+    timeout: Annotated[float, above_zero(_LONGEST, "seconds", _TIMEOUT), "seconds that a case may take"]
+    profile: Annotated[bool, "also the kernels that a step's time goes to"]
+    gemm: Annotated[bool, "also this GPU's ceiling for matrix products, by shape"]
+    attention: Annotated[bool, "also implementations of attention against each other"]
+    peers: Annotated[bool, "also other programs on the same work, where they are installed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,25 +49,11 @@ class BenchRunConfig(RunConfig):
 
 
 def check(bench: BenchConfig) -> Iterator[Finding]:
-    """What is wrong with settings whose types are right."""
+    """Find what is wrong with settings whose types and ranges are right."""
     for name in ("model", "precision", "recipe", "micro_batch_size"):
         if not getattr(bench, name):
             yield _finding(bench, name, "nothing to measure", f"leave bench.{name} out, or name what to measure")
-    for name, least in (("steps", 1), ("warmup", 0), ("global_batch_size", 1)):
-        value = getattr(bench, name)
-        if value is not None and value < least:
-            yield _finding(bench, name, f"must be at least {least}", f"choose {least} or more")
-        elif value is not None and value > MOST:
-            yield _finding(bench, name, f"is beyond {MOST:,}", "choose a number that can be reached")
-    if any(size > MOST for size in bench.micro_batch_size):
-        yield _finding(bench, "micro_batch_size", f"is beyond {MOST:,}", "choose sizes that a machine has room for")
-    if bench.timeout > _LONGEST:
-        yield _finding(bench, "timeout", f"is beyond {_LONGEST:,} seconds", "choose seconds, as bench.timeout=600")
-    if bench.timeout <= 0:
-        yield _finding(bench, "timeout", "must be above 0", "choose seconds, such as bench.timeout=600")
-    if any(size < 1 for size in bench.micro_batch_size):
-        yield _finding(bench, "micro_batch_size", "must be at least 1", "choose 1 or more")
-    elif bench.global_batch_size is not None and bench.global_batch_size >= 1:
+    if bench.global_batch_size is not None and bench.micro_batch_size:
         whole = bench.global_batch_size
         if over := [size for size in bench.micro_batch_size if whole % size]:
             reason = f"a step does not divide into forward passes of {over[0]}"

@@ -1,11 +1,10 @@
-"""What no single key can tell: ranges, and keys that must fit each other. Nothing here looks at the GPU."""
+"""What no single number can tell: names, and keys that must fit each other. Nothing here looks at the GPU."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from gpt2_fp8.config import backend_support, paths
 from gpt2_fp8.config.errors import Finding, Problem, UserError
@@ -21,88 +20,9 @@ def vocabulary(config: RunConfig) -> int:
     return config.model.vocab_size or VOCABULARY[config.data.tokenizer]
 
 
-class _Rule(NamedTuple):
-    holds: Callable[[float], bool]
-    reason: str
-    remedy: str
-
-
-_POSITIVE = _Rule(lambda x: x > 0, "must be above 0", "choose a value above 0")
-_COUNT = _Rule(lambda x: x >= 1, "must be at least 1", "choose 1 or more")
-_OR_ZERO = _Rule(lambda x: x >= 0, "must not be negative", "choose 0 or more")
-# Nothing here is counted beyond; below, what torch and the logs count in does not overflow.
-_COUNTED = _Rule(lambda x: x <= 10**12, "is beyond 1,000,000,000,000", "choose a number that can be reached")
-_FLOAT32 = _Rule(
-    lambda x: x == 0 or 1e-38 <= abs(x) <= 1e38, "is beyond what float32 can hold", "choose from 1e-38 to 1e38"
-)
-_PART = _Rule(lambda x: 0 <= x < 1, "must be at least 0 and below 1", "choose a value such as 0.1")
-_RATIO = _Rule(lambda x: 0 <= x <= 1, "must be from 0 to 1", "choose from 0 to 1")
-_SEED = _Rule(lambda x: 0 <= x < 2**32, "must be from 0 to 4294967295", "choose another seed, such as 1337")
-_DEVICES = _Rule(lambda x: x >= 1, "is no number of devices", "trainer.devices=auto for every GPU, or trainer=cpu")
-
-# Every number of the schema; a test holds that none is left out.
-RANGES: dict[str, _Rule] = {
-    "seed": _SEED,
-    "global_batch_size": _COUNT,
-    "micro_batch_size": _COUNT,
-    "model.n_layer": _COUNT,
-    "model.n_head": _COUNT,
-    "model.n_embd": _COUNT,
-    "model.n_positions": _COUNT,
-    "model.vocab_size": _COUNT,
-    "model.dropout": _PART,
-    "precision.tolerance": _PART,
-    "recipe.margin": _OR_ZERO,
-    "recipe.amax_history_len": _COUNT,
-    "data.num_workers": _OR_ZERO,
-    "data.seed": _SEED,
-    "data.val_sequences": _OR_ZERO,
-    "data.val_fraction": _PART,
-    "optim.lr": _POSITIVE,
-    "optim.min_lr_ratio": _RATIO,
-    "optim.warmup_steps": _OR_ZERO,
-    "optim.weight_decay": _OR_ZERO,
-    "optim.beta1": _PART,
-    "optim.beta2": _PART,
-    "optim.eps": _POSITIVE,
-    "optim.max_grad_norm": _POSITIVE,
-    "trainer.devices": _DEVICES,
-    "trainer.num_nodes": _COUNT,
-    "trainer.max_steps": _COUNT,
-    "trainer.val_check_interval": _COUNT,
-    "trainer.log_every_n_steps": _COUNT,
-    "trainer.overfit_batches": _OR_ZERO,
-    "callbacks.checkpoint_every_n_steps": _OR_ZERO,
-    "callbacks.checkpoint_every_minutes": _OR_ZERO,
-    "callbacks.keep_checkpoints": _COUNT,
-    "callbacks.keep_every_n_steps": _OR_ZERO,
-    "callbacks.nonfinite_limit": _COUNT,
-    "callbacks.divergence_sigma": _OR_ZERO,
-    "callbacks.divergence_steps": _COUNT,
-    "callbacks.sample_tokens": _OR_ZERO,
-}
-
-
-# What would take more of the machine than anyone has, before the run could say so.
-LIMITS: dict[str, tuple[int, str]] = {
-    "global_batch_size": (10**6, "sequences a step"),  # each is dealt out by itself; the largest models take thousands
-    "micro_batch_size": (10**6, "sequences"),
-    "trainer.devices": (4096, "processes on a machine"),
-    "trainer.num_nodes": (10**6, "machines"),
-    "data.num_workers": (1024, "processes"),
-    "recipe.margin": (100, "powers of two"),
-    "recipe.amax_history_len": (10**6, "steps"),
-    "data.val_sequences": (10**7, "sequences"),
-    "trainer.overfit_batches": (10**4, "steps, which are read before the first"),
-    "callbacks.sample_tokens": (10**6, "tokens"),
-}
-
-
 def check(config: RunConfig) -> list[Finding]:
-    """Everything that is wrong with a configuration whose types are right. Reads the disk, writes nothing."""
-    found = [*_ranges(config), *_names(config), *paths.check(config)]
-    bad = {key for finding in found for key in finding.keys}
-    return found + [finding for across, needs in _ACROSS if not needs & bad for finding in across(config)]
+    """List what is wrong with a configuration whose types and ranges are right. Reads the disk, writes nothing."""
+    return [*_names(config), *paths.check(config), *(finding for across in _ACROSS for finding in across(config))]
 
 
 def check_batch(config: RunConfig, world_size: int) -> None:
@@ -126,19 +46,6 @@ def _finding(config: RunConfig, keys: str, reason: str, remedy: str) -> Finding:
     names = tuple(keys.split())
     values = ", ".join(f"{name}={show(value_of(config, name))}" for name in names)
     return Finding(names, Problem(f"{values}: {reason}", remedy))
-
-
-def _ranges(config: RunConfig) -> Iterator[Finding]:
-    for key, rule in RANGES.items():
-        value = value_of(config, key)
-        if not isinstance(value, (int, float)):
-            continue
-        most, what = LIMITS.get(key, (None, ""))
-        rules = (rule, _FLOAT32 if isinstance(value, float) else _COUNTED)
-        if broken := next((r for r in rules if not r.holds(value)), None):
-            yield _finding(config, key, broken.reason, broken.remedy)
-        elif most is not None and value > most:
-            yield _finding(config, key, f"is beyond {most:,} {what}", f"{key}={most} or less")
 
 
 def _names(config: RunConfig) -> Iterator[Finding]:
@@ -249,15 +156,6 @@ def _largest_divisor(number: int, most: int) -> int:
     return max(d for one in small for d in (one, number // one) if d <= most)
 
 
-# What compares numbers, and the numbers: where one is out of range, the comparison would only confuse.
-_ACROSS: list[tuple[Callable[[RunConfig], Iterator[Finding]], set[str]]] = [
-    (_heads, {"model.n_embd", "model.n_head"}),
-    (_vocabulary, {"model.vocab_size"}),
-    (_warmup, {"trainer.max_steps", "optim.warmup_steps"}),
-    (_known_batch, {"global_batch_size", "micro_batch_size", "trainer.devices", "trainer.num_nodes"}),
-    (_format, set()),
-    (backend_support.check, {"model.dropout"}),
-    (_width, {"model.n_embd", "model.n_head"}),
-    (_tokens, {"model.n_positions"}),
-    (_auto, set()),
+_ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
+    *(_heads, _vocabulary, _warmup, _known_batch, _format, backend_support.check, _width, _tokens, _auto)
 ]

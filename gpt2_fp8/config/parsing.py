@@ -1,7 +1,8 @@
 """From a plain nested dictionary to dataclasses, strictly: every problem is collected, and none is guessed away.
 
 Knows bool, int, float, str, None, Literal, list, dataclasses, and unions of these. A union of dataclasses is told
-apart by the one field that is a Literal in all of them (its tag: `name` or `kind`).
+apart by the one field that is a Literal in all of them (its tag: `name` or `kind`). A number may say its range, and
+any key its meaning, in `Annotated`.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import math
 from dataclasses import fields, is_dataclass
 from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from gpt2_fp8.config import hints
+from gpt2_fp8.config.annotations import bare, hints_of, members_of, range_of, tag_field, tags_of
 from gpt2_fp8.config.errors import Finding, Problem
 
 T = TypeVar("T")
 
 MISSING = "???"  # OmegaConf's mark of a value that something else must set
 _BAD: Any = object()
-_hints = cache(get_type_hints)
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
 _SEVERAL = {int: "whole numbers", float: "numbers", str: "texts"}
 
@@ -36,12 +37,12 @@ def build(cls: type[T], data: object, path: str = "") -> tuple[T | None, list[Fi
 def key_paths(cls: type) -> dict[str, tuple[str, ...]]:
     """Every key of `cls` and below, as a path, with the tags of the union's members that have it (none: no union)."""
     paths: dict[str, tuple[str, ...]] = {}
-    for name, hint in _hints(cls).items():
-        members = [m for m in _members(hint) if is_dataclass(m)]
+    for name, hint in hints_of(cls).items():
+        members = [m for m in members_of(hint) if is_dataclass(m)]
         if not members:
             paths[name] = ()
         for member in members:
-            tags = _tags(member, _tag_field(members)) if len(members) > 1 else ()
+            tags = tags_of(member, tag_field(members)) if len(members) > 1 else ()
             for below, own in key_paths(cast("type", member)).items():
                 key = f"{name}.{below}"
                 paths[key] = (*paths.get(key, ()), *(tags or own))
@@ -68,7 +69,7 @@ class _Builder:
         self.found: list[Finding] = []
 
     def value(self, hint: Any, value: object, path: str) -> Any:
-        members = _members(hint)
+        members = members_of(hint)
         classes = [m for m in members if is_dataclass(m)]
         if value == MISSING:
             return self._bad(path, f"{path} has no value", f"give one: {path}={_example(members)}")
@@ -76,25 +77,33 @@ class _Builder:
             return self._instance(classes, value, path)
         for member in members:
             if (matched := _match(member, value)) is not _BAD:
-                return matched
-        return self._refuse(members, value, path)
+                return self._in_range(member, matched, path)
+        return self._refuse([bare(member) for member in members], value, path)
+
+    def _in_range(self, member: Any, value: Any, path: str) -> Any:
+        """Return a value of the right type if it, or each item of a list, is in range."""
+        range_ = range_of(member)
+        for item in value if isinstance(value, list) else [value]:
+            if range_ and (refusal := range_.refusal(item)):
+                return self._bad(path, f"{path}={show(value)}: {refusal.reason}", refusal.remedy.replace("{key}", path))
+        return value
 
     def _instance(self, classes: list[Any], data: object, path: str) -> Any:
         if not isinstance(data, dict):
             return self._bad(path, f"{path or 'the configuration'}={show(data)}: not a group of keys", "give its keys")
         cls, tag = classes[0], None
         if len(classes) > 1:
-            field = _tag_field(classes)
+            field = tag_field(classes)
             tag = data.get(field)
-            choices = [t for c in classes for t in _tags(c, field)]
+            choices = [t for c in classes for t in tags_of(c, field)]
             if tag not in choices:
                 return self._bad(f"{path}.{field}", *hints.unknown_choice(f"{path}.{field}", show(tag), choices))
-            cls = next(c for c in classes if tag in _tags(c, field))
-        known, before = _hints(cls), len(self.found)
+            cls = next(c for c in classes if tag in tags_of(c, field))
+        known, before = hints_of(cls), len(self.found)
         for key in data:
             if key not in known:
                 full = _join(path, str(key))
-                owners = [t for c in classes if key in _hints(c) for t in _tags(c, _tag_field(classes))]
+                owners = [t for c in classes if key in hints_of(c) for t in tags_of(c, tag_field(classes))]
                 self._bad(full, *hints.unknown_key(full, list(known), self.all_paths, owners, tag))
         values = {}
         for field_ in fields(cls):
@@ -103,7 +112,7 @@ class _Builder:
                 values[field_.name] = self.value(known[field_.name], data[field_.name], full)
             else:
                 self._bad(
-                    full, f"{full} is missing", f"give it a value: +{full}={_example(_members(known[field_.name]))}"
+                    full, f"{full} is missing", f"give it a value: +{full}={_example(members_of(known[field_.name]))}"
                 )
         return cls(**values) if len(self.found) == before else _BAD
 
@@ -137,6 +146,7 @@ class _Builder:
 
 def _match(member: Any, value: object) -> Any:
     """`value` as one member of a union, or _BAD. A bool is no number; an int is a float; a bare number is a name."""
+    member = bare(member)
     if get_origin(member) is Literal:
         return next((v for v in get_args(member) if type(v) is type(value) and v == value), _BAD)
     if get_origin(member) is list:
@@ -153,27 +163,8 @@ def _match(member: Any, value: object) -> Any:
     return value if type(value) is member and member is not float else _BAD
 
 
-def _members(hint: Any) -> list[Any]:
-    return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
-
-
-def _tag_field(classes: list[Any]) -> str:
-    """The field whose Literal tells the classes apart."""
-    shared = [name for name in _hints(classes[0]) if all(_tags(c, name) for c in classes)]
-    tagging = [
-        n for n in shared if len({t for c in classes for t in _tags(c, n)}) == sum(len(_tags(c, n)) for c in classes)
-    ]
-    assert len(tagging) == 1, f"one field must tell {classes} apart"
-    return tagging[0]
-
-
-def _tags(cls: Any, field: str) -> tuple[str, ...]:
-    hint = _hints(cls).get(field)
-    return get_args(hint) if get_origin(hint) is Literal else ()
-
-
 def _example(members: list[Any]) -> str:
-    first = members[0]
+    first = bare(members[0])
     if get_origin(first) is Literal:
         return "|".join(map(str, get_args(first)))
     if get_origin(first) is list:

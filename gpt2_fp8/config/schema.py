@@ -1,6 +1,6 @@
-"""Every configuration key, its type, and what it means. A key that is not here is refused.
+"""Every configuration key, its type, its range, and what it means. A key that is not here is refused.
 
-`conf/` holds the values; `typed.py` turns a composed dictionary into these classes; `checks.py` looks across them.
+`conf/` holds the values; `parsing.py` turns a composed dictionary into these classes; `checks.py` looks across them.
 Where a group's choice decides which keys exist (precision, recipe, data), there is one class a choice, told apart
 by `name` or `kind`, so that no key is accepted which would do nothing.
 """
@@ -8,7 +8,24 @@ by `name` or `kind`, so that no key is accepted which would do nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from gpt2_fp8.config.ranges import Refusal, above_zero, at_least, below_one, from_to
+
+Count = Annotated[int, at_least(1)]
+Steps = Annotated[int, at_least(0)]
+Seed = Annotated[int, from_to(0, 2**32 - 1, "choose another seed, such as 1337")]
+Part = Annotated[float, below_one()]
+Positive = Annotated[float, above_zero()]
+Amount = Annotated[float, at_least(0)]
+Workers = Annotated[int, at_least(0, 1024, "processes")]
+Scored = Annotated[int, at_least(0, 10**7, "sequences")]
+Tokens = Annotated[int, at_least(0, 10**6, "tokens")]
+Repeated = Annotated[int, at_least(0, 10**4, "steps, which are read before the first")]
+Sequences = Annotated[int, at_least(1, 10**6, "sequences")]
+StepSequences = Annotated[int, at_least(1, 10**6, "sequences a step")]  # each is dealt out by itself
+_DEVICES = Refusal("is no number of devices", "trainer.devices=auto for every GPU, or trainer=cpu")
+Devices = Annotated[int, at_least(1, 4096, "processes on a machine", _DEVICES)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +33,12 @@ class ModelConfig:
     """The architecture, in GPT-2's own words."""
 
     name: str
-    n_layer: int
-    n_head: int
-    n_embd: int
-    n_positions: int  # tokens of context; also the length of a training sequence
-    vocab_size: int | None  # null: the tokenizer's; the tables are padded up to a multiple of 64 either way
-    dropout: float  # after the embedding, in attention, and after both projections
+    n_layer: Count
+    n_head: Count
+    n_embd: Count
+    n_positions: Count  # tokens of context; also the length of a training sequence
+    vocab_size: Count | None  # null: the tokenizer's; the tables are padded up to a multiple of 64 either way
+    dropout: Part  # after the embedding, in attention, and after both projections
     bias: bool  # biases on the linear layers (normalisation keeps its own)
 
 
@@ -50,7 +67,7 @@ class AutoPrecisionConfig:
 
     name: Literal["auto"]
     keep_bf16: list[str]  # of what competes in FP8: layers whose products stay in bf16, as above
-    tolerance: float  # how far FP8's losses may lie from bf16's at the same steps, as a part of them
+    tolerance: Part  # how far FP8's losses may lie from bf16's at the same steps, as a part of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +75,8 @@ class DelayedRecipe:
     """Scales from the largest values of past steps: one read of each tensor, the fastest."""
 
     name: Literal["delayed"]
-    margin: int  # powers of two of headroom left in every scale
-    amax_history_len: int  # steps remembered
+    margin: Annotated[int, at_least(0, 100, "powers of two")]  # powers of two of headroom left in every scale
+    amax_history_len: Annotated[int, at_least(1, 10**6, "steps")]  # steps remembered
     amax_compute_algo: Literal["max", "most_recent"]
 
 
@@ -75,6 +92,7 @@ class AutoRecipe:
     """The backend's own. With precision=auto every recipe that this GPU can do competes."""
 
     name: Literal["auto"]
+    delayed: DelayedRecipe  # how delayed scaling competes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +101,9 @@ class DataConfig:
 
     name: str
     tokenizer: Literal["gpt2", "bytes"]
-    num_workers: int  # processes that read and tokenise; 0: in the training process. Never changes the order
-    seed: int  # of the order of the text; follows `seed` unless set
-    val_sequences: int  # sequences of the validation split that are scored; 0: no validation
+    num_workers: Workers  # processes that read and tokenise; 0: in the training process. Never changes the order
+    seed: Seed  # of the order of the text; follows `seed` unless set
+    val_sequences: Scored  # sequences of the validation split that are scored; 0: no validation
     cache_dir: str | None  # keep tokenised units here, and what a hub run needs to go on offline; null: keep nothing
 
 
@@ -103,7 +121,7 @@ class FilesData(DataConfig):
     kind: Literal["files"]
     train_files: list[str]  # paths or globs
     val_files: list[str]  # paths or globs; empty: `val_fraction` of the training files is held out
-    val_fraction: float
+    val_fraction: Part
     text_column: str
 
 
@@ -125,21 +143,21 @@ class FileOrHubData(HubData):
 
     kind: Literal["file_or_hub"]  # type: ignore[assignment]
     path: str
-    val_fraction: float  # of the local file; the hub has a split of its own
+    val_fraction: Part  # of the local file; the hub has a split of its own
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW with linear warm-up and cosine decay."""
 
-    lr: float  # the peak
-    min_lr_ratio: float  # the floor of the cosine, as a part of the peak
-    warmup_steps: int
-    weight_decay: float  # on matrices alone; biases and normalisation are never decayed
-    beta1: float
-    beta2: float
-    eps: float
-    max_grad_norm: float  # gradients are clipped to this global L2 norm
+    lr: Positive  # the peak
+    min_lr_ratio: Annotated[float, from_to(0, 1)]  # the floor of the cosine, as a part of the peak
+    warmup_steps: Steps
+    weight_decay: Amount  # on matrices alone; biases and normalisation are never decayed
+    beta1: Part
+    beta2: Part
+    eps: Positive
+    max_grad_norm: Positive  # gradients are clipped to this global L2 norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,15 +165,15 @@ class TrainerConfig:
     """Where and how long. Steps are optimizer steps, everywhere."""
 
     accelerator: Literal["auto", "cpu", "gpu"]
-    devices: int | Literal["auto"]  # per node; auto: every GPU
-    num_nodes: int
+    devices: Devices | Literal["auto"]  # per node; auto: every GPU
+    num_nodes: Annotated[int, at_least(1, 10**6, "machines")]
     strategy: Literal["auto", "ddp"]
-    max_steps: int
-    val_check_interval: int  # steps between validations; there is always one at the end
-    log_every_n_steps: int
+    max_steps: Count
+    val_check_interval: Count  # steps between validations; there is always one at the end
+    log_every_n_steps: Count
     deterministic: bool  # refuse kernels whose result depends on the order of execution
     fast_dev_run: bool  # one step, one validation batch, nothing written but the summary
-    overfit_batches: int  # repeat the first N steps' data for ever; 0: off
+    overfit_batches: Repeated  # repeat the first N steps' data for ever; 0: off
     profiler: Literal["simple", "pytorch"] | None
 
 
@@ -163,15 +181,15 @@ class TrainerConfig:
 class CallbacksConfig:
     """What happens around the steps."""
 
-    checkpoint_every_n_steps: int  # 0: not by steps
-    checkpoint_every_minutes: float  # besides, since the last one; 0: not by the clock. There is always one at the end
+    checkpoint_every_n_steps: Steps  # 0: not by steps
+    checkpoint_every_minutes: Amount  # since the last one; 0: not by the clock. There is always one at the end
     async_checkpoints: bool  # a thread writes them while training goes on
-    keep_checkpoints: int  # the newest N stay; the best by validation loss always does
-    keep_every_n_steps: int  # and so do those of every so many steps; 0: none
-    nonfinite_limit: int  # steps in a row with no finite loss and gradient, in bf16 either: back to the last checkpoint
-    divergence_sigma: float  # a loss so many standard deviations above the steps before it is too high; 0: never
-    divergence_steps: int  # so many in a row: back to the last checkpoint, in bf16, once
-    sample_tokens: int  # length of the text written after each validation; 0: none
+    keep_checkpoints: Count  # the newest N stay; the best by validation loss always does
+    keep_every_n_steps: Steps  # and so do those of every so many steps; 0: none
+    nonfinite_limit: Count  # steps in a row without finite loss and gradient, also in bf16: back to a checkpoint
+    divergence_sigma: Amount  # a loss this many standard deviations above the steps before is too high; 0: never
+    divergence_steps: Count  # so many in a row: back to the last checkpoint, in bf16, once
+    sample_tokens: Tokens  # length of the text written after each validation; 0: none
     sample_prompt: str
     progress_bar: bool
 
@@ -189,14 +207,14 @@ class RunConfig:
     """A whole run."""
 
     run_name: str  # the folder under outputs/; a name of your own makes it stable, which ckpt_path=last needs
-    seed: int
+    seed: Seed
     ckpt_path: str | None  # last, best, or a checkpoint's folder: continue that run
     init_from: str | None  # a checkpoint's folder: start from its weights alone
     compile: bool | Literal["auto"]  # torch.compile of the plain-torch layers; auto: on a GPU
     cuda_graphs: bool | Literal["auto"]  # replay a micro-batch as one launch (fused layers, one GPU); auto: where small
     activation_checkpointing: Literal["none", "mlp"]  # mlp: its hidden layer is computed twice, and not kept
-    global_batch_size: int  # sequences per optimizer step, over all GPUs
-    micro_batch_size: int | Literal["auto"]  # sequences per GPU and forward pass: memory and speed; auto: all that fit
+    global_batch_size: StepSequences  # sequences per optimizer step, over all GPUs
+    micro_batch_size: Sequences | Literal["auto"]  # sequences per GPU and forward pass; auto: all that fit
     model: ModelConfig
     precision: PlainPrecisionConfig | FP8PrecisionConfig | AutoPrecisionConfig
     recipe: DelayedRecipe | StatelessRecipe | AutoRecipe

@@ -7,26 +7,24 @@ state dict moves between them as it is:
 
 `reference` and `te` offer the same five layers, of which `block.Composed` builds blocks and heads:
 
-- `layer_norm_linear(in_features, out_features, bias, fp8)`: `layer_norm_weight, layer_norm_bias, weight[, bias]`
+- `layer_norm_linear(in_features, out_features, norm, bias, fp8)`: `layer_norm_*, weight[, bias]`
 - `linear(in_features, out_features, bias, fp8)`: `weight[, bias]`
-- `layer_norm_mlp(n_embd, bias, fp8, recompute)`: `layer_norm_*, fc1_weight[, fc1_bias], fc2_weight[, fc2_bias]`
-- `head(n_embd, rows, fp8)`: a `layer_norm_linear` without bias whose FP8 gradient is E5M2 whatever the blocks' is
-- `attention(n_head, n_embd, dropout)`: causal attention over packed queries, keys and values; no parameters
+- `layer_norm_mlp(n_embd, mlp, norm, bias, fp8, recompute)`: `layer_norm_*, fc1_weight[, fc1_bias], fc2_weight[, ...]`
+- `head(n_embd, rows, norm, fp8)`: a `layer_norm_linear` without bias whose FP8 gradient is E5M2 whatever the blocks' is
+- `attention(heads, dropout)`: causal attention over packed queries, keys and values; no parameters
 
+`norm`, `mlp` and `heads` are parts of a `block_spec.BlockSpec`. `NAME` and `OFFERS` say which options of it they have.
 Parameters are left for `model.initialise` to fill.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
-from gpt2_fp8.config.schema import ModelConfig
-from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
-
-Backend = Literal["fused", "te", "reference"]
+from gpt2_fp8.config.block_spec import BlockSpec
+from gpt2_fp8.layers.delayed_scaling import Scales
 
 
 class Family(Protocol):
@@ -38,22 +36,15 @@ class Family(Protocol):
         """Tokens and positions to the residual stream: see `embedding.embed`."""
         ...
 
-    def block(self, config: ModelConfig, fp8: bool) -> nn.Module:
+    def why_not(self, spec: BlockSpec) -> str | None:
+        """Name the options of a block that these layers lack, for people; None if they can compute it."""
+        ...
+
+    def block(self, spec: BlockSpec, fp8: bool) -> nn.Module:
         """Called as `block(x, is_first_microbatch)`, x: [batch, tokens, n_embd]; returns the same shape."""
         ...
 
-    def head(self, n_embd: int, rows: int, fp8: bool) -> nn.Module:
+    def head(self, spec: BlockSpec, rows: int, fp8: bool) -> nn.Module:
         """Called as `head(x, is_first_microbatch)`; returns logits [batch, tokens, rows]. Its parameters are
         `layer_norm_weight`, `layer_norm_bias` and `weight`. It may offer `loss(...)`: see `head.Head`."""
         ...
-
-
-def load(backend: Backend, scaling: DelayedScaling | None = None, recompute: bool = False) -> Family:
-    """A family by name. `fused` and `te` need Transformer Engine and a CUDA device when their parts are built; `fused`
-    needs its `scaling`. `recompute`: the perceptron's hidden layer is computed again in the backward, not kept."""
-    if backend == "fused":
-        assert scaling is not None
-        return importlib.import_module(f"{__name__}.fused_family").Fused(scaling, recompute)
-    from gpt2_fp8.layers.block import Composed
-
-    return Composed(importlib.import_module(f"{__name__}.{backend}"), recompute)

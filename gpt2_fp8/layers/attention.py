@@ -15,38 +15,34 @@ from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.compat.flash_attn import flash_backward, why_no_flash
 from gpt2_fp8.compat.torch_private import cudnn_attention
+from gpt2_fp8.config.block_spec import Heads
 from gpt2_fp8.layers import reference, te
 
 HEAD_SIZES = (64, 128)  # where it was measured to be faster, and is tested
 SHORT = 128  # tokens of one block of its backward; up to here it has other kernels, which were not measured
 
 
-def kernels(n_head: int, n_embd: int) -> str:
-    """What `attention` will run, for people."""
-    return "cuDNN forward, FlashAttention 4 backward" if _flash(n_head, n_embd) else "cuDNN"
+def kernels(heads: Heads) -> str:
+    """Say what `attention` will run, for people."""
+    return "cuDNN" if why_not_flash(heads) else "cuDNN forward, FlashAttention 4 backward"
 
 
-def why_not_flash(n_head: int, n_embd: int) -> str | None:
-    """Why it is not FlashAttention 4 that computes `attention`'s backward, or None."""
-    size = n_embd // n_head
-    return why_no_flash() if size in HEAD_SIZES else f"heads of {size}"
+def why_not_flash(heads: Heads) -> str | None:
+    """Say why it is not FlashAttention 4 that computes `attention`'s backward, or None."""
+    return why_no_flash() if heads.size in HEAD_SIZES else f"heads of {heads.size}"
 
 
-def attention(n_head: int, n_embd: int) -> nn.Module:
-    """Causal attention over packed queries, keys and values, bfloat16; as `te.attention` without dropout."""
-    return FlashAttention(n_head) if _flash(n_head, n_embd) else te.attention(n_head, n_embd, dropout=0.0)
-
-
-def _flash(n_head: int, n_embd: int) -> bool:
-    return why_not_flash(n_head, n_embd) is None
+def attention(heads: Heads) -> nn.Module:
+    """Build causal attention over packed queries, keys and values, bfloat16; as `te.attention` without dropout."""
+    return te.attention(heads, dropout=0.0) if why_not_flash(heads) else FlashAttention(heads)
 
 
 class FlashAttention(nn.Module):
-    """qkv: [batch, tokens, 3 * n_embd] as in `reference.Attention`; returns [batch, tokens, n_embd]."""
+    """qkv: [batch, tokens, heads.packed] as in `reference.Attention`; returns [batch, tokens, heads.queries]."""
 
-    def __init__(self, n_head: int):
+    def __init__(self, heads: Heads):
         super().__init__()
-        self.n_head = n_head
+        self.n_head = heads.n_head
 
     def forward(self, qkv: Tensor) -> Tensor:
         if qkv.shape[1] <= SHORT:
@@ -55,7 +51,7 @@ class FlashAttention(nn.Module):
 
 
 def _split(packed: Tensor, n_head: int) -> tuple[Tensor, ...]:
-    """[batch, tokens, 3 * n_embd] -> three views [batch, tokens, n_head, head size]."""
+    """Split [batch, tokens, heads.packed] into three views [batch, tokens, n_head, head size]."""
     batch, tokens, _ = packed.shape
     return packed.view(batch, tokens, 3, n_head, -1).unbind(2)
 

@@ -1,4 +1,4 @@
-"""A decoder's block from single layers."""
+"""A decoder's block from single layers, as its description says."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.config.block_spec import BlockSpec, why_not
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.embedding import embed
 
@@ -14,14 +14,14 @@ from gpt2_fp8.layers.embedding import embed
 class Block(nn.Module):
     """Attention and a perceptron, each added to the residual stream. x: [batch, tokens, n_embd]."""
 
-    def __init__(self, config: ModelConfig, layers: Any, fp8: bool, recompute: bool):
+    def __init__(self, spec: BlockSpec, layers: Any, fp8: bool, recompute: bool):
         super().__init__()
-        n_embd, bias = config.n_embd, config.bias
-        self.qkv = layers.layer_norm_linear(n_embd, 3 * n_embd, bias, fp8)
-        self.attention = layers.attention(config.n_head, n_embd, config.dropout)
-        self.projection = layers.linear(n_embd, n_embd, bias, fp8)
-        self.mlp = layers.layer_norm_mlp(n_embd, bias, fp8, recompute)
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+        n_embd, heads, bias = spec.n_embd, spec.heads, spec.bias
+        self.qkv = layers.layer_norm_linear(n_embd, heads.packed, spec.norm, bias, fp8)
+        self.attention = layers.attention(heads, spec.dropout)
+        self.projection = layers.linear(heads.queries, n_embd, bias, fp8)
+        self.mlp = layers.layer_norm_mlp(n_embd, spec.mlp, spec.norm, bias, fp8, recompute)
+        self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
         y = self.attention(self.qkv(x, is_first_microbatch))
@@ -38,10 +38,14 @@ class Composed:
     def __init__(self, layers: Any, recompute: bool):
         self.layers, self.recompute = layers, recompute
 
-    def block(self, config: ModelConfig, fp8: bool) -> nn.Module:
+    def why_not(self, spec: BlockSpec) -> str | None:
         """See `layers.Family`."""
-        return Block(config, self.layers, fp8, self.recompute)
+        return why_not(spec, self.layers.NAME, self.layers.OFFERS)
 
-    def head(self, n_embd: int, rows: int, fp8: bool) -> nn.Module:
+    def block(self, spec: BlockSpec, fp8: bool) -> nn.Module:
         """See `layers.Family`."""
-        return self.layers.head(n_embd, rows, fp8)
+        return Block(spec, self.layers, fp8, self.recompute)
+
+    def head(self, spec: BlockSpec, rows: int, fp8: bool) -> nn.Module:
+        """See `layers.Family`."""
+        return self.layers.head(spec.n_embd, rows, spec.norm, fp8)

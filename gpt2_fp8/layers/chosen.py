@@ -7,26 +7,27 @@ Each of these follows what decides it: `product_gelu.fits`, `layer_norm_rows.fit
 from __future__ import annotations
 
 from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
+from gpt2_fp8.config.block_spec import gpt2_heads, gpt2_mlp
 from gpt2_fp8.kernels import nvrtc, shapes
 from gpt2_fp8.layers import attention
 
 
 def chosen(rows: int, n_head: int, n_embd: int, vocabulary_rows: int) -> dict[str, str]:
     """By what they compute. `rows` of a micro-batch, sequences times tokens; `vocabulary_rows` of the embedding."""
-    missing = nvrtc.missing() is not None
-    gelu = shapes.why_no_product(rows, 4 * n_embd, n_embd)
+    missing, heads = nvrtc.missing() is not None, gpt2_heads(n_head, n_embd)
+    gelu = shapes.why_no_product(rows, gpt2_mlp(n_embd).width, n_embd)
     logits = shapes.why_no_product(rows, vocabulary_rows, n_embd)
     if missing or n_embd > shapes.WIDEST:
         norm = "in Triton, over tiles" + ("" if missing else f" (rows are wider than {shapes.WIDEST:,})")
     else:
         norm = "in CUDA C++, over rows"
-    flash = attention.why_not_flash(n_head, n_embd)
+    flash = attention.why_not_flash(heads)
     return {
         "gelu": _product("in its products", "beside its products, in Triton", gelu, missing),
         "logits": _product("with their statistics", "without their statistics", logits, missing),
         "normalisation": norm,
         "casts": f"in {'Triton' if missing else 'CUDA C++'}",
-        "attention": attention.kernels(n_head, n_embd) + (f" ({flash})" if flash else ""),
+        "attention": attention.kernels(heads) + (f" ({flash})" if flash else ""),
     }
 
 

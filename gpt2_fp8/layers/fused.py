@@ -7,7 +7,8 @@ products themselves. Parameters have the names, shapes and initial values of the
 A block's backward is written out by hand (`_BlockFunction`), in the order of the chain rule, with one exception:
 attention is differentiated by autograd, whatever kernel it is.
 
-Shapes: M = batch * tokens rows, d = n_embd. `x8` is x in FP8 [M, d], `x8t` its transpose [d, M].
+Shapes: M = batch * tokens rows, d = n_embd, f = the perceptron's hidden channels. `x8` is x in FP8 [M, d], `x8t` its
+transpose [d, M].
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.config.block_spec import BlockSpec
 from gpt2_fp8.kernels.cast import cast_transpose
 from gpt2_fp8.kernels.layer_norm import LayerNormGradient, Statistics, layer_norm_backward, layer_norm_cast
 from gpt2_fp8.layers import reference
@@ -26,7 +27,6 @@ from gpt2_fp8.layers.attention import attention
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.fp8_linear import Product, add_vector_gradient
 from gpt2_fp8.layers.received import Received
-from gpt2_fp8.layers.reference import EPSILON
 
 
 class Block(nn.Module):
@@ -37,13 +37,13 @@ class Block(nn.Module):
     last kernel casts it on the way out.
     """
 
-    def __init__(self, config: ModelConfig, scales: Scales, recompute: bool, below: Block | None):
+    def __init__(self, spec: BlockSpec, scales: Scales, recompute: bool, below: Block | None):
         super().__init__()
-        d, bias, self.recompute = config.n_embd, config.bias, recompute
-        self.qkv = reference.LayerNormLinear(d, 3 * d, bias)
-        self.attention = attention(config.n_head, d)
-        self.projection = reference.Linear(d, d, bias)
-        self.mlp = reference.LayerNormMLP(d, bias)
+        d, heads, norm, bias, self.recompute = spec.n_embd, spec.heads, spec.norm, spec.bias, recompute
+        self.qkv = reference.LayerNormLinear(d, heads.packed, norm, bias)
+        self.attention = attention(heads)
+        self.projection = reference.Linear(heads.queries, d, bias)
+        self.mlp = reference.LayerNormMLP(d, spec.mlp, norm, bias)
         self.products = Products(*(Product(scales) for _ in range(4)))
         self.below = [below]  # in a list: it is no part of this module
         self.received: Received | None = None  # the gradient of the output, cast
@@ -61,10 +61,10 @@ class Block(nn.Module):
         fc2.refresh(self.mlp.fc2_weight, self.mlp.fc2_bias)
 
     def hidden(self, middle: Tensor, again: bool = False) -> tuple[Tensor | None, Hidden]:
-        """The perceptron's GELU, [M, 4 d] in FP8, and what its backward needs: that alone when it is made `again`."""
+        """The perceptron's GELU, [M, f] in FP8, and what its backward needs: that alone when it is made `again`."""
         fc1, mlp = self.products.fc1, self.mlp
         y8, y8t, statistics = layer_norm_cast(
-            middle, mlp.layer_norm_weight, mlp.layer_norm_bias, EPSILON, fc1.slot("input")
+            middle, mlp.layer_norm_weight, mlp.layer_norm_bias, mlp.epsilon, fc1.slot("input")
         )
         h, z8 = fc1.forward_gelu(y8, self.products.fc2.slot("input"), h_alone=again)
         return z8, Hidden(h, y8t, statistics)
@@ -89,7 +89,7 @@ class Products(NamedTuple):
 class Hidden(NamedTuple):
     """What a block's backward needs of its perceptron's hidden layer."""
 
-    h: Tensor  # what GELU was taken of: bfloat16 [M, 4 d]
+    h: Tensor  # what GELU was taken of: bfloat16 [M, f]
     y8t: Tensor  # the transposed input of its product
     statistics: Statistics  # of the normalisation before it
 
@@ -102,8 +102,9 @@ class _BlockFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, block: Block, training: bool, *parameters: nn.Parameter) -> Tensor:
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         qkv, projection, _, fc2 = block.products
+        norm = block.qkv
         y8, y8t, statistics = layer_norm_cast(
-            x, block.qkv.layer_norm_weight, block.qkv.layer_norm_bias, EPSILON, qkv.slot("input"), training
+            x, norm.layer_norm_weight, norm.layer_norm_bias, norm.epsilon, qkv.slot("input"), training
         )
         packed = qkv.forward(y8).view(*shape[:-1], -1).requires_grad_(training)
         with torch.set_grad_enabled(training):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.config.block_spec import GPT2_OPTIONS, BlockSpec, Option, why_not
 from gpt2_fp8.layers import te
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.layers.embedding import fused_embed
 from gpt2_fp8.layers.fused import Block
 from gpt2_fp8.layers.head import Head
+
+OFFERS = GPT2_OPTIONS - {Option.DROPOUT}
 
 
 class Fused:
@@ -24,17 +26,20 @@ class Fused:
         self._bf16 = Composed(te, recompute)
         self._below: Block | None = None  # the last block built, where it is one of ours
 
-    def block(self, config: ModelConfig, fp8: bool) -> nn.Module:
-        """See `layers.Family`. `config.dropout` must be 0."""
-        assert config.dropout == 0
+    def why_not(self, spec: BlockSpec) -> str | None:
+        """See `layers.Family`."""
+        return why_not(spec, "the fused layers", OFFERS)
+
+    def block(self, spec: BlockSpec, fp8: bool) -> nn.Module:
+        """See `layers.Family`."""
         assert self.scales is not None
         if not fp8:
             self._below = None
-            return self._bf16.block(config, fp8=False)
-        self._below = Block(config, self.scales, self.recompute, self._below)
+            return self._bf16.block(spec, fp8=False)
+        self._below = Block(spec, self.scales, self.recompute, self._below)
         return self._below
 
-    def head(self, n_embd: int, rows: int, fp8: bool) -> nn.Module:
+    def head(self, spec: BlockSpec, rows: int, fp8: bool) -> nn.Module:
         """See `layers.Family`."""
         assert self.scales is not None
-        return Head(n_embd, rows, self.scales) if fp8 else self._bf16.head(n_embd, rows, fp8=False)
+        return Head(spec, rows, self.scales) if fp8 else self._bf16.head(spec, rows, fp8=False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gpt2_fp8.config.block_spec import BlockSpec
 from gpt2_fp8.kernels.cast import reduce_columns
 from gpt2_fp8.kernels.cross_entropy import scale_
 from gpt2_fp8.kernels.gemm import matmul
@@ -20,7 +21,7 @@ from gpt2_fp8.kernels.product_logits import product_logits
 from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE, softmax_gradient_cast, softmax_statistics
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.fp8_linear import Product
-from gpt2_fp8.layers.reference import EPSILON, LayerNormLinear
+from gpt2_fp8.layers.reference import LayerNormLinear
 
 # Of the logits' gradient, whatever the blocks' is: it reaches from 1 down to the probabilities of rare tokens. E4M3
 # casts to 0 what is below 2^-18, half of a vocabulary and more, and nothing would push those tokens down.
@@ -31,8 +32,8 @@ CHUNK = 16384  # of GPT-2's vocabulary: 1.6 GB in bf16, and as much in FP8
 class Head(LayerNormLinear):
     """The last normalisation and the product with the embedding, in FP8. `loss` trains; `forward` gives logits."""
 
-    def __init__(self, n_embd: int, rows: int, scales: Scales):
-        super().__init__(n_embd, rows, bias=False)
+    def __init__(self, spec: BlockSpec, rows: int, scales: Scales):
+        super().__init__(spec.n_embd, rows, spec.norm, bias=False)
         self.product = Product(scales, own_gradient=False)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
@@ -66,7 +67,7 @@ class Head(LayerNormLinear):
 
     def _normalise(self, x: Tensor, both: bool) -> Any:
         slot = self.product.slot("input")
-        return layer_norm_cast(x, self.layer_norm_weight, self.layer_norm_bias, EPSILON, slot, both)
+        return layer_norm_cast(x, self.layer_norm_weight, self.layer_norm_bias, self.epsilon, slot, both)
 
 
 class _HeadFunction(torch.autograd.Function):

@@ -7,7 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-EPSILON = 1e-5
+from gpt2_fp8.config.block_spec import GPT2_OPTIONS, MLP, Heads, Norm
+
+NAME = "the plain-torch layers"
+OFFERS = GPT2_OPTIONS
 
 
 def _parameter(*shape: int) -> nn.Parameter:
@@ -17,15 +20,16 @@ def _parameter(*shape: int) -> nn.Parameter:
 class LayerNormLinear(nn.Module):
     """y = LayerNorm(x) W^T + b. x: [..., in_features]; y: [..., out_features]."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool):
+    def __init__(self, in_features: int, out_features: int, norm: Norm, bias: bool):
         super().__init__()
+        self.epsilon = norm.epsilon
         self.layer_norm_weight = _parameter(in_features)
         self.layer_norm_bias = _parameter(in_features)
         self.weight = _parameter(out_features, in_features)
         self.bias = _parameter(out_features) if bias else None
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, EPSILON)
+        x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -42,16 +46,16 @@ class Linear(nn.Module):
 
 
 class LayerNormMLP(nn.Module):
-    """LayerNorm, a projection to four times the width, GELU (tanh form, as GPT-2), and back. x, y: [..., n_embd]."""
+    """LayerNorm, a projection to the hidden layer, GELU (tanh form, as GPT-2), and back. x, y: [..., n_embd]."""
 
-    def __init__(self, n_embd: int, bias: bool, recompute: bool = False):
+    def __init__(self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, recompute: bool = False):
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.epsilon = recompute, norm.epsilon
         self.layer_norm_weight = _parameter(n_embd)
         self.layer_norm_bias = _parameter(n_embd)
-        self.fc1_weight = _parameter(4 * n_embd, n_embd)
-        self.fc1_bias = _parameter(4 * n_embd) if bias else None
-        self.fc2_weight = _parameter(n_embd, 4 * n_embd)
+        self.fc1_weight = _parameter(mlp.projected, n_embd)
+        self.fc1_bias = _parameter(mlp.projected) if bias else None
+        self.fc2_weight = _parameter(n_embd, mlp.width)
         self.fc2_bias = _parameter(n_embd) if bias else None
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
@@ -60,38 +64,38 @@ class LayerNormMLP(nn.Module):
         return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
-        x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, EPSILON)
+        x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
         x = F.gelu(F.linear(x, self.fc1_weight, self.fc1_bias), approximate="tanh")
         return F.linear(x, self.fc2_weight, self.fc2_bias)
 
 
 class Attention(nn.Module):
-    """Causal attention. qkv: [batch, tokens, 3 * n_embd], queries first, then keys, then values, heads contiguous
-    within each; returns [batch, tokens, n_embd]."""
+    """Causal attention. qkv: [batch, tokens, heads.packed], queries first, then keys, then values, heads contiguous
+    within each; returns [batch, tokens, heads.queries]."""
 
-    def __init__(self, n_head: int, n_embd: int, dropout: float):
+    def __init__(self, heads: Heads, dropout: float):
         super().__init__()
-        self.n_head, self.n_embd, self.dropout = n_head, n_embd, dropout
+        self.n_head, self.dropout = heads.n_head, dropout
 
     def forward(self, qkv: Tensor) -> Tensor:
         return causal_attention(qkv, self.n_head, self.dropout if self.training else 0.0)
 
 
 def causal_attention(qkv: Tensor, n_head: int, dropout: float = 0.0) -> Tensor:
-    """What `Attention` computes, through torch's choice of kernel."""
+    """Compute what `Attention` does, through torch's choice of kernel. Queries, keys and values have equal heads."""
     q, k, v = (part.unflatten(2, (n_head, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))
     y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     return y.transpose(1, 2).flatten(2)
 
 
-def layer_norm_linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
+def layer_norm_linear(in_features: int, out_features: int, norm: Norm, bias: bool, fp8: bool) -> nn.Module:
     """See the package. `fp8` means nothing here."""
-    return LayerNormLinear(in_features, out_features, bias)
+    return LayerNormLinear(in_features, out_features, norm, bias)
 
 
-def head(n_embd: int, rows: int, fp8: bool) -> nn.Module:
+def head(n_embd: int, rows: int, norm: Norm, fp8: bool) -> nn.Module:
     """See the package. `fp8` means nothing here."""
-    return LayerNormLinear(n_embd, rows, bias=False)
+    return LayerNormLinear(n_embd, rows, norm, bias=False)
 
 
 def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
@@ -99,11 +103,11 @@ def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Mod
     return Linear(in_features, out_features, bias)
 
 
-def layer_norm_mlp(n_embd: int, bias: bool, fp8: bool, recompute: bool) -> nn.Module:
+def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: bool, recompute: bool) -> nn.Module:
     """See the package. `fp8` means nothing here."""
-    return LayerNormMLP(n_embd, bias, recompute)
+    return LayerNormMLP(n_embd, mlp, norm, bias, recompute)
 
 
-def attention(n_head: int, n_embd: int, dropout: float) -> nn.Module:
+def attention(heads: Heads, dropout: float) -> nn.Module:
     """See the package."""
-    return Attention(n_head, n_embd, dropout)
+    return Attention(heads, dropout)

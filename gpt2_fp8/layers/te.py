@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from gpt2_fp8.compat.transformer_engine import entered_recipe, split_along_dim
+from gpt2_fp8.config.block_spec import GPT2_OPTIONS, MLP, Heads, Norm
 
+NAME = "Transformer Engine's layers here"
+OFFERS = GPT2_OPTIONS
 Region = Callable[[], AbstractContextManager[None]]
 
 
@@ -75,15 +78,16 @@ def _options(bias: bool) -> dict[str, Any]:
     return {"bias": bias, "params_dtype": torch.float32, "init_method": leave}
 
 
-def layer_norm_linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
+def layer_norm_linear(in_features: int, out_features: int, norm: Norm, bias: bool, fp8: bool) -> nn.Module:
     """See the package."""
-    return _variant("LayerNormLinear", _region(fp8))(in_features, out_features, **_options(bias))
+    variant = _variant("LayerNormLinear", _region(fp8))
+    return variant(in_features, out_features, eps=norm.epsilon, **_options(bias))
 
 
-def head(n_embd: int, rows: int, fp8: bool) -> nn.Module:
+def head(n_embd: int, rows: int, norm: Norm, fp8: bool) -> nn.Module:
     """See the package."""
     region = _gradient_in_e5m2 if fp8 else _without_fp8
-    return _variant("LayerNormLinear", region)(n_embd, rows, **_options(bias=False))
+    return _variant("LayerNormLinear", region)(n_embd, rows, eps=norm.epsilon, **_options(bias=False))
 
 
 def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
@@ -91,38 +95,38 @@ def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Mod
     return _variant("Linear", _region(fp8))(in_features, out_features, **_options(bias))
 
 
-def layer_norm_mlp(n_embd: int, bias: bool, fp8: bool, recompute: bool) -> nn.Module:
+def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: bool, recompute: bool) -> nn.Module:
     """See the package."""
     options = _options(bias)
     options["output_layer_init_method"] = options["init_method"]
     return _variant("LayerNormMLP", _region(fp8))(
-        n_embd, 4 * n_embd, activation="gelu", checkpoint=recompute, **options
+        n_embd, mlp.width, eps=norm.epsilon, activation=mlp.kind, checkpoint=recompute, **options
     )
 
 
 class Attention(nn.Module):
     """Causal attention through TE's choice of kernel (cuDNN on Hopper), in bf16: FP8 gains nothing at heads of 64.
 
-    qkv: [batch, tokens, 3 * n_embd] as in `reference.Attention`; returns [batch, tokens, n_embd].
+    qkv: [batch, tokens, heads.packed] as in `reference.Attention`; returns [batch, tokens, heads.queries].
     """
 
-    def __init__(self, n_head: int, n_embd: int, dropout: float):
+    def __init__(self, heads: Heads, dropout: float):
         super().__init__()
         self.split = split_along_dim()
         # Transformer Engine 2.20 recommends its `qkv_layer=` argument instead, whose backward copies.
         warnings.filterwarnings("ignore", message="Relying on pointer-based detection", category=DeprecationWarning)
-        self.n_head, self.n_embd = n_head, n_embd
+        self.heads = heads
         self.kernel = _variant("DotProductAttention")(
-            n_head, n_embd // n_head, attention_dropout=dropout, qkv_format="bshd", attn_mask_type="causal"
+            heads.n_head, heads.size, attention_dropout=dropout, qkv_format="bshd", attn_mask_type="causal"
         )
 
     def forward(self, qkv: Tensor) -> Tensor:
         batch, tokens, _ = qkv.shape
-        packed = qkv.view(batch, tokens, 3, self.n_head, self.n_embd // self.n_head)
+        packed = qkv.view(batch, tokens, 3, self.heads.n_head, self.heads.size)
         q, k, v = (part.squeeze(2) for part in self.split.apply(packed, 2, [1, 1, 1]))
         return self.kernel(q, k, v)
 
 
-def attention(n_head: int, n_embd: int, dropout: float) -> nn.Module:
+def attention(heads: Heads, dropout: float) -> nn.Module:
     """See the package."""
-    return Attention(n_head, n_embd, dropout)
+    return Attention(heads, dropout)

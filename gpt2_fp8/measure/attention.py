@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt2_fp8.config import parsing
+from gpt2_fp8.config.block_spec import Heads, block_spec
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers import reference, te
 from gpt2_fp8.measure import timing
@@ -50,6 +51,11 @@ class Shape(NamedTuple):
     def n_embd(self) -> int:
         """The width of queries, of keys and of values."""
         return self.n_head * self.head_size
+
+    @property
+    def heads(self) -> Heads:
+        """The same for a layer."""
+        return Heads(self.n_head, self.n_head, self.head_size)
 
 
 Attend = Callable[[Tensor], Tensor]  # packed [batch, tokens, 3 n_embd] -> [batch, tokens, n_embd]
@@ -81,7 +87,8 @@ def rows(request: Row) -> Iterator[Row]:
 def _shape(data: Row, batch: int) -> tuple[str, Shape]:
     model, found = parsing.build(ModelConfig, data)
     assert model is not None, found
-    return model.name, Shape(batch, model.n_positions, model.n_head, model.n_embd // model.n_head)
+    heads = block_spec(model).heads
+    return model.name, Shape(batch, model.n_positions, heads.n_head, heads.size)
 
 
 def forward_flops(shape: Shape) -> float:
@@ -157,7 +164,7 @@ def _sdpa(backend: str) -> Callable[[Shape, str], Attend]:
     def build(shape: Shape, device: str) -> Attend:
         if not hasattr(SDPBackend, backend):
             raise Unavailable("refused", f"torch {torch.__version__} does not know it")
-        layer, chosen = reference.Attention(shape.n_head, shape.n_embd, dropout=0.0), getattr(SDPBackend, backend)
+        layer, chosen = reference.Attention(shape.heads, dropout=0.0), getattr(SDPBackend, backend)
 
         def attend(packed: Tensor) -> Tensor:
             try:
@@ -176,7 +183,7 @@ def _sdpa(backend: str) -> Callable[[Shape, str], Attend]:
 def _transformer_engine(shape: Shape, device: str) -> Attend:
     """The model's own layer: bshd, split by SplitAlongDim, whose backward does not copy."""
     installed("transformer_engine.pytorch")
-    return te.attention(shape.n_head, shape.n_embd, 0.0)
+    return te.attention(shape.heads, dropout=0.0)
 
 
 def _flash_2(shape: Shape, device: str) -> Attend:

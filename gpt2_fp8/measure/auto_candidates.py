@@ -1,7 +1,7 @@
 """What competes under `precision=auto`: bf16, and FP8 with each recipe, over a few steps of the run's own model.
 
-The steps take the run's micro-batch, text that is on every machine, and hyper-parameters that are the same for every
-run. So their figures hold for each run of the same shape, and are kept (`cache`).
+The steps take the run's micro-batch and optimizer, with text and a learning rate that are the same for every run. So
+their figures hold for each run of the same shape and optimizer, and are kept (`auto_cache`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from gpt2_fp8.config.schema import (
     AutoPrecisionConfig,
     AutoRecipe,
     FP8PrecisionConfig,
-    OptimConfig,
     PlainPrecisionConfig,
     RunConfig,
     StatelessRecipe,
@@ -31,7 +30,6 @@ from gpt2_fp8.measure import auto_cache
 from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.versions import versions
 from gpt2_fp8.precision.choose import Figures
-from gpt2_fp8.precision.recipes import DELAYED
 from gpt2_fp8.precision.support import why_not_recipe
 
 log = logging.getLogger(__name__)
@@ -39,13 +37,12 @@ log = logging.getLogger(__name__)
 FORMAT = "fp8_hybrid"
 RECIPES = ("mxfp8", "block", "current", "delayed")  # the most precise first: it wins where speeds are equal
 WARMUP, STEPS = 5, 10
+LR = 3e-4  # for every run: a rate decides how soon losses part, and sweeps go over it
 OUT_OF_MEMORY = "out of memory"  # which a candidate may be for another process' sake
-CANDIDATE_SECONDS = 300.0  # seconds for a candidate, compilation included
+CANDIDATE_SECONDS = 300.0  # for a candidate, compilation included
+# The text of the measurement: on every machine, read in this process, in one order, never validated on.
 _DATA = StdlibData(
     name="stdlib", kind="stdlib", tokenizer="bytes", num_workers=0, seed=0, val_sequences=0, cache_dir=None
-)
-_OPTIM = OptimConfig(
-    lr=3e-4, min_lr_ratio=0.1, warmup_steps=5, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, max_grad_norm=1.0
 )
 _NO_PART = ("precision", "recipe", "callbacks", "logger", "run_name", "ckpt_path", "init_from")
 
@@ -67,7 +64,7 @@ def concrete(
     scaling = config.recipe
     if isinstance(scaling, AutoRecipe):
         stateless = recipe not in (None, "delayed")
-        scaling = StatelessRecipe(name=cast(Literal["current"], recipe)) if stateless else DELAYED
+        scaling = StatelessRecipe(name=cast(Literal["current"], recipe)) if stateless else scaling.delayed
     return replace(config, precision=chosen, recipe=scaling)
 
 
@@ -86,7 +83,7 @@ def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
         model=replace(model, name="auto", vocab_size=vocabulary(config)),
         cuda_graphs=config.cuda_graphs if world_size == 1 else False,  # several GPUs have none
         data=_DATA,
-        optim=_OPTIM,
+        optim=replace(config.optim, lr=LR, warmup_steps=WARMUP),
         trainer=replace(
             config.trainer, accelerator="gpu", devices=1, num_nodes=1, strategy="auto", max_steps=steps,
             val_check_interval=steps, log_every_n_steps=1, fast_dev_run=False, overfit_batches=0, profiler=None,

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from gpt2_fp8.compat.torch_private import fp8_product
 from gpt2_fp8.config import parsing
+from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.measure import timing
 from gpt2_fp8.measure.timing import Row
@@ -56,12 +57,13 @@ def products(models: list[ModelConfig]) -> dict[tuple[int, int], list[str]]:
     found: dict[tuple[int, int], list[str]] = {}
     for model in models:
         assert model.vocab_size is not None
-        d, vocabulary = model.n_embd, padded_vocabulary(model.vocab_size)
+        spec, vocabulary = block_spec(model), padded_vocabulary(model.vocab_size)
+        d, heads, mlp = spec.n_embd, spec.heads, spec.mlp
         widths = {
-            "qkv": (d, 3 * d),
-            "projection": (d, d),
-            "fc1": (d, 4 * d),
-            "fc2": (4 * d, d),
+            "qkv": (d, heads.packed),
+            "projection": (heads.queries, d),
+            "fc1": (d, mlp.projected),
+            "fc2": (mlp.width, d),
             "head": (d, vocabulary),
         }
         for name, shape in widths.items():

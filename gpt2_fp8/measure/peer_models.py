@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt2_fp8 import layers
+from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.schema import ModelConfig
-from gpt2_fp8.layers.reference import EPSILON, Attention
+from gpt2_fp8.layers import reference
+from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.layers.reference import Attention
 from gpt2_fp8.measure.timing import Unavailable, installed
 from gpt2_fp8.model.gpt2 import GPT2, INITIAL_STD, initialise, padded_vocabulary
 from gpt2_fp8.model.loss import cross_entropy
@@ -41,11 +43,11 @@ class PlainBlock(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        d, bias = config.n_embd, config.bias
-        self.norm_1, self.norm_2 = nn.LayerNorm(d, EPSILON), nn.LayerNorm(d, EPSILON)
-        self.qkv, self.projection = nn.Linear(d, 3 * d, bias), nn.Linear(d, d, bias)
-        self.fc1, self.fc2 = nn.Linear(d, 4 * d, bias), nn.Linear(4 * d, d, bias)
-        self.attention = Attention(config.n_head, d, config.dropout)
+        spec, d, bias = block_spec(config), config.n_embd, config.bias
+        self.norm_1, self.norm_2 = (nn.LayerNorm(d, spec.norm.epsilon) for _ in range(2))
+        self.qkv, self.projection = nn.Linear(d, spec.heads.packed, bias), nn.Linear(spec.heads.queries, d, bias)
+        self.fc1, self.fc2 = nn.Linear(d, spec.mlp.projected, bias), nn.Linear(spec.mlp.width, d, bias)
+        self.attention = Attention(spec.heads, config.dropout)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,9 +90,9 @@ class PlainGPT2(nn.Module):
 
 def plain_gpt2(config: ModelConfig, vocab_size: int) -> PlainGPT2:
     """The model of torch's own modules, on the default device."""
-    rows, d = padded_vocabulary(vocab_size), config.n_embd
+    rows, d, epsilon = padded_vocabulary(vocab_size), config.n_embd, block_spec(config).norm.epsilon
     blocks: list[nn.Module] = [PlainBlock(config) for _ in range(config.n_layer)]
-    return PlainGPT2(config, vocab_size, blocks, nn.Linear(d, rows, bias=False), nn.LayerNorm(d, EPSILON))
+    return PlainGPT2(config, vocab_size, blocks, nn.Linear(d, rows, bias=False), nn.LayerNorm(d, epsilon))
 
 
 def transformers_gpt2(config: ModelConfig, vocab_size: int, device: str) -> Peer:
@@ -146,7 +148,7 @@ def lightning_transformer_engine(config: ModelConfig, vocab_size: int, device: s
 def plain_torch(config: ModelConfig, vocab_size: int, device: str) -> Peer:
     """This project's model in plain torch, in a bare loop."""
     with torch.device(device):
-        model = GPT2(config, vocab_size, layers.load("reference"))
+        model = GPT2(config, vocab_size, Composed(reference, recompute=False))
     initialise(model, seed=0)
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -161,11 +163,11 @@ def transformer_engine(config: ModelConfig, vocab_size: int, device: str) -> Pee
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling, Format
 
-    d, width = config.n_embd, {"bias": config.bias, "params_dtype": torch.float32}
+    spec, d, width = block_spec(config), config.n_embd, {"bias": config.bias, "params_dtype": torch.float32}
     blocks = [
         te.TransformerLayer(
-            d, 4 * d, config.n_head, hidden_dropout=config.dropout, attention_dropout=config.dropout,
-            layernorm_epsilon=EPSILON, fuse_qkv_params=True, attn_input_format="bshd", **width,
+            d, spec.mlp.width, config.n_head, hidden_dropout=config.dropout, attention_dropout=config.dropout,
+            layernorm_epsilon=spec.norm.epsilon, fuse_qkv_params=True, attn_input_format="bshd", **width,
         )
         for _ in range(config.n_layer)
     ]  # fmt: skip

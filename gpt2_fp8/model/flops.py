@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.model.parameters import count, outside_blocks
 
 # Dense bf16 peaks without sparsity, from NVIDIA's data sheets, by the name the driver reports.
 PEAK_BF16_FLOPS = {
@@ -15,17 +17,20 @@ PEAK_BF16_FLOPS = {
 
 
 def parameter_count(config: ModelConfig, rows: int) -> int:
-    """Parameters of the model with an embedding of `rows` rows, the tied head counted once."""
-    d, biases = config.n_embd, 9 if config.bias else 0
-    block = 12 * d * d + 4 * d + biases * d
-    return rows * d + config.n_positions * d + config.n_layer * block + 2 * d
+    """Count the parameters of the model with an embedding of `rows` rows, the tied head counted once."""
+    return count(block_spec(config), config.n_layer, config.n_positions, rows)
 
 
 def flops_per_token(config: ModelConfig, rows: int) -> int:
-    """Forward and backward: 6 N + 12 n_layer n_embd n_positions, N without the position table (Chowdhery et al. 2022,
-    appendix B; attention is counted in full although half of it is masked)."""
-    n = parameter_count(config, rows) - config.n_positions * config.n_embd
-    return 6 * n + 12 * config.n_layer * config.n_embd * config.n_positions
+    """Count the FLOPs of a token, forward and backward: 6 N + 12 n_layer (n_head head_size) n_positions.
+
+    N leaves out tables that are only looked up (Chowdhery et al. 2022, appendix B). Attention is counted in full
+    although half of it is masked.
+    """
+    spec = block_spec(config)
+    lookups = sum(p.numel for p in outside_blocks(spec, config.n_positions, rows) if p.role == "lookup")
+    n = parameter_count(config, rows) - lookups
+    return 6 * n + 12 * config.n_layer * spec.heads.queries * config.n_positions
 
 
 def peak_bf16_flops(device_name: str) -> float | None:

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers import Family
 from gpt2_fp8.layers.delayed_scaling import Scales
+from gpt2_fp8.model.parameters import parameters
 
 VOCABULARY_MULTIPLE = 64  # FP8 products want every dimension divisible by 16; 64 also fills the tiles of their kernels
 INITIAL_STD = 0.02
@@ -32,13 +34,14 @@ class GPT2(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int, layers: Family, keep_bf16: Iterable[str] = ()):
         super().__init__()
-        self.config, self.vocab_size = config, vocab_size
+        self.config, self.vocab_size, self.spec = config, vocab_size, block_spec(config)
+        assert (reason := layers.why_not(self.spec)) is None, reason
         kept = _kept_blocks(keep_bf16, config.n_layer)
         self.tokens = nn.Embedding(padded_vocabulary(vocab_size), config.n_embd)
         self.positions = nn.Embedding(config.n_positions, config.n_embd)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
-        self.blocks = nn.ModuleList(layers.block(config, fp8=i not in kept) for i in range(config.n_layer))
-        self.head = layers.head(config.n_embd, self.tokens.num_embeddings, fp8="head" not in keep_bf16)
+        self.blocks = nn.ModuleList(layers.block(self.spec, fp8=i not in kept) for i in range(config.n_layer))
+        self.head = layers.head(self.spec, self.tokens.num_embeddings, fp8="head" not in keep_bf16)
         device = next(self.head.parameters()).device
         self.tokens.to(device)
         self.positions.to(device)
@@ -84,14 +87,16 @@ def initialise(model: GPT2, seed: int) -> None:
     """Fill every parameter as GPT-2 does: N(0, 0.02), the two projections into the residual stream divided by
     sqrt(2 n_layer), biases 0, normalisation 1. Values depend on `seed` and the parameter's name alone, so they are the
     same for every backend, device and order of construction."""
+    config, rows = model.config, model.tokens.num_embeddings
+    roles = {p.name: p.role for p in parameters(model.spec, config.n_layer, config.n_positions, rows)}
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
+        if roles[name] == "bias":
             parameter.zero_()
-        elif name.endswith("layer_norm_weight"):
+        elif roles[name] == "norm":
             parameter.fill_(1.0)
         else:
-            into_residual = name.endswith(("projection.weight", "fc2_weight"))
-            std = INITIAL_STD / math.sqrt(2 * model.config.n_layer) if into_residual else INITIAL_STD
+            into_residual = roles[name] == "into_residual"
+            std = INITIAL_STD / math.sqrt(2 * config.n_layer) if into_residual else INITIAL_STD
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
             values = torch.empty(parameter.shape, device="cpu")  # said, because Lightning sets a default device here
             parameter.copy_(values.normal_(0.0, std, generator=generator))

@@ -10,9 +10,6 @@ import torch
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
 
-# What `conf/recipe/delayed.yaml` says.
-DELAYED = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
-
 
 def build_recipe(precision: FP8PrecisionConfig, recipe: DelayedRecipe | StatelessRecipe) -> Any:
     """The `transformer_engine.common.recipe.Recipe` of a run: how each tensor gets its FP8 scale, and its format."""

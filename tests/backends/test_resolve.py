@@ -13,10 +13,11 @@ from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
 from gpt2_fp8.precision import support
-from gpt2_fp8.precision.recipes import DELAYED, delayed_scaling
+from gpt2_fp8.precision.recipes import delayed_scaling
 
 POSITIONS = 1024
-RECIPES = {"delayed": DELAYED, "auto": AutoRecipe(name="auto")}
+DELAYED = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
+RECIPES = {"delayed": DELAYED, "auto": AutoRecipe(name="auto", delayed=DELAYED)}
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from dataclasses import fields
 import pytest
 
 from gpt2_fp8 import compose
-from gpt2_fp8.bench import MEANINGS
 from gpt2_fp8.compose.benchmark import defaults, preflight
+from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import UserError
 
@@ -35,7 +35,7 @@ def problems(*argv, gpu=True):
 @pytest.mark.parametrize("gpu", [True, False])
 def test_the_file_the_schema_and_the_help_name_the_same_keys(gpu):
     names = {field.name for field in fields(BenchConfig)}
-    assert set(defaults(gpu)) == names == set(MEANINGS)
+    assert set(defaults(gpu)) == names == set(meanings(BenchConfig))
 
 
 def test_without_a_word():

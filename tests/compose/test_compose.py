@@ -275,7 +275,8 @@ def test_help_says_what_there_is():
     text = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=True).stdout
     for group in conf_dir().iterdir():
         if group.is_dir():
-            assert f"{group.name}: {', '.join(sorted(file.stem for file in group.glob('*.yaml')))}" in text
+            assert f"{group.name}: {', '.join(sorted(file.stem for file in group.glob('*.yaml')))}\n" in text
+    assert " _" not in text, "what choices have in common is no choice"
     assert text.count("python -m gpt2_fp8.run") >= 6
     assert all(f"{code}: " in text for code in (0, 1, 2, 3, 4, 143))
     assert max(map(len, text.splitlines())) <= 120

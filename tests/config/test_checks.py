@@ -2,18 +2,19 @@
 
 import os
 import shlex
-import typing
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 
 import pytest
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import hints
-from gpt2_fp8.config.checks import RANGES, check, check_batch, value_of
+from gpt2_fp8.config.bench_schema import BenchConfig
+from gpt2_fp8.config.checks import check, check_batch, value_of
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.parsing import key_paths
 from gpt2_fp8.config.paths import check_folder
 from gpt2_fp8.config.schema import RunConfig
+from tests.config.numbers import RANGES, ranges
 
 
 @pytest.fixture(autouse=True)
@@ -196,17 +197,17 @@ def test_every_range_refuses(key):
     assert f"{key}=-1" in problem.cause
 
 
-def test_every_number_has_a_range():
-    def numbers(cls, path=""):
-        for name, hint in typing.get_type_hints(cls).items():
-            members = typing.get_args(hint) or (hint,)
-            for member in members:
-                if is_dataclass(member):
-                    yield from numbers(member, f"{path}{name}.")
-                elif member in (int, float):
-                    yield path + name
+@pytest.mark.parametrize("schema", [RunConfig, BenchConfig])
+def test_every_number_has_a_range(schema):
+    found = list(ranges(schema))
+    assert len(found) > 4
+    assert [key for key, range_ in found if range_ is None] == []
 
-    assert set(numbers(RunConfig)) == set(RANGES)
+
+def test_a_key_of_several_classes_has_one_range():
+    found = list(ranges(RunConfig))
+    assert len(found) > len(RANGES) > 35
+    assert all(range_ == RANGES[key] for key, range_ in found)
 
 
 def test_all_problems_at_once():

@@ -10,11 +10,13 @@ from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.parsing import key_paths
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
+from tests.config.conf_files import bases, inherited, merged, own
 
 pytestmark = pytest.mark.whole  # each composes many times
 
 GROUPS = sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
 FILES = [path.relative_to(conf_dir()) for path in sorted(conf_dir().glob("*/*.yaml"))]
+BASES = [path.relative_to(conf_dir()) for path in sorted(conf_dir().glob("_*.yaml"))]  # what choices have in common
 PARTNERS = {
     "data=text_files": ["data.train_files=[corpus.txt]"],
     "trainer=ddp": [],
@@ -68,20 +70,10 @@ def test_model_and_optim_come_in_pairs():
     assert names["model"] == names["optim"], "optim follows model by name"
 
 
-def leaves(node, path=""):
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{path}{key}.")
-        else:
-            yield path + key
-
-
 def written(file):
-    content = yaml.safe_load((conf_dir() / file).read_text())
-    content.pop("defaults", None)
-    content.pop("hydra", None)
     everywhere = "@package _global_" in (conf_dir() / file).read_text()
-    return set(leaves(content, "" if everywhere or file.parent == Path() else f"{file.parent}."))
+    prefix = "" if everywhere or file.parent == Path() else f"{file.parent}."
+    return {f"{prefix}{key}" for key in merged(file)}
 
 
 def test_conf_and_schema_name_the_same_keys():
@@ -104,5 +96,37 @@ def test_the_hints_know_each_kind_of_data():
 
 
 def test_every_file_says_what_it_is():
-    silent = [str(file) for file in FILES if "#" not in (conf_dir() / file).read_text()]
+    silent = [str(file) for file in [*FILES, *BASES] if "#" not in (conf_dir() / file).read_text()]
     assert silent == []
+
+
+@pytest.mark.parametrize("file", [*FILES, *BASES], ids=str)
+def test_a_value_stands_once(file):
+    above = inherited(file)
+    assert [key for key, value in own(file).items() if key in above and above[key] == value] == []
+
+
+def test_every_base_is_built_upon():
+    used = {base for file in [*FILES, *BASES] for base, _ in bases(file)}
+    assert len(BASES) >= 6
+    assert set(BASES) <= used
+    assert all((conf_dir() / base).is_file() for base in used)
+
+
+@pytest.mark.parametrize("base", [file.stem for file in BASES])
+def test_a_base_is_no_choice(base):
+    group = base.split("_")[1]
+    for words in ([f"{group}={base}"], [f"{group}=/{base}"], [f"{group}=../{base}"], ["-cn", base]):
+        with pytest.raises(UserError) as caught:
+            preflight(words)
+        (problem,) = caught.value.problems
+        assert "no such choice" in problem.cause or "leads out of the group's folder" in problem.cause
+        assert base not in problem.remedy
+
+
+def test_near_names_and_globs_know_no_base():
+    with pytest.raises(UserError, match="did you mean optim=tiny") as caught:
+        preflight(["optim=_tiny"])
+    assert "_optim" not in str(caught.value)
+    names = [config.model.name for config in preflight(["-m", "model=glob(*)"])]
+    assert sorted(names) == sorted(file.stem for file in FILES if file.parent.name == "model")

@@ -15,7 +15,6 @@ from gpt2_fp8 import compose
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.magnitudes import JUMP
-from gpt2_fp8.precision.recipes import DELAYED
 from gpt2_fp8.precision.scaling import Scaling
 from tests.faults.pretended import NAN, Faults, going_wrong
 from tests.layers.test_delayed_scaling import trained
@@ -174,7 +173,7 @@ def test_79_scales_are_what_every_kernel_can_represent(amax):
 
 def owner_of(model, global_batch_size):
     (config,) = compose.preflight([f"global_batch_size={global_batch_size}", "micro_batch_size=1"])
-    return Scaling.of_run(model, config, DELAYED, "fused", nullcontext)
+    return Scaling.of_run(model, config, config.recipe.delayed, "fused", nullcontext)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -15,8 +15,8 @@ import pytest
 
 from gpt2_fp8 import bench, run
 from gpt2_fp8.compose import contents, look_only, preflight, sweeps
-from gpt2_fp8.config.checks import LIMITS, RANGES
 from gpt2_fp8.config.errors import Problem, UserError
+from tests.config.numbers import LIMITS, RANGES
 from tests.data.hub_runs import ROOT
 
 GLOBAL = b"# @package _global_\n"
@@ -369,7 +369,11 @@ BIG = ["99999999999999999999", "1000000000001", "1" + "0" * 400]
 def test_89_no_number_of_the_settings_is_absurd(number: str) -> None:
     """Every number there is, in a few command lines, since a choice decides which keys exist."""
     told = ""
-    for choice, groups in (([], ()), (["precision=auto"], ("precision",)), (["data=tinyshakespeare"], ("data",))):
+    for choice, groups in (
+        ([], ()),
+        (["precision=auto"], ("precision", "recipe")),
+        (["data=tinyshakespeare"], ("data",)),
+    ):
         keys = [key for key in RANGES if not groups or key.partition(".")[0] in groups]
         told += " ".join(causes(*choice, *(f"{key}={number}" for key in keys)))
     for key in RANGES:
@@ -380,7 +384,9 @@ def test_89_no_number_of_the_settings_is_absurd(number: str) -> None:
 @pytest.mark.parametrize("key", LIMITS)
 def test_89_some_numbers_have_limits_of_their_own(key: str) -> None:
     most, what = LIMITS[key]
-    assert any(f"{key}={most + 1}: is beyond {most:,} {what}" in cause for cause in causes(f"{key}={most + 1}"))
+    choice = ["precision=auto"] if key.startswith("recipe.delayed.") else []  # of recipe=auto
+    told = causes(*choice, f"{key}={most + 1}")
+    assert any(f"{key}={most + 1}: is beyond {most:,} {what}" in cause for cause in told)
 
 
 @pytest.mark.usefixtures("_here")

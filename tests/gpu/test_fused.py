@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt2_fp8.backends.resolve import resolve
+from gpt2_fp8.config.block_spec import Heads, gpt2_heads
 from gpt2_fp8.layers import te
 from gpt2_fp8.layers.attention import FlashAttention, attention, flash_backward
 from gpt2_fp8.layers.reference import Attention
@@ -336,10 +337,10 @@ def test_a_gradient_that_is_not_the_block_aboves_is_cast_again():
 # Attention
 
 
-def exact_attention(n_head, packed, upstream):
+def exact_attention(heads, packed, upstream):
     """Attention and the gradient of its input in float64, from the reference layer."""
     packed = packed.double().requires_grad_()
-    out = Attention(n_head, packed.shape[-1] // 3, 0.0)(packed)
+    out = Attention(heads, 0.0)(packed)
     (gradient,) = torch.autograd.grad(out, packed, upstream.double())
     return out.detach(), gradient
 
@@ -349,18 +350,19 @@ def exact_attention(n_head, packed, upstream):
 )
 @pytest.mark.parametrize("kernel", ["flash", "te"])
 def test_attention_matches_float64(kernel, n_head, size, batch, positions):
-    n_embd = n_head * size
+    heads = Heads(n_head, n_head, size)
     if kernel == "flash":
         if not flash_backward():
             pytest.skip("flash-attn-4 is not installed")
         if size not in (64, 128):
             pytest.skip("heads of this size go to Transformer Engine")
-    module = FlashAttention(n_head) if kernel == "flash" else te.attention(n_head, n_embd, dropout=0.0)
+    module = FlashAttention(heads) if kernel == "flash" else te.attention(heads, dropout=0.0)
     generator = torch.Generator().manual_seed(positions)
     packed, upstream = (
-        torch.randn(batch, positions, width, generator=generator).cuda().bfloat16() for width in (3 * n_embd, n_embd)
+        torch.randn(batch, positions, width, generator=generator).cuda().bfloat16()
+        for width in (heads.packed, heads.queries)
     )
-    expected = exact_attention(n_head, packed, upstream)
+    expected = exact_attention(heads, packed, upstream)
     packed.requires_grad_()
     out = module(packed)
     (gradient,) = torch.autograd.grad(out, packed, upstream)
@@ -373,6 +375,6 @@ def test_attention_matches_float64(kernel, n_head, size, batch, positions):
 
 def test_which_attention_a_model_has():
     flash = flash_backward() is not None
-    assert isinstance(attention(4, 256), FlashAttention) == flash
-    assert isinstance(attention(2, 256), FlashAttention) == flash
-    assert isinstance(attention(8, 256), te.Attention)
+    assert isinstance(attention(gpt2_heads(4, 256)), FlashAttention) == flash
+    assert isinstance(attention(gpt2_heads(2, 256)), FlashAttention) == flash
+    assert isinstance(attention(gpt2_heads(8, 256)), te.Attention)

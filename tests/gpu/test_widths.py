@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 
+from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers.delayed_scaling import Scales
-from gpt2_fp8.layers.reference import EPSILON, causal_attention
+from gpt2_fp8.layers.reference import causal_attention
+from tests.config.conf_files import merged
 from tests.gpu.common import VOCAB, hopper, scaling
 from tests.gpu.test_cast import DEVICE, to_fp8, use
 
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.fp8, hopper]
 
 MODELS = ["gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl", "gpt2_wide"]
 TOKENS = 2048
+EPSILON = 1e-5  # GPT-2's
 LARGER = 1.2  # than FP8's rounding alone
 ALONG = 0.01  # of a result's own length: how much more or less than FP8's rounding an error may point along it
 ELSE = 2.0**-9  # bfloat16's rounding, where FP8 takes no part
@@ -37,8 +39,7 @@ def implementation(request, monkeypatch):
 
 
 def config_of(model):
-    text = (Path(__file__).parents[2] / "conf" / "model" / f"{model}.yaml").read_text()
-    return ModelConfig(**yaml.safe_load(text))
+    return ModelConfig(**merged(Path("model", f"{model}.yaml")))
 
 
 def normal(*shape, seed, dtype=torch.float32):
@@ -163,7 +164,7 @@ def test_block(model, implementation):
 
     config, scales = config_of(model), Scales(scaling())
     with torch.device(DEVICE):
-        block = Block(config, scales, recompute=False, below=None)
+        block = Block(block_spec(config), scales, recompute=False, below=None)
     scales.allocate(torch.device(DEVICE))
     fill(block)
     d, length = config.n_embd, config.n_positions
@@ -194,7 +195,7 @@ def test_head(model, implementation):
 
     config, scales = config_of(model), Scales(scaling())
     with torch.device(DEVICE):
-        head = Head(config.n_embd, padded_vocabulary(VOCAB), scales)
+        head = Head(block_spec(config), padded_vocabulary(VOCAB), scales)
     scales.allocate(torch.device(DEVICE))
     fill(head)
     length = config.n_positions

@@ -5,8 +5,11 @@ from types import ModuleType
 
 import pytest
 
+from gpt2_fp8.config.block_spec import gpt2_heads
 from gpt2_fp8.layers import attention, te
 from gpt2_fp8.layers.attention import FlashAttention, flash_backward, kernels, why_no_flash, why_not_flash
+
+OF_64 = gpt2_heads(n_head=12, n_embd=768)
 
 
 def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, deterministic=False, dq=None, dk=None, dv=None):
@@ -46,10 +49,10 @@ def install(monkeypatch):
 def test_it_is_taken_where_it_is_installed(install):
     install(backward)
     assert flash_backward() is backward
-    assert "FlashAttention 4 backward" in kernels(n_head=12, n_embd=768)
-    assert isinstance(attention.attention(12, 768), FlashAttention)
-    assert isinstance(attention.attention(6, 768), FlashAttention), "heads of 128"
-    assert why_not_flash(12, 768) is None
+    assert "FlashAttention 4 backward" in kernels(OF_64)
+    assert isinstance(attention.attention(OF_64), FlashAttention)
+    assert isinstance(attention.attention(gpt2_heads(6, 768)), FlashAttention), "heads of 128"
+    assert why_not_flash(OF_64) is None
 
 
 @pytest.mark.parametrize(
@@ -60,10 +63,10 @@ def test_it_is_taken_where_it_is_installed(install):
 def test_what_is_not_the_one_that_is_known_is_left_alone(install, function, reason, monkeypatch):
     install(function)
     assert flash_backward() is None
-    assert why_not_flash(12, 768) == reason
-    assert kernels(n_head=12, n_embd=768) == "cuDNN"
-    monkeypatch.setattr(te, "attention", lambda n_head, n_embd, dropout: ("te", n_head, n_embd, dropout))
-    assert attention.attention(12, 768) == ("te", 12, 768, 0.0)
+    assert why_not_flash(OF_64) == reason
+    assert kernels(OF_64) == "cuDNN"
+    monkeypatch.setattr(te, "attention", lambda heads, dropout: ("te", heads, dropout))
+    assert attention.attention(OF_64) == ("te", OF_64, 0.0)
 
 
 @pytest.mark.parametrize("error", [OSError("libcute.so: cannot open"), RuntimeError("no compiler")])
@@ -76,12 +79,13 @@ def test_one_that_does_not_load_is_left_alone(error, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
         monkeypatch.delitem(sys.modules, name)
     assert flash_backward() is None
-    assert why_not_flash(12, 768) == f"flash-attn-4 does not load: {type(error).__name__}: {error}"
+    assert why_not_flash(OF_64) == f"flash-attn-4 does not load: {type(error).__name__}: {error}"
     sys.modules.pop("flash_attn", None)
 
 
 @pytest.mark.parametrize(("n_head", "n_embd"), [(4, 128), (4, 384), (2, 512)])
 def test_other_heads_have_cudnns(install, n_head, n_embd):
     install(backward)
-    assert kernels(n_head, n_embd) == "cuDNN"
-    assert why_not_flash(n_head, n_embd) == f"heads of {n_embd // n_head}"
+    heads = gpt2_heads(n_head, n_embd)
+    assert kernels(heads) == "cuDNN"
+    assert why_not_flash(heads) == f"heads of {n_embd // n_head}"

@@ -14,18 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from gpt2_fp8.checkpoint.files import read
-from gpt2_fp8.compose import conf_dir, preflight
+from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
 from gpt2_fp8.measure import auto_cache, auto_candidates, auto_precision
 from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.precision.choose import Figures
+from tests.config.conf_files import merged
 from tests.runs import checkpoint, metrics, start_elsewhere, summary, train, train_until
 from tests.train.test_ddp import TWO, run, the_run
 
+DELAYED = DelayedRecipe(**merged(Path("recipe/delayed.yaml")))
 RATES = {"bf16": 507_000.0, "block": 560_000.0, "current": 640_000.0, "delayed": 703_000.0}
 
 
@@ -100,7 +101,7 @@ def test_the_fastest_of_what_this_gpu_can_do(gpu):
     assert config.precision == FP8PrecisionConfig(
         name="fp8_hybrid", keep_bf16=["head"], backend="auto", fast_accumulation=False, fallback="allow"
     )
-    assert config.recipe == auto_candidates.DELAYED
+    assert config.recipe == DELAYED
     assert config.model.n_layer == 3
     assert choice.reason.startswith("703,000 tokens/s against 507,000 in bf16 (measured on this machine on 20")
     assert choice.reason.endswith("4 candidates)")
@@ -123,9 +124,20 @@ def test_a_named_recipe_alone_competes(gpu):
     assert "507,000 tokens/s against 1 in fp8_hybrid, recipe current" in choice.reason
 
 
-def test_the_recipe_without_a_name_is_that_of_conf():
-    written = yaml.safe_load((conf_dir() / "recipe/delayed.yaml").read_text())
-    assert DelayedRecipe(**written) == auto_candidates.DELAYED
+def test_delayed_scaling_competes_as_it_is_set(gpu):
+    settle("recipe.delayed.margin=2", "recipe.delayed.amax_history_len=4")
+    assert gpu.cases[-1].config.recipe == replace(DELAYED, margin=2, amax_history_len=4)
+
+
+@pytest.mark.parametrize(
+    ("override", "again"),
+    [("optim.lr=0.1", False), ("optim.warmup_steps=3", False), ("optim.beta2=0.9", True), ("optim.eps=1e-6", True)],
+)
+def test_figures_are_those_of_the_runs_optimizer_at_one_rate(gpu, override, again):
+    settle()
+    gpu.cases.clear()
+    settle(override)
+    assert gpu.measured == (ALL if again else [])
 
 
 def test_what_is_measured_is_the_runs_own_shape_and_nothing_else_of_it(gpu):
@@ -406,7 +418,7 @@ def test_another_rank_takes_what_rank_0_found(gpu):
     gpu.rates["delayed"] = 1.0
     config, choice = settle(world_size=2, rank=1)
     assert gpu.measured == []
-    assert (config.precision.name, config.recipe) == ("fp8_hybrid", auto_candidates.DELAYED)
+    assert (config.precision.name, config.recipe) == ("fp8_hybrid", DELAYED)
     assert choice.precision == "fp8_hybrid"
     assert settle("model.n_layer=2")[0].recipe.name == "current", "rank 0 of the next run of a sweep decides itself"
 

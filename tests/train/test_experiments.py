@@ -5,13 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from gpt2_fp8.compose import conf_dir
+from tests.config.conf_files import merged
 from tests.data.hub import Hub
 from tests.runs import SMALL, checkpoint, metrics, summary
 
@@ -26,7 +27,7 @@ def choices(group):
 
 def settings(choice):
     group, name = choice.split("=")
-    return yaml.safe_load((conf_dir() / group / f"{name}.yaml").read_text())
+    return merged(Path(group, f"{name}.yaml"))
 
 
 FROM_THE_HUB = [choice for choice in choices("data") if "repo" in settings(choice)]

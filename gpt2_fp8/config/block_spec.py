@@ -1,0 +1,176 @@
+"""The description of a decoder's block, from which layers are built.
+
+Parameter names, their initial values, parameter counts and FLOPs follow from it too (`model.parameters`). Layers say
+which options they have (`OFFERS`). GPT-2's block is the only one that a configuration can ask for. Like all of this
+package, it needs no torch: the benchmark counts parameters before torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from gpt2_fp8.config.schema import ModelConfig
+
+
+class Option(StrEnum):
+    """Something that a block can have and a set of layers may lack. The values are a user's words."""
+
+    LAYER_NORM = "LayerNorm"
+    RMS_NORM = "RMSNorm"
+    GELU = "a GELU MLP"
+    SWIGLU = "a SwiGLU MLP"
+    LEARNED_POSITIONS = "learned positions"
+    ROPE = "RoPE"
+    SCALED_ROPE = "scaled RoPE"
+    GROUPED_HEADS = "grouped-query attention"
+    OWN_HEAD_SIZE = "a head size other than n_embd / n_head"
+    QK_NORM = "QK-norm"
+    BIAS = "biases"
+    DROPOUT = "dropout"
+    UNTIED_HEAD = "a head that is not tied to the embedding"
+
+
+GPT2_OPTIONS = frozenset({Option.LAYER_NORM, Option.GELU, Option.LEARNED_POSITIONS, Option.BIAS, Option.DROPOUT})
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation. Only LayerNorm has a bias, whatever `BlockSpec.bias` says."""
+
+    kind: Literal["layer_norm", "rms_norm"]
+    epsilon: float  # added to the variance, or to the mean square
+
+
+@dataclass(frozen=True)
+class MLP:
+    """The perceptron between two projections."""
+
+    kind: Literal["gelu", "swiglu"]  # gelu: in its tanh form
+    width: int  # channels of the hidden layer
+
+    @property
+    def projected(self) -> int:
+        """The channels that the first projection gives: a gated perceptron has the gate beside the hidden layer."""
+        return self.width if self.kind == "gelu" else 2 * self.width
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of causal attention. Several heads may share the keys and values of one."""
+
+    n_head: int
+    n_kv_head: int
+    size: int  # channels of a head
+    qk_norm: bool = False  # queries and keys are normalised head by head
+
+    @property
+    def queries(self) -> int:
+        """The channels of all heads' queries, and of what attention returns."""
+        return self.n_head * self.size
+
+    @property
+    def keys(self) -> int:
+        """The channels of all keys, and as many of all values."""
+        return self.n_kv_head * self.size
+
+    @property
+    def packed(self) -> int:
+        """The channels of queries, keys and values side by side."""
+        return self.queries + 2 * self.keys
+
+
+@dataclass(frozen=True)
+class RoPE:
+    """Rotary positions."""
+
+    base: float
+    scaling: float = 1.0  # positions are divided by this
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """One block, and what embedding and head share with it. Raises ValueError with everything that does not fit."""
+
+    n_embd: int  # channels of the residual stream
+    norm: Norm
+    heads: Heads
+    mlp: MLP
+    positions: Literal["learned"] | RoPE
+    bias: bool  # of the projections
+    dropout: float  # a probability: after the embedding, in attention, and after both branches
+    tied: bool  # the head's weight is the embedding's
+
+    def __post_init__(self) -> None:
+        if found := self._misfits():
+            raise ValueError("; ".join(found))
+
+    def _misfits(self) -> list[str]:
+        heads, rope = self.heads, self.positions if isinstance(self.positions, RoPE) else None
+        sizes = (self.n_embd, heads.n_head, heads.n_kv_head, heads.size, self.mlp.width)
+        if min(sizes) < 1:
+            return ["every width and number of heads is at least 1"]
+        wrong = {
+            f"{heads.n_head} heads do not share {heads.n_kv_head} key-value heads": heads.n_head % heads.n_kv_head,
+            f"RoPE turns pairs of channels, and a head has {heads.size}": rope and heads.size % 2,
+            "RoPE's base and scaling are above 0": rope and min(rope.base, rope.scaling) <= 0,
+            "a normalisation's epsilon is above 0": self.norm.epsilon <= 0,
+            "dropout is at least 0 and below 1": not 0 <= self.dropout < 1,
+        }
+        return [reason for reason, holds in wrong.items() if holds]
+
+    def options(self) -> frozenset[Option]:
+        """What layers must have to compute this block."""
+        heads, rope = self.heads, self.positions if isinstance(self.positions, RoPE) else None
+        wanted = {
+            Option.LAYER_NORM: self.norm.kind == "layer_norm",
+            Option.RMS_NORM: self.norm.kind == "rms_norm",
+            Option.GELU: self.mlp.kind == "gelu",
+            Option.SWIGLU: self.mlp.kind == "swiglu",
+            Option.LEARNED_POSITIONS: rope is None,
+            Option.ROPE: rope is not None,
+            Option.SCALED_ROPE: rope is not None and rope.scaling != 1,
+            Option.GROUPED_HEADS: heads.n_kv_head != heads.n_head,
+            Option.OWN_HEAD_SIZE: heads.queries != self.n_embd,
+            Option.QK_NORM: heads.qk_norm,
+            Option.BIAS: self.bias,
+            Option.DROPOUT: self.dropout > 0,
+            Option.UNTIED_HEAD: not self.tied,
+        }
+        return frozenset(option for option, is_wanted in wanted.items() if is_wanted)
+
+
+def why_not(spec: BlockSpec, layers: str, offers: Set[Option]) -> str | None:
+    """Name the options of `spec` that `layers` (a name for people) lack; None if they have all of them."""
+    missing = [str(option) for option in Option if option in spec.options() - offers]
+    if not missing:
+        return None
+    return f"{layers} have no {', no '.join(option.removeprefix('a ') for option in missing)}"
+
+
+def gpt2_heads(n_head: int, n_embd: int) -> Heads:
+    """Describe GPT-2's attention: heads that share `n_embd` in equal parts. Raises ValueError if they cannot."""
+    if n_head < 1 or n_embd % n_head:
+        raise ValueError(f"{n_head} heads do not share {n_embd} channels in equal parts")
+    return Heads(n_head, n_head, n_embd // n_head)
+
+
+def gpt2_mlp(n_embd: int) -> MLP:
+    """Describe GPT-2's perceptron: a hidden layer of four times the width."""
+    return MLP("gelu", 4 * n_embd)
+
+
+def block_spec(config: ModelConfig) -> BlockSpec:
+    """Describe the block of a configuration, which is GPT-2's (Radford et al. 2019). Raises ValueError."""
+    return BlockSpec(
+        n_embd=config.n_embd,
+        norm=Norm("layer_norm", epsilon=1e-5),
+        heads=gpt2_heads(config.n_head, config.n_embd),
+        mlp=gpt2_mlp(config.n_embd),
+        positions="learned",
+        bias=config.bias,
+        dropout=config.dropout,
+        tied=True,
+    )

@@ -1,0 +1,78 @@
+"""The range of a number, written into its key's type: `Annotated[int, at_least(1)]`.
+
+The schema is the only place that declares a range. `parsing.build` reads it there and checks it with the type.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Refusal(NamedTuple):
+    """Why a number is out of range, and what to choose instead. The remedy may name the key as `{key}`."""
+
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from `least` to `most`, and what to say of others. With `open_*`, the bound itself is left out.
+
+    `limit` is more of a thing (`unit`) than anyone has; a run would take it all before it could say so.
+    """
+
+    least: float
+    said: Refusal
+    most: float = math.inf
+    open_least: bool = False
+    open_most: bool = False
+    limit: int | None = None
+    unit: str = ""
+
+    def refusal(self, value: float) -> Refusal | None:
+        """Say what is wrong with `value`; None if it is in range."""
+        low = value <= self.least if self.open_least else value < self.least
+        high = value >= self.most if self.open_most else value > self.most
+        if low or high:
+            return self.said
+        if not _representable(value):
+            return _FLOAT32 if isinstance(value, float) else _COUNTED
+        if self.limit is not None and value > self.limit:
+            return Refusal(f"is beyond {self.limit:,} {self.unit}", f"{{key}}={self.limit} or less")
+        return None
+
+
+_COUNTED_MOST = 10**12  # nothing here is counted beyond; below, what torch and the logs count in does not overflow
+_COUNTED = Refusal("is beyond 1,000,000,000,000", "choose a number that can be reached")
+_FLOAT32 = Refusal("is beyond what float32 can hold", "choose from 1e-38 to 1e38")
+
+
+def _representable(value: float) -> bool:
+    if isinstance(value, float):
+        return value == 0 or 1e-38 <= abs(value) <= 1e38
+    return value <= _COUNTED_MOST
+
+
+def at_least(least: int, limit: int | None = None, unit: str = "", said: Refusal | None = None) -> Range:
+    """Allow `least` and more, up to `limit` of `unit`."""
+    reason = "must not be negative" if least == 0 else f"must be at least {least}"
+    return Range(least, said or Refusal(reason, f"choose {least} or more"), limit=limit, unit=unit)
+
+
+def above_zero(limit: int | None = None, unit: str = "", said: Refusal | None = None) -> Range:
+    """Allow more than 0, up to `limit` of `unit`."""
+    said = said or Refusal("must be above 0", "choose a value above 0")
+    return Range(0, said, open_least=True, limit=limit, unit=unit)
+
+
+def from_to(least: int, most: int, remedy: str | None = None) -> Range:
+    """Allow `least` to `most`, both included."""
+    return Range(least, Refusal(f"must be from {least} to {most}", remedy or f"choose from {least} to {most}"), most)
+
+
+def below_one() -> Range:
+    """Allow 0 and more, but less than 1."""
+    return Range(0, Refusal("must be at least 0 and below 1", "choose a value such as 0.1"), 1, open_most=True)

@@ -1,0 +1,79 @@
+"""The parameters of a model as its block's description has them: names, shapes, and what each is there for.
+
+Every set of layers has these names and shapes, so that a state dict moves between them as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from gpt2_fp8.config.block_spec import BlockSpec, Norm
+
+Role = Literal["norm", "bias", "weight", "into_residual", "lookup"]
+
+
+class Parameter(NamedTuple):
+    """A tensor of the model. `into_residual`: the weight of a projection whose result is added to the residual stream;
+    `lookup`: a table that takes part in no product."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+
+def of_block(spec: BlockSpec) -> list[Parameter]:
+    """List the parameters of one block, by their names within it."""
+    d, heads, mlp = spec.n_embd, spec.heads, spec.mlp
+    return [
+        *_norm("qkv.layer_norm", d, spec.norm),
+        *_projection("qkv.", heads.packed, d, spec.bias),
+        *(Parameter(f"attention.{name}_norm", (heads.size,), "norm") for name in ("q", "k") if heads.qk_norm),
+        *_projection("projection.", d, heads.queries, spec.bias, "into_residual"),
+        *_norm("mlp.layer_norm", d, spec.norm),
+        *_projection("mlp.fc1_", mlp.projected, d, spec.bias),
+        *_projection("mlp.fc2_", d, mlp.width, spec.bias, "into_residual"),
+    ]
+
+
+def outside_blocks(spec: BlockSpec, n_positions: int, rows: int) -> list[Parameter]:
+    """List the parameters of embedding and head. `rows`: of the padded vocabulary. A tied head is listed once."""
+    d = spec.n_embd
+    found = [Parameter("tokens.weight", (rows, d), "weight" if spec.tied else "lookup")]
+    if spec.positions == "learned":
+        found.append(Parameter("positions.weight", (n_positions, d), "lookup"))
+    found += _norm("head.layer_norm", d, spec.norm)
+    return found if spec.tied else [*found, Parameter("head.weight", (rows, d), "weight")]
+
+
+def parameters(spec: BlockSpec, n_layer: int, n_positions: int, rows: int) -> Iterator[Parameter]:
+    """List the parameters of a whole model, by the names of its state dict."""
+    yield from outside_blocks(spec, n_positions, rows)
+    for i in range(n_layer):
+        for parameter in of_block(spec):
+            yield parameter._replace(name=f"blocks.{i}.{parameter.name}")
+
+
+def count(spec: BlockSpec, n_layer: int, n_positions: int, rows: int) -> int:
+    """Count the numbers in all parameters, however many layers there are."""
+    outside = outside_blocks(spec, n_positions, rows)
+    return sum(p.numel for p in outside) + n_layer * sum(p.numel for p in of_block(spec))
+
+
+def _norm(prefix: str, width: int, norm: Norm) -> Iterator[Parameter]:
+    yield Parameter(f"{prefix}_weight", (width,), "norm")
+    if norm.kind == "layer_norm":
+        yield Parameter(f"{prefix}_bias", (width,), "bias")
+
+
+def _projection(prefix: str, out: int, into: int, bias: bool, role: Role = "weight") -> Iterator[Parameter]:
+    """The parameters of a product from `into` to `out` channels."""
+    yield Parameter(f"{prefix}weight", (out, into), role)
+    if bias:
+        yield Parameter(f"{prefix}bias", (out,), "bias")

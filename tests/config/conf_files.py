@@ -1,0 +1,44 @@
+"""The files of conf/ with what they are built upon, read without Hydra."""
+
+from pathlib import Path
+
+import yaml
+
+from gpt2_fp8.compose import conf_dir
+
+
+def leaves(node, path=""):
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{path}{key}.")
+        else:
+            yield path + key, value
+
+
+def bases(file):
+    """The files that a file is built upon, those of its defaults list that choose from no group, and under which key
+    their own keys come (none: beside the file's)."""
+    defaults = yaml.safe_load((conf_dir() / file).read_text()).get("defaults", [])
+    for entry in defaults:
+        if isinstance(entry, str) and entry != "_self_":
+            name, _, key = entry.partition("@")
+            path = Path(f"{name[1:]}.yaml") if name.startswith("/") else file.parent / f"{name}.yaml"
+            yield path, f"{key}." if key else ""
+
+
+def inherited(file):
+    """The keys and values of all its bases."""
+    return {f"{prefix}{key}": value for base, prefix in bases(file) for key, value in merged(base).items()}
+
+
+def own(file):
+    """The keys and values that a file sets by itself."""
+    content = yaml.safe_load((conf_dir() / file).read_text())
+    content.pop("defaults", None)
+    content.pop("hydra", None)
+    return dict(leaves(content))
+
+
+def merged(file):
+    """The same with those of its bases."""
+    return inherited(file) | own(file)

@@ -1,0 +1,110 @@
+"""A block's description: what fits, which options it has, and which layers have them."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpt2_fp8 import layers
+from gpt2_fp8.config.block_spec import MLP, Heads, Norm, RoPE, block_spec
+from tests.common import CONFIG
+from tests.layers.standins import FAMILIES, families
+
+SPEC = block_spec(replace(CONFIG, n_embd=256, n_head=4))
+LAYERS = Path(layers.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def family():
+    with families() as load:
+        yield load
+
+
+def test_gpt2s_block():
+    assert SPEC.norm == Norm("layer_norm", 1e-5)
+    assert SPEC.heads == Heads(n_head=4, n_kv_head=4, size=64)
+    assert SPEC.mlp == MLP("gelu", 1024)
+    assert (SPEC.positions, SPEC.tied, SPEC.bias, SPEC.dropout) == ("learned", True, True, 0.0)
+
+
+WRONG = {
+    "4 heads do not share 3 key-value heads": {"heads": Heads(4, 3, 64)},
+    "every width and number of heads is at least 1": {"heads": Heads(4, 0, 64)},
+    "RoPE turns pairs of channels, and a head has 7": {"heads": Heads(4, 4, 7), "positions": RoPE(1e4)},
+    "RoPE's base and scaling are above 0": {"positions": RoPE(1e4, scaling=0.0)},
+    "a normalisation's epsilon is above 0": {"norm": Norm("rms_norm", 0.0)},
+    "dropout is at least 0 and below 1": {"dropout": 1.0},
+}
+
+
+@pytest.mark.parametrize("reason", WRONG)
+def test_what_does_not_fit_is_refused(reason):
+    with pytest.raises(ValueError, match=f"^{reason}$"):
+        replace(SPEC, **WRONG[reason])
+
+
+def test_all_that_does_not_fit_is_said_at_once():
+    with pytest.raises(ValueError, match="epsilon") as told:
+        replace(SPEC, norm=Norm("layer_norm", -1.0), dropout=2.0, heads=Heads(4, 3, 64))
+    assert str(told.value).count(";") == 2
+
+
+@pytest.mark.parametrize("n_head", [0, 3])
+def test_gpt2s_heads_share_its_width(n_head):
+    with pytest.raises(ValueError, match=f"{n_head} heads do not share 32 channels in equal parts"):
+        block_spec(replace(CONFIG, n_head=n_head))
+
+
+LACKING = {
+    "RMSNorm": {"norm": Norm("rms_norm", 1e-5)},
+    "SwiGLU MLP": {"mlp": MLP("swiglu", 688)},
+    "RoPE": {"positions": RoPE(1e4)},
+    "RoPE, no scaled RoPE": {"positions": RoPE(1e4, scaling=2.0)},
+    "grouped-query attention": {"heads": Heads(4, 2, 64)},
+    "head size other than n_embd / n_head": {"heads": Heads(4, 4, 32)},
+    "QK-norm": {"heads": Heads(4, 4, 64, qk_norm=True)},
+    "head that is not tied to the embedding": {"tied": False},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("option", LACKING)
+def test_layers_name_what_they_lack(family, name, option):
+    reason = family(name).why_not(replace(SPEC, **LACKING[option]))
+    assert reason is not None
+    assert reason.endswith(f" have no {option}")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_layers_have_gpt2s_block(family, name):
+    assert family(name).why_not(SPEC) is None
+    assert family(name).why_not(replace(SPEC, bias=False)) is None
+
+
+def test_the_fused_layers_alone_have_no_dropout(family):
+    dropping = replace(SPEC, dropout=0.1)
+    assert family("fused").why_not(dropping) == "the fused layers have no dropout"
+    assert family("te").why_not(dropping) is None
+    assert family("reference").why_not(dropping) is None
+
+
+def multiples(source):
+    """The lines that multiply something by a whole number."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Mult)
+        and any(isinstance(side, ast.Constant) and isinstance(side.value, int) for side in (node.left, node.right))
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(LAYERS.glob("*.py")), ids=lambda path: path.stem)
+def test_no_layer_knows_a_multiple_of_a_width(path):
+    """A hidden width, and how wide queries, keys and values are together, is the description's to say."""
+    assert multiples(path.read_text()) == []
+
+
+def test_a_multiple_is_seen():
+    assert multiples("a = 1\nb = 3 * a\nc = f(d * 4)\ne = 2.0 * a") == [2, 3]

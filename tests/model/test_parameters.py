@@ -1,0 +1,150 @@
+"""Parameters by their block's description: names, shapes, counts and initial values, over every set of layers."""
+
+import math
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpt2_fp8 import compose
+from gpt2_fp8.config.block_spec import MLP, BlockSpec, Heads, Norm, RoPE, block_spec
+from gpt2_fp8.model.flops import flops_per_token, parameter_count
+from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
+from gpt2_fp8.model.parameters import count, parameters
+from tests.common import CONFIG, VOCAB, build
+from tests.layers.standins import FAMILIES, families
+
+MODELS = ["tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl", "gpt2_wide"]
+# GPT-2 124M as checkpoints have it: a change of a name or a shape makes them unreadable.
+OUTSIDE = {
+    "tokens.weight": (50304, 768),
+    "positions.weight": (1024, 768),
+    "head.layer_norm_weight": (768,),
+    "head.layer_norm_bias": (768,),
+}
+BLOCK = {
+    "qkv.layer_norm_weight": (768,),
+    "qkv.layer_norm_bias": (768,),
+    "qkv.weight": (2304, 768),
+    "qkv.bias": (2304,),
+    "projection.weight": (768, 768),
+    "projection.bias": (768,),
+    "mlp.layer_norm_weight": (768,),
+    "mlp.layer_norm_bias": (768,),
+    "mlp.fc1_weight": (3072, 768),
+    "mlp.fc1_bias": (3072,),
+    "mlp.fc2_weight": (768, 3072),
+    "mlp.fc2_bias": (768,),
+}
+GPT2_124M = OUTSIDE | {f"blocks.{i}.{name}": shape for i in range(12) for name, shape in BLOCK.items()}
+PUBLISHED = {"gpt2": 124_439_808, "gpt2_medium": 354_823_168, "gpt2_large": 774_030_080, "gpt2_xl": 1_557_611_200}
+
+
+@pytest.fixture(scope="module")
+def configs():
+    names = {path.stem for path in (compose.conf_dir() / "model").glob("[!_]*.yaml")}
+    assert names == set(MODELS)
+    return {name: compose.preflight([f"model={name}", "data.tokenizer=gpt2"])[0].model for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def on_meta():
+    """Build a model of any set of layers, without memory."""
+
+    def make(config, family, vocabulary, keep_bf16=()):
+        with torch.device("meta"):
+            return GPT2(config, vocabulary, load(family), keep_bf16)
+
+    with families() as load:
+        yield make
+
+
+def test_gpt2s_names_and_shapes_are_those_of_its_checkpoints(configs, on_meta):
+    described = {p.name: p.shape for p in parameters(block_spec(configs["gpt2"]), 12, 1024, 50304)}
+    assert described == GPT2_124M
+    for family in FAMILIES:
+        state = on_meta(configs["gpt2"], family, 50257).state_dict()
+        assert {name: tuple(tensor.shape) for name, tensor in state.items()} == GPT2_124M
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_set_of_layers_has_what_is_described(configs, on_meta, model, family, bias):
+    config = replace(configs[model], bias=bias)
+    rows = padded_vocabulary(50257)
+    built = {name: tuple(p.shape) for name, p in on_meta(config, family, 50257).named_parameters()}
+    described = list(parameters(block_spec(config), config.n_layer, config.n_positions, rows))
+    assert built == {p.name: p.shape for p in described}
+    assert len(described) == len(built)
+    assert sum(map(math.prod, built.values())) == parameter_count(config, rows) == sum(p.numel for p in described)
+
+
+def test_blocks_that_stay_in_bf16_have_the_same(configs, on_meta):
+    kept = on_meta(configs["tiny"], "fused", 257, keep_bf16=("first", "head"))
+    plain = on_meta(configs["tiny"], "reference", 257)
+    assert {n: p.shape for n, p in kept.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
+
+
+def test_transformer_engine_is_told_what_the_block_is(configs, on_meta):
+    block = on_meta(configs["gpt2"], "te", 50257).blocks[0]
+    assert (block.qkv.eps, block.mlp.eps, block.mlp.activation) == (1e-5, 1e-5, "gelu")
+    assert block.attention.kernel.heads == (12, 64)
+
+
+def test_layers_that_lack_an_option_build_nothing(on_meta):
+    with pytest.raises(AssertionError, match="the fused layers have no dropout"):
+        on_meta(replace(CONFIG, dropout=0.1), "fused", VOCAB)
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_counts_are_those_published(configs, model):
+    assert parameter_count(configs[model], 50257) == PUBLISHED[model]
+
+
+def llama_like(n_embd, heads, mlp, tied):
+    return BlockSpec(
+        n_embd=n_embd, norm=Norm("rms_norm", 1e-5), heads=heads, mlp=MLP("swiglu", mlp), positions=RoPE(5e5),
+        bias=False, dropout=0.0, tied=tied,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spec", "n_layer", "rows", "published"),
+    [
+        (llama_like(4096, Heads(32, 8, 128), 14336, tied=False), 32, 128256, 8_030_261_248),
+        (llama_like(1024, Heads(16, 8, 128, qk_norm=True), 3072, tied=True), 28, 151936, 596_049_920),
+    ],
+    ids=["Llama 3 8B", "Qwen3 0.6B"],
+)
+def test_counts_of_other_blocks_are_those_published(spec, n_layer, rows, published):
+    assert count(spec, n_layer, 8192, rows) == published
+    names = [p.name for p in parameters(spec, n_layer, 8192, rows)]
+    assert len(names) == len(set(names))
+    assert not any("bias" in name or "positions" in name for name in names)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_flops_are_six_a_parameter_and_attentions(configs, model):
+    config = configs[model]
+    n = parameter_count(config, 50304) - config.n_positions * config.n_embd
+    assert flops_per_token(config, 50304) == 6 * n + 12 * config.n_layer * config.n_embd * config.n_positions
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_initial_values_are_what_names_alone_said(bias):
+    """The values that runs of this version begin with, bit for bit: they once followed from suffixes of names."""
+    model = build(replace(CONFIG, n_embd=64, n_layer=3, bias=bias), seed=7)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            expected = torch.zeros_like(parameter)
+        elif name.endswith("layer_norm_weight"):
+            expected = torch.ones_like(parameter)
+        else:
+            std = 0.02 / math.sqrt(6) if name.endswith(("projection.weight", "fc2_weight")) else 0.02
+            generator = torch.Generator().manual_seed(zlib.crc32(f"7/{name}".encode()))
+            expected = torch.empty(parameter.shape).normal_(0.0, std, generator=generator)
+            if name == "tokens.weight":
+                expected[VOCAB:] = 0
+        assert torch.equal(parameter, expected), name
