@@ -40,6 +40,13 @@ class Plan:
         """The name of the recipe that FP8 tensors get their scales by; None where nothing is scaled."""
         return self.backend.recipe.name if self.fp8 and self.backend.recipe else None
 
+    def computes_as(self, other: Plan) -> bool:
+        """Tell whether a model of this plan can run under another: the same layers, precision and device."""
+        return other is self or (
+            (type(self.backend), self.ran, self.recipe, self.device)
+            == (type(other.backend), other.ran, other.recipe, other.device)
+        )
+
 
 def resolve(config: RunConfig, device: Device) -> Plan:
     """Decide precision and backend for a device.
@@ -60,6 +67,12 @@ def resolve(config: RunConfig, device: Device) -> Plan:
         cause = f"precision={precision.name} cannot run here: {reason}"
         raise UserError.of(cause, f"precision.fallback=allow trains in {lesser}")
     return Plan(device, precision.name, lesser, reason, Reference(config, lesser, device))
+
+
+def unaccelerated(config: RunConfig, device: Device) -> Plan:
+    """Return the plan of plain torch in float32, which can hold any run's weights on any machine."""
+    reason = "no Trainer has said yet what computes"
+    return Plan(device, config.precision.name, "fp32", reason, Reference(config, "fp32", device))
 
 
 def fallen_back(plan: Plan, config: RunConfig, reason: str) -> Plan:
