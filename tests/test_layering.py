@@ -49,11 +49,11 @@ HOUSE = {
     # what a backend is made of
     "layers": Row("kernels config", "torch transformer_engine flash_attn"),
     "kernels": Row("", "torch triton cuda"),
-    # a run's files; what is private in other libraries
-    "compat": Row("checkpoint config", "torch lightning"),
-    "checkpoint": Row("config", "torch safetensors"),
     # from settings to checked settings, before torch is there
-    "compose": Row("config", "hydra omegaconf yaml"),
+    "compose": Row("compat config", "hydra omegaconf yaml"),
+    # a run's files; what is private in other libraries
+    "compat": Row("checkpoint config", "torch lightning hydra"),
+    "checkpoint": Row("config", "torch safetensors"),
     # what everything stands on
     "runtime": Row("config", "torch numpy"),
     "config": Row(""),
@@ -65,6 +65,7 @@ ONLY_IN = {
     "flash_attn": ["layers.attention"],
     "cuda": ["kernels.nvrtc"],
     "matplotlib": ["measure.plot"],
+    "hydra": ["run", "compose", "compat.hydra_private"],
 }
 
 # Imported where it is used and nowhere else, so that everything imports, and shows its help, on a laptop.
@@ -74,7 +75,7 @@ INSIDE_FUNCTIONS = {
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
-    *("config", "compose", "run", "bench", "train.loading", "train.summary"),
+    *("config", "compose", "run", "bench", "train.loading", "train.summary", "compat.hydra_private"),
     *("runtime.memory_limits", "runtime.signals", "runtime.slurm", "runtime.output", "runtime.standard_streams"),
 ]
 
@@ -211,7 +212,14 @@ def test_a_circle_is_seen():
 
 
 def test_hydra_is_at_the_rim():
-    assert {name for name, row in HOUSE.items() if "hydra" in row.packages.split()} == {"run", "compose"}
+    assert {name for name, row in HOUSE.items() if "hydra" in row.packages.split()} == {"run", "compose", "compat"}
+
+
+def test_what_is_private_in_hydra_is_in_one_module():
+    private = {
+        name for name, path in MODULES.items() if any(i.name.startswith("hydra._internal") for i in imports(path))
+    }
+    assert private == {"compat.hydra_private"}
 
 
 def test_config_is_standard_library_only():

@@ -48,7 +48,7 @@ _DATA = StdlibData(
 _OPTIM = OptimConfig(
     lr=3e-4, min_lr_ratio=0.1, warmup_steps=5, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, max_grad_norm=1.0
 )
-_NO_PART = ("precision", "recipe", "callbacks", "logger", "run_name", "ckpt_path", "init_from")
+_NO_PART = ("precision", "recipe", "callbacks", "logger", "run_name", "ckpt_path", "init_from", "tags", "notes")
 
 
 def concrete(

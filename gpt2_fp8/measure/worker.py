@@ -36,7 +36,7 @@ from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import initialise, padded_vocabulary
 from gpt2_fp8.precision.plugin import build_plugin
 from gpt2_fp8.precision.resolve import Plan, resolve
-from gpt2_fp8.runtime import devices
+from gpt2_fp8.runtime import devices, registry
 
 
 class Training:
@@ -90,6 +90,7 @@ def run(case: Case) -> Result:
 def _measure(case: Case, known: dict[str, Any]) -> None:
     """Put into `known` what a Result holds, as soon as it is known."""
     config = case.config
+    registry.load(config.plugins, Path.cwd())
     if config.trainer.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)

@@ -35,7 +35,8 @@ class Ending:
         self.fallback = Fallback(config.callbacks, self.tiers.save)
         self.ranks = Ranks(self._farewell)
         self.parts: Parts | None = None
-        self._summary = Summary(precision=Precision(asked=config.precision.name), recipe=_recipe(config))
+        precision = Precision(asked=config.precision.name)
+        self._summary = Summary(precision=precision, recipe=_recipe(config), tags=config.tags, notes=config.notes)
         self._launcher: object = None
 
     def chosen(self, config: RunConfig, choice: Choice | None) -> None:

@@ -17,6 +17,7 @@ PARTNERS = {
     "data=text_files": ["data.train_files=[corpus.txt]"],
     "trainer=ddp": [],
     "recipe=auto": ["precision=auto"],
+    "data=registered": ["plugins=[json]", "data.source=x"],
 }
 REFUSED = {"precision=fp8_e5m2": "E5M2 x E5M2"}  # recipe=mxfp8 is refused only where the GPU cannot do it
 
@@ -69,7 +70,7 @@ def test_model_and_optim_come_in_pairs():
 
 def leaves(node, path=""):
     for key, value in node.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from leaves(value, f"{path}{key}.")
         else:
             yield path + key
