@@ -140,8 +140,9 @@ class Catalog:
         return [f"hydra.searchpath=[{','.join(quoted)}]"] if quoted else []
 
     def _check_references(self, plain: dict[str, Any]) -> None:
-        job = {**plain["hydra"]["job"], "override_dirname": ""}  # which repeats what other keys are
-        if found := references.refused({**plain, "hydra": {**plain["hydra"], "job": job}}):
+        hydra = plain["hydra"]
+        words = {"overrides": {}, "job": {**hydra["job"], "override_dirname": ""}}  # they repeat what other keys are
+        if found := references.refused({**plain, "hydra": hydra | words}):
             groups, paths = set(self.groups), [Path(folder.removeprefix("file://")) for folder in self.folders]
             named = [place for path in paths if (place := settings_folders.place_of(path, groups, found.key))]
             where = f"{printable(named[0])} holds {found.key}" if named else found.key

@@ -5,28 +5,21 @@ So every mistake is told at once, where Hydra stops at the first, and each is to
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gpt2_fp8.compose import refusals
 from gpt2_fp8.compose.catalog import Catalog, Composed, RefusedError
 from gpt2_fp8.compose.commandline import parsed_once
 from gpt2_fp8.compose.overrides import Request, is_group
-from gpt2_fp8.config import hints, parsing
+from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import line
-
-# What Hydra's messages call a word.
-_NAMES = re.compile(
-    r"(?:Could not override|An item is already at) '([^']*)'|Multiple values for (\S+)\.|Error merging override (.*)$"
-)
 
 
 class Composer:
@@ -75,7 +68,7 @@ class Composer:
         self, words: list[Override], error: BaseException | None
     ) -> tuple[Override, BaseException | None]:
         """Which word is refused, and what Hydra says of it: by the name that it says, or by composing fewer words."""
-        if named := _named(words, error) or _chooser(list(filter(self._chooses, words)), error):
+        if named := refusals.named(words, error) or refusals.chooser(list(filter(self._chooses, words)), error):
             return named, error
         choices = sum(map(self._chooses, words))
         good, bad = 0, len(words)
@@ -84,7 +77,7 @@ class Composer:
         elif choices:
             bad = choices
         if good == 0 and (said := self._refusal([])):
-            raise UserError([_not_composed(said)])
+            raise UserError([refusals.not_composed(said)])
         while bad - good > 1:
             middle = (good + bad) // 2
             good, bad = (middle, bad) if self._refusal(words[:middle]) is None else (good, middle)
@@ -104,19 +97,18 @@ class Composer:
         if self._chooses(word):
             self.request.refused_groups.add(key)
             if not self.catalog.refused_folder:  # the choice may be there, in a folder that was refused
-                self._note(key, _bad_choice(word, error, self.catalog))
+                self._note(key, refusals.bad_choice(word, error, self.catalog))
         elif word.is_hydra_override():
-            cause, remedy = _not_composed(error)
+            cause, remedy = refusals.not_composed(error)
             if key.startswith("hydra.sweeper.params"):  # which Hydra adds nothing to where there are none
                 remedy = "-m KEY=VALUE,VALUE types a sweep; hydra.sweeper.params stands in a file"
             self._note(key, Problem(cause, f"{remedy}; or leave out {text}"))
-        elif "Could not override" in str(error):
-            base = self.base(words)
+        elif "Could not override" in str(error) and not lookup(base := self.base(words), key)[0]:
             for other in words:  # Hydra would say the same of each
                 if not self._chooses(other) and not lookup(base, other.key_or_group)[0]:
                     self._add(other, base)
         else:
-            self._note(key, _bad_value(word, error))
+            self._note(key, refusals.bad_value(word, error))
 
     def _add(self, word: Override, base: dict[str, Any]) -> None:
         """Have the schema speak of a key that none of the chosen files has."""
@@ -157,52 +149,6 @@ def _lines(words: list[Override]) -> list[str]:
     return [str(word.input_line) for word in words]
 
 
-def _named(words: list[Override], error: BaseException | None) -> Override | None:
-    """The word that Hydra's message names, by its key or as a whole."""
-    said = _NAMES.search(str(error))
-    names = set(said.groups()) if said else set()
-    return next((word for word in reversed(words) if {word.input_line, word.key_or_group} & names), None)
-
-
-def _chooser(words: list[Override], error: BaseException | None) -> Override | None:
-    """The word that chooses a file that is not there: by its group, or else by the file's name (`optim: ${model}`)."""
-    if not isinstance(error, MissingConfigException):
-        return None
-    group, _, name = str(error.missing_cfg_file).rpartition("/")
-    by_group = [word for word in words if f"{group}/".startswith(f"{word.key_or_group}/")]
-    by_name = [word for word in words if word.value() == name]
-    return next(reversed(by_group or by_name), None)
-
-
-def _bad_choice(word: Override, error: BaseException | None, catalog: Catalog) -> Problem:
-    group, text = word.key_or_group, str(word.input_line)
-    if isinstance(error, MissingConfigException):
-        folder, _, name = str(error.missing_cfg_file).rpartition("/")
-        if folder != group and not folder.startswith(f"{group}/"):
-            have = ", ".join(catalog.get_group_options(folder))
-            if name != word.value():
-                return Problem(f"{text}: its file names {folder}/{name}, which is not there", f"choose one of {have}")
-            cause = f"{text}: no {folder}/{name}.yaml, where {folder} follows {group}"
-            return Problem(cause, f"add {folder}=, one of {have}")
-        below = folder.removeprefix(group).lstrip("/")
-        options = [f"{below}/{option}" for option in catalog.get_group_options(folder)] if below else []
-        choice = f"{below}/{name}" if below else name
-        return Problem(*hints.unknown_choice(group, choice, options or catalog.get_group_options(group)))
-    if "Multiple values for" in str(error):
-        return Problem(f"{text}: {group} has its place already", f"{text.lstrip('+')}, without the +")
-    if "Could not override" in str(error):
-        return Problem(f"{text}: {group} is no group of this program's own", f"+{text}, to add it")
-    return _not_composed(error)
-
-
-def _bad_value(word: Override, error: BaseException | None) -> Problem:
-    key, text = word.key_or_group, str(word.input_line)
-    if "An item is already at" in str(error):
-        return Problem(f"{text}: {key} has a value already", f"{text.lstrip('+')}, without the +")
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return Problem(f"{text.lstrip('+')} cannot be set: {reason}", f"set the whole of {key.rpartition('.')[0] or key}")
-
-
 def lookup(node: Any, key: str) -> tuple[bool, Any]:
     """Whether a plain configuration has a key, and its value as it is written, `${...}` and all."""
     for part in filter(None, key.split(".")):
@@ -225,13 +171,3 @@ def _single_value_above(base: dict[str, Any], key: str) -> str | None:
     """The longest part of a key that there is, where that has no keys of its own."""
     there = next((part for part in above(key)[1:] if lookup(base, part)[0]), None)
     return there if there and not isinstance(lookup(base, there)[1], (dict, list)) else None
-
-
-def _not_composed(error: BaseException | None) -> Problem:
-    cause = error.__cause__ if error and not str(error) and error.__cause__ else error
-    lines = [text.strip() for text in f"{cause} {cause.__cause__ or '' if cause else ''}".splitlines() if text.strip()]
-    said = line(" ".join(lines[:3]), 500)
-    return Problem(
-        f"the configuration cannot be composed: {said}",
-        "correct the file that it names, or the choice that leads there",
-    )

@@ -35,8 +35,7 @@ _ALLOWED = re.compile(
 )
 _LOGGINGS = ("class", "filters", "handlers")  # what Python's logging makes handlers of, by their names
 _OBJECT = re.compile(r"\s*(ext|cfg)://")
-_PLUGIN = re.compile(rf"override /({'|'.join(hydra_policy.GROUPS)})")
-_ALL_PRINTABLE = re.compile(r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]*")
+_PLUGIN = re.compile(rf"override /?({'|'.join(hydra_policy.GROUPS)})")
 
 
 class Refusal(NamedTuple):
@@ -50,27 +49,6 @@ class Refusal(NamedTuple):
 CODE = "which could make Hydra run other code"
 _ONLY = "which only the command line may"
 FOR_THE_COMMAND_LINE = (CODE, _ONLY)
-
-
-def read(data: bytes) -> tuple[str, list[yaml.Node]]:
-    """The text of a file, and its documents as nodes. Raises ValueError, saying why, where it is no YAML in UTF-8."""
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ValueError("it is UTF-16, and settings are UTF-8: save it as that")
-    if data.startswith(b"\xef\xbb\xbf"):
-        raise ValueError("it begins with a byte-order mark, behind which Hydra sees no header: save it without")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not UTF-8: save it as UTF-8") from None
-    if bad := _ALL_PRINTABLE.match(text).end() - len(text):  # type: ignore[union-attr]
-        sign = text[bad]
-        raise ValueError(f"line {text[:bad].count(chr(10)) + 1} has the control character {sign!r}")
-    try:
-        return text, list(yaml.compose_all(text, Loader=yaml.SafeLoader))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise ValueError(_yaml_error(text, error)) from None
 
 
 Options = Callable[[str], list[str]]  # from one of Hydra's groups to its choices
@@ -98,18 +76,6 @@ def line_of(documents: list[yaml.Node], key: str) -> int | None:
         if isinstance(node, yaml.MappingNode):
             left += _members(node, path)
     return None
-
-
-def _yaml_error(text: str, error: Exception) -> str:
-    """What is wrong with a file that is no YAML, and where."""
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return line(" ".join(str(error).split()), 200)
-    lines = text.splitlines()
-    words = lines[mark.line] if mark.line < len(lines) else ""
-    if "\t" in words[: len(words) - len(words.lstrip())] or "'\\t'" in str(getattr(error, "problem", "")):
-        return f"line {mark.line + 1} is indented with a tab, and YAML takes blanks"
-    return line(f"line {mark.line + 1}: {getattr(error, 'problem', None) or 'it is no YAML'}", 200)
 
 
 def _refusals(text: str, documents: list[yaml.Node], options: Options) -> Iterator[Refusal]:
@@ -230,20 +196,26 @@ def _scalar(node: yaml.ScalarNode, path: str) -> Iterator[Refusal]:
 
 def _defaults(root: yaml.MappingNode, options: Options) -> Iterator[Refusal]:
     """The defaults list: choices of this program's groups by plain names, and of Hydra's where they are installed."""
-    chosen = {id(key): value for entry in _entries(root) for key, value in _pairs(entry)}
+    pairs = [pair for entry in _entries(root) for pair in _pairs(entry)]
+    for key, value in pairs:
+        if group := _PLUGIN.fullmatch(str(key.value)):
+            there, name = options(group[1]), str(value.value)
+            if not isinstance(value, yaml.ScalarNode) or name not in there:
+                told = hydra_policy.missing_plugin(group[1], name, there)
+                yield Refusal(
+                    f"a default of hydra's {_at(key, 'defaults')}", f"and {line(told.cause, 200)}", told.remedy
+                )
+    keys = {id(key) for key, _ in pairs}
     for text, node in _default_texts(root):
         where = _at(node, "defaults")
         path = text.split(" ")[-1].removeprefix("/")
-        group, value = _PLUGIN.fullmatch(text), chosen.get(id(node))
-        if group and isinstance(value, yaml.ScalarNode):
-            if value.value not in options(group[1]):
-                told = hydra_policy.missing_plugin(group[1], str(value.value), options(group[1]))
-                yield Refusal(f"a default of hydra's {where}", f"and {line(told.cause, 200)}", told.remedy)
-        elif "hydra" in text:
+        if id(node) in keys and _PLUGIN.fullmatch(text):
+            continue
+        if "hydra" in text:
             yield Refusal(f"a default of hydra's {where}", CODE)
         elif not plain_path(re.sub(r"@_(global|here|group)_$", "", path)):
             yield Refusal(f"the default {line(text, 80)} {where}", "which is no choice of a group's")
-        elif "$" in path.partition("/")[0] and ("/" in path or id(node) in chosen):
+        elif "$" in path.partition("/")[0] and ("/" in path or id(node) in keys):
             yield Refusal(f"the default {line(text, 80)} {where}", "whose group is to be named")
 
 

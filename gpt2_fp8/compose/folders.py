@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt2_fp8.compose import contents
+from gpt2_fp8.compose import contents, yaml_nodes
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.shown import line, printable
 
@@ -59,7 +59,7 @@ def place_of(folder: Path, groups: set[str], key: str) -> str | None:
     """The file and line of a folder, in which nothing is refused, that give a key its value; None: none does."""
     for file in _files(folder, groups):
         with suppress(ValueError):  # of another folder, that nothing was chosen from
-            _, documents = contents.read(file.read_bytes())
+            _, documents = yaml_nodes.read(file.read_bytes())
             if (number := contents.line_of(documents, key)) is not None:
                 return f"{file}, line {number},"
     return None
@@ -72,7 +72,7 @@ def _problem(
     shown = printable(str(file))
     if reason is None:
         try:
-            text, documents = contents.read(data)
+            text, documents = yaml_nodes.read(data)
         except ValueError as error:
             reason = str(error)
     if reason is not None:

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.compose import composer, conf_dir
+from gpt2_fp8.compose import conf_dir, refusals
 
 
 def test_it_is_the_hydra_that_was_read():
@@ -70,7 +70,7 @@ def test_hydras_messages_name_the_word(word):
     name, kind = NAMED[word]
     with pytest.raises(kind) as told:
         compose("config", [word])
-    found = composer._NAMES.search(str(told.value))
+    found = refusals._NAMES.search(str(told.value))
     assert found is not None
     assert name in found.groups()
 

@@ -14,6 +14,7 @@ from gpt2_fp8.compose import conf_dir, look_only, preflight
 from gpt2_fp8.config import hydra_policy
 from gpt2_fp8.config.errors import UserError
 from tests.runs import SMALL, command, summary
+from tests.test_readme import README, blocks
 
 ALONE = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -137,6 +138,13 @@ def test_a_file_stores_a_sweep():
     assert [(config.seed, config.optim.lr) for config in jobs] == [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)]
     assert len(preflight(["-cd", "mine", "experiment=search", "seed=5"])) == 2
     assert len(preflight(["-cd", "mine", "experiment=search", "hydra.sweeper.params.seed='1,2,3'"])) == 6
+
+
+def test_the_sweep_that_the_readme_stores():
+    (text,) = blocks(README, "yaml")
+    write("mine/experiment/search.yaml", text)
+    jobs = preflight(["-cd", "mine", "experiment=search"])
+    assert [(config.seed, config.optim.lr) for config in jobs] == [(1, 1e-3), (1, 2e-3), (2, 1e-3), (2, 2e-3)]
 
 
 def test_a_file_sets_levels(tmp_path):
@@ -272,6 +280,8 @@ def test_tags_and_notes():
     ]
     assert remedies("tags.purpose=x") == ["+tags.purpose=x, to add it"]
     assert remedies("tags=x") == ["+tags.KEY=VALUE"]
+    assert remedies("tags={purpose:x}") == ["+tags={purpose:x}, to add them"]
+    assert preflight(["+tags={purpose:x}"])[0].tags == {"purpose": "x"}
 
 
 def test_tags_and_notes_of_a_run_that_did_not_begin(tmp_path, monkeypatch):
