@@ -253,7 +253,7 @@ class HotRate(Faults):
         self.always = always
 
     def before(self, module, step):
-        if 13 <= step <= 32 and (self.always or module.plan.fp8):
+        if 13 <= step <= 32 and (self.always or module.step.plan.fp8):
             for group in module.optimizers().param_groups:
                 group["lr"] *= 1000
 
@@ -296,7 +296,7 @@ class BadInFP8(Faults):
     """Steps 6 and 7 are not finite as long as the run is one in FP8, whatever they are computed in."""
 
     def loss(self, module, step, precision):
-        return NAN if module.plan.fp8 and step in (6, 7) else 1.0
+        return NAN if module.step.plan.fp8 and step in (6, 7) else 1.0
 
 
 @pytest.fixture(scope="module")
@@ -367,7 +367,7 @@ from tests.faults.pretended import NAN, Faults, pretend, put
 
 class OnRankOne(Faults):
     def loss(self, module, step, precision):
-        here = module.global_rank == 1 and module.plan.fp8
+        here = module.global_rank == 1 and module.step.plan.fp8
         return NAN if here and (step in (6, 7) or (step, precision) == (2, "fp8")) else 1.0
 
     def gradient(self, module, step, precision):
