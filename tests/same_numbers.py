@@ -3,8 +3,9 @@
     python -m tests.same_numbers COMMIT
 
 Both trees train the same small runs on the CPU, side by side: three legs in one process each for every precision that
-runs there, two ranks, and a run of the earlier tree that this one continues. Steps' token hashes and losses, logged values, and all saved tensors must be equal to the
-last bit, and the saved state to the last value, once its keys have the present names (`checkpoint/upgrade.py`).
+runs there, two ranks, and a run of the earlier tree that this one continues. Steps' token hashes and losses, logged
+values, and all saved tensors must be equal to the last bit. So must the saved state, once its keys have the present
+names (`checkpoint/upgrade.py`).
 Ends with 1 and the first differences if they are not.
 """
 

@@ -1,4 +1,4 @@
-"""Checkpoints of earlier formats, as the present code reads them. Format 1 is in `tests/faults/test_checkpoint_files`."""
+"""Checkpoints of earlier formats, as the present code reads them. For format 1: `faults/test_checkpoint_files`."""
 
 from pathlib import Path
 
