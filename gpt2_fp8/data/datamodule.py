@@ -51,6 +51,7 @@ class TokenDataModule(LightningDataModule):
         micro_batch_size: sequences per rank and item of the validation loader; the training loader does not use it.
         max_steps: optimizer steps of the whole run, and so the training loader's length.
         overfit_batches: repeat the first N steps' items for ever; 0: off.
+        plugins: modules that worker processes import before they read.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class TokenDataModule(LightningDataModule):
         micro_batch_size: int,
         max_steps: int,
         overfit_batches: int = 0,
+        plugins: tuple[str, ...] = (),
     ):
         super().__init__()
         self.config = config
@@ -69,6 +71,7 @@ class TokenDataModule(LightningDataModule):
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.max_steps, self.overfit_batches = max_steps, overfit_batches
+        self.plugins = plugins
         self._steps = Steps(self._start, max_steps, overfit_batches)
         self._loaded: dict[str, Any] | None = None  # a saved state that came before `setup`
         self._ready = False  # what follows exists from `setup` on
@@ -81,7 +84,8 @@ class TokenDataModule(LightningDataModule):
     @classmethod
     def from_config(cls, config: RunConfig) -> TokenDataModule:
         """Build the data module of a run whose micro-batch is a number."""
-        return cls(config.data, micro_batch_size=config.micro_batch, **_arguments(config))
+        plugins = tuple(config.plugins)
+        return cls(config.data, micro_batch_size=config.micro_batch, plugins=plugins, **_arguments(config))
 
     def is_of(self, config: RunConfig) -> bool:
         """Tell whether its training batches are those that `config` asks for."""
@@ -125,7 +129,7 @@ class TokenDataModule(LightningDataModule):
             cache.check()
         source = build_source(self.config)
         self._corpus = source.corpus()
-        reader = UnitReader(source, self.config.tokenizer, cache)
+        reader = UnitReader(source, self.config.tokenizer, cache, self.plugins)
         digests = Digests(self._corpus)
         self._pool = UnitPool(reader, self.config.num_workers, digests)
         try:
