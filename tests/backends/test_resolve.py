@@ -8,7 +8,7 @@ import torch
 from gpt2_fp8 import compose
 from gpt2_fp8.backends import resolve as resolving
 from gpt2_fp8.backends import transformer_engine
-from gpt2_fp8.backends.fused import SMALL
+from gpt2_fp8.backends.fused import SMALL_TOKENS
 from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
@@ -209,7 +209,7 @@ def test_fast_accumulation_is_refused_where_the_fused_layers_cannot_run(config, 
 
 # CUDA graphs
 
-FITS = SMALL // POSITIONS  # sequences of the largest micro-batch that is small
+FITS = SMALL_TOKENS // POSITIONS  # sequences of the largest micro-batch that is small
 
 
 @pytest.mark.usefixtures("hopper")
