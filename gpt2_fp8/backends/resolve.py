@@ -102,7 +102,7 @@ def _in_fp8(config: RunConfig) -> type[Backend]:
         raise UserError.of(cause, "leave it out")
     found = next(b for b in IN_FP8 if b.why_not(config) is None) if asked == "auto" else _asked(config, asked)
     if config.cuda_graphs is True and not found.records_graphs:
-        cause = f"cuda_graphs=true records the fused FP8 layers alone, and this run has the layers {found.name!r}"
+        cause = f"cuda_graphs=true records only the fused FP8 layers, and this run has the layers {found.name!r}"
         raise UserError.of(cause, "cuda_graphs=auto, or precision=fp8_hybrid recipe=delayed on a Hopper GPU")
     return found
 

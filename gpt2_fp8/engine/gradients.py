@@ -84,7 +84,7 @@ class Gradients:
         with self._no_sync(), torch.enable_grad():
             self.scaling.calibrate(self._looked_at(self.loss), part, share=len(part) / len(ids))
 
-    def like_moments(self) -> list[Tensor]:
+    def like_optimizer_state(self) -> list[Tensor]:
         """Allocate as much memory as the first update will need for AdamW's optimizer state.
 
         Hold it while the first gradients are computed. Otherwise a size could fit only because there is no optimizer

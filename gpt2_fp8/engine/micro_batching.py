@@ -56,9 +56,9 @@ class MicroBatching:
         """Compute what `Gradients.of_step` does, averaged over the ranks. Collective."""
 
         def of(size: int) -> Tensor:
-            moments = [] if self.training.proven else self._gradients.like_moments()
+            optimizer_state = [] if self.training.proven else self._gradients.like_optimizer_state()
             loss = self._gradients.of_step(ids, size)
-            del moments
+            del optimizer_state
             return loss
 
         return self._of_all_ranks(self.training, of, ids)

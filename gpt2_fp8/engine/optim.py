@@ -38,7 +38,7 @@ def check_moments(optimizer: AdamW, saved: dict[str, Any], step: int) -> None:
     shapes = {index: parameter.shape for index, parameter in zip(named, parameters, strict=True)}
     ratio = max(_most_ratio(*group["betas"]) for group in [*optimizer.param_groups, *_with_betas(saved)])
     if not saved["state"] or not saved["state"].keys() <= shapes.keys():
-        raise ValueError(f"the optimizer's moments are of {len(saved['state'])} parameters, and it has {len(shapes)}")
+        raise ValueError(f"the optimizer state is of {len(saved['state'])} parameters, and the model has {len(shapes)}")
     for index, moments in saved["state"].items():
         for name, shape in (("exp_avg", shapes[index]), ("exp_avg_sq", shapes[index]), ("step", torch.Size())):
             if (found := moments[name].shape) != shape:
@@ -52,7 +52,7 @@ def check_moments(optimizer: AdamW, saved: dict[str, Any], step: int) -> None:
             raise ValueError(f"the optimizer's exp_avg or exp_avg_sq {index} is not finite")
         if (mean.abs() > squares.sqrt() * ratio + _UNDERFLOWN).any():
             raise ValueError(
-                f"the optimizer's exp_avg {index} reaches {mean.abs().max().item():.3g}, where exp_avg_sq of at most "
+                f"the optimizer's exp_avg {index} reaches {mean.abs().max().item():.3g}, but exp_avg_sq of at most "
                 f"{squares.max().item():.3g} says that no gradient was so large"
             )
         updates = moments["step"].item()

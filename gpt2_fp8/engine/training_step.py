@@ -142,8 +142,8 @@ class TrainingStep:
         self._unsettled, self._last = None, result
         self.schedule.step()
         done()
-        for told in self.on_settled:
-            told(result)
+        for function in self.on_settled:
+            function(result)
 
     def _run_again_in_bf16(self, ids: Tensor, first: Verdict) -> StepResult:
         """Compute the step once more from the same weights, since its update was left out. Collective."""

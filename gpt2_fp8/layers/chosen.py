@@ -20,13 +20,13 @@ def chosen(rows: int, n_head: int, n_embd: int, padded_vocab_size: int) -> dict[
     missing, heads = nvrtc.missing() is not None, gpt2_heads(n_head, n_embd)
     gelu = shapes.why_no_product(rows, gpt2_mlp(n_embd).width, n_embd)
     logits = shapes.why_no_product(rows, padded_vocab_size, n_embd)
-    if missing or n_embd > shapes.WIDEST:
-        norm = "in Triton, over tiles" + ("" if missing else f" (rows are wider than {shapes.WIDEST:,})")
+    if missing or n_embd > shapes.WIDEST_COLUMNS:
+        norm = "in Triton, over tiles" + ("" if missing else f" (rows are wider than {shapes.WIDEST_COLUMNS:,})")
     else:
         norm = "in CUDA C++, over rows"
     flash = attention.why_not_flash(heads)
     return {
-        "gelu": _product("in its products", "beside its products, in Triton", gelu, missing),
+        "gelu": _product("inside its GEMMs", "outside its GEMMs, in Triton", gelu, missing),
         "logits": _product("with their statistics", "without their statistics", logits, missing),
         "normalisation": norm,
         "casts": f"in {'Triton' if missing else 'CUDA C++'}",

@@ -109,7 +109,7 @@ class Scaling:
             return False
         sequences = saved.pop("sequences", self.sequences)  # older checkpoints do not have it
         if reason := state.why_not_usable(saved):
-            log.warning("the checkpoint's FP8 scales are not taken, and found anew: %s", reason)
+            log.warning("the checkpoint's FP8 scales are not used, and new ones are found: %s", reason)
             return False
         with self.context():
             state.restore(self.model, saved)

@@ -61,7 +61,7 @@ def why_not_usable(saved: dict[str, Tensor]) -> str | None:
             if odd.numel():
                 return f"{name} has {odd[0].item():g}"
         elif (values.isfinite() & ((values < 0) | (values > _LARGEST))).any():
-            return f"{name} has magnitudes from {values.min().item():g} to {values.max().item():g}"
+            return f"{name} has amaxes from {values.min().item():g} to {values.max().item():g}"
     return None
 
 
@@ -101,9 +101,9 @@ def agree(model: nn.Module) -> None:
         return
     histories, scales = [state.amax_history for state in states], [state.scale for state in states]
     flat = _flat([*histories, *scales])
-    magnitudes, negated = flat.split([sum(map(Tensor.numel, histories)), sum(map(Tensor.numel, scales))])
+    amaxes, negated = flat.split([sum(map(Tensor.numel, histories)), sum(map(Tensor.numel, scales))])
     # NaN has no order, so it becomes infinity, which has one. No scale is taken from either.
-    magnitudes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    amaxes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     negated.neg_()
     collectives.maximum(flat)
     negated.neg_()

@@ -249,7 +249,7 @@ def test_other_layers_have_no_graphs(config, keys):
 def test_graphs_are_refused_on_a_gpu_without_the_layers_for_them(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     problem = refusal(config(micro_batch_size=1, cuda_graphs=True))
-    assert problem.cause.startswith("cuda_graphs=true records the fused FP8 layers alone")
+    assert problem.cause.startswith("cuda_graphs=true records only the fused FP8 layers")
     assert "cuda_graphs=auto" in problem.remedy
 
 
