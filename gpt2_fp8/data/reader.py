@@ -29,6 +29,7 @@ class UnitReader:
     source: Source
     tokenizer: TokenizerName
     cache: UnitCache | None
+    plugins: tuple[str, ...] = ()  # modules of the user's, which a worker process imports too
 
     def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
         """Raises UserError or DataSourceLost where the source ends in one."""

@@ -8,20 +8,23 @@ from pathlib import Path
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import memory_limits, signals, slurm
+from gpt2_fp8.runtime import memory_limits, registry, signals, slurm
 from gpt2_fp8.train import summary
 
 LEAST_DATA = 128 << 20  # bytes; with less, what torch loads ends the process itself
 
 
-def training(config: RunConfig, folder: Path) -> Callable[[RunConfig, Path, bool], float | None]:
-    """`train.run`, for a run of `config` in `folder`.
+def training(config: RunConfig, folder: Path, here: Path) -> Callable[[RunConfig, Path, bool], float | None]:
+    """`train.run`, for a run of `config` in `folder`, with its plugins imported. `here`: where they are looked for.
 
-    Raises UserError where the process may not have the memory for torch, and Stopped for a signal.
+    Raises UserError where the process may not have the memory for torch, or a plugin cannot be imported, and Stopped
+    for a signal.
     """
     with signals.handled() as handlers:
         try:
-            return _imported()
+            run = _imported()
+            registry.load(config.plugins, here)
+            return run
         except BaseException as caught:
             handlers.hold()  # what follows is the end already
             if handlers.received is not None:  # whatever it has become in an import, where it would be thrown next
