@@ -52,8 +52,8 @@ class Plan:
 def resolve(config: RunConfig, device: Device) -> Plan:
     """Decide precision and backend for a device.
 
-    Raises UserError in three cases: FP8 cannot run and `precision.fallback=error`; the GPU can do FP8 but not the
-    recipe; the backend that was asked for cannot compute the run.
+    Raises UserError in three cases. FP8 cannot run and `precision.fallback=error`. The GPU can do FP8 but not the
+    recipe. The backend that was asked for cannot compute the run.
     """
     precision = config.precision
     assert not isinstance(precision, AutoPrecisionConfig)  # decided before a plan is made

@@ -50,7 +50,7 @@ def matmul(
 
     All tensors are on the current CUDA device, contiguous, at multiples of 16 bytes; M, N and K are multiples of 16. A
     call does not wait for the device. It allocates memory only if it is the first of its kind or the first on its
-    stream: capture it in a CUDA graph after one call outside. Raises RuntimeError with cuBLASLt's status.
+    stream. So capture it in a CUDA graph after one call outside. Raises RuntimeError with cuBLASLt's status.
     """
     plan, addresses = prepare(a, b, out, a_scale_inv, b_scale_inv, bias=bias, add=add, fast_accumulate=fast_accumulate)
     status = plan.launch(addresses)

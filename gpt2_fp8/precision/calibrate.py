@@ -40,7 +40,7 @@ def calibrate(
     """
     factor = 2.0 ** math.ceil(math.log2(ids[:, 1:].numel()))
     devices = [ids.device] if ids.is_cuda else []
-    state.reset(model)  # a calibration that ran out of memory may have left some
+    state.reset(model)  # a calibration that ran out of memory may have left other scales
     with torch.random.fork_rng(devices=devices):
         for _ in range(PASSES):
             state.clear_histories(model)

@@ -243,7 +243,7 @@ TENSORS = {
     "a mean of squares below 0": (lambda s: moments(s)["exp_avg_sq"].fill_(-1.0), "a mean of squares, has numbers"),
     "a mean that is no number": (lambda s: moments(s)["exp_avg"].fill_(float("nan")), "exp_avg_sq 0 is not finite"),
     "squares without end": (lambda s: moments(s)["exp_avg_sq"].fill_(float("inf")), "exp_avg_sq 0 is not finite"),
-    "a mean beyond its squares": (lambda s: moments(s)["exp_avg"].fill_(1e30), r"exp_avg 0 reaches 1e\+30, where"),
+    "a mean beyond its squares": (lambda s: moments(s)["exp_avg"].fill_(1e30), r"exp_avg 0 reaches 1e\+30, but"),
     "updates below 0": (lambda s: moments(s)["step"].fill_(-5.0), "step 0 is -5.0, in a state of 4 steps"),
     "updates of other steps": (lambda s: moments(s)["step"].fill_(10.0**6), "step 0 is 1000000.0, in a state of 4"),
 }  # fmt: skip
