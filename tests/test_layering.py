@@ -54,7 +54,7 @@ HOUSE = {
     # a run's files
     "checkpoint": Row("config", "torch safetensors filelock"),
     # from settings to checked settings, before torch is there
-    "compose": Row("compat config", "hydra omegaconf yaml"),
+    "compose": Row("runtime compat config", "hydra omegaconf yaml"),
     # what everything stands on
     "runtime": Row("compat config", "torch numpy"),
     # what is private in other libraries: it knows nothing of this one

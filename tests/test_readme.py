@@ -21,7 +21,7 @@ from tests.runs import forked, metrics
 ROOT = Path(__file__).resolve().parents[1]
 README, ARCHITECTURE, PERFORMANCE = (ROOT / name for name in ("README.md", "ARCHITECTURE.md", "docs/performance.md"))
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, CONTRIBUTING, ROOT / "CHANGELOG.md"]
+DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, CONTRIBUTING, ROOT / "docs/python.md", ROOT / "CHANGELOG.md"]
 RUN, BENCH = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench"))
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
 

@@ -117,7 +117,7 @@ RUN: Form = {
         "digests": Maybe({"train": str, ...: str}),
     },
     # the configuration, which `train.saved_config` reads strictly
-    "hyper_parameters": Maybe({...: (NoneType, bool, str, Real(-1e300, 1e300), dict)}),
+    "hyper_parameters": Maybe({...: (NoneType, bool, str, Real(-1e300, 1e300), list, dict)}),
     # of version 2
     "model": Maybe({...: (NoneType, bool, Line(), Whole(), Real(-1e9, 1e9))}),
     "training_step": Maybe(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from gpt2_fp8.compose import commandline, preflight
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import AutoPrecisionConfig, RunConfig
+from gpt2_fp8.runtime import registry
 
 # Keys that only `python -m gpt2_fp8.run` reads, and what says the same to a Trainer of one's own.
 _SAID_BY_TRAINER = {
@@ -31,7 +33,7 @@ def load_config(*words: str) -> RunConfig:
         words: choices and values, such as `"model=gpt2"` and `"seed=1"`; `"-cd", FOLDER` adds settings of your own.
 
     Raises UserError with every problem at once: those that the program finds; keys that only the program reads; and
-    an `auto` that only the program settles.
+    an `auto` that only the program settles. Then, one whose plugins cannot be imported.
     """
     problems = [*_flags(words), *_unread(words)]
     config = None
@@ -45,6 +47,7 @@ def load_config(*words: str) -> RunConfig:
     if problems:
         raise UserError(dict.fromkeys(problems))
     assert config is not None
+    registry.load(config.plugins, Path.cwd())
     return config
 
 

@@ -1,0 +1,400 @@
+"""A script of one's own: `load_config`, the module, the text and the precision, under a Trainer of Lightning's."""
+
+import json
+import re
+import subprocess
+import sys
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+import gpt2_fp8
+from gpt2_fp8 import FolderCheckpointIO, FP8Precision, GPT2Module, TokenDataModule, load_config
+from gpt2_fp8.backends.resolve import Plan
+from gpt2_fp8.callbacks.checkpointing import Checkpointing
+from gpt2_fp8.callbacks.throughput import Throughput
+from gpt2_fp8.checkpoint import files
+from gpt2_fp8.checkpoint.manifest import sealed
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.precision.scaling import Scaling
+from tests.faults.pretended import Pretended
+from tests.runs import SMALL, train
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/python.md"
+WORDS = [
+    "trainer=cpu", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.n_positions=32",
+    "global_batch_size=8", "micro_batch_size=4", "trainer.max_steps=12", "optim.warmup_steps=2",
+    "data.val_sequences=8",
+]  # fmt: skip
+STEPS = 12
+
+
+class Rows(Logger):
+    """Keeps what it is given."""
+
+    name, version = "rows", ""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.hparams = [], None
+
+    def log_hyperparams(self, params, *_):
+        self.hparams = params
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def of(self, name):
+        return {step: metrics[name] for step, metrics in self.rows if name in metrics}
+
+
+@pytest.fixture(scope="module")
+def config():
+    return load_config(*WORDS)
+
+
+def trainer(config, folder, plugins=(), **options):
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    precision = [] if "precision" in options else [FP8Precision.from_config(config)]
+    return Trainer(plugins=[*precision, FolderCheckpointIO()], default_root_dir=folder, **quiet | options)
+
+
+def fit(config, folder, ckpt_path=None, **options):
+    """Train from the seed; returns the module and the Trainer."""
+    seed_everything(config.seed, verbose=False)
+    module, made = GPT2Module(config), trainer(config, folder, **options)
+    made.fit(module, datamodule=TokenDataModule.from_config(config), ckpt_path=ckpt_path)
+    return module, made
+
+
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory):
+    """A run of all steps: the module, the Trainer, and what its logger was given."""
+    rows = Rows()
+    every = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)
+    folder = tmp_path_factory.mktemp("whole")
+    module, made = fit(config, folder, logger=rows, log_every_n_steps=1, val_check_interval=4, callbacks=[every])
+    return SimpleNamespace(module=module, trainer=made, rows=rows, checkpoints=Path(every.dirpath))
+
+
+def same(one, other):
+    """Whether two modules, or state dicts, have equal weights."""
+    one, other = (x if isinstance(x, dict) else x.state_dict() for x in (one, other))
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- the configuration -----------------------------------------------------------------------------------------------
+
+
+def test_bad_words_are_refused_before_torch_is_imported():
+    program = """
+import sys, gpt2_fp8
+from gpt2_fp8.config.errors import UserError
+try:
+    gpt2_fp8.load_config("model.n_layers=1", "precision=auto", "callbacks=none")
+except UserError as error:
+    print(error)
+print("torch" in sys.modules, "lightning" in sys.modules, "GPT2Module" in dir(gpt2_fp8))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "model.n_layers" in done.stdout
+    assert "callbacks=none: only python -m gpt2_fp8.run reads it" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False False True"
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        gpt2_fp8.Trainer  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("words", "causes"),
+    [
+        (["-m", "seed=1,2"], ["-m"]),
+        (["--cfg", "job"], ["no flag that shows"]),
+        (["run_name=x", "trainer.val_check_interval=5"], ["run_name=x", "trainer.val_check_interval=5"]),
+        (["debug=fdr"], ["trainer.fast_dev_run=true"]),
+        (["micro_batch_size=auto"], ["micro_batch_size=auto"]),
+        (["precision=auto", "run_name=x"], ["run_name=x", "precision=auto"]),
+        (["logger=csv", "callbacks.keep_checkpoints=1"], ["logger=csv", "callbacks.keep_checkpoints=1"]),
+    ],
+)
+def test_what_only_the_program_reads_is_refused_all_at_once(words, causes):
+    with pytest.raises(UserError) as caught:
+        load_config(*words)
+    told = [problem.cause for problem in caught.value.problems]
+    assert all(any(cause in line for line in told) for cause in causes), told
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def test_it_computes_what_the_program_computes(whole, tmp_path):
+    val_loss = train(tmp_path / "run", base=[*SMALL, "trainer.val_check_interval=4"])
+    theirs = files.read(tmp_path / "run/checkpoints/step-00000012")
+    assert same(whole.module, theirs["state_dict"])
+    assert whole.trainer.callback_metrics["val_loss"] == val_loss
+    assert whole.module.hparams == theirs["hyper_parameters"] | {
+        name: whole.module.hparams[name] for name in ("run_name", "trainer", "callbacks")
+    }
+
+
+def test_every_step_has_its_losses(whole):
+    assert list(whole.rows.of("train_loss")) == list(range(1, STEPS + 1))
+    assert list(whole.rows.of("val_loss")) == [4, 8, 12]
+    assert whole.trainer.callback_metrics["train_loss"] == pytest.approx(whole.rows.of("train_loss")[12])
+    assert whole.rows.hparams["optim"]["lr"] == whole.module.config.optim.lr
+
+
+@pytest.mark.parametrize(
+    ("options", "cause", "remedy"),
+    [
+        ({"max_epochs": 3}, "max_epochs=3", "trainer.max_steps=36"),
+        ({"max_steps": 13}, "max_steps=13", "trainer.max_steps=13"),
+        ({"min_steps": 20}, "min_steps=20", "trainer.max_steps"),
+        ({"gradient_clip_val": 0.5}, "gradient_clip_val=0.5", "optim.max_grad_norm=0.5"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2", "global_batch_size"),
+        ({"overfit_batches": 2}, "overfit_batches=2", "trainer.overfit_batches=2"),
+        ({"precision": "bf16-mixed"}, "'bf16-mixed'", "FP8Precision.from_config(config)"),
+    ],
+)
+def test_a_trainer_that_contradicts_the_configuration_is_refused(config, tmp_path, options, cause, remedy):
+    with pytest.raises(UserError) as caught:
+        fit(config, tmp_path, **options)
+    (problem,) = caught.value.problems
+    assert cause in problem.cause
+    assert remedy in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("options", "cause", "remedy"),
+    [
+        ({"devices": 2}, "2 devices", "trainer.devices=2"),
+        ({"strategy": ModelParallelStrategy()}, "ModelParallelStrategy", "strategy='ddp'"),
+    ],
+)
+def test_other_devices_are_refused(config, tmp_path, options, cause, remedy):
+    """Asked as `fit` asks, which would start the other process of two first."""
+    made = trainer(config, tmp_path, **options)
+    made.state.fn = TrainerFn.FITTING
+    module = GPT2Module(config)
+    module.trainer = made
+    with pytest.raises(UserError) as caught:
+        module.configure_callbacks()
+    (told,) = [problem for problem in caught.value.problems if cause in problem.cause]
+    assert remedy in told.remedy
+
+
+def test_all_contradictions_are_told_at_once(config, tmp_path):
+    other = load_config(*WORDS, "seed=2", "model.n_positions=16")
+    made = trainer(config, tmp_path, max_epochs=2, accumulate_grad_batches=2)
+    with pytest.raises(UserError) as caught:
+        made.fit(GPT2Module(other), datamodule=TokenDataModule.from_config(config))
+    text = str(caught.value)
+    for part in (
+        "FP8Precision is of another",
+        "max_epochs=2",
+        "accumulate_grad_batches=2",
+        "data module is of another",
+    ):
+        assert part in text
+    with pytest.raises(UserError, match="was given none"):
+        trainer(config, tmp_path).fit(GPT2Module(config), TokenDataModule.from_config(config).train_dataloader())
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"max_steps": 5}, 5),
+        ({"max_steps": 5, "max_epochs": 1}, 5),
+        ({"max_time": timedelta(0)}, 0),
+        ({"callbacks": [EarlyStopping("train_loss", stopping_threshold=1e9)]}, STEPS),
+        ({"callbacks": [EarlyStopping("val_loss", stopping_threshold=1e9)], "val_check_interval": 3}, 3),
+        ({"max_epochs": 1}, STEPS),
+        ({"max_epochs": -1}, STEPS),
+    ],
+)
+def test_it_stops_earlier_or_at_the_end(config, tmp_path, options, steps):
+    module, made = fit(config, tmp_path, enable_checkpointing=False, **options)
+    assert made.global_step == steps
+    assert (module.val_loss is not None) == (steps > 0)
+
+
+@pytest.mark.parametrize("step", [3, 8, STEPS])
+def test_it_goes_on_as_if_it_had_not_stopped(config, whole, tmp_path, step):
+    module, made = fit(config, tmp_path, whole.checkpoints / f"epoch=0-step={step}.ckpt", enable_checkpointing=False)
+    assert made.global_step == STEPS
+    assert same(module, whole.module)
+
+
+def test_the_program_goes_on_from_it_and_it_from_the_program(config, whole, tmp_path):
+    train(tmp_path / "run", f"ckpt_path='{whole.checkpoints / 'epoch=0-step=8.ckpt'}'")
+    theirs = tmp_path / "run/checkpoints/step-00000012"
+    assert same(files.read(theirs)["state_dict"], whole.module)
+    other, _ = fit(config, tmp_path, theirs, enable_checkpointing=False)
+    assert same(other, whole.module)
+
+
+def test_a_checkpoint_without_a_runs_state_is_refused(config, whole, tmp_path):
+    whole.trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+    with pytest.raises(UserError, match="cannot be continued from: optimizer_states is missing"):
+        fit(config, tmp_path, tmp_path / "weights")
+    shorter = load_config(*WORDS, "trainer.max_steps=6")
+    with pytest.raises(UserError, match="max_steps=6 ends before"):
+        fit(shorter, tmp_path, whole.checkpoints / "epoch=0-step=8.ckpt")
+
+
+# ---- callbacks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside ours"])
+def test_lightnings_callbacks_work(config, whole, tmp_path, beside):
+    rows, own = Rows(), ModelCheckpoint(tmp_path / "own", monitor="val_loss", save_last=True, save_top_k=1)
+    callbacks = [own, EarlyStopping("val_loss", patience=50), LearningRateMonitor()]
+    if beside:
+        folder = tmp_path / "checkpoints"
+        callbacks += [Throughput(config, 257), Checkpointing(folder, every_n_steps=4, keep=9, asynchronous=False)]
+    module, _ = fit(config, tmp_path, logger=rows, log_every_n_steps=2, val_check_interval=4, callbacks=callbacks)
+    assert same(module, whole.module)
+    best = min(whole.rows.of("val_loss").items(), key=lambda found: found[1])
+    assert Path(own.best_model_path).name == f"epoch=0-step={best[0]}.ckpt"
+    assert own.best_model_score == pytest.approx(best[1])
+    assert files.read_manifest(own.last_model_path)["global_step"] == STEPS
+    schedule = module.step.schedule
+    rates = [schedule.base_lrs[0] * schedule.lr_lambdas[0](step) for step in (1, 3, 5, 7, 9, 11)]
+    assert list(rows.of("lr-AdamW/pg1").values()) == pytest.approx(rates)
+    if beside:
+        assert list(rows.of("tokens_per_second")) == [10, STEPS]  # as trainer.log_every_n_steps says, and at the end
+        assert (tmp_path / "checkpoints/step-00000012").is_dir()
+
+
+def test_a_sanity_check_leaves_nothing_behind(config, whole, tmp_path):
+    rows = Rows()
+    made = {"logger": rows, "val_check_interval": 4, "log_every_n_steps": 1, "enable_checkpointing": False}
+    module, _ = fit(config, tmp_path, num_sanity_val_steps=1, **made)
+    plain = Rows()
+    other, _ = fit(config, tmp_path, num_sanity_val_steps=0, **made | {"logger": plain})
+    assert rows.rows == plain.rows
+    assert rows.rows[0][0] == 1
+    assert same(module, other)
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["a checkpoint's scales", "none"])
+def test_a_sanity_check_leaves_the_scales_to_training(config, saved):
+    class Backend(Pretended):
+        def scaling(self, model):
+            made = Scaling(model, "settings", 8, self.forward_context)
+            made.calibrate = lambda *_, **__: None
+            made.take = lambda: (made._saved.clear(), setattr(made, "ready", saved))[0] or saved
+            return made
+
+        def loss(self, model, ids, is_first_microbatch, scale):
+            return torch.ones(())
+
+    plan = Plan("cpu", "fp8_hybrid", "fp8_hybrid", None, Backend(config))
+    module = GPT2Module(config)
+    module._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(plan=plan), sanity_checking=True, strategy=None)
+    module.configure_model()
+    module.step.scaling.load_state_dict({"settings": "settings"} if saved else {})
+    module.on_validation_epoch_start()
+    module.validation_step({"ids": torch.ones(2, 33, dtype=torch.int32)}, 0)
+    assert module.step.scaling.ready
+    module.on_validation_epoch_end()
+    assert not module.step.scaling.ready
+    assert module.step.scaling.state_dict() == ({"settings": "settings"} if saved else {})
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_load_from_checkpoint_needs_the_folder_alone(config, whole, tmp_path):
+    folder = whole.checkpoints / "epoch=0-step=12.ckpt"
+    module = GPT2Module.load_from_checkpoint(folder)
+    assert module.config == config
+    assert module.hparams == whole.module.hparams
+    assert same(module, whole.module)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(module.eval().model(ids), whole.module.eval().model(ids))
+    data = TokenDataModule.from_config(config)
+    (metrics,) = trainer(config, tmp_path).validate(module, datamodule=data, verbose=False)
+    expected = whole.rows.of("val_loss")[STEPS]
+    assert metrics == {"val_loss": expected}
+    fresh = GPT2Module(config)
+    (metrics,) = trainer(config, tmp_path).validate(fresh, datamodule=data, ckpt_path=folder, verbose=False)
+    assert metrics == {"val_loss": expected}
+
+
+def test_a_loaded_module_computes_as_the_trainer_says(config, whole, tmp_path):
+    bf16 = load_config(*WORDS, "precision=bf16")
+    module = GPT2Module.load_from_checkpoint(whole.checkpoints / "epoch=0-step=12.ckpt", config=bf16)
+    assert module.step.plan.ran == "fp32"
+    rows = Rows()
+    made = trainer(bf16, tmp_path, logger=rows)
+    (metrics,) = made.validate(module, datamodule=TokenDataModule.from_config(bf16), verbose=False)
+    assert module.step.plan.ran == "bf16"
+    assert same(module, whole.module)
+    assert metrics["val_loss"] != whole.rows.of("val_loss")[STEPS]
+    assert metrics["val_loss"] == pytest.approx(whole.rows.of("val_loss")[STEPS], rel=0.01)
+    assert rows.rows == [(0, metrics)]
+
+
+def change(folder, edit):
+    """Have `edit` change a checkpoint's state, and make the manifest fit."""
+    state = json.loads((folder / "state.json").read_text())
+    edit(state)
+    (folder / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    path = folder / "state.json"
+    manifest["files"]["state.json"] = {"size": path.stat().st_size, "sha256": sha256(path.read_bytes()).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (lambda state: state.pop("hyper_parameters"), "does not hold the configuration"),
+        (lambda state: state["hyper_parameters"].update(sed=1), "there is no key sed"),
+        (lambda state: state["hyper_parameters"]["model"].update(n_layer=10**9), "24,032 parameters"),
+    ],
+    ids=["none", "another version's", "another size"],
+)
+def test_a_configuration_that_does_not_fit_is_refused(config, whole, tmp_path, edit, told):
+    whole.trainer.save_checkpoint(tmp_path / "changed")
+    change(tmp_path / "changed", edit)
+    with pytest.raises(UserError, match=told) as caught:
+        GPT2Module.load_from_checkpoint(tmp_path / "changed")
+    assert "config=load_config(...)" in str(caught.value)
+    module = GPT2Module.load_from_checkpoint(tmp_path / "changed", config=config)
+    assert same(module, whole.module)
+
+
+def test_hyper_parameters_are_plain_and_written_by_a_logger(config, tmp_path):
+    fit(config, tmp_path, logger=CSVLogger(tmp_path, name="logs", version=""), max_steps=1, enable_checkpointing=False)
+    assert f"max_steps: {STEPS}" in (tmp_path / "logs/hparams.yaml").read_text()
+
+
+# ---- the document ----------------------------------------------------------------------------------------------------
+
+
+def test_the_code_of_the_document_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    names: dict = {}
+    for block in blocks[:3]:
+        exec(compile(block, str(DOCUMENT), "exec"), names)
+    assert names["trainer"].global_step == 12
+    for block in blocks[3:]:
+        exec(compile(block, str(DOCUMENT), "exec"), names)
+    assert names["metrics"]["val_loss"] == pytest.approx(float(names["checkpoints"].best_model_score))
+    assert names["logits"].shape == (1, 2, 257)
