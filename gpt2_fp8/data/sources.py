@@ -15,7 +15,7 @@ DataSettings = StdlibData | FilesData | HubData | FileOrHubData
 
 
 def build_source(config: DataSettings) -> Source:
-    """The source that `config` names. Reads nothing yet but whether a `file_or_hub`'s file is there."""
+    """Return the source that `config` names. It reads nothing yet, but looks for a `file_or_hub`'s file."""
     if isinstance(config, StdlibData):
         return stdlib.StdlibSource()
     if isinstance(config, FilesData):
