@@ -47,8 +47,9 @@ def job(cfg: DictConfig) -> float | None:
 
     try:
         folder = Path(HydraConfig.get().runtime.output_dir)
-        config = compose.to_run_config(cfg)
-        run = loading.training(config, folder)
+        here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed; `hydra.job.chdir` leaves it
+        config = compose.to_run_config(cfg, here if HydraConfig.get().job.chdir else None)
+        run = loading.training(config, folder, here)
         typed = any(word.lstrip("+").startswith("micro_batch_size=") for word in HydraConfig.get().overrides.task)
         return run(config, folder, typed)
     except RunError as error:

@@ -54,11 +54,11 @@ HOUSE = {
     # a run's files
     "checkpoint": Row("config", "torch safetensors filelock"),
     # from settings to checked settings, before torch is there
-    "compose": Row("config", "hydra omegaconf yaml"),
+    "compose": Row("compat config", "hydra omegaconf yaml"),
     # what everything stands on
     "runtime": Row("compat config", "torch numpy"),
     # what is private in other libraries: it knows nothing of this one
-    "compat": Row("", "torch lightning transformer_engine flash_attn huggingface_hub"),
+    "compat": Row("", "torch lightning transformer_engine flash_attn huggingface_hub hydra"),
     "config": Row(""),
 }
 # Where a package that its row lets in may be: it decides how a part is tried without the whole.
@@ -71,6 +71,7 @@ ONLY_IN = {
     "huggingface_hub": ["data", "compat.hub"],
     "cuda": ["kernels.nvrtc"],
     "matplotlib": ["measure.plot"],
+    "hydra": ["run", "compose", "compat.hydra_private"],
 }
 
 # Imported where it is used and nowhere else, so that everything imports, and shows its help, on a laptop.
@@ -80,7 +81,7 @@ INSIDE_FUNCTIONS = {
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
-    *("config", "compose", "run", "bench", "train.loading", "train.summary"),
+    *("config", "compose", "run", "bench", "train.loading", "train.summary", "compat.hydra_private"),
     *("runtime.memory_limits", "runtime.signals", "runtime.slurm", "runtime.output", "runtime.standard_streams"),
 ]
 
@@ -217,7 +218,14 @@ def test_a_circle_is_seen():
 
 
 def test_hydra_is_at_the_rim():
-    assert {name for name, row in HOUSE.items() if "hydra" in row.packages.split()} == {"run", "compose"}
+    assert {name for name, row in HOUSE.items() if "hydra" in row.packages.split()} == {"run", "compose", "compat"}
+
+
+def test_what_is_private_in_hydra_is_in_one_module():
+    private = {
+        name for name, path in MODULES.items() if any(i.name.startswith("hydra._internal") for i in imports(path))
+    }
+    assert private == {"compat.hydra_private"}
 
 
 def test_config_is_standard_library_only():

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from gpt2_fp8.compose import commandline, jobs, look, overrides
 from gpt2_fp8.compose.catalog import Catalog, open_catalog
 from gpt2_fp8.compose.commandline import CommandLine, flags_first, is_help
-from gpt2_fp8.config import checks, parsing, run_folder
+from gpt2_fp8.config import checks, parsing, paths, run_folder
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 
@@ -74,14 +74,16 @@ def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> 
         return []
 
 
-def to_run_config(cfg: DictConfig) -> RunConfig:
-    """The configuration of a job that Hydra composed.
+def to_run_config(cfg: DictConfig, folder: Path | None = None) -> RunConfig:
+    """The configuration of a job that Hydra composed. `folder`: where its paths begin, if not in the current folder.
 
     Raises UserError with everything that is wrong with it.
     """
     data = OmegaConf.to_container(cfg, resolve=True)
     config, found = parsing.build(RunConfig, data)
-    found = found if config is None else checks.check(config)
+    if config is not None:
+        config = config if folder is None else paths.absolute(config, folder)
+        found = checks.check(config)
     if found:
         raise UserError(dict.fromkeys(finding.problem for finding in found))
     assert config is not None

@@ -30,7 +30,17 @@ _INSTEAD = {"fp8_e5m2": "fp8_hybrid"}  # a choice that every run refuses
 _OWN = tuple(field.name for field in fields(BenchConfig))
 _HERE = {"trainer.max_steps": "steps", "trainer.profiler": "profile", "global_batch_size": "global_batch_size"}
 # Of a run's keys, those that change nothing of what is measured.
-_MEANINGLESS = ("run_name", "ckpt_path", "init_from", "callbacks", "logger", "debug", "data.val_sequences")
+_MEANINGLESS = (
+    "run_name",
+    "tags",
+    "notes",
+    "ckpt_path",
+    "init_from",
+    "callbacks",
+    "logger",
+    "debug",
+    "data.val_sequences",
+)
 _OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")  # those of its keys that do
 
 

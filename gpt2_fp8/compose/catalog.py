@@ -1,9 +1,9 @@
-"""What can be chosen: the groups and options of our `conf` and of the folders that a user adds (`-cd FOLDER`).
+"""What can be chosen, and its composition by Hydra: our `conf` and the folders that a user adds (`-cd FOLDER`).
 
-Hydra imports and calls what a `_target_` under its own `hydra` node names (a callback, a launcher, a log handler),
-whatever file put it there. So files that are not ours may say nothing about Hydra: refused by what they hold
-(`contents.py`) and, since YAML has many ways to spell a thing, by comparing the composed node with the one that our
-files alone compose to. Nor do they get at environment variables, where secrets are.
+Hydra imports and calls what a `_target_` under its own `hydra` node names, whatever file put it there. So the files of
+a folder are read before Hydra reads them (`folders.py`). Since YAML has many ways to spell a thing, the composed node
+is also compared with the one that our files alone compose to. Nor do files read environment variables, where secrets
+are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl  # a search path that grows is nobody's interface
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
@@ -22,16 +22,19 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
+from gpt2_fp8.compat import hydra_private
 from gpt2_fp8.compose import folders as settings_folders
 from gpt2_fp8.compose import references
-from gpt2_fp8.config import hints
+from gpt2_fp8.config import hints, hydra_policy
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.parsing import show
-from gpt2_fp8.config.shown import line, printable
+from gpt2_fp8.config.shown import printable
 
 # What differs between any two compositions says nothing about a file's content.
-_OWN_TO_A_RUN = ("runtime", "overrides", "searchpath")
-_OWN_TO_A_JOB = ("config_name", "override_dirname", "id", "num")
+_OWN_TO_A_RUN = {("runtime",), ("overrides",), ("searchpath",)}
+_OWN_TO_A_JOB = {("job", key) for key in ("config_name", "override_dirname", "id", "num")}
+_ONLY_TYPED = "leave it out of the file; give it on the command line"
+_REMEMBERED = 16  # compositions; a large sweep has a thousand
 BENCH = "bench"  # bench.yaml: the settings of that program, and no run
 
 
@@ -42,27 +45,23 @@ class Composed(NamedTuple):
     plain: dict[str, Any]
 
 
+class RefusedError(Exception):
+    """Hydra does not compose these words; `__cause__` is what it said."""
+
+
 class Catalog:
     """The choices there are, and their composition. Has the one method that Hydra's override parser asks for."""
 
-    def __init__(self, loader: ConfigLoaderImpl, config_name: str):
+    def __init__(self, loader: ConfigLoader, config_name: str):
         self._loader = loader
         self._composed: dict[tuple[str, ...], Composed] = {}
         self._options: dict[tuple[str, ...], list[str]] = {}
+        self._ours: dict[tuple[str, ...], dict[tuple[str, ...], Any]] = {}
         self.config_name = config_name
         self.folders: list[str] = []
         self.variables: set[str] = set()  # of the environment, that the command line names
         self.refused_folder = False  # if so, choices may be missing that the user knows to be there
-
-    @property
-    def groups(self) -> list[str]:
-        """The groups at the top, Hydra's own left out."""
-        return [group for group in self.get_group_options("", ObjectType.GROUP) if group != "hydra"]
-
-    @property
-    def defaults(self) -> set[str]:
-        """The groups that every run chooses from."""
-        return set(self.compose([]).plain["hydra"]["runtime"]["choices"])
+        self.groups = [group for group in self.get_group_options("", ObjectType.GROUP) if group != "hydra"]
 
     def get_group_options(self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG) -> list[str]:
         """The options of a group (`experiment`, or `experiment/mine` for a folder in it)."""
@@ -83,9 +82,13 @@ class Catalog:
         self.config_name = "config"
         return [problem]
 
-    def add_folders(self, folders: list[str]) -> list[Problem]:
-        """Make the choices of a user's folders available, where nothing in them is refused."""
+    def add_folders(self, folders: list[str], named: set[str] | None = None) -> list[Problem]:
+        """Make the choices of a user's folders available, where nothing in them is refused.
+
+        `named`: groups besides ours that the command line chooses from.
+        """
         problems = []
+        own = settings_folders.Own({*self.groups, *(named or ())}, self.get_group_options)
         for folder in folders:
             path = Path(folder.removeprefix("file://")).absolute()  # ~ is for the shell: Hydra takes it as it is
             if "://" in folder.removeprefix("file://"):
@@ -93,41 +96,38 @@ class Catalog:
                 problems.append(Problem(f"{folder} is {what}, and its files cannot be checked", "-cd FOLDER"))
             elif not path.is_dir():
                 problems.append(Problem(f"there is no folder {path} to read settings from", "correct -cd FOLDER"))
-            elif found := settings_folders.problems(path):
+            elif found := settings_folders.problems(path, own):
                 problems += found
             else:
                 self.folders.append(f"file://{path}")
         self.refused_folder = bool(problems)
+        there = self.get_group_options("", ObjectType.GROUP) if self.folders else []
+        others = [group for group in there if group not in (*self.groups, "hydra")]
+        self.groups += [group for group in others if self.get_group_options(group)]  # a checkout has other folders too
         return problems
 
     def take_names_from(self, folder: str) -> None:
         """Find primary configurations in the folder of `-cd` too, last of all, as Hydra does; none in a refused one."""
-        path = f"file://{Path(folder).absolute()}"
-        if path in self.folders:
-            self._loader.config_search_path.prepend("command-line", path, "schema")
-            self._loader.repository.initialize_sources(self._loader.config_search_path)
+        path = Path(folder).absolute()
+        if f"file://{path}" in self.folders:
+            hydra_private.search_in(self._loader, path)
 
-    def compose(self, overrides: list[str]) -> Composed:
-        """The whole configuration, Hydra's own node included. The same objects for the same overrides: copy them.
+    def compose(self, words: list[str]) -> Composed:
+        """The whole configuration, Hydra's own node included; the same one for the same words, a few words later.
 
-        Raises UserError if it cannot be composed, or if a user's file changes Hydra's own settings.
+        Raises RefusedError where Hydra does not take the words, and UserError where a file does what only the command
+        line may, or where its `${...}` come to more than can be resolved.
         """
-        key = tuple(overrides)
+        key = tuple(words)
         if key not in self._composed:
-            composed = _compose(self.config_name, [*overrides, *self._search()])
-            self.check_references(composed.plain)
+            composed = _compose(self.config_name, [*words, *self._search()])
+            self._check_references(composed.plain)
             if self.folders:
-                ours = _compose("config", [o for o in overrides if o.lstrip("+").startswith(("hydra.", "hydra/"))])
-                self._refuse_changes(_settings(ours), _settings(composed))
+                self._refuse_changes(words, composed)
+            while len(self._composed) >= _REMEMBERED:
+                del self._composed[next(iter(self._composed))]
             self._composed[key] = composed
         return self._composed[key]
-
-    def check_references(self, plain: dict[str, Any]) -> None:
-        """Raises UserError where the `${...}` of a configuration come to more than can be resolved."""
-        if found := references.refused(plain):
-            named = [place for folder in self.folders if (place := settings_folders.place_of(_path(folder), found.key))]
-            where = f"{printable(named[0])} holds {found.key}" if named else found.key
-            raise UserError.of(f"{where}: {found.reason}", "write the values out, or refer to fewer")
 
     def environment(self, name: str, *default: Any) -> Any:
         """`${oc.env:NAME}`, wherever it stands. Raises ValueError where it is a file of the user's that reads it."""
@@ -139,17 +139,42 @@ class Catalog:
         quoted = [QuotedString(folder, Quote.single).with_quotes() for folder in self.folders]
         return [f"hydra.searchpath=[{','.join(quoted)}]"] if quoted else []
 
-    def _refuse_changes(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-        changed = [key for key in theirs if theirs[key] != ours.get(key)]
+    def _check_references(self, plain: dict[str, Any]) -> None:
+        hydra = plain["hydra"]
+        words = {"overrides": {}, "job": {**hydra["job"], "override_dirname": ""}}  # they repeat what other keys are
+        if found := references.refused({**plain, "hydra": hydra | words}):
+            groups, paths = set(self.groups), [Path(folder.removeprefix("file://")) for folder in self.folders]
+            named = [place for path in paths if (place := settings_folders.place_of(path, groups, found.key))]
+            where = f"{printable(named[0])} holds {found.key}" if named else found.key
+            raise UserError.of(f"{where}: {found.reason}", "write the values out, or refer to fewer")
+
+    def _refuse_changes(self, words: list[str], composed: Composed) -> None:
+        """Raises UserError where a file of the user's sets what only the command line may."""
+        folders = ", ".join(folder.removeprefix("file://") for folder in self.folders)
+        if composed.plain.get("plugins") and not any(word.lstrip("+").startswith("plugins=") for word in words):
+            raise UserError.of(f"a file in {folders} sets plugins", _ONLY_TYPED)
+        theirs = _settings(composed)
+        choices = composed.plain["hydra"]["runtime"]["choices"]
+        plugins = [f"{group}={choices[group]}" for group in hydra_policy.GROUPS if choices.get(group) is not None]
+        typed = [word for word in words if word.lstrip("+").startswith("hydra.")]
+        own = (*plugins, *(word for word in typed if "hydra.sweeper.params" not in word))
+        if own not in self._ours:
+            self._ours[own] = _settings(_compose("config", list(own)))
+        ours = self._ours[own]
+        changed = [
+            ".".join(map(str, path))
+            for path, value in theirs.items()
+            if (path not in ours or value != ours[path]) and not hydra_policy.may_stand_in_a_file(path)
+        ]
         if changed and self.config_name != "config":
             raise UserError.of(
                 f"--config-name={self.config_name} has other settings of Hydra's than this program, hydra.{changed[0]}",
-                f"begin {self.config_name}.yaml with `defaults: [config, _self_]`, and leave hydra: out of it",
+                f"begin {self.config_name}.yaml with `defaults: [config, _self_]`, and leave hydra.{changed[0]} out",
             )
         if changed:
             raise UserError.of(
-                f"a file in {', '.join(f.removeprefix('file://') for f in self.folders)} sets hydra.{changed[0]}",
-                "leave Hydra's settings out of it; give them on the command line",
+                f"a file in {folders} sets hydra.{changed[0]}",
+                _ONLY_TYPED,
             )
 
 
@@ -161,7 +186,7 @@ def open_catalog(folder: Path, config_name: str) -> Iterator[Catalog]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), job_name="run", version_base="1.3"):
-            catalog = Catalog(cast(ConfigLoaderImpl, GlobalHydra.instance().config_loader()), config_name)
+            catalog = Catalog(GlobalHydra.instance().config_loader(), config_name)
             OmegaConf.register_new_resolver("oc.env", catalog.environment, replace=True)
             yield catalog
     finally:
@@ -170,27 +195,23 @@ def open_catalog(folder: Path, config_name: str) -> Iterator[Catalog]:
         GlobalHydra.instance().hydra = initialized
 
 
-def _path(folder: str) -> Path:
-    return Path(folder.removeprefix("file://"))
-
-
-def _compose(config_name: str, overrides: list[str]) -> Composed:
+def _compose(config_name: str, words: list[str]) -> Composed:
     try:
-        cfg = compose(config_name, overrides, return_hydra_config=True)
+        cfg = compose(config_name, words, return_hydra_config=True)
         return Composed(cfg, cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=False)))
     except Exception as error:  # OmegaConf answers some values with an AttributeError, YAML with its own
-        cause = error.__cause__ if not str(error) and error.__cause__ else error
-        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-        ours = [o for o in overrides if o.lstrip("+").startswith("hydra.") and "searchpath" not in o]
-        remedy = "correct the file that it names, or the choice that leads there"
-        if ours:
-            remedy += f"; or leave out {' '.join(ours)}"
-        said = line(" ".join(lines[:3]), 500)
-        raise UserError.of(f"the configuration cannot be composed: {said}", remedy) from error
+        raise RefusedError from error
 
 
-def _settings(composed: Composed) -> dict[str, Any]:
-    """Hydra's own settings."""
-    hydra = composed.plain["hydra"]
-    job = {key: value for key, value in hydra["job"].items() if key not in _OWN_TO_A_JOB}
-    return {key: value for key, value in hydra.items() if key not in _OWN_TO_A_RUN} | {"job": job}
+def _settings(composed: Composed) -> dict[tuple[str, ...], Any]:
+    """Hydra's own settings by their paths, without what is a run's or a job's own."""
+    leaves = _leaves(composed.plain["hydra"], ())
+    return {path: value for path, value in leaves if path[:1] not in _OWN_TO_A_RUN and path not in _OWN_TO_A_JOB}
+
+
+def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _leaves(value, (*path, str(key)))
+    else:
+        yield path, node

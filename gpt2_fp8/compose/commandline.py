@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
-from hydra._internal.utils import get_args_parser  # the very flags that Hydra will accept
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from gpt2_fp8.compat import hydra_private
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.parsing import key_paths
@@ -33,6 +33,8 @@ class Program(NamedTuple):
     flags: tuple[str, ...] | None = None  # those of Hydra's that it takes, by argparse's name; None: all
 
 
+MAY_BE_NULL = ("experiment", "debug")
+_MAY_BE_LEFT_OUT = ("callbacks", "logger")  # the groups with a choice `none`
 _LONG_WORD = 500  # characters, beyond which nobody wants to read it again
 RUN = Program("python -m gpt2_fp8.run", RunConfig)
 
@@ -65,7 +67,9 @@ def shows_version(argv: list[str]) -> bool:
 
 def flags(argv: list[str]) -> argparse.Namespace:
     """The flags of a command line, and its overrides. Raises UserError where they cannot be read."""
-    return _flags().parse_known_args(argv)[0]
+    args = _flags().parse_known_args(argv)[0]
+    _own_folder(args)
+    return args
 
 
 def read(argv: list[str], program: Program = RUN) -> tuple[CommandLine, list[Problem]]:
@@ -73,9 +77,10 @@ def read(argv: list[str], program: Program = RUN) -> tuple[CommandLine, list[Pro
     parser = _flags(program)
     try:
         args, left = parser.parse_known_args(argv)
+        _own_folder(args)
     except UserError as error:
         return CommandLine(), error.problems
-    problems, words = _other_programs_flags(parser, args, program), list(args.overrides)
+    problems, words = _other_programs_flags(parser, args, program), _hydras_words(args.overrides)
     dashed = [word for word in left if word.startswith("-")]
     for word in dashed:
         key, _, value = word.lstrip("-").partition("=")
@@ -90,9 +95,8 @@ def read(argv: list[str], program: Program = RUN) -> tuple[CommandLine, list[Pro
         line = shlex.join([*_flag_words(args), *words, *late])
         problems.append(Problem(cause, f"flags first: {program.command} {line}"))
     if args.config_path is not None:
-        problems.append(
-            Problem("--config-path would hide this program's own settings", "-cd FOLDER adds yours to them")
-        )
+        remedy = "-cd FOLDER adds yours to them; -cn NAME beside it has a NAME.yaml that begins with config"
+        problems.append(Problem("--config-path would hide this program's own settings", remedy))
     if args.experimental_rerun is not None:
         problems.append(
             Problem(
@@ -106,7 +110,32 @@ def read(argv: list[str], program: Program = RUN) -> tuple[CommandLine, list[Pro
 def flags_first(argv: list[str]) -> list[str]:
     """A run's command line, checked, with its flags in front: Lightning adds overrides at its end for other ranks."""
     args = flags(argv)
-    return [*_flag_words(args), *args.overrides]
+    return [*_flag_words(args), *_hydras_words(args.overrides)]
+
+
+def shown_by_hydra(args: argparse.Namespace) -> list[str]:
+    """The command line that only asks Hydra to show something, from its flags."""
+    if args.hydra_help and not args.help:
+        return ["--hydra-help"]
+    words = ["--help"] if args.help else []
+    words += ["--cfg", args.cfg] if args.cfg else []
+    words += [f"--info={args.info}"] if args.info else []
+    words += ["--resolve"] if args.resolve else []
+    words += ["--package", args.package] if args.package else []
+    return [*words, *_flag_words(args), *_hydras_words(args.overrides)]
+
+
+def _hydras_words(words: list[str]) -> list[str]:
+    """The words in Hydra's spelling, where people have another: no choice, and a group left out."""
+    said = []
+    for place, word in enumerate(words):
+        group, _, choice = word.lstrip("+").partition("=")
+        if group in MAY_BE_NULL and choice == "null":
+            later = any(other.lstrip("+").startswith(f"{group}=") for other in words[place + 1 :])
+            said += [] if later else [f"~{group}"]
+        else:
+            said.append(f"{word[1:]}=none" if word.startswith("~") and word[1:] in _MAY_BE_LEFT_OUT else word)
+    return said
 
 
 def parse(words: list[str], loader: Any, program: Program = RUN) -> tuple[list[Override], list[Problem]]:
@@ -156,6 +185,12 @@ def _split_by_blanks(words: list[str]) -> tuple[Problem, int] | None:
     return None
 
 
+def _own_folder(args: argparse.Namespace) -> None:
+    """Take `-cp FOLDER -cn NAME` for `-cd FOLDER -cn NAME`: a NAME.yaml that builds on ours needs both folders."""
+    if args.config_path and args.config_name and not args.config_dir:
+        args.config_dir, args.config_path = args.config_path, None
+
+
 def _flag_words(args: argparse.Namespace) -> list[str]:
     """The flags that a run may have, as they are typed."""
     words = ["-m"] if args.multirun else []
@@ -164,7 +199,7 @@ def _flag_words(args: argparse.Namespace) -> list[str]:
 
 
 def _flags(program: Program = RUN) -> argparse.ArgumentParser:
-    parser = get_args_parser()
+    parser = hydra_private.flag_parser()  # of the very flags that Hydra will accept
     remedy = f"{program.command} {'--hydra-help lists them' if program.flags is None else '--help shows what there is'}"
 
     def refuse(message: str) -> NoReturn:

@@ -1,8 +1,9 @@
 """What a file of a user's settings folder may hold: a list of what is allowed, everything else is refused.
 
 A file selects choices and sets values of this program's keys: plain texts, numbers, truth values, lists and groups of
-these, and `${...}` of a few harmless kinds. Code and the environment are named on the command line alone: `_target_`
-and its kin, factories (`()`), objects (`ext://`), Hydra's own node, `oc.env` and every resolver that could make one up.
+these, and `${...}` of a few harmless kinds. In Hydra's own node it sets what names no code: folders, what a sweep goes
+through, log levels, and installed plug-ins by name. Code and the environment are named on the command line alone:
+`plugins`, `_target_` and its kin, factories (`()`), objects (`ext://`), `oc.env` and resolvers that could make one up.
 
 The file is read as YAML's nodes, before anything is built from them: an alias costs nothing until it is written out.
 """
@@ -10,11 +11,12 @@ The file is read as YAML's nodes, before anything is built from them: an alias c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
+from gpt2_fp8.config import hydra_policy
 from gpt2_fp8.config.shown import line
 
 LARGEST = 1 << 16  # bytes of a file; ours have a tenth of that, and YAML takes a second for them
@@ -33,7 +35,7 @@ _ALLOWED = re.compile(
 )
 _LOGGINGS = ("class", "filters", "handlers")  # what Python's logging makes handlers of, by their names
 _OBJECT = re.compile(r"\s*(ext|cfg)://")
-_ALL_PRINTABLE = re.compile(r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]*")
+_PLUGIN = re.compile(rf"override /?({'|'.join(hydra_policy.GROUPS)})")
 
 
 class Refusal(NamedTuple):
@@ -41,6 +43,7 @@ class Refusal(NamedTuple):
 
     what: str  # follows "the file holds"
     why: str
+    remedy: str | None = None  # None: what helps with all of its kind
 
 
 CODE = "which could make Hydra run other code"
@@ -48,30 +51,19 @@ _ONLY = "which only the command line may"
 FOR_THE_COMMAND_LINE = (CODE, _ONLY)
 
 
-def read(data: bytes) -> tuple[str, list[yaml.Node]]:
-    """The text of a file, and its documents as nodes. Raises ValueError, saying why, where it is no YAML in UTF-8."""
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ValueError("it is UTF-16, and settings are UTF-8: save it as that")
-    if data.startswith(b"\xef\xbb\xbf"):
-        raise ValueError("it begins with a byte-order mark, behind which Hydra sees no header: save it without")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not UTF-8: save it as UTF-8") from None
-    if bad := _ALL_PRINTABLE.match(text).end() - len(text):  # type: ignore[union-attr]
-        sign = text[bad]
-        raise ValueError(f"line {text[:bad].count(chr(10)) + 1} has the control character {sign!r}")
-    try:
-        return text, list(yaml.compose_all(text, Loader=yaml.SafeLoader))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise ValueError(_yaml_error(text, error)) from None
+Options = Callable[[str], list[str]]  # from one of Hydra's groups to its choices
 
 
-def refused(text: str, documents: list[yaml.Node]) -> Refusal | None:
-    """The first thing in a file that is not on the list, or None."""
-    return next(_refusals(text, documents), None)
+def refused(text: str, documents: list[yaml.Node], options: Options) -> Refusal | None:
+    """The first thing in a file that is not on the list, or None. `options`: which plug-ins of Hydra's there are."""
+    return next(_refusals(text, documents, options), None)
+
+
+def groups_of(documents: list[yaml.Node]) -> set[str]:
+    """The first folder of every path in a file's defaults list."""
+    entries = [text for root in documents if isinstance(root, yaml.MappingNode) for text, _ in _default_texts(root)]
+    paths = [text.split(" ")[-1].removeprefix("/").partition("@")[0] for text in entries]
+    return {path.partition("/")[0] for path in paths}
 
 
 def line_of(documents: list[yaml.Node], key: str) -> int | None:
@@ -86,26 +78,14 @@ def line_of(documents: list[yaml.Node], key: str) -> int | None:
     return None
 
 
-def _yaml_error(text: str, error: Exception) -> str:
-    """What is wrong with a file that is no YAML, and where."""
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return line(" ".join(str(error).split()), 200)
-    lines = text.splitlines()
-    words = lines[mark.line] if mark.line < len(lines) else ""
-    if "\t" in words[: len(words) - len(words.lstrip())] or "'\\t'" in str(getattr(error, "problem", "")):
-        return f"line {mark.line + 1} is indented with a tab, and YAML takes blanks"
-    return line(f"line {mark.line + 1}: {getattr(error, 'problem', None) or 'it is no YAML'}", 200)
-
-
-def _refusals(text: str, documents: list[yaml.Node]) -> Iterator[Refusal]:
+def _refusals(text: str, documents: list[yaml.Node], options: Options) -> Iterator[Refusal]:
     yield from _header(text)
     if len(documents) > 1:
         yield Refusal("a second document", "and Hydra reads one")
     for root in documents:
         yield from _values(root)
         if isinstance(root, yaml.MappingNode):
-            yield from _defaults(root)
+            yield from _defaults(root, options)
 
 
 def _header(text: str) -> Iterator[Refusal]:
@@ -136,7 +116,8 @@ def _values(root: yaml.Node) -> Iterator[Refusal]:
             what = f"more than {_MOST:,} values" if most < 0 else f"more than {_DEEPEST} groups within groups"
             yield Refusal(what, "once its aliases are written out")
             return
-        if isinstance(node, yaml.MappingNode) and not path.startswith("defaults["):  # for which see `_defaults`
+        # For the others see `_defaults` and `_hydra_node`.
+        if isinstance(node, yaml.MappingNode) and not path.startswith(("defaults[", "hydra.")) and path != "hydra":
             yield from _keys(node, path)
         plain = "map" if isinstance(node, yaml.MappingNode) else "seq"
         if node.tag != f"tag:yaml.org,2002:{plain}":
@@ -159,9 +140,9 @@ def _keys(node: yaml.MappingNode, path: str) -> Iterator[Refusal]:
         name = key.value if isinstance(key, yaml.ScalarNode) else ""
         where = _at(key, f"{path}.{name}" if path else name)
         if not path and name.partition(".")[0] == "hydra":
-            inside = [k.value for k, _ in value.value] if isinstance(value, yaml.MappingNode) else []
-            sets = ".".join(map(str, ([name, *inside[:1]] if name == "hydra" else [name])))
-            yield Refusal(f"a hydra: node, and sets {line(sets, 80)}", CODE)
+            yield from _hydra_node(value) if name == "hydra" else [_of_hydra(name)]
+        elif not path and name.partition(".")[0] == "plugins":
+            yield Refusal(f"plugins {where}, which import code", _ONLY)
         elif re.fullmatch(r"_\w+_", name):
             yield Refusal(f"a {line(name, 40)} {where}", CODE)
         elif "(" in name:
@@ -179,6 +160,25 @@ def _keys(node: yaml.MappingNode, path: str) -> Iterator[Refusal]:
         seen.add(name)
 
 
+def _hydra_node(node: yaml.Node) -> Iterator[Refusal]:
+    """Hydra's own settings: those of `hydra_policy` alone, each once."""
+    left: list[tuple[yaml.Node, tuple[str, ...]]] = [(node, ())]
+    seen: set[tuple[str, ...]] = set()
+    while left:
+        below, path = left.pop()
+        plain = isinstance(below, yaml.MappingNode) and below.value and below.tag == "tag:yaml.org,2002:map"
+        if len(path) > _DEEPEST or path in seen or not (plain or hydra_policy.may_stand_in_a_file(path)):
+            yield _of_hydra(".".join(("hydra", *path[:1])))
+            return
+        seen |= {path} if path else set()
+        if isinstance(below, yaml.MappingNode):
+            left += [(value, (*path, str(key.value))) for key, value in reversed(below.value)]
+
+
+def _of_hydra(sets: str) -> Refusal:
+    return Refusal(f"a hydra: node, and sets {line(sets, 80)}", CODE)
+
+
 def _scalar(node: yaml.ScalarNode, path: str) -> Iterator[Refusal]:
     value, where = str(node.value), _at(node, path)
     if node.tag not in _PLAIN:
@@ -194,18 +194,43 @@ def _scalar(node: yaml.ScalarNode, path: str) -> Iterator[Refusal]:
             yield Refusal(f"{line(left[left.index('${') :], 80)} {where}", _ONLY)
 
 
-def _defaults(root: yaml.MappingNode) -> Iterator[Refusal]:
-    """The defaults list: choices of this program's groups, by plain names."""
-    for key, value in root.value:
-        if not isinstance(key, yaml.ScalarNode) or key.value != "defaults":
+def _defaults(root: yaml.MappingNode, options: Options) -> Iterator[Refusal]:
+    """The defaults list: choices of this program's groups by plain names, and of Hydra's where they are installed."""
+    pairs = [pair for entry in _entries(root) for pair in _pairs(entry)]
+    for key, value in pairs:
+        if group := _PLUGIN.fullmatch(str(key.value)):
+            there, name = options(group[1]), str(value.value)
+            if not isinstance(value, yaml.ScalarNode) or name not in there:
+                told = hydra_policy.missing_plugin(group[1], name, there)
+                yield Refusal(
+                    f"a default of hydra's {_at(key, 'defaults')}", f"and {line(told.cause, 200)}", told.remedy
+                )
+    keys = {id(key) for key, _ in pairs}
+    for text, node in _default_texts(root):
+        where = _at(node, "defaults")
+        path = text.split(" ")[-1].removeprefix("/")
+        if id(node) in keys and _PLUGIN.fullmatch(text):
             continue
-        for entry in value.value if isinstance(value, yaml.SequenceNode) else ():
-            for text, node in _texts(entry):
-                where = _at(node, "defaults")
-                if "hydra" in text:
-                    yield Refusal(f"a default of hydra's {where}", CODE)
-                elif not plain_path(re.sub(r"@_(global|here|group)_$", "", text.split(" ")[-1].removeprefix("/"))):
-                    yield Refusal(f"the default {line(text, 80)} {where}", "which is no choice of a group's")
+        if "hydra" in text:
+            yield Refusal(f"a default of hydra's {where}", CODE)
+        elif not plain_path(re.sub(r"@_(global|here|group)_$", "", path)):
+            yield Refusal(f"the default {line(text, 80)} {where}", "which is no choice of a group's")
+        elif "$" in path.partition("/")[0] and ("/" in path or id(node) in keys):
+            yield Refusal(f"the default {line(text, 80)} {where}", "whose group is to be named")
+
+
+def _entries(root: yaml.MappingNode) -> Iterator[yaml.Node]:
+    for key, value in root.value:
+        if isinstance(key, yaml.ScalarNode) and key.value == "defaults" and isinstance(value, yaml.SequenceNode):
+            yield from value.value
+
+
+def _pairs(entry: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]]:
+    return list(entry.value) if isinstance(entry, yaml.MappingNode) else []
+
+
+def _default_texts(root: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]:
+    return (found for entry in _entries(root) for found in _texts(entry))
 
 
 def _texts(node: yaml.Node) -> Iterator[tuple[str, yaml.Node]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from gpt2_fp8.compose import contents
+from gpt2_fp8.compose import contents, yaml_nodes
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.shown import line, printable
 
@@ -20,16 +22,31 @@ class _TooMuchError(Exception):
     """More than a folder of settings has."""
 
 
-def problems(folder: Path) -> list[Problem]:
-    """What in a folder is refused, file by file; nothing, where Hydra may read it."""
+class Own(NamedTuple):
+    """What of a folder can be chosen from: groups by name; and what Hydra has itself."""
+
+    groups: set[str]
+    options: contents.Options
+
+
+def problems(folder: Path, own: Own) -> list[Problem]:
+    """What in a folder is refused, file by file; nothing, where Hydra may read it.
+
+    Read are its own files, its groups, and whatever other folders their defaults lists name: nothing else can be
+    chosen from it, so that a checkout is a folder of settings too.
+    """
     found = []
     left = _MOST_BYTES
+    groups, read = {*own.groups, "hydra"}, set[Path]()
     try:
-        for file in _files(folder):
-            data, reason = _read(file, left)
-            left -= len(data)
-            if problem := _problem(folder, file, data, reason):
-                found.append(problem)
+        while files := [file for file in _files(folder, groups) if file not in read]:
+            for file in files:
+                data, reason = _read(file, left)
+                left -= len(data)
+                problem, named = _problem(folder, file, data, reason, own.options)
+                found += [problem] if problem else []
+                groups |= named
+            read |= {*files}
     except _TooMuchError as error:
         remedy = "-cd FOLDER, with a folder that holds settings and nothing else"
         found.append(Problem(f"{printable(str(folder))} has {error}, too much for settings", remedy))
@@ -38,40 +55,47 @@ def problems(folder: Path) -> list[Problem]:
     return found
 
 
-def place_of(folder: Path, key: str) -> str | None:
+def place_of(folder: Path, groups: set[str], key: str) -> str | None:
     """The file and line of a folder, in which nothing is refused, that give a key its value; None: none does."""
-    for file in _files(folder):
-        _, documents = contents.read(file.read_bytes())
-        if (number := contents.line_of(documents, key)) is not None:
-            return f"{file}, line {number},"
+    for file in _files(folder, groups):
+        with suppress(ValueError):  # of another folder, that nothing was chosen from
+            _, documents = yaml_nodes.read(file.read_bytes())
+            if (number := contents.line_of(documents, key)) is not None:
+                return f"{file}, line {number},"
     return None
 
 
-def _problem(folder: Path, file: Path, data: bytes, reason: str | None) -> Problem | None:
+def _problem(
+    folder: Path, file: Path, data: bytes, reason: str | None, options: contents.Options
+) -> tuple[Problem | None, set[str]]:
+    """What is wrong with a file, and the folders that its defaults list names. `reason`: why it could not be read."""
     shown = printable(str(file))
     if reason is None:
         try:
-            text, documents = contents.read(data)
+            text, documents = yaml_nodes.read(data)
         except ValueError as error:
             reason = str(error)
     if reason is not None:
-        return Problem(f"{shown} cannot be read: {reason}", "correct the file, or take it out")
-    refusal = contents.refused(text, documents)
+        return Problem(f"{shown} cannot be read: {reason}", "correct the file, or take it out"), set()
+    refusal = contents.refused(text, documents, options)
     if file.relative_to(folder).parts[0] == "hydra":
         refusal = contents.Refusal("settings of Hydra's own", contents.CODE)
     if refusal:
         cause = f"{shown} holds {refusal.what}, {refusal.why}"
-        remedy = "correct the file, or leave out -cd"
+        remedy = refusal.remedy or "correct the file, or leave out -cd"
         if refusal.why in contents.FOR_THE_COMMAND_LINE:
             remedy = "take it out, or leave out -cd; code, the environment and hydra.* are for the command line"
-        return Problem(line(cause), remedy)
+        return Problem(line(cause), remedy), set()
     if not str(file.relative_to(folder)).isprintable():
-        return Problem(f"{shown}: its name has control characters, and --help would show it", "rename it")
-    return None
+        return Problem(f"{shown}: its name has control characters, and --help would show it", "rename it"), set()
+    return None, contents.groups_of(documents)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """The files that Hydra takes for settings, each folder once, whatever links go round in circles."""
+def _files(folder: Path, groups: set[str]) -> Iterator[Path]:
+    """The files that Hydra takes for settings, each folder once, whatever links go round in circles.
+
+    Of the folders at the top those of `groups`.
+    """
     left, seen, files, entries = [folder], set(), 0, 0
     while left:
         below = left.pop()
@@ -89,7 +113,7 @@ def _files(folder: Path) -> Iterator[Path]:
                 raise _TooMuchError(f"more than {many}")
             if entry.name.endswith((".yaml", ".yml")):
                 yield below / entry.name
-            elif _is_folder(entry):
+            elif (below != folder or entry.name in groups) and _is_folder(entry):
                 left.append(below / entry.name)
 
 

@@ -1,31 +1,24 @@
-"""From a sorted request to the checked configuration of each job."""
+"""From a request to the checked configuration of each job."""
 
 from __future__ import annotations
 
-import copy
-import os
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt2_fp8.compose import sweeps
+from gpt2_fp8.compose import surroundings, sweeps
 from gpt2_fp8.compose.catalog import Catalog
-from gpt2_fp8.compose.commandline import CommandLine
-from gpt2_fp8.compose.overrides import Request, is_group, sort
-from gpt2_fp8.config import checks, hydra_policy, parsing, paths, run_folder
+from gpt2_fp8.compose.commandline import parse
+from gpt2_fp8.compose.composer import Composer, above, lookup
+from gpt2_fp8.compose.overrides import Request, take
+from gpt2_fp8.config import checks, parsing
 from gpt2_fp8.config.errors import Finding, Problem, UserError
-from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.schema import RunConfig
-
-# Set by whatever starts one process a GPU itself (torchrun, SLURM), so that Lightning does not start more.
-_LAUNCHED_OUTSIDE = ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS")
 
 
 def configs(request: Request, catalog: Catalog, problems: list[Problem]) -> list[RunConfig]:
@@ -33,49 +26,82 @@ def configs(request: Request, catalog: Catalog, problems: list[Problem]) -> list
 
     Raises UserError where the choices do not compose.
     """
-    settings = catalog.compose(request.hydra).cfg.hydra
-    task = [request.task]
-    numbers: list[int | None] = [None]
-    if request.multirun or str(settings.mode).endswith("MULTIRUN"):
-        task = sweeps.expand([*_params(settings, catalog, problems), *request.task])
-        numbers = list(range(len(task)))
-        if word := sweeps.say(len(task)):
+    composer = Composer(request, catalog)
+    whole = _whole(composer, request)
+    jobs: list[tuple[int | None, list[Override]]] = [(None, request.task)]
+    if request.multirun or str(whole.hydra.mode).endswith("MULTIRUN"):
+        params = _params(whole.hydra, request, catalog, problems)
+        jobs = list(enumerate(sweeps.expand([*params, *request.task], whole.hydra.sweeper)))
+        if word := sweeps.say(len(jobs)):
             print(word, file=sys.stderr, flush=True)
+        sweeps.settle(whole)
     done, folders = [], []
-    for number, overrides in zip(numbers, task, strict=True):
-        job = Job(request, catalog, overrides, number)
+    for number, words in jobs:
+        job = Job(composer, [*request.hydra, *words], number, whole)
         config, found = job.check()
         problems += found
         done += [config] if config and not found else []
         folders += [(number, job.folder)] if number is not None and job.folder is not None else []
-    problems += [finding.problem for finding in sweeps.shared_folders(folders)]
-    return done
+    problems += [finding.problem for finding in [*composer.found, *sweeps.shared_folders(folders)]]
+    return [] if composer.found else done
 
 
-def _params(settings: DictConfig, catalog: Catalog, problems: list[Problem]) -> list[Override]:
+def _whole(composer: Composer, request: Request) -> DictConfig:
+    """What holds for all jobs. Hydra composes it without what is swept over."""
+    swept = {word.key_or_group for word in request.task if word.is_sweep_override()}
+    words = [word for word in request.task if word.key_or_group not in swept]
+    if "optim" in swept:  # which a model of the user's own may have no namesake in
+        words = [word for word in words if word.key_or_group != "model"]
+    return composer.compose([*request.hydra, *words])[0].cfg
+
+
+def _params(settings: DictConfig, request: Request, catalog: Catalog, problems: list[Problem]) -> list[Override]:
     """What `hydra.sweeper.params` sweeps over, checked as if it stood on the command line. Raises UserError."""
     params = settings.sweeper.get("params") or {}
-    words = [f"{key}={value}" for key, value in params.items()]
-    request = sort(CommandLine(words, multirun=True), catalog, problems)
-    if request.hydra:
-        raise UserError.of(f"{request.hydra[0]}: Hydra's own settings are not swept over", "give it by itself")
-    return request.task
+    words, found = parse([f"{key}={value}" for key, value in params.items()], catalog)
+    problems += found
+    for word in words:
+        if word.is_hydra_override() or word.key_or_group.partition(".")[0] == "plugins":
+            cause = f"{word.input_line}: Hydra's own settings and plugins are not swept over"
+            raise UserError.of(cause, "give it by itself")
+    taken = Request(multirun=True, own_sweeper=request.own_sweeper)
+    take(words, taken, catalog, problems)
+    request.refused_groups |= taken.refused_groups
+    return taken.task
 
 
 class Job:
-    """One job: its choices composed, its values set, and all checked that its mistakes leave standing."""
+    """One job: its words composed as Hydra will, and all checked that its mistakes leave standing."""
 
-    def __init__(self, request: Request, catalog: Catalog, overrides: list[Override], number: int | None):
-        self.request, self.catalog, self.number = request, catalog, number
-        groups = [str(o.input_line) for o in overrides if is_group(o, catalog)]
-        self.base, self.plain_base = catalog.compose([*request.hydra, *groups])
-        self.values = [o for o in overrides if not is_group(o, catalog)]
-        own = {key: value for key, value in self.plain_base.items() if key != "hydra"}
-        self.reads_hydra = "${hydra:" in f"{own} {overrides}"
-        self.found: list[Finding] = []
+    def __init__(
+        self,
+        composer: Composer,
+        words: Sequence[Override],
+        number: int | None = None,
+        whole: DictConfig | None = None,
+    ):
+        self.composer, self.number, self.whole = composer, number, whole
+        self.request = composer.request
+        self.words = list(words)
         self.dropped: set[str] = set()
-        self.unresolved: list[str] = []
         self.folder: str | None = None  # where it will write
+        self.plain: dict[str, Any] = {}  # as it is written, `${...}` and all
+
+    def composed(self) -> tuple[DictConfig, dict[str, Any]]:
+        """The configuration of the words that could be composed, and the same as plain values.
+
+        Raises UserError where there is none.
+        """
+        while True:
+            composed, self.words = self.composer.compose(self.words)
+            cfg, self.plain = composed.cfg, composed.plain
+            if self.number is not None and self.whole is not None:
+                sweeps.number(cfg, self.number, self.whole)
+            own = {key: value for key, value in self.plain.items() if key != "hydra"}
+            try:
+                return cfg, self.composer.resolved(cfg, "${hydra:" in str(own))
+            except OmegaConfBaseException as error:
+                self.words = self.composer.drop_unresolved(self.words, error)
 
     def absent(self, found: list[Finding]) -> list[Finding]:
         """Values without a + for keys that the choices lack: Hydra refuses them, though the key be one of ours.
@@ -83,147 +109,50 @@ class Job:
         Without what `found` says of such a key already.
         """
         told = {key for finding in found for key in finding.keys}
-        values = [o for o in self.values if not (o.is_add() or o.is_force_add() or told & set(above(o.key_or_group)))]
-        lacking = [o for o in values if not _lookup(self.plain_base, o.key_or_group)[0]]
-        return [Finding((o.key_or_group,), _lacking(o)) for o in lacking]
-
-    def composed(self) -> tuple[DictConfig, dict[str, Any]]:
-        """The configuration with the values that could be set, and the same as plain values; see `found`.
-
-        Raises UserError where these would have no end.
-        """
-        cfg = self._copy()
-        self.values = [o for o in self.values if self._set(cfg, o)]
-        self.catalog.check_references(cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=False)))
-        return cfg, self._plain(cfg)
+        mine = {word.key_or_group for word in self.words}
+        words = [word for word in self.composer.absent if word.key_or_group in mine]
+        base = self.composer.base(self.words) if words else {}
+        lacking = [word for word in words if not lookup(base, word.key_or_group)[0]]
+        return [
+            Finding((word.key_or_group,), _lacking(word))
+            for word in lacking
+            if not told & set(above(word.key_or_group))
+        ]
 
     def check(self) -> tuple[RunConfig | None, list[Problem]]:
         """The configuration, where there is one, and everything wrong with it but what follows from other mistakes."""
-        cfg, plain = self.composed()
-        config, found = parsing.build(RunConfig, plain)
-        self.found += [*found, *self.absent(found)]
+        cfg, data = self.composed()
+        config, found = parsing.build(RunConfig, data)
+        found = [*found, *self.absent(found)]
         if config is None:  # look across the other keys all the same, with these as they were
-            self.dropped |= {key for finding in found for key in finding.keys}
-            cfg = self._copy()
-            for override in self.values:
-                if override.key_or_group not in self.dropped:
-                    self._set(cfg, override)
-            config, _ = parsing.build(RunConfig, self._plain(cfg))
+            self.dropped = {key for finding in found for key in finding.keys}
+            self.words = [word for word in self.words if word.key_or_group not in self.dropped]
+            cfg, data = self.composed()
+            config, _ = parsing.build(RunConfig, data)
         if config is not None:
             across = checks.check(config)
-            across += self._surroundings(cfg, config, {key for finding in across for key in finding.keys})
-            self.found += [f for f in across if not any(map(self._doubts, f.keys))]
-        wrong = {key for finding in self.found for key in finding.keys}
-        said = [f for f in self.found if not any(self._follows(key) in wrong for key in f.keys)]
+            bad = {key for finding in across for key in finding.keys}
+            around = surroundings.Surroundings(cfg, self.plain, config, self.number, self.given)
+            across += around.check(bad)
+            self.folder = around.folder
+            found += [finding for finding in across if not any(map(self._doubts, finding.keys))]
+        wrong = {key for finding in [*found, *self.composer.found] for key in finding.keys}
+        said = [finding for finding in found if not any(self._follows(key) in wrong for key in finding.keys)]
         return config, [finding.problem for finding in said]
 
-    def _copy(self) -> DictConfig:
-        cfg = copy.deepcopy(self.base)
-        if self.number is not None:
-            with open_dict(cfg.hydra):
-                cfg.hydra.job.num, cfg.hydra.job.id = self.number, str(self.number)
-        return cfg
-
-    def _set(self, cfg: DictConfig, override: Override) -> bool:
-        """Set one value, known or not: `typed` speaks of unknown keys. False if it makes no sense to."""
-        key, line = override.key_or_group, str(override.input_line)
-        there, _ = _lookup(self.plain_base, key)
-        if not there and self.request.doubts(key) and key in parsing.key_paths(RunConfig):
-            return False  # it may belong to the choice that was refused
-        parent = key
-        while not _lookup(self.plain_base, parent)[0]:
-            parent = parent.rpartition(".")[0]
-        if not there and not isinstance(_lookup(self.plain_base, parent)[1], (dict, list)):
-            return self._report(key, f"there is no key {key}: {parent} is a single value", f"{parent}=VALUE")
-        if there and override.is_add():
-            return self._report(key, f"{line}: {key} has a value already", f"{line.lstrip('+')}, without the +")
-        try:
-            OmegaConf.update(cfg, key, override.value(), merge=True, force_add=True)
-        except (OmegaConfBaseException, ValueError, IndexError, AssertionError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return self._report(key, f"{line} cannot be set: {reason}", f"set the whole of {parent or key}")
-        return True
-
-    def _plain(self, cfg: DictConfig) -> dict[str, Any]:
-        """The job's own part, with every `${...}` resolved; what does not resolve goes back to what it was."""
-        for _ in range(len(self.values) + 1):
-            if self.reads_hydra:  # slow, and rare
-                HydraConfig.instance().set_config(cfg)
-            try:
-                plain = OmegaConf.to_container(OmegaConf.masked_copy(cfg, _own_keys(cfg)), resolve=True)
-            except OmegaConfBaseException as error:
-                key, reason = str(error.full_key), str(error).splitlines()[0]
-                self.unresolved.append(key)
-                self._report(key, f"{key}: {reason}", "correct the ${...}, or write \\${ for the signs themselves")
-                if not any(o.key_or_group == key for o in self.values):
-                    break
-                OmegaConf.update(cfg, key, _lookup(self.plain_base, key)[1], force_add=True)
-                self.values = [o for o in self.values if o.key_or_group != key]
-            else:
-                assert isinstance(plain, dict)
-                return {str(name): value for name, value in plain.items()}
-        raise UserError(finding.problem for finding in self.found)
-
-    def _folder(self, cfg: DictConfig, setting: str) -> str:
-        """Where Hydra will put the job. Raises OmegaConfBaseException."""
-        if self.number is not None and self.request.said is not None:
-            OmegaConf.set_cache(cfg, self.request.said)  # what `now` said in `hydra.sweep.dir` holds for all jobs
-        folder = str(OmegaConf.select(cfg, setting))
-        if self.number is None or not folder:
-            return folder
-        self.request.said = self.request.said or copy.deepcopy(OmegaConf.get_cache(cfg))
-        before = HydraConfig.instance().cfg
-        HydraConfig.instance().set_config(cfg)  # for ${hydra:job.num}
-        try:
-            return str(Path(folder, str(OmegaConf.select(cfg, "hydra.sweep.subdir"))))
-        finally:
-            HydraConfig.instance().cfg = before
+    def given(self, key: str) -> bool:
+        """Whether a word sets a key."""
+        return any(word.key_or_group == key for word in self.words)
 
     def _doubts(self, key: str) -> bool:
         """Whether the value that a check saw may not be the one that was meant."""
-        given = any(o.key_or_group == key for o in self.values)
-        return key in self.dropped or (self.request.doubts(key) and not given)
+        dropped = self.dropped | {key for finding in self.composer.found for key in finding.keys}
+        return key in dropped or (self.request.doubts(key) and not self.given(key))
 
     def _follows(self, key: str) -> str | None:
         """The key that another takes its value from (`data.seed: ${seed}`), where it was left to."""
-        reference = re.fullmatch(r"\$\{([\w.]+)\}", str(_lookup(self.plain_base, key)[1]))
-        return reference[1] if reference and not any(o.key_or_group == key for o in self.values) else None
-
-    def _report(self, key: str, cause: str, remedy: str) -> bool:
-        self.found.append(Finding((key,), Problem(cause, remedy)))
-        self.dropped.add(key)
-        return False
-
-    def _surroundings(self, cfg: DictConfig, config: RunConfig, bad: set[str]) -> Iterator[Finding]:
-        """What only Hydra knows: the run's folder, and that there are several jobs. `bad`: keys known to be wrong."""
-        yield from hydra_policy.check_values(lambda key: _hydra_value(cfg, key))
-        setting = "hydra.run.dir" if self.number is None else "hydra.sweep.dir"
-        by_name = "${run_name}" in str(_lookup(self.plain_base, setting)[1])
-        if not (by_name and "run_name" in bad):
-            try:
-                self.folder = self._folder(cfg, setting)
-            except OmegaConfBaseException as error:
-                yield Finding((setting,), Problem(f"{setting}: {str(error).splitlines()[0]}", "correct the ${...}"))
-            else:
-                key = "run_name" if by_name else setting
-                wrong = paths.check_folder(self.folder, setting, key)
-                yield from wrong
-                own = Path(self.folder)
-                problems = [] if wrong else run_folder.check(own, *_file_names(cfg))
-                if self.number is not None:
-                    problems += run_folder.check_sweep(Path(str(OmegaConf.select(cfg, setting))))
-                yield from (Finding((key,), problem) for problem in problems)
-                if config.ckpt_path is None and not wrong:
-                    yield from paths.check_untaken(own)
-        named = any(o.key_or_group == "run_name" for o in self.values)
-        if config.ckpt_path in ("last", "best") and by_name and not named and "${now:" in self.plain_base["run_name"]:
-            cause = f"ckpt_path={config.ckpt_path}: of which run? A run without a name starts in a new, empty folder"
-            yield Finding(("ckpt_path", "run_name"), Problem(cause, "add the run_name=NAME of the run to continue"))
-        if self.number is not None and _starts_processes(cfg, config):
-            values = f"trainer.devices={show(config.trainer.devices)}, trainer.num_nodes={config.trainer.num_nodes}"
-            cause = f"{values} in a sweep: each process would start the whole sweep again"
-            remedy = "sweep with trainer=gpu, a GPU a job; or start the runs one by one, without -m"
-            yield Finding(("trainer.devices", "trainer.num_nodes"), Problem(cause, remedy))
+        reference = re.fullmatch(r"\$\{([\w.]+)\}", str(lookup(self.plain, key)[1]))
+        return reference[1] if reference and not self.given(key) else None
 
 
 def _lacking(override: Override) -> Problem:
@@ -231,49 +160,3 @@ def _lacking(override: Override) -> Problem:
         f"{override.input_line}: none of the files that were chosen has {override.key_or_group}",
         f"+{override.input_line}, to add it",
     )
-
-
-def above(key: str) -> list[str]:
-    """`a.b.c`, `a.b` and `a`."""
-    parts = key.split(".")
-    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-
-
-def _file_names(cfg: DictConfig) -> tuple[str | None, str | None]:
-    """What Hydra writes into a run's folder: the log's name, and that of the folder of its settings."""
-    job = OmegaConf.select(cfg, "hydra.job.name", throw_on_missing=False) or "run"
-    settings = OmegaConf.select(cfg, "hydra.output_subdir")
-    return f"{job}.log", None if settings is None else str(settings)
-
-
-def _starts_processes(cfg: DictConfig, config: RunConfig) -> bool:
-    """Whether Lightning would start this very command again for its other devices."""
-    trainer = config.trainer
-    one = trainer.devices == 1 or (trainer.devices == "auto" and trainer.accelerator == "cpu")
-    basic = str(cfg.hydra.launcher.get("_target_", "")).endswith("BasicLauncher")
-    return not (one and trainer.num_nodes == 1) and basic and not any(name in os.environ for name in _LAUNCHED_OUTSIDE)
-
-
-def _hydra_value(cfg: DictConfig, key: str) -> Any:
-    """A setting of Hydra's as a plain value, None where there is none or it does not resolve."""
-    try:
-        value = OmegaConf.select(cfg, key)
-        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    except OmegaConfBaseException:
-        return None
-
-
-def _own_keys(cfg: DictConfig) -> list[Any]:
-    return [key for key in cfg if key != "hydra"]
-
-
-def _lookup(node: Any, key: str) -> tuple[bool, Any]:
-    """Whether a plain configuration has a key, and its value as it is written, `${...}` and all."""
-    for part in filter(None, key.split(".")):
-        if isinstance(node, dict) and part in node:
-            node = node[part]
-        elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
-        else:
-            return False, None
-    return True, node

@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 
+from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from gpt2_fp8.compose import commandline, overrides
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.commandline import CommandLine
-from gpt2_fp8.compose.jobs import Job, above
+from gpt2_fp8.compose.composer import Composer, above
+from gpt2_fp8.compose.jobs import Job
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
@@ -33,10 +35,11 @@ def check(argv: list[str], line: CommandLine, catalog: Catalog, problems: list[P
     try:
         request = overrides.sort(line, catalog, problems)
         if not problems:
-            problems += _composition(Job(request, catalog, request.task, None), args)
+            composer = Composer(request, catalog)
+            problems += _composition(composer, [*request.hydra, *request.task], args)
     except UserError as error:
         problems += error.problems
-    return ["--hydra-help"] if args.hydra_help and not args.help else argv
+    return commandline.shown_by_hydra(args)
 
 
 def _contradictions(args: argparse.Namespace) -> list[Problem]:
@@ -48,12 +51,14 @@ def _contradictions(args: argparse.Namespace) -> list[Problem]:
     return []
 
 
-def _composition(job: Job, args: argparse.Namespace) -> list[Problem]:
+def _composition(composer: Composer, words: list[Override], args: argparse.Namespace) -> list[Problem]:
     """Whether there is something to show: keys that exist, and for `--resolve` what they refer to."""
+    job = Job(composer, words)
     cfg, plain = job.composed()
     known = parsing.key_paths(RunConfig)
     _, found = parsing.build(RunConfig, plain)
-    problems = [finding.problem for finding in job.found if args.resolve or not set(finding.keys) & set(job.unresolved)]
+    unseen = () if args.resolve else composer.unresolved
+    problems = [finding.problem for finding in composer.found if not set(finding.keys) & set(unseen)]
     absent = job.absent([])  # which Hydra would not show
     problems += [f.problem for f in job.absent(found)]
     told = {part for finding in absent for part in above(finding.keys[0])}

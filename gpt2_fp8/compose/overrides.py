@@ -1,35 +1,41 @@
-"""The overrides of a command line, sorted by what they change, without those that cannot be composed."""
+"""The overrides of a command line that are refused whatever they would compose to, and the request that the rest makes.
+
+What Hydra itself does not take is found by composing (`composer.py`).
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from importlib import util
+from importlib.machinery import PathFinder
 from typing import Any
 
 from hydra.core.override_parser.types import Override, Sweep, ValueType
 
 from gpt2_fp8.compose import contents, sweeps
 from gpt2_fp8.compose.catalog import Catalog
-from gpt2_fp8.compose.commandline import CommandLine, parse
+from gpt2_fp8.compose.commandline import MAY_BE_NULL, CommandLine, parse
 from gpt2_fp8.config import hints, hydra_policy
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.parsing import show
 
-_MAY_BE_NULL = ("experiment", "debug")
 # A wrong choice here leaves keys of other groups unknown too: `optim` follows `model`, an experiment sets anything.
-_WIDE = (*_MAY_BE_NULL, "model", "optim")
+_WIDE = (*MAY_BE_NULL, "model", "optim")
 _CHOSEN_BY_GROUP = {"precision.name": "precision", "recipe.name": "recipe", "data.kind": "data"}
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _BASIC_SWEEPER = "the sweeper goes through lists: optim.lr=1e-4,3e-4 or trainer.max_steps=range(100,500,100)"
 
 
 @dataclass
 class Request:
-    """What can be composed, and what a refused choice leaves in doubt."""
+    """What is to be composed, and what a refused choice leaves in doubt."""
 
     multirun: bool
-    hydra: list[str] = field(default_factory=list)
+    own_sweeper: bool = False  # another one than Hydra's basic one
+    hydra: list[Override] = field(default_factory=list)
     task: list[Override] = field(default_factory=list)
     refused_groups: set[str] = field(default_factory=set)
-    said: dict[str, Any] | None = None  # by resolvers such as `now`, of which Hydra keeps the first answer for a sweep
 
     def doubts(self, key: str) -> bool:
         """Whether a key might have another value, or exist, if a refused choice had been right."""
@@ -41,36 +47,40 @@ def sort(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> Reques
     overrides, found = parse(line.words, catalog)
     problems += found
     problems += _several_paths(overrides)
-    problems += catalog.add_folders(_folders(line, overrides))
+    problems += catalog.add_folders(_folders(line, overrides), {o.key_or_group.partition("/")[0] for o in overrides})
     if line.config_dir:
         catalog.take_names_from(line.config_dir)
     problems += catalog.check_name()
-    request = Request(line.multirun or any(map(_is_multirun, overrides)))
-    own_sweeper = any(o.key_or_group == "hydra/sweeper" for o in overrides)
-    for override in overrides:
-        if override.is_hydra_override() or override.key_or_group == "hydra":  # or all of them
-            found = _hydra_problems(override, catalog)
-            if not found and override.key_or_group != "hydra.searchpath":
-                request.hydra.append(str(override.input_line))
-        else:
-            found = _sweep_problems(override, is_group(override, catalog), request.multirun, own_sweeper)
-            if is_group(override, catalog):
-                found = found or _group_problems(override, catalog)
-                request.refused_groups |= {override.key_or_group} if found else set()
-            else:
-                found = found or _value_problems(override)
-            request.task += [] if found else [override]
-            if is_group(override, catalog) and catalog.refused_folder:
-                found = []  # the choice may well be there, in a folder that was refused
-        problems += found
-    problems += _optim_of_model(request, catalog)
+    own_sweeper = any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in overrides)
+    request = Request(line.multirun or any(map(_is_multirun, overrides)), own_sweeper)
+    take(overrides, request, catalog, problems)
     return request
+
+
+def take(overrides: list[Override], request: Request, catalog: Catalog, problems: list[Problem]) -> None:
+    """Add overrides to a request. What is wrong with one is added to `problems`, and it is left out."""
+    for override in overrides:
+        hydras = override.is_hydra_override() or override.key_or_group == "hydra"  # or all of them
+        found = _hydra_problems(override, catalog) if hydras else _task_problems(override, request, catalog)
+        if found and is_group(override, catalog):
+            request.refused_groups.add(override.key_or_group)
+            found = [] if catalog.refused_folder else found  # the choice may be there, in a folder that was refused
+        elif not found and override.key_or_group != "hydra.searchpath":
+            (request.hydra if hydras else request.task).append(override)
+        problems += found
 
 
 def is_group(override: Override, catalog: Catalog) -> bool:
     """Whether an override chooses from a group, rather than setting a value."""
     key = override.key_or_group
-    return "/" in key or override.package is not None or key in catalog.groups
+    return not key.startswith("hydra/") and ("/" in key or override.package is not None or key in catalog.groups)
+
+
+def _task_problems(override: Override, request: Request, catalog: Catalog) -> list[Problem]:
+    group = is_group(override, catalog)
+    if found := _sweep_problems(override, group, request):
+        return found
+    return _group_problems(override, catalog) if group else _value_problems(override)
 
 
 def _folders(line: CommandLine, overrides: list[Override]) -> list[str]:
@@ -102,22 +112,21 @@ def _hydra_problems(override: Override, catalog: Catalog) -> list[Problem]:
     if refused := hydra_policy.refuse_override(key, value):
         return [refused]
     if "/" in key and value not in (options := catalog.get_group_options(key)):
-        cause, remedy = hints.unknown_choice(key, show(value), options)
-        return [Problem(cause, f"{remedy}; others come with plugins, such as pip install hydra-submitit-launcher")]
+        return [hydra_policy.missing_plugin(key, show(value), options)]
     return []
 
 
-def _sweep_problems(override: Override, group: bool, multirun: bool, own_sweeper: bool) -> list[Problem]:
+def _sweep_problems(override: Override, group: bool, request: Request) -> list[Problem]:
     if not override.is_sweep_override():
         return []
     key, line = override.key_or_group, str(override.input_line)
     value = line.partition("=")[2]
-    if not multirun:
+    if not request.multirun:
         cause = f"{line} is several values, and this is a single run"
         if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and not group:
             return [Problem(cause, f"-m runs each; as one list '{key}=[{value}]'; as one text '{key}=\"{value}\"'")]
         return [Problem(cause, "choose one, or put -m in front to run each")]
-    if override.is_interval_sweep() and not own_sweeper:
+    if override.is_interval_sweep() and not request.own_sweeper:
         return [Problem(f"{line}: an interval has no end of values", _BASIC_SWEEPER)]
     if not 0 <= (values := sweeps.length(override)) <= sweeps.MOST:
         return [sweeps.too_many(f"{line} is", values)]
@@ -127,42 +136,33 @@ def _sweep_problems(override: Override, group: bool, multirun: bool, own_sweeper
 
 
 def _group_problems(override: Override, catalog: Catalog) -> list[Problem]:
+    """What is wrong with a choice, but for its name: Hydra says whether that is there."""
     group, line = override.key_or_group, str(override.input_line)
-    groups = catalog.groups
-    if group not in groups:
-        return [Problem(*hints.unknown_choice_of_group(group, groups))]
+    if group not in catalog.groups:
+        return [Problem(*hints.unknown_choice_of_group(group, catalog.groups))]
     if override.package is not None:
         return [Problem(f"{line}: a group has one place here", f"{group}=CHOICE, without @{override.package}")]
     if override.is_delete():
-        if group in _MAY_BE_NULL:
-            return []
-        none = "none" in catalog.get_group_options(group)
-        return [Problem(f"{line}: a run has one choice of {group}", f"{group}=none" if none else f"leave {line} out")]
+        return (
+            [] if group in MAY_BE_NULL else [Problem(f"{line}: a run has one choice of {group}", f"leave {line} out")]
+        )
     values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
-    problems = [problem for value in values for problem in _choice_problems(group, value, catalog)]
-    has_default = group in catalog.defaults
-    if not problems and has_default and (override.is_add() or override.is_force_add()):
-        return [Problem(f"{line}: {group} has its place already", f"{line.lstrip('+')}, without the +")]
-    if not problems and not has_default and not override.is_add():
-        return [Problem(f"{line}: {group} is no group of this program's own", f"+{line}, to add it")]
-    return problems
+    each = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    return [problem for value in each for problem in _choice_problems(group, value, catalog)]
 
 
 def _choice_problems(group: str, value: Any, catalog: Catalog) -> list[Problem]:
-    if isinstance(value, list):  # experiment=[one,two]: one upon the other
-        return [problem for item in value for problem in _choice_problems(group, item, catalog)]
     if isinstance(value, dict):
         return [Problem(f"{group} takes a choice, not keys", f"give keys one by one: {group}.KEY=VALUE")]
-    folder, _, name = str(value).rpartition("/")
+    folder = str(value).rpartition("/")[0]
     if folder and not contents.plain_path(folder.replace("/.", "/")):
         return [
             Problem(f"{group}={show(value)}: leads out of the group's folder", f"{group}=NAME, or {group}=FOLDER/NAME")
         ]
-    options = catalog.get_group_options(f"{group}/{folder}" if folder else group)
-    if (value is None and group in _MAY_BE_NULL) or (value is not None and name in options):
-        return []
-    listed = [f"{folder}/{option}" for option in options] if folder and options else catalog.get_group_options(group)
-    return [Problem(*hints.unknown_choice(group, show(value), listed))]
+    options = catalog.get_group_options(group)
+    if value is None or value in ("", ".", "..") or str(value).endswith((".yaml", ".yml")):
+        return [Problem(*hints.unknown_choice(group, show(value), options))]
+    return []
 
 
 def _value_problems(override: Override) -> list[Problem]:
@@ -174,22 +174,27 @@ def _value_problems(override: Override) -> list[Problem]:
         return [Problem(f"{line}: this is chosen with the whole group", f"{group}={show(choice)}")]
     if hydra_policy.names_code(key, value):
         return [Problem(f"{line}: nothing here is built from a _target_", "choose from the groups; --help lists them")]
+    if key.partition(".")[0] == "plugins":
+        return _plugin_problems(override)
     return []
 
 
-def _optim_of_model(request: Request, catalog: Catalog) -> list[Problem]:
-    """`optim` follows `model`; a model of the user's own may have no namesake there."""
-    chosen = {o.key_or_group: o for o in request.task}
-    if "model" not in chosen or {"optim", "experiment"} & set(chosen):
-        return []
-    override, have = chosen["model"], catalog.get_group_options("optim")
-    models = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
-    without = [model for model in models if isinstance(model, str) and model not in have]
-    request.task = [o for o in request.task if not without or o is not override]
-    request.refused_groups |= {"model"} if without else set()
+def _plugin_problems(override: Override) -> list[Problem]:
+    """Whether modules of the user's are there. None is imported: they import torch."""
+    value, line = override.value(), str(override.input_line)
+    names = value if isinstance(value, list) else []
+    if override.key_or_group != "plugins" or isinstance(value, Sweep) or not isinstance(value, list):
+        return [Problem(f"{line}: needs a list of Python modules", "'plugins=[my_module]'")]
+    unfit = [name for name in names if not _MODULE.fullmatch(str(name)) or str(name).endswith(".py")]
+    if unfit:
+        return [Problem(f"{line}: {show(unfit[0])} is no name of a module", "'plugins=[my_module]', without .py")]
+    missing = [name for name in names if not _is_there(name.partition(".")[0])]
+    where = "looked here, and where Python looks"
     return [
-        Problem(
-            f"model={model}: no optim/{model}.yaml, where optim follows model", f"add optim=, one of {', '.join(have)}"
-        )
-        for model in without
+        Problem(f"plugins: there is no module {name} ({where})", "correct the name, or set PYTHONPATH")
+        for name in missing
     ]
+
+
+def _is_there(module: str) -> bool:
+    return util.find_spec(module) is not None or PathFinder.find_spec(module, [""]) is not None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
+from gpt2_fp8.compat import hydra_private
 from gpt2_fp8.compose.commandline import parsed_once
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 
@@ -27,7 +29,9 @@ def length(override: Override) -> float:
         return max(0, math.ceil((stop - start) / step))
     if isinstance(sweep, ChoiceSweep):
         return len(sweep.list)
-    return 1  # and a glob's of what is there
+    if override.is_discrete_sweep():
+        return sum(1 for _ in override.sweep_iterator())  # a glob's, of what is there
+    return 1
 
 
 def too_many(what: str, jobs: float) -> Problem:
@@ -36,29 +40,52 @@ def too_many(what: str, jobs: float) -> Problem:
     return Problem(f"{what} {number} jobs, and a sweep has at most {MOST:,}", "sweep over fewer values, or in parts")
 
 
-def expand(overrides: list[Override]) -> list[list[Override]]:
-    """The overrides of each job of a sweep: all combinations, as Hydra's basic sweeper forms them.
+def expand(overrides: list[Override], sweeper: DictConfig) -> list[list[Override]]:
+    """The words of each job of a sweep: all combinations, as Hydra's basic sweeper forms them.
 
-    Raises UserError where there are too many.
+    Another sweeper decides which it takes when it runs. Of what it goes through, each value is checked once, with the
+    first of the others. Raises UserError where there are too many.
     """
-    choices: dict[str, list[str]] = {}
-    for override in overrides:
-        key = override.get_key_element()
-        if override.is_discrete_sweep():
-            values = list(override.sweep_string_iterator())
-        elif isinstance(sweep := override.value(), IntervalSweep):  # another sweeper's: its start stands for it
-            values = [str(sweep.start)]
-        else:
-            values = [override.get_value_element_as_str()]
-        choices[key] = [f"{key}={value}" for value in values]
-    if (jobs := math.prod(map(len, choices.values()))) > MOST:
-        raise UserError([too_many(" x ".join(k for k, v in choices.items() if len(v) > 1) + " are", jobs)])
-    return [[parsed_once(word) for word in words] for words in itertools.product(*choices.values())]
+    last = {override.get_key_element(): override for override in overrides}
+    same = [override for override in last.values() if not override.is_sweep_override()]
+    swept = [_start(override) for override in last.values() if override.is_sweep_override()]
+    if str(sweeper.get("_target_", "")).endswith("BasicSweeper"):
+        if (jobs := math.prod(map(length, swept))) > MOST:
+            several = [str(word.key_or_group) for word in swept if length(word) > 1]
+            raise UserError([too_many(" x ".join(several) + " are", jobs)])
+        return [[*same, *map(parsed_once, job)] for job in hydra_private.job_words(swept)]
+    values = [[parsed_once(word) for (word,) in hydra_private.job_words([override])] for override in swept]
+    first = [each[0] for each in values]
+    others = [[*first[:i], other, *first[i + 1 :]] for i, each in enumerate(values) for other in each[1:]]
+    return [[*same, *job] for job in [first, *others]]
+
+
+def _start(override: Override) -> Override:
+    """The override; of an interval, which has no end of values, its start."""
+    sweep = override.value()
+    if not isinstance(sweep, IntervalSweep):
+        return override
+    return parsed_once(f"{override.get_key_element()}={sweep.start}")
 
 
 def say(jobs: int) -> str | None:
     """What is said before so many jobs are checked."""
     return f"checking {jobs:,} jobs, before the first of them begins" if jobs > _WORTH_A_WORD else None
+
+
+def settle(whole: DictConfig) -> None:
+    """Resolve the folder of a sweep, as Hydra does first: what `now` says there holds for all jobs."""
+    try:
+        OmegaConf.select(whole, "hydra.sweep.dir")
+    except OmegaConfBaseException:
+        return  # each job says so
+
+
+def number(cfg: DictConfig, place: int, whole: DictConfig) -> None:
+    """Make a job's configuration what Hydra's launcher makes of it: with its number, and what `now` has said."""
+    with read_write(cfg.hydra), open_dict(cfg.hydra):
+        cfg.hydra.job.num, cfg.hydra.job.id = place, str(place)
+    OmegaConf.copy_cache(from_config=whole, to_config=cfg)
 
 
 def shared_folders(folders: Iterable[tuple[int, str]]) -> list[Finding]:

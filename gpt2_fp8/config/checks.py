@@ -57,6 +57,11 @@ def _names(config: RunConfig) -> Iterator[Finding]:
                 reason = f"there is no layer {show(name)} in a model of {config.model.n_layer} blocks"
                 remedy = f"name head, first, last, or blocks.0 to blocks.{last}: precision.keep_bf16='[head,last]'"
                 yield _finding(config, "precision.keep_bf16", reason, remedy)
+    for key in () if config.plugins else ("callbacks.extra", "logger.extra", "data.source"):
+        if value_of(config, key):
+            yield _finding(
+                config, key, "is registered by no plugin", "plugins=[MODULE], of the module that registers it"
+            )
     for key in ("data.repo", "data.revision", "data.text_column", "data.path"):
         if value_of(config, key) == "":
             yield _finding(config, key, "is empty", f"leave {key} out, or give it a value")

@@ -73,7 +73,6 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "gradient_checkpointing": ("it has another name", "activation_checkpointing=mlp"),
     "use_compile": ("it has torch's name", "compile=true or false"),
     "wandb": ("runs log to TensorBoard and CSV", "logger=default, tensorboard, csv or none"),
-    "tags": ("a run has one name", "run_name"),
     "train": ("this program always trains", "remove the key"),
     "test": ("this program trains and validates", "remove the key"),
 }
@@ -96,6 +95,7 @@ KINDS = {
     "files": ("text_files",),
     "hub": ("fineweb", "openwebtext", "slimpajama"),
     "file_or_hub": ("tinyshakespeare",),
+    "registered": ("registered",),
 }
 
 

@@ -1,11 +1,16 @@
-"""Which of Hydra's own settings a user may change, and to what. The others could make Hydra import code."""
+"""Which of Hydra's own settings a user may change, and to what. The others could make Hydra import code.
+
+The command line may change more than a file of a settings folder, which may come from a stranger.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 
+from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.parsing import show
 
@@ -13,25 +18,69 @@ from gpt2_fp8.config.parsing import show
 KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.verbose", "hydra.mode")
 PREFIXES = ("hydra.job.", "hydra.launcher.", "hydra.sweeper.")
 GROUPS = ("hydra/launcher", "hydra/sweeper", "hydra/job_logging", "hydra/hydra_logging")
-_MAY = f"{', '.join(KEYS)}, hydra.searchpath, {', '.join(p + '*' for p in PREFIXES)} and {', '.join(GROUPS)} may be set"
+_LEVEL = re.compile(r"(job|hydra)_logging\.(root|(loggers|handlers)\.[\w.-]+)\.level")
+_MAY = (
+    f"{', '.join(KEYS)}, hydra.searchpath, {', '.join(p + '*' for p in PREFIXES)}, hydra.job_logging.root.level and "
+    f"{', '.join(GROUPS)} may be set"
+)
+# What a file may set: folders, what a sweep goes through, and how much is logged.
+_IN_A_FILE = re.compile(
+    r"run\.dir|sweep\.(dir|subdir)|mode|verbose|sweeper\.(params|max_batch_size|n_trials|n_jobs|direction)|"
+    + _LEVEL.pattern
+)
+_SWEPT = re.compile(r"(?!(hydra|plugins)\b)[A-Za-z]\w*(\.\w+)*")  # a key that a file's sweep may go through
+# Which package has a choice that is not there until it is installed.
+PACKAGES = {
+    "hydra/launcher": {
+        "joblib": "hydra-joblib-launcher",
+        "ray": "hydra-ray-launcher",
+        "ray_aws": "hydra-ray-launcher",
+        "rq": "hydra-rq-launcher",
+        "submitit_local": "hydra-submitit-launcher",
+        "submitit_slurm": "hydra-submitit-launcher",
+    },
+    "hydra/sweeper": {
+        "ax": "hydra-ax-sweeper",
+        "nevergrad": "hydra-nevergrad-sweeper",
+        "optuna": "hydra-optuna-sweeper",
+    },
+    "hydra/job_logging": {"colorlog": "hydra-colorlog"},
+    "hydra/hydra_logging": {"colorlog": "hydra-colorlog"},
+}
 
 
 def refuse_override(key: str, value: object) -> Problem | None:
     """Why `hydra.KEY=value` or `hydra/GROUP=value` is refused, or None."""
     if names_code(key, value):
         return Problem(f"{key}: what Hydra builds is not set from the command line", "leave _target_ out")
-    if key == "hydra.job.chdir" and value:
-        return Problem(
-            "hydra.job.chdir=true: paths would be looked up in the run's own folder",
-            "leave it out; every path is relative to where the command was typed",
-        )
     if key == "hydra.searchpath":
         return _searchpath(value)
     if key == "hydra.job.env_copy":
         return _env_copy(value)
-    if key in KEYS or key in GROUPS or key.startswith(PREFIXES):
+    if key in KEYS or key.startswith((*PREFIXES, *GROUPS)) or _LEVEL.fullmatch(key.removeprefix("hydra.")):
         return None
     return Problem(f"{key} is not a setting of Hydra's that this program leaves open", _MAY)
+
+
+def may_stand_in_a_file(path: Sequence[str]) -> bool:
+    """Whether a file of a settings folder may set `hydra.PATH`, of keys below the `hydra` node.
+
+    What a sweep goes through is no setting of Hydra's, and names no code.
+    """
+    if tuple(path[:2]) == ("sweeper", "params") and len(path) > 2:
+        return len(path) == 3 and bool(_SWEPT.fullmatch(path[2]))
+    return bool(_IN_A_FILE.fullmatch(".".join(path)))
+
+
+def missing_plugin(group: str, name: str, installed: Sequence[str]) -> Problem:
+    """Say which package brings a choice of one of Hydra's groups that is not installed."""
+    known = PACKAGES.get(group, {})
+    cause, remedy = hints.unknown_choice(group, name, sorted({*installed, *known}))
+    if package := known.get(name):
+        return Problem(cause, f"pip install {package}; installed are {', '.join(installed)}")
+    return Problem(
+        cause, f"{remedy}; those that are not installed: pip install {', '.join(sorted(set(known.values())))}"
+    )
 
 
 def names_code(key: str, value: object) -> bool:
@@ -66,7 +115,8 @@ def check_values(get: Callable[[str], object]) -> list[Finding]:
     for key, (reason, remedy) in _RULES.items():
         value = get(key)
         if why := reason(value):
-            found.append(Finding((key,), Problem(f"{key}={show(value)}: {why}", remedy)))
+            shown = key if isinstance(value, dict) else f"{key}={show(value)}"
+            found.append(Finding((key,), Problem(f"{shown}: {why}", remedy)))
     return found
 
 
@@ -103,12 +153,26 @@ def _max_batch_size(value: object) -> str | None:
     return None if good else "must be 1 or more, or null"
 
 
+def _levels(value: object) -> str | None:
+    """Python's logging falls over a level that it does not know."""
+    nodes = value if isinstance(value, dict) else {}
+    entries = [nodes.get("root"), *(entry for name in ("loggers", "handlers") for entry in _entries(nodes.get(name)))]
+    levels = [entry["level"] for entry in entries if isinstance(entry, dict) and entry.get("level") is not None]
+    bad = [level for level in levels if type(level) is not int and level not in LEVELS]
+    return f"the level {show(bad[0])} is none of {', '.join(LEVELS)}" if bad else None
+
+
+def _entries(node: object) -> list[object]:
+    return list(node.values()) if isinstance(node, dict) else []
+
+
 def _env_set(value: object) -> str | None:
     names = [str(name) for name in value] if isinstance(value, dict) else []
     bad = [name for name in names if not name or "=" in name or not name.isprintable()]
     return f"{show(bad[0])} is no name of a variable" if bad else None
 
 
+LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
 # What a run writes into its folder, which Hydra's own files are to leave alone.
 RUN_FILES = ("checkpoints", "tensorboard", "run.log", "metrics.csv", "metrics.csv.tmp", "summary.json",
              ".summary.json.tmp", ".lock")  # fmt: skip
@@ -117,5 +181,7 @@ _RULES: dict[str, tuple[Callable[[object], str | None], str]] = {
     "hydra.output_subdir": (_output_subdir, "a folder in the run's, as hydra.output_subdir=.hydra, or null for none"),
     "hydra.verbose": (_verbose, "hydra.verbose=true, or hydra.verbose=[LOGGER]"),
     "hydra.sweeper.max_batch_size": (_max_batch_size, "leave it out, or hydra.sweeper.max_batch_size=10"),
+    "hydra.job_logging": (_levels, "hydra.job_logging.root.level=DEBUG"),
+    "hydra.hydra_logging": (_levels, "hydra.hydra_logging.root.level=DEBUG"),
     "hydra.job.env_set": (_env_set, "+hydra.job.env_set.NAME=VALUE"),
 }

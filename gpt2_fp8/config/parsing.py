@@ -1,6 +1,6 @@
 """From a plain nested dictionary to dataclasses, strictly: every problem is collected, and none is guessed away.
 
-Knows bool, int, float, str, None, Literal, list, dataclasses, and unions of these. A union of dataclasses is told
+Knows bool, int, float, str, None, Literal, list, dict, dataclasses, and unions of these. A union of dataclasses is told
 apart by the one field that is a Literal in all of them (its tag: `name` or `kind`). A number may say its range, and
 any key its meaning, in `Annotated`.
 """
@@ -75,6 +75,8 @@ class _Builder:
             return self._bad(path, f"{path} has no value", f"give one: {path}={_example(members)}")
         if classes:
             return self._instance(classes, value, path)
+        if get_origin(hint) is dict:
+            return self._open(get_args(hint)[1], value, path)
         for member in members:
             if (matched := _match(member, value)) is not _BAD:
                 return self._in_range(member, matched, path)
@@ -115,6 +117,13 @@ class _Builder:
                     full, f"{full} is missing", f"give it a value: +{full}={_example(members_of(known[field_.name]))}"
                 )
         return cls(**values) if len(self.found) == before else _BAD
+
+    def _open(self, hint: Any, data: object, path: str) -> Any:
+        """A group whose keys are the user's own."""
+        if not isinstance(data, dict):
+            return self._bad(path, f"{path}={show(data)}: needs keys with values", f"+{path}.KEY=VALUE")
+        values = {str(key): self.value(hint, value, _join(path, str(key))) for key, value in data.items()}
+        return _BAD if any(value is _BAD for value in values.values()) else values
 
     def _refuse(self, members: list[Any], value: object, path: str) -> Any:
         literals = [str(v) for m in members if get_origin(m) is Literal for v in get_args(m)]

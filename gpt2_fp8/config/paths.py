@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from gpt2_fp8.config import globs, run_folder
@@ -12,7 +13,11 @@ from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.parsing import key_paths, show
 from gpt2_fp8.config.schema import FileOrHubData, FilesData, RunConfig
 
-_MAY_HOLD_ANYTHING = ("run_name", "callbacks.sample_prompt")  # of the texts; the first has a message of its own
+_MAY_HOLD_ANYTHING = (
+    "run_name",
+    "callbacks.sample_prompt",
+    "notes",
+)  # of the texts; the first has a message of its own
 _LONGEST = 4096  # characters of a text: of a path, Linux's own limit; all of them reach the log
 _EXAMPLE = "data.train_files='[/corpus/*.jsonl.zst]' (txt, jsonl, jsonl.zst and parquet)"
 
@@ -21,6 +26,30 @@ def check(config: RunConfig) -> list[Finding]:
     """Everything that is wrong with the paths of a configuration."""
     found = list(_texts(config))
     return [*found, *_run_name(config.run_name), *(() if found else (*_checkpoints(config), *_data(config)))]
+
+
+def absolute(config: RunConfig, base: Path) -> RunConfig:
+    """The configuration with every relative path made absolute, as seen from the folder `base`."""
+
+    def placed(text: str) -> str:
+        return str(base / Path(text).expanduser()) if text else text
+
+    data = config.data
+    if isinstance(data, FilesData):
+        data = replace(
+            data, train_files=list(map(placed, data.train_files)), val_files=list(map(placed, data.val_files))
+        )
+    if isinstance(data, FileOrHubData):
+        data = replace(data, path=placed(data.path))
+    if data.cache_dir is not None:
+        data = replace(data, cache_dir=placed(data.cache_dir))
+    ckpt_path, init_from = config.ckpt_path, config.init_from
+    return replace(
+        config,
+        data=data,
+        ckpt_path=ckpt_path if ckpt_path in (None, "last", "best") else placed(ckpt_path),
+        init_from=init_from if init_from is None else placed(init_from),
+    )
 
 
 def check_folder(path: str | Path, setting: str, key: str | None = None) -> list[Finding]:
@@ -63,7 +92,7 @@ def _texts(config: RunConfig) -> Iterator[Finding]:
         value: object = config
         for part in key.split("."):
             value = getattr(value, part, None)
-        texts = value if isinstance(value, list) else [value]
+        texts = value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else [value]
         bad = next((text for text in texts if isinstance(text, str) and not text.isprintable()), None)
         long = next((text for text in texts if isinstance(text, str) and len(text) > _LONGEST), None)
         if long is not None and key != "run_name":

@@ -7,7 +7,7 @@ by `name` or `kind`, so that no key is accepted which would do nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from gpt2_fp8.config.ranges import Refusal, above_zero, at_least, below_one, from_to
@@ -147,6 +147,14 @@ class FileOrHubData(HubData):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RegisteredData(DataConfig):
+    """A source of text that a module of one's own has registered (`plugins`)."""
+
+    kind: Literal["registered"]
+    source: str  # the name that it was registered under
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW with linear warm-up and cosine decay."""
 
@@ -192,6 +200,7 @@ class CallbacksConfig:
     sample_tokens: Tokens  # length of the text written after each validation; 0: none
     sample_prompt: str
     progress_bar: bool
+    extra: list[str] = field(default_factory=list)  # callbacks of one's own, by their registered names (`plugins`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,12 +209,16 @@ class LoggerConfig:
 
     tensorboard: bool
     csv: bool
+    extra: list[str] = field(default_factory=list)  # loggers of one's own, likewise
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run."""
 
+    plugins: list[str] = field(default_factory=list)  # modules to import, which register code; only typed, in no file
+    notes: str | None = None  # what to remember of this run: for summary.json and the loggers
+    tags: dict[str, int | float | bool | str] = field(default_factory=dict)  # likewise, by own keys: +tags.KEY=VALUE
     run_name: str  # the folder under outputs/; a name of your own makes it stable, which ckpt_path=last needs
     seed: Seed
     ckpt_path: str | None  # last, best, or a checkpoint's folder: continue that run
@@ -218,7 +231,7 @@ class RunConfig:
     model: ModelConfig
     precision: PlainPrecisionConfig | FP8PrecisionConfig | AutoPrecisionConfig
     recipe: DelayedRecipe | StatelessRecipe | AutoRecipe
-    data: StdlibData | FilesData | HubData | FileOrHubData
+    data: StdlibData | FilesData | HubData | FileOrHubData | RegisteredData
     optim: OptimConfig
     trainer: TrainerConfig
     callbacks: CallbacksConfig

@@ -51,6 +51,7 @@ class TokenDataModule(LightningDataModule):
         micro_batch_size: sequences per rank and item of the validation loader; the training loader does not use it.
         max_steps: optimizer steps of the whole run, and so the training loader's length.
         overfit_batches: repeat the first N steps' items for ever; 0: off.
+        plugins: modules that worker processes import before they read.
     """
 
     def __init__(
@@ -62,12 +63,14 @@ class TokenDataModule(LightningDataModule):
         micro_batch_size: int,
         max_steps: int,
         overfit_batches: int = 0,
+        plugins: tuple[str, ...] = (),
     ):
         super().__init__()
         self.config = config
         self.n_positions = n_positions
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
+        self.plugins = plugins
         self._steps = Steps(self._start, max_steps, overfit_batches)
         self._loaded: dict[str, Any] | None = None  # a saved state that came before `setup`
         self._ready = False  # what follows exists from `setup` on
@@ -87,6 +90,7 @@ class TokenDataModule(LightningDataModule):
             micro_batch_size=config.micro_batch,
             max_steps=config.trainer.max_steps,
             overfit_batches=config.trainer.overfit_batches,
+            plugins=tuple(config.plugins),
         )
 
     @cached_property
@@ -125,7 +129,7 @@ class TokenDataModule(LightningDataModule):
             cache.check()
         source = build_source(self.config)
         self._corpus = source.corpus()
-        reader = UnitReader(source, self.config.tokenizer, cache)
+        reader = UnitReader(source, self.config.tokenizer, cache, self.plugins)
         digests = Digests(self._corpus)
         self._pool = UnitPool(reader, self.config.num_workers, digests)
         try:

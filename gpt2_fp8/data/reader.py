@@ -29,6 +29,7 @@ class UnitReader:
     source: Source
     tokenizer: TokenizerName
     cache: UnitCache | None
+    plugins: tuple[str, ...] = ()  # the user's modules, which a worker process imports too
 
     def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
         """Read `unit`. Raises UserError or DataSourceLost if the source does."""

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import cast
 
-from gpt2_fp8.config.schema import FileOrHubData, FilesData, HubData, StdlibData
+from gpt2_fp8.config.schema import FileOrHubData, FilesData, HubData, RegisteredData, StdlibData
 from gpt2_fp8.data import files, hub, retry, stdlib
 from gpt2_fp8.data.units import Source
+from gpt2_fp8.runtime import registry
 
 log = logging.getLogger(__name__)
 
-DataSettings = StdlibData | FilesData | HubData | FileOrHubData
+DataSettings = StdlibData | FilesData | HubData | FileOrHubData | RegisteredData
 
 
 def build_source(config: DataSettings) -> Source:
-    """Return the source that `config` names. It reads nothing yet, but looks for a `file_or_hub`'s file."""
+    """Return the source that `config` names. It reads nothing yet, but looks for a `file_or_hub`'s file.
+
+    Raises UserError if no plugin has registered the source.
+    """
+    if isinstance(config, RegisteredData):
+        return cast("Source", registry.make("data.source", config.source, Source, config))
     if isinstance(config, StdlibData):
         return stdlib.StdlibSource()
     if isinstance(config, FilesData):

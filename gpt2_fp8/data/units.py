@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class DocumentCounts:
         return asdict(self)
 
 
+@runtime_checkable
 class Source(Protocol):
     """Where documents come from. Picklable: every worker gets a copy."""
 

@@ -18,6 +18,7 @@ import time
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from gpt2_fp8.data.documents import TokenisedUnit
 from gpt2_fp8.data.reader import UnitReader, WorkCounts
 from gpt2_fp8.data.retry import is_waiting
 from gpt2_fp8.data.units import DocumentCounts, Unit
+from gpt2_fp8.runtime import registry
 
 READY, ALIVE = "ready", "alive"  # what a worker sends in addition to its answers
 BEAT_SECONDS = 1.0
@@ -66,6 +68,7 @@ def run(connection: Connection, reader: bytes, spool: str) -> None:
     threading.Thread(target=_show_life, args=(connection, lock, spool), daemon=True).start()
     try:
         read: UnitReader = pickle.loads(reader)
+        registry.load(read.plugins, Path.cwd())
         _send(connection, lock, READY)
         while True:
             unit = connection.recv()

@@ -44,7 +44,7 @@ CANDIDATE_SECONDS = 300.0  # for a candidate, compilation included
 _DATA = StdlibData(
     name="stdlib", kind="stdlib", tokenizer="bytes", num_workers=0, seed=0, val_sequences=0, cache_dir=None
 )
-_NO_PART = ("precision", "recipe", "callbacks", "logger", "run_name", "ckpt_path", "init_from")
+_NO_PART = ("precision", "recipe", "callbacks", "logger", "run_name", "ckpt_path", "init_from", "tags", "notes")
 
 
 def concrete(

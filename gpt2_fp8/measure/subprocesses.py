@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from gpt2_fp8.runtime import registry
 from gpt2_fp8.runtime.spool import Spool
 
 
@@ -103,8 +104,9 @@ def _opened(log: Path, instead: Path) -> IO[str]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with this package found wherever the child runs: a checkout need not be installed."""
-    places = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """This process's, with this package found wherever the child runs: a checkout need not be installed. Likewise the
+    modules that were imported as plugins."""
+    places = [str(Path(__file__).parents[2]), *registry.folders(), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
 

@@ -33,7 +33,7 @@ from gpt2_fp8.measure.subprocesses import one_line
 from gpt2_fp8.measure.versions import versions
 from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
-from gpt2_fp8.runtime import devices
+from gpt2_fp8.runtime import devices, registry
 
 
 def _built(config: RunConfig, plan: Plan, vocab_size: int) -> TrainingStep:
@@ -65,6 +65,7 @@ def run(case: Case) -> Result:
 def _measure(case: Case, known: dict[str, Any]) -> None:
     """Put into `known` what a Result holds, as soon as it is known."""
     config = case.config
+    registry.load(config.plugins, Path.cwd())
     if config.trainer.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)

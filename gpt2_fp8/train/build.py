@@ -8,11 +8,13 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
 
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.peak_memory import PeakMemory
 from gpt2_fp8.callbacks.progress import ProgressBar
+from gpt2_fp8.callbacks.run_labels import RunLabels
 from gpt2_fp8.callbacks.same_kernels import SameKernels
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.callbacks.throughput import Throughput
@@ -23,7 +25,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.precision.plugin import FP8Precision
-from gpt2_fp8.runtime import devices
+from gpt2_fp8.runtime import devices, registry
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
 from gpt2_fp8.train.loggers import build_loggers
@@ -68,6 +70,9 @@ def build(
         callbacks.append(Samples(config.callbacks.sample_prompt, config.callbacks.sample_tokens, config.seed))
     if config.callbacks.progress_bar:
         callbacks.append(ProgressBar(refresh_rate=config.trainer.log_every_n_steps))
+    callbacks += [registry.make("callbacks.extra", name, Callback, config) for name in config.callbacks.extra]
+    if config.tags or config.notes:
+        callbacks.append(RunLabels(config.tags, config.notes))
     callbacks.append(divergence)
     if not config.trainer.fast_dev_run:
         callbacks += ends
@@ -78,6 +83,12 @@ def build(
 def _versions(plan: Plan) -> dict[str, str]:
     """Of what computes."""
     return {"torch": torch.__version__} | (libraries.versions() if plan.device == "cuda" else {})
+
+
+def _loggers(config: RunConfig, folder: Path, checkpoint: Path | None) -> list[Logger]:
+    """The run's own logs, and the loggers of plugins."""
+    own = build_loggers(config.logger, folder, setup.step_of(checkpoint))
+    return own + [registry.make("logger.extra", name, Logger, config, folder) for name in config.logger.extra]
 
 
 def build_trainer(
@@ -102,7 +113,7 @@ def build_trainer(
         profiler=options.profiler,
         plugins=[FP8Precision(plan), FolderCheckpointIO()],
         callbacks=callbacks,
-        logger=False if options.fast_dev_run else build_loggers(config.logger, folder, setup.step_of(checkpoint)),
+        logger=False if options.fast_dev_run else _loggers(config, folder, checkpoint),
         enable_checkpointing=not options.fast_dev_run,
         enable_progress_bar=config.callbacks.progress_bar,
         enable_model_summary=False,

@@ -36,7 +36,8 @@ class RunContext:
         self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save)
         self.watchdog = RankWatchdog(self._write_lost)
         self.parts: Parts | None = None
-        self._summary = Summary(precision=Precision(asked=config.precision.name), recipe=_recipe(config))
+        precision = Precision(asked=config.precision.name)
+        self._summary = Summary(precision=precision, recipe=_recipe(config), tags=config.tags, notes=config.notes)
         self._launcher: object = None
 
     def chosen(self, config: RunConfig, choice: Choice | None) -> None:

@@ -8,20 +8,23 @@ from pathlib import Path
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import memory_limits, signals, slurm
+from gpt2_fp8.runtime import memory_limits, registry, signals, slurm
 from gpt2_fp8.train import summary
 
 LEAST_DATA_BYTES = 128 << 20  # with a smaller limit, a library that torch loads ends the process
 
 
-def training(config: RunConfig, folder: Path) -> Callable[[RunConfig, Path, bool], float | None]:
-    """Import and return `fit.run`, for a run of `config` in `folder`.
+def training(config: RunConfig, folder: Path, here: Path) -> Callable[[RunConfig, Path, bool], float | None]:
+    """Import and return `fit.run`, for a run of `config` in `folder`, and import its plugins.
 
-    Raises UserError if the process may not have the memory for torch, and Stopped for a signal.
+    `here`: the folder where plugins are searched for. Raises UserError if the process may not have the memory for
+    torch, or if a plugin cannot be imported, and Stopped for a signal.
     """
     with signals.handled() as handlers:
         try:
-            return _imported()
+            run = _imported()
+            registry.load(config.plugins, here)
+            return run
         except BaseException as caught:
             handlers.hold()  # only the end follows
             if handlers.received is not None:  # the import may have turned the signal's error into another one

@@ -27,7 +27,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def build_loggers(config: LoggerConfig, folder: Path, resume_step: int | None) -> list[Logger]:
-    """Build the loggers that `config` asks for, writing into `folder`.
+    """Build the loggers that `config` asks for, writing into `folder`, without those of plugins.
 
     `resume_step` is the optimizer step of the checkpoint that the run continues from; what was logged for later steps
     is dropped. None starts new logs. Steps count from 1: pass `step=trainer.global_step` after the update.
@@ -143,6 +143,7 @@ class _Writer(KeepingWriter):
         super().__init__(log_dir)
         self.metrics_keys = ["step"]
         self._resume_step = resume_step
+        self._left_out: set[str] = set()  # columns of plugins, each logged once
         self._there: set[str] = set()  # the columns that have a value at `resume_step`
         self._path = Path(self.metrics_file_path)
         self._begun = False
@@ -161,13 +162,17 @@ class _Writer(KeepingWriter):
         self._begun = True
 
     def log_metrics(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
-        """Record a row, without values that the file already has for the resumed step.
+        """Record a row, without the columns of plugins and without values that the file has for the resumed step.
 
-        A kill may come between a validation's row and its note; the validation is then done again.
+        A continued log knows its columns. A kill may come between a validation's row and its note; the validation is
+        then done again, and its row is there already.
         """
         if step == self._resume_step:
             metrics_dict = {key: value for key, value in metrics_dict.items() if key not in self._there}
-        assert metrics_dict.keys() <= COLUMNS, "a log that is continued knows its columns"
+        if others := metrics_dict.keys() - COLUMNS - self._left_out:
+            log.warning("metrics.csv has no column %s; other loggers have it", ", ".join(sorted(others)))
+            self._left_out |= others
+        metrics_dict = {key: value for key, value in metrics_dict.items() if key in COLUMNS}
         if metrics_dict:
             super().log_metrics(metrics_dict, step)
 

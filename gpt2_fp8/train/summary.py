@@ -58,6 +58,8 @@ class Summary:
     Until `finish` is called its status is "failed", so that a summary of an unexpected end never reads as success.
     """
 
+    tags: dict[str, Any] = field(default_factory=dict)  # from `+tags.KEY=VALUE`
+    notes: str | None = None
     precision: Precision
     recipe: str | None  # the scaling recipe; None if nothing ran in FP8
     status: Status = "failed"
@@ -134,7 +136,8 @@ def write_unbegun(config: RunConfig, folder: Path, error: BaseException) -> None
     if rank != "0" or refused:
         return
     recipe = None if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
-    summary = Summary(precision=Precision(asked=config.precision.name), recipe=recipe)
+    precision = Precision(asked=config.precision.name)
+    summary = Summary(precision=precision, recipe=recipe, tags=config.tags, notes=config.notes)
     summary.finish(error)
     summary.take_over(folder)
     with suppress(OSError, UserError, MemoryError), RunLock(folder):

@@ -63,7 +63,7 @@ def test_round_trip_and_layout(saved):
     assert {path.name for path in saved.iterdir()} == names
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
     manifest = files.read_manifest(saved)
-    assert (manifest["format"], manifest["version"], manifest["global_step"]) == ("gpt2_fp8 checkpoint", 2, 3)
+    assert (manifest["format"], manifest["version"], manifest["global_step"]) == ("gpt2_fp8 checkpoint", 3, 3)
     assert manifest["written_by"].keys() - {"transformer_engine"} == {"gpt2_fp8", "torch", "lightning", "python"}
     assert "precision" not in manifest
     assert manifest["files"] == {
@@ -255,7 +255,7 @@ DAMAGES = {
     "no sizes": (lambda path: edit(path, files=dict.fromkeys(NAMES, 5)), "does not give the size"),
     "no digests": (lambda path: edit(path, files={n: {"size": 5} for n in NAMES}), "does not give the size and the"),
     "other format": (lambda path: edit(path, format="other"), "is not one of a gpt2_fp8 checkpoint"),
-    "newer version": (lambda path: edit(path, version=3), "is of checkpoint format 3; this gpt2_fp8"),
+    "newer version": (lambda path: edit(path, version=4), "is of checkpoint format 4; this gpt2_fp8"),
     "a path for a file": (lambda path: edit(path, files={"../x": {"size": 1}}), "does not list"),
     "step no number": (lambda path: edit(path, global_step="3"), "lacks what it should hold"),
 }

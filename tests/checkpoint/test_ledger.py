@@ -18,10 +18,10 @@ class Ranks:
     def __init__(self, folder):
         self.zero, self.one = (Ledger(Writer(folder, keep=2)) for _ in range(2))
         self.zero.writer.begin(None, None)
-        self.together("settle")
+        self.together("sync")
 
     def together(self, method, value=(None, None)):
-        """`share` or `settle` on both; returns what each gets."""
+        """`share` or `sync` on both; returns what each gets."""
         sent = []
         first = getattr(self.zero, method)(lambda own: sent.append(own) or own, value[0])
         return first, getattr(self.one, method)(lambda own: sent[0], value[1])
@@ -60,7 +60,7 @@ def test_a_checkpoint_counts_as_taken_until_it_is_known_to_be_saved(ranks, monke
     assert ranks.known() == (3, None, None)
     gate.set()
     ranks.zero.writer.wait()
-    assert ranks.together("settle", (1.5, 9.0)) == (1.5, 1.5)
+    assert ranks.together("sync", (1.5, 9.0)) == (1.5, 1.5)
     assert ranks.known() == (3, 3, None)
 
 
@@ -92,7 +92,7 @@ def test_the_best_is_a_hope_until_it_is_on_the_disk(ranks, monkeypatch):
     ranks.zero.note(at(3, 2.0), True, lambda: None)
     ranks.zero.writer.wait()
     assert not ranks.zero.is_best_missing()
-    ranks.together("settle")
+    ranks.together("sync")
     assert ranks.known() == (3, 3, at(3, 2.0))
     assert best(at(4, 1.0), False) == [False, False]  # it was not taken
     assert ranks.known()[2] == at(3, 2.0)
@@ -102,7 +102,7 @@ def test_the_best_is_a_hope_until_it_is_on_the_disk(ranks, monkeypatch):
     assert ranks.known()[2] == at(5, 0.5)
     ranks.zero.note(at(5, 0.5), True, lambda: None)
     ranks.zero.writer.wait()
-    ranks.together("settle")
+    ranks.together("sync")
     assert ranks.known() == (3, 3, at(3, 2.0))
 
 

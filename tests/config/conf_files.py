@@ -9,7 +9,7 @@ from gpt2_fp8.compose import conf_dir
 
 def leaves(node, path=""):
     for key, value in node.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from leaves(value, f"{path}{key}.")
         else:
             yield path + key, value

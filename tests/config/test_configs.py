@@ -20,6 +20,7 @@ BASES = [path.relative_to(conf_dir()) for path in sorted(conf_dir().glob("_*.yam
 PARTNERS = {
     "data=text_files": ["data.train_files=[corpus.txt]"],
     "trainer=ddp": [],
+    "data=registered": ["plugins=[json]", "data.source=x"],
 }
 REFUSED = {"precision=fp8_e5m2": "E5M2 x E5M2"}  # recipe=mxfp8 is refused only where the GPU cannot do it
 

@@ -116,6 +116,7 @@ def test_a_cache_of_another_dtype_is_made_anew(tmp_path: Path, stated: Any, capl
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.whole
 def test_a_vocabulary_of_128_256_goes_whole_through_cache_workers_validation_and_resume(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,7 +182,7 @@ def test_11_a_newer_version_is_refused_and_both_are_named(run):
     newer = json.loads((path / "manifest.json").read_text()) | {"version": 7}
     newer["written_by"]["gpt2_fp8"] = "9.9.9"
     (path / "manifest.json").write_text(json.dumps(newer))
-    with pytest.raises(CheckpointError, match=r"format 7; this gpt2_fp8 .* reads up to 2") as error:
+    with pytest.raises(CheckpointError, match=r"format 7; this gpt2_fp8 .* reads up to 3") as error:
         find.resolve(str(path), run / "checkpoints")
     assert error.value.problems[0].remedy == "use gpt2_fp8 9.9.9 or later"
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.callbacks.same_kernels import SameKernels
 from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
@@ -30,7 +31,6 @@ from tests.runs import summary, train
 from tests.train.test_ddp import TWO
 from tests.train.test_ddp import run as run_of_two
 
-FUSED = Plan("cuda", "fp8_hybrid", "fp8_hybrid", None, "fused", compile=False, graphs=True)
 BROKEN = "cuda-core does not work here: RuntimeError: no libnvrtc.so.13"
 LOST = "flash-attn-4 does not load: OSError: libcute.so"
 
@@ -46,7 +46,8 @@ def layers(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tm
         caplog.clear()
         (config,) = preflight(["micro_batch_size=16", *words])
         with caplog.at_level(logging.INFO):
-            announce(config, FUSED, 50257, 1, tmp_path, None)
+            plan = Plan("cuda", "fp8_hybrid", "fp8_hybrid", None, Fused(config, "fp8_hybrid", "cuda"))
+            announce(config, plan, 50257, 1, tmp_path, None)
         return next(record for record in caplog.records if record.getMessage().startswith("layers"))
 
     return say

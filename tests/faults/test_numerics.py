@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
+from gpt2_fp8.backends.fused import Fused
+from gpt2_fp8.backends.reference import Reference
 from gpt2_fp8.backends.resolve import Plan, as_before, fallen_back
 from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import Diverged, Stopped
@@ -251,7 +253,7 @@ class HotRate(Faults):
         self.always = always
 
     def before(self, module, step):
-        if 13 <= step <= 32 and (self.always or module.plan.fp8):
+        if 13 <= step <= 32 and (self.always or module.step.plan.fp8):
             for group in module.optimizers().param_groups:
                 group["lr"] *= 1000
 
@@ -294,7 +296,7 @@ class BadInFP8(Faults):
     """Steps 6 and 7 are not finite as long as the run is one in FP8, whatever they are computed in."""
 
     def loss(self, module, step, precision):
-        return NAN if module.plan.fp8 and step in (6, 7) else 1.0
+        return NAN if module.step.plan.fp8 and step in (6, 7) else 1.0
 
 
 @pytest.fixture(scope="module")
@@ -339,17 +341,21 @@ def test_36_another_precision_on_the_command_line_is_obeyed(fallen):
 
 def test_36_whether_it_stays_depends_on_what_is_asked_for():
     (config,) = compose.preflight(["precision=fp8_hybrid"])
-    plan = Plan("cuda", "fp8_hybrid", "fp8_hybrid", None, "fused", compile=False, graphs=True)
+    fused = Fused(config, "fp8_hybrid", "cuda")
+    plan = Plan("cuda", "fp8_hybrid", "fp8_hybrid", None, fused)
     fell = fallen_back(plan, config, "fallback at step 3: why")
-    assert fell == Plan(
-        "cuda", "fp8_hybrid", "bf16", "fallback at step 3: why", "reference", compile=True, graphs=False, fell_back=True
-    )
+    assert (fell.asked, fell.ran, fell.reason, fell.fell_back) == (
+        "fp8_hybrid", "bf16", "fallback at step 3: why", True,
+    )  # fmt: skip
+    assert (fell.backend.name, fell.backend.compiled, fell.backend.graphs) == ("reference", True, False)
     saved = {"asked": "fp8_hybrid", "ran": "bf16", "reason": "fallback at step 3: why", "fell_back": True}
-    assert as_before(plan, config, saved) == fell
+    again = as_before(plan, config, saved)
+    assert replace(again, backend=fell.backend) == fell
+    assert (again.backend.name, again.backend.compiled, again.backend.graphs) == ("reference", True, False)
     assert as_before(plan, config, saved | {"asked": "fp8_e4m3"}) == plan
     assert as_before(plan, config, saved | {"fell_back": False}) == plan, "FP8 could not run on that machine"
     assert as_before(plan, config, {}) == plan, "of a checkpoint of before there was a ladder"
-    elsewhere = replace(plan, ran="fp32", backend="reference", graphs=False)
+    elsewhere = replace(plan, ran="fp32", backend=Reference(config, "fp32", "cuda"))
     assert as_before(elsewhere, config, saved) == replace(elsewhere, fell_back=True), "to be known again on a GPU"
 
 
@@ -361,7 +367,7 @@ from tests.faults.pretended import NAN, Faults, pretend, put
 
 class OnRankOne(Faults):
     def loss(self, module, step, precision):
-        here = module.global_rank == 1 and module.plan.fp8
+        here = module.global_rank == 1 and module.step.plan.fp8
         return NAN if here and (step in (6, 7) or (step, precision) == (2, "fp8")) else 1.0
 
     def gradient(self, module, step, precision):

@@ -1,0 +1,44 @@
+"""What this program uses of Hydra that Hydra does not document. Holds for hydra-core 1.3.8 and later 1.3 releases.
+
+Each function says why the public interface is not enough. `tests/compat/test_hydra_private.py` holds what is believed
+of each one. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import cast
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.types import Override
+
+
+def flag_parser() -> argparse.ArgumentParser:
+    """Return the parser of Hydra's own flags.
+
+    `hydra.main` makes it inside, and answers a wrong flag with exit code 2 and a page of usage.
+    """
+    return get_args_parser()
+
+
+def job_words(overrides: list[Override]) -> list[list[str]]:
+    """List the words of each job of a sweep, in the order in which Hydra's basic sweeper runs them.
+
+    The sweeper does this in `sweep`, which also launches the jobs. Raises HydraException for an interval.
+    """
+    (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    return jobs
+
+
+def search_in(loader: ConfigLoader, folder: Path) -> None:
+    """Search a folder for configurations after all others, as `hydra.main` does with `-cd FOLDER`.
+
+    `hydra.compose` has no such argument, and in `hydra.searchpath` no primary configuration is looked for.
+    """
+    private = cast(ConfigLoaderImpl, loader)
+    private.config_search_path.prepend("command-line", f"file://{folder}", "schema")
+    private.repository.initialize_sources(private.config_search_path)

@@ -1,0 +1,81 @@
+"""What Hydra says of a word that it refuses, and how this program says it."""
+
+from __future__ import annotations
+
+import re
+
+from hydra.core.override_parser.types import Override
+from hydra.errors import MissingConfigException
+
+from gpt2_fp8.compose.catalog import Catalog
+from gpt2_fp8.config import hints
+from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.shown import line
+
+# What Hydra's messages call a word.
+_NAMES = re.compile(
+    r"(?:Could not override|An item is already at) '([^']*)'|Multiple values for (\S+)\.|Error merging override (.*)$"
+)
+
+
+def named(words: list[Override], error: BaseException | None) -> Override | None:
+    """The word that Hydra's message names, by its key or as a whole."""
+    said = _NAMES.search(str(error))
+    names = set(said.groups()) if said else set()
+    return next((word for word in reversed(words) if {word.input_line, word.key_or_group} & names), None)
+
+
+def chooser(words: list[Override], error: BaseException | None) -> Override | None:
+    """The word that chooses a file that is not there: by its group, or else by the file's name (`optim: ${model}`)."""
+    if not isinstance(error, MissingConfigException):
+        return None
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    by_group = [word for word in words if f"{group}/".startswith(f"{word.key_or_group}/")]
+    by_name = [word for word in words if word.value() == name]
+    return next(reversed(by_group or by_name), None)
+
+
+def bad_choice(word: Override, error: BaseException | None, catalog: Catalog) -> Problem:
+    """Say what is wrong with a word that chooses from a group."""
+    group, text = word.key_or_group, str(word.input_line)
+    if isinstance(error, MissingConfigException):
+        folder, _, name = str(error.missing_cfg_file).rpartition("/")
+        if folder != group and not folder.startswith(f"{group}/"):
+            have = ", ".join(catalog.get_group_options(folder))
+            if name != word.value():
+                return Problem(f"{text}: its file names {folder}/{name}, which is not there", f"choose one of {have}")
+            cause = f"{text}: no {folder}/{name}.yaml, where {folder} follows {group}"
+            return Problem(cause, f"add {folder}=, one of {have}")
+        below = folder.removeprefix(group).lstrip("/")
+        options = [f"{below}/{option}" for option in catalog.get_group_options(folder)] if below else []
+        choice = f"{below}/{name}" if below else name
+        return Problem(*hints.unknown_choice(group, choice, options or catalog.get_group_options(group)))
+    if "Multiple values for" in str(error):
+        return Problem(f"{text}: {group} has its place already", f"{text.lstrip('+')}, without the +")
+    if "Could not override" in str(error):
+        return Problem(f"{text}: {group} is no group of this program's own", f"+{text}, to add it")
+    return not_composed(error)
+
+
+def bad_value(word: Override, error: BaseException | None) -> Problem:
+    """Say what is wrong with a word that sets a value."""
+    key, text = word.key_or_group, str(word.input_line)
+    if "An item is already at" in str(error):
+        return Problem(f"{text}: {key} has a value already", f"{text.lstrip('+')}, without the +")
+    if "Could not override" in str(error):
+        return Problem(f"{text}: {key} has no such keys", f"+{text}, to add them")
+    if error is not None and error.__cause__ is not None:  # OmegaConf's, which says why
+        error = error.__cause__
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return Problem(f"{text.lstrip('+')} cannot be set: {reason}", f"set the whole of {key.rpartition('.')[0] or key}")
+
+
+def not_composed(error: BaseException | None) -> Problem:
+    """Say what Hydra says, in one line, where nothing better is known."""
+    cause = error.__cause__ if error and not str(error) and error.__cause__ else error
+    lines = [text.strip() for text in f"{cause} {cause.__cause__ or '' if cause else ''}".splitlines() if text.strip()]
+    said = line(" ".join(lines[:3]), 500)
+    return Problem(
+        f"the configuration cannot be composed: {said}",
+        "correct the file that it names, or the choice that leads there",
+    )

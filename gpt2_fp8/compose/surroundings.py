@@ -1,0 +1,111 @@
+"""What only Hydra knows of a job: its folder, its log, and that there are others beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gpt2_fp8.compose.composer import lookup
+from gpt2_fp8.config import hydra_policy, paths, run_folder
+from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.schema import RunConfig
+
+# Set by whatever starts one process a GPU itself (torchrun, SLURM), so that Lightning does not start more.
+_LAUNCHED_OUTSIDE = ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS")
+
+
+class Surroundings:
+    """Checks a job's place.
+
+    `plain` is its configuration as it is written, `number` its place in a sweep, and `given` tells whether a word sets
+    a key. Attribute: `folder`, where it will write; None until that is known.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        plain: dict[str, Any],
+        config: RunConfig,
+        number: int | None,
+        given: Callable[[str], bool],
+    ):
+        self.cfg, self.plain, self.config, self.number, self.given = cfg, plain, config, number, given
+        self.folder: str | None = None
+
+    def check(self, bad: set[str]) -> Iterator[Finding]:
+        """Everything that is wrong with it. `bad`: keys known to be wrong."""
+        yield from hydra_policy.check_values(self._value)
+        setting = "hydra.run.dir" if self.number is None else "hydra.sweep.dir"
+        by_name = "${run_name}" in str(lookup(self.plain, setting)[1])
+        if not (by_name and "run_name" in bad):
+            yield from self._folder(setting, "run_name" if by_name else setting)
+        fresh = by_name and not self.given("run_name") and "${now:" in self.plain["run_name"]
+        if self.config.ckpt_path in ("last", "best") and fresh:
+            path = self.config.ckpt_path
+            cause = f"ckpt_path={path}: of which run? A run without a name starts in a new, empty folder"
+            yield Finding(("ckpt_path", "run_name"), Problem(cause, "add the run_name=NAME of the run to continue"))
+        if self.number is not None and self._starts_processes():
+            trainer = self.config.trainer
+            values = f"trainer.devices={show(trainer.devices)}, trainer.num_nodes={trainer.num_nodes}"
+            cause = f"{values} in a sweep: each process would start the whole sweep again"
+            remedy = "sweep with trainer=gpu, a GPU a job; or start the runs one by one, without -m"
+            yield Finding(("trainer.devices", "trainer.num_nodes"), Problem(cause, remedy))
+
+    def _folder(self, setting: str, key: str) -> Iterator[Finding]:
+        """What is wrong with the folder that it will write into. `key` is what the user gave."""
+        try:
+            self.folder = self._resolved(setting)
+        except OmegaConfBaseException as error:
+            yield Finding((setting,), Problem(f"{setting}: {str(error).splitlines()[0]}", "correct the ${...}"))
+            return
+        wrong = paths.check_folder(self.folder, setting, key)
+        yield from wrong
+        own = Path(self.folder)
+        problems = [] if wrong else run_folder.check(own, *self._file_names())
+        if self.number is not None:
+            problems += run_folder.check_sweep(Path(str(OmegaConf.select(self.cfg, setting))))
+        yield from (Finding((key,), problem) for problem in problems)
+        if self.config.ckpt_path is None and not wrong:
+            yield from paths.check_untaken(own)
+
+    def _resolved(self, setting: str) -> str:
+        """Where Hydra will put the job. Raises OmegaConfBaseException."""
+        before = HydraConfig.instance().cfg
+        if "${hydra:" in str(self.plain["hydra"]["sweep"]) + str(self.plain["hydra"]["run"]) + self.plain["run_name"]:
+            HydraConfig.instance().set_config(self.cfg)  # slow, and rare
+        try:
+            folder = str(OmegaConf.select(self.cfg, setting))
+            if self.number is None or not folder:
+                return folder
+            return str(Path(folder, str(OmegaConf.select(self.cfg, "hydra.sweep.subdir"))))
+        finally:
+            HydraConfig.instance().cfg = before
+
+    def _file_names(self) -> tuple[str | None, str | None]:
+        """What Hydra writes into a run's folder: the log's name, and that of the folder of its settings."""
+        job = OmegaConf.select(self.cfg, "hydra.job.name", throw_on_missing=False) or "run"
+        settings = OmegaConf.select(self.cfg, "hydra.output_subdir")
+        return f"{job}.log", None if settings is None else str(settings)
+
+    def _starts_processes(self) -> bool:
+        """Whether Lightning would start this very command again for its other devices."""
+        trainer = self.config.trainer
+        one = trainer.devices == 1 or (trainer.devices == "auto" and trainer.accelerator == "cpu")
+        basic = str(self.cfg.hydra.launcher.get("_target_", "")).endswith("BasicLauncher")
+        launched = any(name in os.environ for name in _LAUNCHED_OUTSIDE)
+        return not (one and trainer.num_nodes == 1) and basic and not launched
+
+    def _value(self, key: str) -> Any:
+        """A setting of Hydra's as a plain value, None where there is none or it does not resolve."""
+        try:
+            value = OmegaConf.select(self.cfg, key)
+            return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException:
+            return None

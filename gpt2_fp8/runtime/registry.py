@@ -1,0 +1,99 @@
+"""Names under which a user's own code is found: callbacks, loggers and sources of text. Imports no torch.
+
+A module that `plugins=[my_module]` names registers them when it is imported; the configuration then selects them:
+
+    from gpt2_fp8.runtime import registry
+
+    @registry.callback("my_callback")
+    class MyCallback(lightning.pytorch.Callback):
+        def __init__(self, config): ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gpt2_fp8.config import hints
+from gpt2_fp8.config.errors import UserError
+
+log = logging.getLogger(__name__)
+
+Factory = Callable[..., Any]
+_F = TypeVar("_F", bound=Factory)
+_known: dict[str, dict[str, Factory]] = {"callbacks.extra": {}, "logger.extra": {}, "data.source": {}}
+_folders: list[str] = []  # in which modules were looked for, besides Python's own path
+
+
+def callback(name: str) -> Callable[[_F], _F]:
+    """Register what makes a Lightning Callback of a RunConfig, for `callbacks.extra=[NAME]`."""
+    return _register("callbacks.extra", name)
+
+
+def logger(name: str) -> Callable[[_F], _F]:
+    """Register what makes a Lightning Logger of a RunConfig and the run's folder, for `logger.extra=[NAME]`."""
+    return _register("logger.extra", name)
+
+
+def data_source(name: str) -> Callable[[_F], _F]:
+    """Register what makes a `data.units.Source` of the data group, for `data=registered data.source=NAME`."""
+    return _register("data.source", name)
+
+
+def load(modules: Sequence[str], folder: Path) -> None:
+    """Import modules by name, from where Python looks and from `folder`. Imported ones stay as they are.
+
+    Raises UserError where one cannot be imported; its traceback goes to the log.
+    """
+    if modules and str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    if modules and str(folder) not in _folders:
+        _folders.append(str(folder))
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            log.exception("plugins: %s", module)
+            raise UserError.of(
+                f"plugins: {module} cannot be imported: {type(error).__name__}: {error}",
+                "correct the module, or leave it out of plugins",
+            ) from error
+
+
+def folders() -> list[str]:
+    """List the folders that a process started from here needs on its path, to import the same modules."""
+    return list(_folders)
+
+
+def make(key: str, name: str, kind: type, *arguments: object) -> Any:
+    """Make what is registered under a name for a key. `kind`: the class that it is to be of.
+
+    Raises UserError where nothing has that name, or where it is of another class.
+    """
+    known = _known[key]
+    if name not in known:
+        cause, remedy = hints.unknown_choice(key, name, sorted(known))
+        here = remedy if known else "plugins=[MODULE], of the module that registers it"
+        raise UserError.of(f"{cause}: no plugin has registered it", here)
+    made = known[name](*arguments)
+    if not isinstance(made, kind):
+        raise UserError.of(
+            f"{key}={name}: what is registered makes a {type(made).__name__}",
+            f"return a {kind.__module__}.{kind.__qualname__}",
+        )
+    return made
+
+
+def _register(key: str, name: str) -> Callable[[_F], _F]:
+    def register(factory: _F) -> _F:
+        before = _known[key].setdefault(name, factory)
+        if (before.__module__, before.__qualname__) != (factory.__module__, factory.__qualname__):
+            raise ValueError(f"{key}: {name} is registered by {before.__module__} already")
+        _known[key][name] = factory
+        return factory
+
+    return register

@@ -1,0 +1,82 @@
+"""What `compat.hydra_private` believes of hydra-core 1.3: a release that breaks one of these breaks this first."""
+
+from importlib.metadata import version
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+
+from gpt2_fp8.compat import hydra_private
+from gpt2_fp8.compose import conf_dir, refusals
+
+
+def test_it_is_the_hydra_that_was_read():
+    assert version("hydra-core").startswith("1.3.")
+
+
+def test_the_flags_that_this_program_reads():
+    args = hydra_private.flag_parser().parse_args(["-m", "-cn", "mine", "-cd", "here", "seed=1", "optim.lr=2"])
+    assert (args.multirun, args.config_name, args.config_dir) == (True, "mine", "here")
+    assert args.overrides == ["seed=1", "optim.lr=2"]
+    flags = ("help", "hydra_help", "cfg", "resolve", "package", "info", "run", "shell_completion", "config_path")
+    assert {name for name in (*flags, "experimental_rerun") if not hasattr(args, name)} == set()
+
+
+def overrides(*words):
+    return OverridesParser.create().parse_overrides(list(words))
+
+
+def test_a_sweep_is_every_combination_the_last_key_fastest():
+    jobs = hydra_private.job_words(overrides("a=1,2", "b=x", "c=range(0,2)"))
+    assert jobs == [["a=1", "b=x", "c=0"], ["a=1", "b=x", "c=1"], ["a=2", "b=x", "c=0"], ["a=2", "b=x", "c=1"]]
+    assert hydra_private.job_words([]) == [[]]
+
+
+def test_an_interval_is_no_sweep_of_the_basic_sweeper():
+    with pytest.raises(HydraException, match="does not support sweep type"):
+        hydra_private.job_words(overrides("a=interval(0,1)"))
+
+
+@pytest.fixture
+def loader():
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        yield GlobalHydra.instance().config_loader()
+
+
+def test_a_folder_is_searched_last_and_has_primary_configurations(loader, tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nseed: 7\n")
+    (tmp_path / "config.yaml").write_text("seed: 8\n")
+    hydra_private.search_in(loader, tmp_path)
+    assert "mine" in loader.get_group_options("", ObjectType.CONFIG)
+    assert compose("mine").seed == 7
+    assert compose("config").seed == 1337, "ours comes first"
+
+
+NAMED = {  # a word that is refused, and what is read of the message
+    "foo=1": ("foo", ConfigCompositionException),
+    "seed.x=1": ("seed.x", ConfigCompositionException),
+    "+seed=3": ("seed", ConfigCompositionException),
+    "+experiment=fineweb_edu_fp8": ("experiment", ConfigCompositionException),
+    "hydra.mode=nope": ("hydra.mode=nope", ConfigCompositionException),
+}
+
+
+@pytest.mark.parametrize("word", NAMED)
+@pytest.mark.usefixtures("loader")
+def test_hydras_messages_name_the_word(word):
+    name, kind = NAMED[word]
+    with pytest.raises(kind) as told:
+        compose("config", [word])
+    found = refusals._NAMES.search(str(told.value))
+    assert found is not None
+    assert name in found.groups()
+
+
+@pytest.mark.usefixtures("loader")
+def test_hydras_error_names_the_file_that_is_missing():
+    with pytest.raises(MissingConfigException) as told:
+        compose("config", ["model=gpt3"])
+    assert told.value.missing_cfg_file == "model/gpt3"

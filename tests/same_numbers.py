@@ -1,0 +1,121 @@
+"""Does this tree compute the very numbers of an earlier commit? For changes that should change none.
+
+    python -m tests.same_numbers COMMIT
+
+Both trees train the same small runs on the CPU, side by side: three legs in one process each for every precision that
+runs there, and two ranks. Steps' token hashes and losses, logged values, and all saved tensors must be equal to the
+last bit, and the saved state to the last value, once its keys have the present names (`checkpoint/upgrade.py`).
+Ends with 1 and the first differences if they are not.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from gpt2_fp8.checkpoint.upgrade import upgraded
+
+HERE = Path(__file__).resolve().parents[1]
+ONE = {
+    "fp32": ["precision=fp32"],
+    "bf16": ["precision=bf16"],
+    "fp8, fallen back": ["precision=fp8_hybrid"],
+    "dropout, recomputed": ["precision=bf16", "model.dropout=0.1", "activation_checkpointing=mlp"],
+    "compiled": ["precision=bf16", "compile=true"],
+}
+LEGS = """
+import json, sys, pytest
+from tests.runs import record_steps, train, train_until
+folder, words = sys.argv[1], sys.argv[2:]
+with pytest.MonkeyPatch.context() as patch:
+    steps = record_steps(patch)
+    train_until(4, folder, *words)
+    train_until(8, folder, "ckpt_path=last", *words)
+    train(folder, "ckpt_path=last", *words)
+print("STEPS", json.dumps(steps))
+"""
+TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.val_check_interval=4"]
+TIMES = {"tokens_per_second", "step_time", "data_wait"}
+NEW = {"hyper_parameters", "config"}  # keys of the state that only later trees write
+
+
+def run(tree: Path, folder: Path, *command: str) -> subprocess.Popen[str]:
+    """Start `command` in a tree, with one thread."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    out = (folder / "out").open("w")
+    return subprocess.Popen([sys.executable, *command], cwd=tree, env=environment, stdout=out, stderr=out, text=True)
+
+
+def of_three_legs(tree: Path, folder: Path, words: list[str]) -> subprocess.Popen[str]:
+    """Start a run that is stopped twice, in one process."""
+    return run(tree, folder, "-c", LEGS, str(folder / "run"), *words)
+
+
+def of_two_ranks(tree: Path, folder: Path, words: list[str]) -> subprocess.Popen[str]:
+    """Start a run of two processes."""
+    from tests.runs import SMALL
+
+    return run(tree, folder, "-m", "gpt2_fp8.run", *SMALL, *TWO, f"hydra.run.dir={folder / 'run'}", *words)
+
+
+def found(folder: Path) -> dict[str, Any]:
+    """Return all that must be equal of a run, by name: values, and bytes of tensors."""
+    steps = [line for line in (folder / "out").read_text().splitlines() if line.startswith("STEPS")]
+    result: dict[str, Any] = {"steps": steps}
+    with (folder / "run" / "metrics.csv").open() as file:
+        result["log"] = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
+    for path in sorted((folder / "run" / "checkpoints").glob("step-*")):
+        state = upgraded(json.loads((path / "state.json").read_text()))
+        state.setdefault("training_step", {}).setdefault("scaling", {})
+        result[f"{path.name}/state"] = {key: value for key, value in state.items() if key not in NEW}
+        for file in sorted(path.glob("*.safetensors")):
+            for name, tensor in load_file(file).items():
+                result[f"{path.name}/{file.name}/{name}"] = (str(tensor.dtype), tensor.numpy().tobytes())
+    return result
+
+
+def differences(one: Any, other: Any, name: str) -> list[str]:
+    """Name what differs between two results, down to the innermost keys."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = [*one, *(key for key in other if key not in one)]
+        return [d for key in keys for d in differences(one.get(key), other.get(key), f"{name}/{key}")]
+    return [] if one == other else [f"{name}: {str(one)[:80]} != {str(other)[:80]}"]
+
+
+def main(commit: str) -> int:
+    """Compare this tree with `commit`; returns the exit code."""
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory() as place:
+        before = Path(place) / "before"
+        subprocess.run(["git", "worktree", "add", "--detach", str(before), commit], cwd=HERE, check=True)
+        try:
+            cases = [*((name, of_three_legs, words) for name, words in ONE.items()), ("two ranks", of_two_ranks, [])]
+            for number, (name, start, words) in enumerate(cases):
+                folders = [Path(place) / f"{number}-{side}" for side in ("before", "now")]
+                for folder in folders:
+                    folder.mkdir()
+                started = [start(tree, folder, words) for tree, folder in zip((before, HERE), folders, strict=True)]
+                codes = [process.wait() for process in started]
+                if any(codes):
+                    wrong.append(f"{name}: ended with {codes}: {(folders[codes[0] == 0] / 'out').read_text()[-2000:]}")
+                    continue
+                results = [found(folder) for folder in folders]
+                own = differences(*results, name)
+                print(f"{name}: {len(results[1])} things compared, {len(own)} differ", flush=True)
+                wrong += own
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(before)], cwd=HERE, check=True)
+    print(*wrong[:40], sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

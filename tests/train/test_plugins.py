@@ -1,0 +1,163 @@
+"""Code of the user's own, as docs/plugins.md has it: on two ranks, in data workers, in the benchmark's child."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpt2_fp8.compose import preflight
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.measure.case import Case, measure
+from gpt2_fp8.runtime import registry
+from tests.runs import SMALL, command, summary
+from tests.test_readme import ROOT, blocks
+
+DOCUMENT = ROOT / "docs/plugins.md"
+(MODULE,) = blocks(DOCUMENT, "python")
+(LINE,) = blocks(DOCUMENT, "bash")
+WORDS = LINE.split()[3:]
+ALONE = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+SEEN = """
+import os
+with open(f"seen-{os.getpid()}", "w") as file:
+    file.write(os.environ.get("LOCAL_RANK", "0") + " " + __import__("multiprocessing").current_process().name)
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_module.py").write_text(MODULE + SEEN)
+    (tmp_path / "poems").mkdir()
+    for number in range(4):
+        (tmp_path / f"poems/{number}.txt").write_text(f"A rose is a rose is a rose, {number}.\n" * 40)
+    return tmp_path
+
+
+def test_two_ranks_with_workers_run_the_documents_code(here):
+    two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "micro_batch_size=2", "data.num_workers=1"]
+    labels = ["+tags.purpose=test", "+tags.round=2", "notes='for the record'"]
+    done = command(*SMALL[1:], *two, *labels, *WORDS, "run_name=x", cwd=here, **ALONE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = sorted(path.read_text() for path in here.glob("seen-*"))
+    assert {line.split()[0] for line in seen} == {"0", "1"}
+    assert sum(line.split()[1] == "MainProcess" for line in seen) == 2
+    assert sum(line.split()[1] != "MainProcess" for line in seen) >= 2, "a worker on each rank"
+    folder = here / "outputs/x"
+    rows = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+    assert [row["step"] for row in rows if "weight_norm" in row] == [5, 10, 12]
+    assert {"tags.purpose": "test", "tags.round": 2, "notes": "for the record"} in rows
+    assert "weight_norm" not in (folder / "metrics.csv").read_text()
+    told = summary(folder)
+    assert told["data"]["source"] == {"poems": 4}
+    assert (told["tags"], told["notes"]) == ({"purpose": "test", "round": 2}, "for the record")
+
+
+def test_the_benchmarks_child_imports_them(here):
+    (config,) = preflight(
+        [*SMALL, "plugins=[my_module]", "data=registered", "data.source=poems", "data.tokenizer=bytes"]
+    )
+    result = measure(Case(config=config, steps=1, warmup=1), timeout_s=170)
+    assert result.status == "ok", result.message
+    (seen,) = here.glob("seen-*")
+    assert seen.read_text() == "0 MainProcess"
+
+
+@pytest.fixture
+def _unknown(monkeypatch):
+    """A registry of its own, and modules that are imported for the first time."""
+    monkeypatch.setattr(registry, "_known", {key: {} for key in registry._known})
+    monkeypatch.setattr(registry, "_folders", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_unknown")
+def test_a_module_is_found_in_the_folder_and_once(tmp_path):
+    (tmp_path / "counted.py").write_text("from gpt2_fp8.runtime import registry\nregistry.callback('one')(list)\n")
+    registry.load(["counted"], tmp_path)
+    registry.load(["counted"], tmp_path)
+    assert registry.folders() == [str(tmp_path)]
+    assert registry.make("callbacks.extra", "one", list, "abc") == ["a", "b", "c"]
+
+
+@pytest.mark.usefixtures("_unknown")
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [("import no_such_module_", "ModuleNotFoundError"), ("x = (", "SyntaxError"), ("1 / 0", "ZeroDivisionError")],
+)
+def test_a_module_that_cannot_be_imported_is_the_users(tmp_path, text, cause):
+    (tmp_path / "broken_.py").write_text(text)
+    with pytest.raises(UserError, match=f"plugins: broken_ cannot be imported: {cause}"):
+        registry.load(["broken_"], tmp_path)
+
+
+@pytest.mark.usefixtures("_unknown")
+def test_names_and_kinds_that_do_not_fit():
+    registry.callback("norms")(dict)
+    with pytest.raises(UserError, match=r"did you mean callbacks\.extra=norms"):
+        registry.make("callbacks.extra", "norm", dict)
+    with pytest.raises(UserError, match="makes a dict"):
+        registry.make("callbacks.extra", "norms", list)
+    with pytest.raises(UserError, match=r"plugins=\[MODULE\]"):
+        registry.make("logger.extra", "norms", list)
+    with pytest.raises(ValueError, match="registered by builtins already"):
+        registry.callback("norms")(list)
+
+
+def test_a_name_that_nobody_registers_ends_with_two_lines(here):
+    done = command(*SMALL, "plugins=[my_module]", "callbacks.extra=[weight_nrm]", "run_name=x", cwd=here, **ALONE)
+    assert done.returncode == 2, done.stderr
+    error, fix = done.stderr.splitlines()[-2:]
+    assert error.startswith("error: callbacks.extra=weight_nrm: there is no such choice")
+    assert "did you mean callbacks.extra=weight_norm" in fix
+
+
+REFUSED = {
+    "plugins=[nope_]": "there is no module nope_",
+    "plugins=[my_module.py]": "is no name of a module",
+    "plugins=[../x]": "is no name of a module",
+    "plugins=my_module": "needs a list of Python modules",
+    "-m plugins=[my_module],[json]": "needs a list of Python modules",
+    "callbacks.extra=[weight_norm]": "is registered by no plugin",
+    "logger.extra=[json_lines]": "is registered by no plugin",
+    "data=registered data.source=poems": "is registered by no plugin",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+@pytest.mark.usefixtures("here")
+def test_what_is_refused_before_torch(line):
+    with pytest.raises(UserError) as told:
+        preflight(line.split())
+    assert [problem for problem in told.value.problems if REFUSED[line] in problem.cause], told.value
+
+
+FILES = {
+    "plugins: [my_module]": "holds plugins (plugins, line 2), which import code, which only the command line may",
+    "hydra: {sweeper: {params: {plugins: '[my_module]'}}}": "sets hydra.sweeper",
+    "hydra: {sweeper: {params: {+plugins: '[my_module]'}}}": "sets hydra.sweeper",
+    "defaults: [{override /hydra/callbacks: x}]": "a default of hydra's",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_file_names_no_code(here, text):
+    path = Path("theirs/experiment/x.yaml")
+    path.parent.mkdir(parents=True)
+    path.write_text(f"# @package _global_\n{text}\n")
+    with pytest.raises(UserError) as told:
+        preflight(["-cd", "theirs", "experiment=x"])
+    assert FILES[text] in told.value.problems[0].cause
+
+
+def test_a_file_selects_what_the_command_lines_plugins_register(here):
+    path = Path("theirs/experiment/x.yaml")
+    path.parent.mkdir(parents=True)
+    path.write_text("# @package _global_\ncallbacks: {extra: [weight_norm]}\n")
+    (config,) = preflight(["-cd", "theirs", "experiment=x", "plugins=[my_module]"])
+    assert (config.callbacks.extra, config.plugins) == (["weight_norm"], ["my_module"])
