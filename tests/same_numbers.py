@@ -3,8 +3,9 @@
     python -m tests.same_numbers COMMIT
 
 Both trees train the same small runs on the CPU, side by side: three legs in one process each for every precision that
-runs there, and two ranks. Steps' token hashes and losses, logged values, and all saved tensors must be equal to the
-last bit, and the saved state to the last value, once its keys have the present names (`checkpoint/upgrade.py`).
+runs there, two ranks, and a run of the earlier tree that this one continues. Steps' token hashes and losses, logged
+values, and all saved tensors must be equal to the last bit. So must the saved state, once its keys have the present
+names (`checkpoint/upgrade.py`).
 Ends with 1 and the first differences if they are not.
 """
 
@@ -41,6 +42,11 @@ with pytest.MonkeyPatch.context() as patch:
     train_until(8, folder, "ckpt_path=last", *words)
     train(folder, "ckpt_path=last", *words)
 print("STEPS", json.dumps(steps))
+"""
+BEGUN = """
+import sys
+from tests.runs import train_until
+train_until(4, sys.argv[1], *sys.argv[2:])
 """
 TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.val_check_interval=4"]
 TIMES = {"tokens_per_second", "step_time", "data_wait"}
@@ -82,6 +88,15 @@ def found(folder: Path) -> dict[str, Any]:
     return result
 
 
+def of_a_continued_run(before: Path, folder: Path) -> subprocess.Popen[str]:
+    """Start a run in this tree that continues from a checkpoint of the earlier one, which it has to read."""
+    words = [str(folder / "run"), *ONE["fp32"]]
+    if code := run(before, folder, "-c", BEGUN, *words).wait():
+        raise SystemExit(f"the earlier tree ended with {code}: {(folder / 'out').read_text()[-2000:]}")
+    go_on = "import sys; from tests.runs import train; train(sys.argv[1], 'ckpt_path=last', *sys.argv[2:])"
+    return run(HERE, folder, "-c", go_on, *words)
+
+
 def differences(one: Any, other: Any, name: str) -> list[str]:
     """Name what differs between two results, down to the innermost keys."""
     if isinstance(one, dict) and isinstance(other, dict):
@@ -93,6 +108,7 @@ def differences(one: Any, other: Any, name: str) -> list[str]:
 def main(commit: str) -> int:
     """Compare this tree with `commit`; returns the exit code."""
     wrong: list[str] = []
+    whole: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         before = Path(place) / "before"
         subprocess.run(["git", "worktree", "add", "--detach", str(before), commit], cwd=HERE, check=True)
@@ -108,8 +124,16 @@ def main(commit: str) -> int:
                     wrong.append(f"{name}: ended with {codes}: {(folders[codes[0] == 0] / 'out').read_text()[-2000:]}")
                     continue
                 results = [found(folder) for folder in folders]
+                whole = whole or results[1]
                 own = differences(*results, name)
                 print(f"{name}: {len(results[1])} things compared, {len(own)} differ", flush=True)
+                wrong += own
+            (last := Path(place) / "continued").mkdir()
+            if code := of_a_continued_run(before, last).wait():
+                wrong.append(f"a continued run ended with {code}: {(last / 'out').read_text()[-2000:]}")
+            else:
+                own = differences(whole | {"steps": []}, found(last), "continued from the earlier tree's checkpoint")
+                print(f"continued from the earlier tree's checkpoint: {len(own)} differ", flush=True)
                 wrong += own
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(before)], cwd=HERE, check=True)

@@ -41,7 +41,7 @@ HOUSE = {
     "engine": Row("backends model precision runtime compat config", "torch"),
     # how a model is computed
     "backends": Row("model precision layers config", "torch transformer_engine"),
-    "precision": Row("layers runtime compat config", "torch lightning transformer_engine"),
+    "precision": Row("layers runtime compat config", "torch transformer_engine"),
     "model": Row("layers kernels config", "torch"),
     # the text
     "data": Row(
@@ -63,7 +63,7 @@ HOUSE = {
 }
 # Where a package that its row lets in may be: it decides how a part is tried without the whole.
 ONLY_IN = {
-    "lightning": ["train", "callbacks", "compat", "precision.plugin", "data.datamodule", "measure.peer_models"],
+    "lightning": ["train", "callbacks", "compat", "data.datamodule", "measure.peer_models"],
     "transformer_engine": [
         *("backends.transformer_engine", "layers.te", "precision", "compat.transformer_engine", "measure.peer_models"),
     ],
@@ -267,7 +267,7 @@ def test_a_wrong_import_is_seen(module, tmp_path):
 
 
 RIGHT = {
-    "train.fit": "from gpt2_fp8.precision.plugin import build_plugin",
+    "train.fit": "from gpt2_fp8.precision.scaling import Scaling",
     "callbacks.checkpointing": "from gpt2_fp8.checkpoint import files\nfrom gpt2_fp8 import __version__",
     "layers.te": "def f():\n    import transformer_engine.pytorch as te",
     "config.checks": "import math\nfrom gpt2_fp8.config.errors import Problem",

@@ -1,1 +1,1 @@
-"""The ways to compute a run's model, one object each: plain torch, Transformer Engine, our own fused FP8 chain."""
+"""The ways to compute a run's model, one class each: plain torch, Transformer Engine, our own fused FP8 chain."""

@@ -1,4 +1,4 @@
-"""What every backend offers. All that differs between two ways to compute a model is behind this class."""
+"""The interface of every backend. Everything that differs between two ways to compute a model is behind this class."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Backend(ABC):
         compiled: whether `torch.compile` compiles its loss.
         graphs: whether this run's micro-batches are recorded and replayed.
         records_graphs: whether it can record micro-batches as CUDA graphs.
-        fused_loss: whether the loss writes its gradient over the logits (`kernels.cross_entropy`; CUDA only).
-        recipe: how FP8 tensors get their scales: the configuration's, or this backend's own where that is `auto`;
-            None where nothing is scaled.
+        fused_loss: whether the loss overwrites the logits with their gradient (`kernels.cross_entropy`; CUDA only).
+        recipe: how FP8 tensors get their scales: the configured recipe, or this backend's own if that is `auto`;
+            None if nothing is scaled.
     """
 
     name: ClassVar[str]
@@ -45,30 +45,30 @@ class Backend(ABC):
 
     @staticmethod
     def own_recipe(auto: AutoRecipe) -> DelayedRecipe | StatelessRecipe | None:
-        """Return the recipe of a run that names none; None where nothing is scaled."""
+        """Return the recipe of a run that names none; None if nothing is scaled."""
         return None
 
     @classmethod
     @abstractmethod
     def why_not(cls, config: RunConfig) -> str | None:
-        """Return why it cannot compute `config` on this machine, which can do the precision; None if it can."""
+        """Return why it cannot compute `config` on this machine; None if it can. The machine can do the precision."""
 
     @abstractmethod
     def family(self) -> Family:
-        """Return the layers that `build` composes the model of."""
+        """Return the layers from which `build` makes the model."""
 
     @abstractmethod
     def kernels(self, vocab_size: int) -> dict[str, str]:
-        """Describe what computes each part of the model, by the part; the first is `layers`."""
+        """Describe what computes each part of the model, by the part; the first key is `layers`."""
 
     @property
     def fp8(self) -> bool:
-        """Whether matrix products run in FP8."""
+        """Whether GEMMs run in FP8."""
         return self.ran.startswith("fp8")
 
     @property
     def keep_bf16(self) -> list[str]:
-        """Names of the layers whose products stay in bf16."""
+        """Names of the layers whose GEMMs stay in bf16."""
         return self.config.precision.keep_bf16 if isinstance(self.config.precision, FP8PrecisionConfig) else []
 
     @property
@@ -77,7 +77,7 @@ class Backend(ABC):
         return self.config.activation_checkpointing == "mlp"
 
     def build(self, vocab_size: int) -> GPT2:
-        """Build the model on torch's default device. Its parameters are still to be filled."""
+        """Build the model on torch's default device, with uninitialised parameters."""
         return GPT2(self.config.model, vocab_size, self.family(), self.keep_bf16)
 
     def loss(self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
@@ -86,14 +86,14 @@ class Backend(ABC):
         Call it inside `forward_context` or `bf16_context`. `is_first_microbatch`: see `GPT2.forward`.
         """
         inputs, targets = split(ids)
-        x = model.features(inputs, is_first_microbatch)
+        x = model.hidden_states(inputs, is_first_microbatch)
         if chunked := getattr(model.head, "loss", None):
             return chunked(x, targets, model.vocab_size, scale, is_first_microbatch)
         logits = model.head(x, is_first_microbatch)
         return cross_entropy(logits, targets, model.vocab_size, self.fused_loss, scale)
 
     def bf16_loss(self, model: GPT2) -> LossOf:
-        """Return the loss that computes a step of an FP8 run again in bf16, to be called inside `bf16_context`."""
+        """Return the loss that repeats a step of an FP8 run in bf16. Call it inside `bf16_context`."""
         return lambda ids, is_first_microbatch, scale: self.loss(model, ids, None, scale)
 
     def scaling(self, model: GPT2) -> Scaling | NoScaling:
@@ -102,16 +102,16 @@ class Backend(ABC):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Enter the precision of one forward. The backward comes outside of it."""
+        """Enter the precision of one forward. The backward runs outside this context."""
         with self.bf16_context(), self.fp8_region():
             yield
 
     def bf16_context(self) -> AbstractContextManager:
-        """Enter bfloat16 autocast alone; nothing under fp32."""
+        """Enter only bfloat16 autocast; nothing under fp32."""
         return nullcontext() if self.ran == "fp32" else torch.autocast(self.device, torch.bfloat16)
 
     def fp8_region(self) -> AbstractContextManager:
-        """Enter what makes layers compute in FP8."""
+        """Enter the region in which layers compute in FP8."""
         return nullcontext()
 
     def slower(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Our own chain of FP8 kernels: delayed scaling on Hopper, and the fastest there."""
+"""Our own chain of FP8 kernels, for delayed scaling on Hopper. It is the fastest backend there."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from gpt2_fp8.precision.recipes import delayed_scaling
 from gpt2_fp8.precision.scaling import NoScaling, Scaling
 from gpt2_fp8.precision.support import why_no_hopper
 
-SMALL = 32768  # tokens of a micro-batch up to which launching its kernels one by one costs more than it brings
+SMALL_TOKENS = 32768  # tokens of a micro-batch; up to here launching kernels one by one costs more than it gains
 
 
 class Fused(Backend):
-    """Blocks and head in FP8 without Transformer Engine's borders between layers (`layers/fused.py`)."""
+    """Blocks and head in FP8, fused across the borders of layers (`layers/fused.py`)."""
 
     name = "fused"
     records_graphs = True
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         super().__init__(config, ran, device)
-        small = config.micro_batch * config.model.n_positions <= SMALL
+        small = config.micro_batch * config.model.n_positions <= SMALL_TOKENS
         wanted = small if config.cuda_graphs == "auto" else config.cuda_graphs
         self.graphs = wanted and not backend_support.is_multi_process(config)
 
@@ -50,7 +50,7 @@ class Fused(Backend):
         return Layers(delayed_scaling(precision, self.recipe), self.recompute)
 
     def bf16_loss(self, model: GPT2) -> LossOf:
-        """See `Backend`. These layers have no bf16, so plain-torch layers around their parameters compute it."""
+        """See `Backend`. These layers have no bf16, so a twin of plain-torch layers computes it."""
         twin: list[GPT2] = []
 
         def loss(ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:

@@ -13,7 +13,7 @@ from gpt2_fp8.model.gpt2 import GPT2
 
 
 class Reference(Backend):
-    """The layers that every other backend is compared with."""
+    """The plain-torch layers, with which every other backend is compared."""
 
     name = "reference"
     fused_loss = False
@@ -32,7 +32,7 @@ class Reference(Backend):
         return Composed(reference, self.recompute)
 
     def loss(self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
-        """See `Backend`. The flag means nothing here; as None it makes one compiled graph and not three."""
+        """See `Backend`. The flag has no effect here; as None it gives one compiled graph instead of three."""
         return super().loss(model, ids, None, scale)
 
     def kernels(self, vocab_size: int) -> dict[str, str]:

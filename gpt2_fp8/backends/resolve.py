@@ -1,4 +1,4 @@
-"""From the precision and backend asked for to what runs here, with the reason where they differ."""
+"""From the precision and backend that were asked for to what runs here, and the reason for a difference."""
 
 from __future__ import annotations
 
@@ -16,44 +16,52 @@ from gpt2_fp8.config.shown import line
 from gpt2_fp8.precision.support import why_not_fp8, why_not_recipe
 
 BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Fused, TransformerEngine, Reference)}
-IN_FP8 = (Fused, TransformerEngine)  # the fastest first: `precision.backend=auto` takes the first that can
+# the fastest first: `precision.backend=auto` takes the first that can compute the run
+IN_FP8 = (Fused, TransformerEngine)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will run. `reason` is None where that is what was asked for."""
+    """What will run. `reason` is None if that is what was asked for."""
 
     device: Device
     asked: str
     ran: Ran
     reason: str | None
     backend: Backend
-    fell_back: bool = False  # it began in FP8, and went on in bf16 after a rollback
+    fell_back: bool = False  # whether a run that began in FP8 went on in bf16 after a rollback
 
     @property
     def fp8(self) -> bool:
-        """Whether matrix products run in FP8."""
+        """Whether GEMMs run in FP8."""
         return self.backend.fp8
 
     @property
     def recipe(self) -> str | None:
-        """The name of the recipe that FP8 tensors get their scales by; None where nothing is scaled."""
+        """The name of the recipe that gives FP8 tensors their scales; None if nothing is scaled."""
         return self.backend.recipe.name if self.fp8 and self.backend.recipe else None
+
+    def computes_as(self, other: Plan) -> bool:
+        """Tell whether a model of this plan can run under another: the same layers, precision and device."""
+        return other is self or (
+            (type(self.backend), self.ran, self.recipe, self.device)
+            == (type(other.backend), other.ran, other.recipe, other.device)
+        )
 
 
 def resolve(config: RunConfig, device: Device) -> Plan:
     """Decide precision and backend for a device.
 
-    Raises UserError when FP8 cannot run and `precision.fallback=error`, when the GPU can do FP8 but not the recipe, or
-    when the backend that was asked for cannot compute the run.
+    Raises UserError in three cases: FP8 cannot run and `precision.fallback=error`; the GPU can do FP8 but not the
+    recipe; the backend that was asked for cannot compute the run.
     """
     precision = config.precision
-    assert not isinstance(precision, AutoPrecisionConfig)  # settled before a plan is made
+    assert not isinstance(precision, AutoPrecisionConfig)  # decided before a plan is made
     if not isinstance(precision, FP8PrecisionConfig):
         backend = Reference if precision.backend == "auto" else _asked(config, precision.backend)
         return Plan(device, precision.name, precision.name, None, backend(config, precision.name, device))
     if (reason := _why_not_fp8(config, device)) is None:
-        assert precision.name != "fp8_e5m2"  # refused with the other settings
+        assert precision.name != "fp8_e5m2"  # refused by the check of the settings
         return Plan(device, precision.name, precision.name, None, _in_fp8(config)(config, precision.name, device))
     lesser: Ran = "bf16" if device == "cuda" else "fp32"
     if precision.fallback == "error":
@@ -62,8 +70,14 @@ def resolve(config: RunConfig, device: Device) -> Plan:
     return Plan(device, precision.name, lesser, reason, Reference(config, lesser, device))
 
 
+def unaccelerated(config: RunConfig, device: Device) -> Plan:
+    """Return the plan of plain torch in float32, which can hold any run's weights on any machine."""
+    reason = "no Trainer has said yet what computes"
+    return Plan(device, config.precision.name, "fp32", reason, Reference(config, "fp32", device))
+
+
 def fallen_back(plan: Plan, config: RunConfig, reason: str) -> Plan:
-    """Return the plan of an FP8 run that goes on in bf16 for `reason`; any other as it is."""
+    """Return the plan of an FP8 run that goes on in bf16 for `reason`. Any other plan is returned unchanged."""
     if not plan.fp8:
         return plan
     backend = Reference(config, "bf16", plan.device)
@@ -73,12 +87,13 @@ def fallen_back(plan: Plan, config: RunConfig, reason: str) -> Plan:
 def as_before(plan: Plan, config: RunConfig, saved: Mapping[str, Any]) -> Plan:
     """Return the plan of a run that continues from a checkpoint whose `precision` is `saved`.
 
-    A run that has fallen back to bf16 stays there, unless another precision is asked for than then.
+    A run that fell back to bf16 stays in bf16, unless another precision is asked for now than then.
     """
     if not saved.get("fell_back") or saved.get("asked") != plan.asked:
         return plan
-    reason = line(str(saved.get("reason")), 300)  # a stranger's words, perhaps, on their way to the log
-    return replace(fallen_back(plan, config, reason), fell_back=True)  # also where FP8 cannot run
+    # The checkpoint may be a stranger's: its text is escaped and cut before it reaches the log.
+    reason = line(str(saved.get("reason")), 300)
+    return replace(fallen_back(plan, config, reason), fell_back=True)  # also if FP8 cannot run here
 
 
 def _why_not_fp8(config: RunConfig, device: Device) -> str | None:
@@ -100,13 +115,13 @@ def _in_fp8(config: RunConfig) -> type[Backend]:
         raise UserError.of(cause, "leave it out")
     found = next(b for b in IN_FP8 if b.why_not(config) is None) if asked == "auto" else _asked(config, asked)
     if config.cuda_graphs is True and not found.records_graphs:
-        cause = f"cuda_graphs=true records the fused FP8 layers alone, and this run has the layers {found.name!r}"
+        cause = f"cuda_graphs=true records only the fused FP8 layers, and this run has the layers {found.name!r}"
         raise UserError.of(cause, "cuda_graphs=auto, or precision=fp8_hybrid recipe=delayed on a Hopper GPU")
     return found
 
 
 def _asked(config: RunConfig, name: str) -> type[Backend]:
-    """Return the backend that was asked for by name. Raises UserError where it cannot compute the run here."""
+    """Return the backend with the given name. Raises UserError if it cannot compute the run here."""
     backend = BACKENDS[name]
     if reason := backend.why_not(config):
         raise UserError.of(f"precision.backend={name} cannot run here: {reason}", "precision.backend=auto")

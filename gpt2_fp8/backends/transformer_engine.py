@@ -1,4 +1,4 @@
-"""Transformer Engine's modules: every FP8 recipe, and bf16 without a region."""
+"""Transformer Engine's modules: every FP8 recipe, and bf16 outside an FP8 region."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpt2_fp8.precision.support import why_no_transformer_engine
 
 
 class TransformerEngine(Backend):
-    """Its layers compute in bf16 outside of `te.autocast`: a step is run again in bf16 by the very same modules."""
+    """Transformer Engine's layers. Outside `te.autocast` they compute in bf16 and can so repeat a step."""
 
     name = "te"
 
@@ -46,7 +46,7 @@ class TransformerEngine(Backend):
 
     @cached_property
     def _recipe(self) -> Any:
-        """Transformer Engine's own object."""
+        """Transformer Engine's own recipe object."""
         assert isinstance(self.config.precision, FP8PrecisionConfig)
         assert self.recipe is not None
         return build_recipe(self.config.precision, self.recipe)

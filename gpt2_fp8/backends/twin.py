@@ -1,4 +1,4 @@
-"""A second model around the parameters of the first."""
+"""A twin: a second model that shares the parameters of the first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpt2_fp8.model.gpt2 import GPT2
 
 
 def twin_of(model: GPT2, recompute: bool = False) -> GPT2:
-    """Build a model of the reference layers whose parameters are those of `model`, the tied ones tied."""
+    """Build a model of the reference layers that shares the parameters of `model`, tied ones included."""
     with torch.device("meta"):
         twin = GPT2(model.config, model.vocab_size, Composed(reference, recompute))
     own = dict(model.named_parameters(remove_duplicate=False))

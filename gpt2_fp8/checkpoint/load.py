@@ -34,13 +34,13 @@ _CODES = {
 _LARGEST_HEADER_BYTES = 16 * 2**20  # 100 for each tensor are usual; reading takes 16 times as much memory
 
 
-def read(path: Path | str, map_location: Any = None) -> dict[str, Any]:
+def read(path: Path | str, map_location: Any = None, only: Collection[str] | None = None) -> dict[str, Any]:
     """Return the dictionary that `files.write` was given. Its tensors are on `map_location` (default: the CPU).
 
-    `map_location` is a device or its name.
-    Every file is verified before any tensor is made. Raises CheckpointError.
+    `map_location` is a device or its name. `only`: the keys to read; keys that the checkpoint lacks are left out. Every
+    file is verified before any tensor is made. Raises CheckpointError.
     """
-    return _assemble(Path(path), _device(map_location))
+    return _assemble(Path(path), _device(map_location), only)
 
 
 def read_weights(path: Path | str, map_location: Any = None) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ def read_plain(path: Path | str, key: str) -> Any:
 
 
 def _assemble(
-    path: Path, device: str, only: list[str] | None = None, look: Callable[[Tensor], Any] | None = None
+    path: Path, device: str, only: Collection[str] | None = None, look: Callable[[Tensor], Any] | None = None
 ) -> dict[str, Any]:
     """Return the checkpoint, or its part under the names `only`. With `look`, its results replace the tensors."""
     manifest = verified(path)
@@ -86,12 +86,17 @@ def _assemble(
             raise ValueError(f"{SKELETON} is of another step than {MANIFEST}")
         with _tensors(path, manifest["files"].keys(), device) as load:
             read = load if look is None else lambda name: look(load(name))
-            value = tree.unflatten({key: skeleton[key] for key in only or skeleton}, read)
+            value = tree.unflatten({key: skeleton[key] for key in _names(skeleton, only)}, read)
         if not isinstance(value["state_dict"], dict):
             raise ValueError(f"{SKELETON} holds no weights")
         return value
     except (SafetensorError, OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise unreadable(path, f"its files do not fit together ({error})") from error
+
+
+def _names(skeleton: dict[str, Any], only: Collection[str] | None) -> list[str]:
+    """Return the keys to read, in the order of the skeleton."""
+    return [key for key in skeleton if only is None or key in only]
 
 
 @contextmanager

@@ -116,6 +116,8 @@ RUN: Form = {
         "validation": Maybe((NoneType, Line(64))),
         "digests": Maybe({"train": str, ...: str}),
     },
+    # the configuration, which `train.saved_config` reads strictly
+    "hyper_parameters": Maybe({...: (NoneType, bool, str, Real(-1e300, 1e300), dict)}),
     # of version 2
     "model": Maybe({...: (NoneType, bool, Line(), Whole(), Real(-1e9, 1e9))}),
     "training_step": Maybe(
@@ -142,12 +144,16 @@ def check(path: Path | str) -> None:
     """Raise CheckpointError unless `path` is a whole checkpoint that a run can continue from, as far as its form,
     its numbers beside the tensors, and its weights' being finite tell."""
     path = Path(path)
-    state = read_structure(path)
+    check_state(path, read_structure(path))
+    check_weights(path)
+
+
+def check_state(path: Path, state: dict[str, Any]) -> None:
+    """Raise CheckpointError unless `state`, which was read from `path`, is one that a run can continue from."""
     found = list(problems(state, RUN)) or list(disagreements(state))
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise unfit(path, "; ".join(found[:_SHOWN]) + more)
-    check_weights(path)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Lightning's CSV log, the metrics of the last step, and the attributes that `fit` sets on callbacks.
+"""Lightning's CSV log, the last step's metrics, what `validate` returns, and what `fit` sets on callbacks.
 
 Holds for `lightning>=2.6.6,<2.7`.
 """
@@ -44,6 +44,20 @@ def log_last_step(trainer: pl.Trainer) -> None:
     connector = trainer._logger_connector
     connector.on_batch_end()
     connector.update_train_step_metrics()
+
+
+def return_only(trainer: pl.Trainer, name: str) -> None:
+    """Have `Trainer.validate` return the metric `name` without handing it to the loggers.
+
+    It returns what it logs, and logs it with an epoch, at a step that may be one less than the steps done.
+    """
+    connector = trainer._logger_connector
+    log = type(connector).log_eval_end_metrics
+
+    def log_others(metrics: dict[str, Any]) -> None:
+        log(connector, {key: value for key, value in metrics.items() if key != name})
+
+    connector.log_eval_end_metrics = log_others  # type: ignore[method-assign]
 
 
 def detach_logging(trainer: pl.Trainer) -> None:

@@ -27,6 +27,12 @@ def resume_into_validation(fit_loop: dict[str, Any]) -> None:
     validated["is_last_batch"] = False
 
 
+def limit_steps(trainer: Any, max_steps: int) -> None:
+    """Give a Trainer that was told of no `max_steps` one. Its own attribute cannot be set."""
+    if trainer.max_steps == -1:
+        trainer.fit_loop.epoch_loop.max_steps = max_steps
+
+
 def is_validation_due(trainer: Any) -> bool:
     """Return whether the last trained step must be validated; also in the middle of that validation."""
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher

@@ -70,6 +70,7 @@ class TokenDataModule(LightningDataModule):
         self.n_positions = n_positions
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
+        self.max_steps, self.overfit_batches = max_steps, overfit_batches
         self.plugins = plugins
         self._steps = Steps(self._start, max_steps, overfit_batches)
         self._loaded: dict[str, Any] | None = None  # a saved state that came before `setup`
@@ -83,14 +84,13 @@ class TokenDataModule(LightningDataModule):
     @classmethod
     def from_config(cls, config: RunConfig) -> TokenDataModule:
         """Build the data module of a run whose micro-batch is a number."""
-        return cls(
-            config.data,
-            n_positions=config.model.n_positions,
-            global_batch_size=config.global_batch_size,
-            micro_batch_size=config.micro_batch,
-            max_steps=config.trainer.max_steps,
-            overfit_batches=config.trainer.overfit_batches,
-            plugins=tuple(config.plugins),
+        plugins = tuple(config.plugins)
+        return cls(config.data, micro_batch_size=config.micro_batch, plugins=plugins, **_arguments(config))
+
+    def is_of(self, config: RunConfig) -> bool:
+        """Tell whether its training batches are those that `config` asks for."""
+        return self.config == config.data and all(
+            getattr(self, name) == value for name, value in _arguments(config).items()
         )
 
     @cached_property
@@ -256,3 +256,13 @@ class TokenDataModule(LightningDataModule):
             lanes, self._order.lanes, self.global_batch_size, self.n_positions, rank, world, self.vocab_size
         )
         return self._progress.step, batches
+
+
+def _arguments(config: RunConfig) -> dict[str, int]:
+    """What decides the training batches of a run beside its text, by `TokenDataModule`'s own names."""
+    return {
+        "n_positions": config.model.n_positions,
+        "global_batch_size": config.global_batch_size,
+        "max_steps": config.trainer.max_steps,
+        "overfit_batches": config.trainer.overfit_batches,
+    }

@@ -1,1 +1,1 @@
-"""One optimizer step, in plain torch."""
+"""One optimizer step in plain torch."""

@@ -1,4 +1,4 @@
-"""torch.compile, whose worker processes a signal to the whole process group does not take along."""
+"""torch.compile, with worker processes that survive a signal to the whole process group."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ R = TypeVar("R")
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compile(function)`."""
+    """Compile `function` with `torch.compile`."""
     if torch.cuda.is_available():
         start_workers()
     return torch.compile(function)
 
 
 def start_workers() -> None:
-    """Start the processes that compile Triton kernels with SIGTERM and SIGUSR1 blocked, which they inherit.
+    """Start the processes that compile Triton kernels, with SIGTERM, SIGHUP, SIGQUIT and SIGUSR1 blocked.
 
-    A scheduler sends SIGTERM to every process of a job, `timeout` to its process group. Inductor's workers would end,
-    and the compilation that waits for them never does (torch 2.11 to 2.13), while this process is to finish its step
-    and save. They end with this process, when their pipe to it closes. A signal that arrives meanwhile is delivered
-    afterwards.
+    A scheduler sends SIGTERM to every process of a job; `timeout` sends it to the process group. Inductor's workers
+    would end, and the compilation that waits for them would never end (torch 2.11 to 2.13). But this process must
+    finish its step and save. The workers inherit the blocked signals and end with this process, when their pipe to it
+    closes. A signal that arrives here meanwhile is delivered afterwards.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         torch_private.start_compile_workers()
-    except Exception as error:  # no public interface: of another torch, whose first compilation starts its workers
+    # not a public interface: in another torch version the first compilation starts the workers
+    except Exception as error:
         log.debug("Inductor's workers were not started ahead: %s", error)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

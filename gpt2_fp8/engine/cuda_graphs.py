@@ -1,11 +1,11 @@
 """A micro-batch's forward and backward as CUDA graphs: recorded once, then launched as a whole.
 
-A small micro-batch is over sooner on the GPU than the host can launch its thousand kernels. Recorded, they are one
-launch. That needs every kernel, address and scalar to stay the same, which holds for the fused layers: their scales are
-tensors, and their gradients are written where the parameters' gradients lie.
+The GPU finishes a small micro-batch sooner than the host can launch its thousand kernels. Recorded, they are one
+launch. Every kernel, address and scalar must then stay the same. That is true for the fused layers: their scales are
+tensors, and gradients are written where the parameters' gradients already are.
 
-Two graphs, since the first micro-batch of a step does more: it updates the scales, casts the weights, and writes the
-gradients that the others add to.
+There are two graphs, because the first micro-batch of a step does more. It updates the scales, quantizes the weights,
+and writes the gradients to which the others add.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from torch import Tensor, nn
 
 from gpt2_fp8.precision import state
 
-WARM_UP = 2  # passes before recording: kernels are compiled and chosen, workspaces allocated
+WARM_UP = 2  # passes before recording: they compile and choose kernels and allocate workspaces
 
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Where a device's micro-batches are recorded: one stream, since the products keep a workspace for each."""
+    """Return the stream on which a device's micro-batches are recorded.
+
+    There is only one, since GEMMs keep a workspace for each stream.
+    """
     return torch.cuda.Stream(device)
 
 
 class GraphedGradients:
-    """The gradients of one micro-batch, by replay. Recorded at the first call, on that call's shapes and `scale`.
+    """Computes gradients of one micro-batch by replay. The first call records, for its shapes and `scale`.
 
-    `loss_of(ids, is_first_microbatch, scale)` is as in `step.accumulate`. Recording leaves scales, histories and the
-    random number generators as they were: cuDNN's attention draws numbers even where nothing is dropped, and a run that
-    is continued records once more than one that is not. The memory of the graphs is their own: it is not shared with
-    what runs beside them (validation).
+    `loss_of(ids, is_first_microbatch, scale)` is as in `step.accumulate`. Recording leaves scales, histories and random
+    number generators unchanged. It must: cuDNN's attention draws numbers even without dropout, and a resumed run
+    records once more than an uninterrupted one. The graphs' memory is their own: validation does not share it.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class GraphedGradients:
         self._gradients: list[Tensor | None] = []
 
     def __call__(self, parts: tuple[Tensor, ...]) -> Tensor:
-        """Gradients of the mean loss over a step's micro-batches, of equal shapes [sequences, tokens + 1], into
-        `.grad`; returns that loss, float32 on the device."""
+        """Compute the gradients of the mean loss over a step's micro-batches into `.grad`.
+
+        `parts`: tensors of equal shapes [sequences, tokens + 1]. Returns the mean loss, float32 on the device.
+        """
         if not self._graphs:
             self._record(parts[0], 1 / len(parts))
             self._count = len(parts)
@@ -77,13 +81,13 @@ class GraphedGradients:
                         for first in (True, False):
                             self._pass(first, scale)
                         self._discard()
-            finally:  # where memory runs out, scales are put back and memory is freed from the other stream
+            finally:  # if memory runs out, scales are put back and memory is freed from the other stream
                 torch.cuda.synchronize()
             pool = torch.cuda.graph_pool_handle()
             graphs = {}
             for first in (True, False):
                 graphs[first] = torch.cuda.CUDAGraph()
-                # Another thread may be locking memory for checkpoints, which would end a global capture.
+                # Another thread may be pinning memory for checkpoints, which would end a global capture.
                 with torch.cuda.graph(graphs[first], pool=pool, stream=stream, capture_error_mode="thread_local"):
                     self._losses[first] = self._pass(first, scale)
             self._graphs = graphs

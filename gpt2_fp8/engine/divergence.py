@@ -1,12 +1,12 @@
-"""What follows from a step that went wrong. Plain Python, no tensors: the numbers are those that all ranks agree on.
+"""What follows from a step that went wrong. Plain Python, no tensors: all ranks agree on these numbers.
 
-not finite in FP8      the step was run again in bf16, and that counts                     (a rerun)
-an FP8 tensor jumps    its largest magnitude is limited until seen again               (a magnitude)
-not finite in bf16     the update is left out, the batch counts as a step                   (a skip)
-`limit` skips in a row back to a checkpoint of before them, once, and on in bf16        (a rollback)
-the loss stays high    likewise: more than `sigma` standard deviations above its mean, for `patience` steps in a row
-any of this once more  the run ends: `Diverged`
-every step was skipped the run ends so too, however few they were: it has trained nothing
+- not finite in FP8: the step is run again in bf16, and that result counts (a rerun);
+- an FP8 tensor jumps: its amax is limited until it is seen again (a magnitude);
+- not finite in bf16: the update is left out, and the batch counts as a step (a skip);
+- `limit` skips in a row: back to a checkpoint from before them, once, and on in bf16 (a rollback);
+- a loss more than `sigma` standard deviations above its mean, for `patience` steps in a row: a rollback too;
+- any of this a second time: the run ends (`Diverged`);
+- every step is skipped: the run ends too, however few steps there were, since it has trained nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 from gpt2_fp8.config.errors import Diverged
 from gpt2_fp8.engine.step import Verdict
 
-WARM_UP = 100  # losses before any is judged
-RATE = 0.01  # of the running mean and variance: they remember some hundred steps
-FLOOR = 0.01  # the least standard deviation, as a part of the mean or of 1: a run that has fitted its text varies less
-EVENTS = 1000  # kept by name; from there on they are only counted, rollbacks apart
+WARM_UP = 100  # the first losses, which are not judged
+NEWEST_WEIGHT = 0.01  # of the newest loss in the running mean and variance: they remember about a hundred steps
+LEAST_DEVIATION = 0.01  # the least standard deviation, relative to the mean or to 1: a fitted run varies less
+EVENTS = 1000  # recorded by name; later ones are only counted, except rollbacks
 
 ADVICE = (
     "a lower optim.lr, a longer optim.warmup_steps or precision=bf16 may help, "
@@ -31,9 +31,10 @@ ADVICE = (
 
 
 class RollBack(Exception):
-    """Leaves `fit`, for the run to enter it again from a checkpoint of step `before` or earlier.
+    """Leaves `fit`, so that the run enters it again from a checkpoint of step `before` or earlier.
 
-    `weights_intact`: no update has been made since `before`, so a later checkpoint serves where there is none of then.
+    `weights_intact`: no update has been made since `before`. A later checkpoint is then as good, if there is no earlier
+    one.
     """
 
     def __init__(self, step: int, before: int, reason: str, weights_intact: bool):
@@ -59,15 +60,15 @@ class LossStatistics:
     count: int = 0
 
     def limit(self, sigma: float) -> float:
-        """Losses above it are outliers; infinity while too few are known."""
+        """Return the loss above which a loss is an outlier; infinity until enough losses are known."""
         if self.count < WARM_UP:
             return math.inf
-        return self.mean + sigma * max(math.sqrt(self.variance), FLOOR * max(1.0, abs(self.mean)))
+        return self.mean + sigma * max(math.sqrt(self.variance), LEAST_DEVIATION * max(1.0, abs(self.mean)))
 
     def add(self, loss: float) -> None:
-        """One more loss: all weigh the same at first, then the newest weighs `RATE`."""
+        """Add one loss. At first all losses weigh the same; later the newest weighs `NEWEST_WEIGHT`."""
         self.count += 1
-        rate = max(RATE, 1 / self.count)
+        rate = max(NEWEST_WEIGHT, 1 / self.count)
         distance = loss - self.mean
         self.mean += rate * distance
         self.variance = (1 - rate) * (self.variance + rate * distance**2)
@@ -78,8 +79,9 @@ class DivergencePolicy:
 
     Args:
         limit: skips in a row that lead to a rollback.
-        sigma, patience: what is too high a loss (0: nothing is), and how many in a row lead to a rollback.
-        say: gets a line for every event, for the log.
+        sigma: standard deviations above the mean from which a loss is too high; 0: none is.
+        patience: too high losses in a row that lead to a rollback.
+        say: called with a line for the log for every event.
     """
 
     def __init__(self, limit: int, sigma: float, patience: int, say: Callable[[str], None]):
@@ -87,15 +89,15 @@ class DivergencePolicy:
         self.events: list[Event] = []
         self.reruns = self.skipped = self.rollbacks = 0
         self._skips_in_a_row = self._high_in_a_row = 0
-        self._high_since = 0  # the step of the first of them
+        self._high_since = 0  # the step of the first high loss
         self._statistics = LossStatistics()
         self._knows_more_than_checkpoints = False
-        self._updates = self._left_out = 0  # since this process began, or went back
+        self._updates = self._left_out = 0  # since this process began, or rolled back
 
     def judge(self, step: int, verdict: Verdict, first: Verdict | None) -> None:
-        """Take note of the finished `step`, counted from 1. `first`: of the attempt in FP8, where it was run again.
+        """Judge the finished `step`, counted from 1. `first`: the verdict on its FP8 attempt, if it was run again.
 
-        Raises RollBack, or Diverged where the run has been rolled back before.
+        Raises RollBack, or Diverged if the run has been rolled back before.
         """
         self.reruns += first is not None
         if verdict.skipped:
@@ -106,7 +108,7 @@ class DivergencePolicy:
         if first is not None:
             self._note(step, "rerun", f"its {_culprit(first)} was not finite in FP8; run again in bf16")
         if verdict.absurd:
-            reason = f"the largest magnitudes of {verdict.absurd} FP8 tensors have jumped; limited until seen again"
+            reason = f"the amaxes of {verdict.absurd} FP8 tensors have jumped; limited until seen again"
             self._note(step, "magnitude", reason)
         if self.sigma and verdict.loss > (limit := self._statistics.limit(self.sigma)):
             self._high(step, verdict.loss, limit)
@@ -147,7 +149,10 @@ class DivergencePolicy:
         raise RollBack(step, before, reason, weights_intact)
 
     def end(self, step: int, weights_finite: bool) -> None:
-        """The run has come to its last step. Raises Diverged where it has trained nothing, or not a model."""
+        """Judge the whole run after its last step.
+
+        Raises Diverged if it has trained nothing, or if there are weights that are not finite.
+        """
         if self._left_out and not self._updates:
             raise Diverged(f"none of the {self._left_out} steps up to {step} had a finite loss and gradient; {ADVICE}")
         if not weights_finite:
@@ -159,24 +164,24 @@ class DivergencePolicy:
             self.events.append(Event(step, what, reason))
 
     def start_again(self) -> None:
-        """After a rollback: what happened stays, whatever the checkpoint that the run goes on from knows of it."""
+        """Reset after a rollback. The events stay: they are newer than what the checkpoint knows."""
         self._skips_in_a_row = self._high_in_a_row = 0
         self._updates = self._left_out = 0
         self._statistics = LossStatistics()
         self._knows_more_than_checkpoints = True
 
     def report(self) -> dict[str, Any]:
-        """What happened, as `summary.json` has it."""
+        """Return what happened, in the form of `summary.json`."""
         counts = {"reruns": self.reruns, "skipped": self.skipped, "rollbacks": self.rollbacks}
         return {"events": [asdict(event) for event in self.events], **counts}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for the checkpoint: what happened, and what later steps are judged by."""
+        """Return plain values for the checkpoint: what happened, and what later steps are judged by."""
         rows = {"skips": self._skips_in_a_row, "high": self._high_in_a_row, "high_since": self._high_since}
         return {**self.report(), "in_a_row": rows, "statistics": asdict(self._statistics)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a run where its checkpoint left it."""
+        """Continue a run where its checkpoint left it."""
         self._statistics = LossStatistics(**state["statistics"])
         if not self._knows_more_than_checkpoints:
             self.events = [Event(**event) for event in state["events"]]

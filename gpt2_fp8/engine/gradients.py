@@ -22,15 +22,15 @@ NoSync = Callable[[], AbstractContextManager]
 
 
 class Gradients:
-    """Computes gradients into the parameters' `.grad`, a micro-batch at a time; ranks exchange nothing in it.
+    """Computes gradients into the parameters' `.grad`, one micro-batch after the other; no collective in it.
 
-    Where this process is alone, a signal ends it between two passes (`signals.look`).
+    In a single process, a signal ends it between two passes (`signals.look`).
 
     Args:
-        plan: whose backend computes.
+        plan: its backend computes.
         model: the backend's.
         scaling: the owner of the model's FP8 scales.
-        backward: called with each micro-batch's loss, inside `no_sync`. CUDA graphs do without it.
+        backward: called with each micro-batch's loss, inside `no_sync`. CUDA graphs do not call it.
     """
 
     def __init__(
@@ -52,19 +52,20 @@ class Gradients:
 
         Call it inside the backend's forward context. `is_first_microbatch`: see `GPT2.forward`.
         """
-        # One compiled graph, not one for each value of the flag.
+        # One compiled graph instead of one for each value of the flag.
         return self._loss_of(ids, is_first_microbatch if self.plan.fp8 else None, scale)
 
     def of_step(self, ids: Tensor, micro_batch_size: int) -> Tensor:
-        """Compute the gradients of the mean loss over one optimizer step's `ids`; returns that loss.
+        """Compute the gradients of the mean loss over one optimizer step's `ids`; return that loss.
 
-        See `step.accumulate`. With CUDA graphs they are recorded at the first call, and replayed.
+        See `step.accumulate`. CUDA graphs, if used, are recorded at the first call and replayed later.
         """
         self._remember()
         with self._no_sync():
             if not self.plan.backend.graphs:
                 return accumulate(ids, micro_batch_size, self.loss, self._forward, self._go_back)
-            if self._graphed is None:  # a recording is not to be left half-way, and its replays take no time
+            # no `signals.look` here: a recording must not stop half-way, and replays are short
+            if self._graphed is None:
                 self._graphed = GraphedGradients(self.model, self.loss, self.plan.backend.forward_context)
             return self._graphed(ids.split(micro_batch_size))
 
@@ -83,29 +84,30 @@ class Gradients:
         with self._no_sync(), torch.enable_grad():
             self.scaling.calibrate(self._looked_at(self.loss), part, share=len(part) / len(ids))
 
-    def like_moments(self) -> list[Tensor]:
-        """Allocate as much memory as the first update will need for AdamW's moments.
+    def like_optimizer_state(self) -> list[Tensor]:
+        """Allocate as much memory as the first update will need for AdamW's optimizer state.
 
-        To be held while the first gradients are computed, so that what fits without moments is not taken for what fits.
-        A recording's peak then has room for them, too: what a graph has recorded is not counted as allocated.
+        Hold it while the first gradients are computed. Otherwise a size could fit only because there is no optimizer
+        state yet. A recording's peak then leaves room for it too: memory inside a graph does not count as allocated.
         """
         return [torch.empty_like(parameter) for parameter in self.parameters for _ in range(2)]
 
     def _remember(self) -> None:
-        self._undo = _nothing  # if the copy below runs out of memory, an older step's must not be put back
+        """Copy the scales, so that `undo_scales` can put them back."""
+        self._undo = _nothing  # If the copy below runs out of memory, undo must not restore an older step.
         self._undo = self.scaling.remember()
 
     def undo_scales(self) -> None:
         """Put scales and histories back as the last step found them, for a step whose update was left out.
 
-        What came before its first number that was not finite may be finite and absurd, and would rule scales for as
-        long as the history is. All ranks do this, or none.
+        Amaxes recorded before its first number that was not finite may be finite and absurd. They would decide scales
+        for the whole length of the history. All ranks call this, or none.
         """
         undo, self._undo = self._undo, _nothing
         undo()
 
     def discard(self) -> None:
-        """Free what an unfinished step has left: gradients, and graphs with their memory; put scales back."""
+        """Free what an unfinished step has left (gradients, and graphs with their memory) and put scales back."""
         self._graphed = None
         self.model.zero_grad(set_to_none=True)
         for block in self.model.blocks:
@@ -113,7 +115,8 @@ class Gradients:
                 discard()
         self.undo_scales()
         if self.plan.backend.compiled:
-            torch.compiler.reset()  # or else it would compile the other size for sizes of every kind, which are slower
+            # Without this, torch would compile the new size for dynamic shapes, which are slower.
+            torch.compiler.reset()
 
     @contextmanager
     def _forward(self) -> Iterator[None]:
@@ -140,4 +143,4 @@ class Gradients:
 
 
 def _nothing() -> None:
-    """There is nothing to put back."""
+    """Put nothing back."""

@@ -1,4 +1,4 @@
-"""A step in micro-batches that fit into memory: what is too large begins again in smaller ones. Plain torch."""
+"""A step in micro-batches that fit into memory: a size that is too large is replaced by a smaller one. Plain torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gpt2_fp8.runtime import collectives, signals
 
 
 class MicroBatching:
-    """The gradients of a step and the sums of an evaluation, each with a batch size of its own, which only falls.
+    """Computes a step's gradients and an evaluation's sums, each with its own batch size, which only falls.
 
-    Tokens per step, their order and the schedule do not depend on any of them. Ranks average their gradients after the
-    backward, once all have succeeded: a rank that ran out of memory within it would leave the others waiting.
+    Tokens per step, their order and the schedule do not depend on these sizes. Ranks average their gradients after the
+    backward, when all have succeeded: a rank that ran out of memory within it would leave the others waiting.
 
     Args:
-        gradients: what computes them.
+        gradients: computes them.
         share: sequences of a step that this rank computes.
-        size: sequences of a micro-batch, to begin with.
-        asked: the micro-batch that the settings name, where it begins with another.
+        size: sequences of a micro-batch at the start.
+        asked: the micro-batch in the settings, if the run starts with another.
     """
 
     def __init__(self, gradients: Gradients, share: int, size: int, asked: int | None = None):
@@ -38,7 +38,7 @@ class MicroBatching:
         return -(-self._share // self.training.size)
 
     def calibrate(self, ids: Tensor) -> None:
-        """Find the first scales, as `Gradients.calibrate`. Collective: all ranks have the same scales then.
+        """Find the first scales, as `Gradients.calibrate`. Collective: all ranks have the same scales afterwards.
 
         It is the first thing that a run of an FP8 recipe computes, and so the first that may not fit.
         """
@@ -47,7 +47,7 @@ class MicroBatching:
             self._gradients.calibrate(ids, size)
             return ids  # a dummy result
 
-        # `ids` may be a validation's, but the sizes to come to are those that training can go on with.
+        # `ids` may belong to a validation, but the size must be one with which training can go on.
         with self._given_up():
             self.training(of, self._share, self._gradients.discard, ids.device, ranks=True, proves_size=False)
         self._gradients.scaling.agree()
@@ -56,9 +56,9 @@ class MicroBatching:
         """Compute what `Gradients.of_step` does, averaged over the ranks. Collective."""
 
         def of(size: int) -> Tensor:
-            moments = [] if self.training.proven else self._gradients.like_moments()
+            optimizer_state = [] if self.training.proven else self._gradients.like_optimizer_state()
             loss = self._gradients.of_step(ids, size)
-            del moments
+            del optimizer_state
             return loss
 
         return self._of_all_ranks(self.training, of, ids)
@@ -66,7 +66,7 @@ class MicroBatching:
     def gradients_in_bf16(self, ids: Tensor) -> Tensor:
         """Compute what `Gradients.of_step_in_bf16` does, averaged over the ranks. Collective.
 
-        Its layers may keep more than those that compute in FP8, so it has a size of its own.
+        Its layers may keep more memory than those that compute in FP8, so it has its own size.
         """
         if self._in_bf16 is None:
             self._in_bf16 = Fitting(self.training.size, "micro_batch_size in bf16")
@@ -88,8 +88,10 @@ class MicroBatching:
             raise
 
     def evaluate(self, ids: Tensor) -> Tensor:
-        """Return float64 [2]: the sum of the losses of this rank's `ids` [sequences, n_positions + 1], and the number
-        of their targets. Without gradients."""
+        """Compute the sum of the losses of this rank's `ids` and the number of their targets: float64 [2].
+
+        ids: [sequences, n_positions + 1]. No gradients are computed.
+        """
 
         def of(size: int) -> Tensor:
             return torch.stack([self._sums(part) for part in ids.split(size)]).sum(0)
@@ -106,11 +108,11 @@ class MicroBatching:
         return torch.stack([torch.where(count > 0, total, 0.0), count.double()])
 
     def state_dict(self) -> dict[str, int]:
-        """Return the micro-batch that was asked for, and the one that fits."""
+        """Return the micro-batch size that was asked for, and the one that fits."""
         return {"asked": self._asked, "fits": self.training.size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begin with what fitted before, where the same was asked for then."""
+        """Begin with the size that fitted before, if the same size was asked for then."""
         if state["asked"] == self._asked and state["fits"] and self._share % state["fits"] == 0:
-            self.training.size = min(state["fits"], self.training.size)  # less where memory has become less
+            self.training.size = min(state["fits"], self.training.size)  # smaller if there is less memory now
             self.training.proven = True

@@ -14,9 +14,9 @@ from gpt2_fp8.config.schema import OptimConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
-    """Fused AdamW. Only matrices decay: biases, normalisation and nothing else have one dimension.
+    """Build fused AdamW. Only matrices have weight decay; biases and normalisation weights have one dimension.
 
-    Parameters stand in order of name, so that a checkpoint's moments fit whichever layers it is loaded into.
+    Parameters are ordered by name, so that a checkpoint's optimizer state fits any family of layers.
     """
     named = sorted((name, p) for name, p in model.named_parameters() if p.requires_grad)
     groups = [
@@ -27,10 +27,10 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
 
 
 def check_moments(optimizer: AdamW, saved: dict[str, Any], step: int) -> None:
-    """Raise ValueError unless a saved state has moments, and each is of its parameter's shape and dtype, and such as
-    `step` updates may have left: torch takes any over, and its fused kernels trust them.
+    """Raise ValueError unless a saved optimizer state can have come from `step` updates of these parameters.
 
-    Of numbers: an update whose gradient is not finite is left out, so that moments are. And a mean of gradients is
+    Every tensor must have its parameter's shape and the right dtype: torch accepts any, and its fused kernels trust
+    them. The numbers must be finite, since an update whose gradient is not finite is left out. A mean of gradients is
     bounded by the root of the mean of their squares, whatever the gradients were (`_most_ratio`).
     """
     named = [index for group in saved["param_groups"] for index in group["params"]]
@@ -38,7 +38,7 @@ def check_moments(optimizer: AdamW, saved: dict[str, Any], step: int) -> None:
     shapes = {index: parameter.shape for index, parameter in zip(named, parameters, strict=True)}
     ratio = max(_most_ratio(*group["betas"]) for group in [*optimizer.param_groups, *_with_betas(saved)])
     if not saved["state"] or not saved["state"].keys() <= shapes.keys():
-        raise ValueError(f"the optimizer's moments are of {len(saved['state'])} parameters, and it has {len(shapes)}")
+        raise ValueError(f"the optimizer state is of {len(saved['state'])} parameters, and the model has {len(shapes)}")
     for index, moments in saved["state"].items():
         for name, shape in (("exp_avg", shapes[index]), ("exp_avg_sq", shapes[index]), ("step", torch.Size())):
             if (found := moments[name].shape) != shape:
@@ -52,7 +52,7 @@ def check_moments(optimizer: AdamW, saved: dict[str, Any], step: int) -> None:
             raise ValueError(f"the optimizer's exp_avg or exp_avg_sq {index} is not finite")
         if (mean.abs() > squares.sqrt() * ratio + _UNDERFLOWN).any():
             raise ValueError(
-                f"the optimizer's exp_avg {index} reaches {mean.abs().max().item():.3g}, where exp_avg_sq of at most "
+                f"the optimizer's exp_avg {index} reaches {mean.abs().max().item():.3g}, but exp_avg_sq of at most "
                 f"{squares.max().item():.3g} says that no gradient was so large"
             )
         updates = moments["step"].item()
@@ -60,18 +60,21 @@ def check_moments(optimizer: AdamW, saved: dict[str, Any], step: int) -> None:
             raise ValueError(f"the optimizer's step {index} is {updates}, in a state of {step} steps")
 
 
-_UNDERFLOWN = 1e-15  # of a gradient whose square is 0 in float32, with much to spare
+_UNDERFLOWN = 1e-15  # larger than any gradient whose square is 0 in float32, by a wide margin
 
 
 def _most_ratio(beta1: float, beta2: float) -> float:
-    """What |exp_avg| / sqrt(exp_avg_sq) stays below, by the inequality of Cauchy and Schwarz, a hundred times over:
-    earlier parts of the run may have had other betas. Infinity where the squares are forgotten before the gradients."""
+    """Return a bound of |exp_avg| / sqrt(exp_avg_sq), from the Cauchy-Schwarz inequality, times a hundred.
+
+    The factor of a hundred allows for other betas earlier in the run. Infinity if squares are forgotten before
+    gradients.
+    """
     forgotten = 1 - beta1**2 / beta2 if beta2 else 0.0
     return 100 * max(1.0, (1 - beta1) / math.sqrt((1 - beta2) * forgotten)) if forgotten > 1e-6 else math.inf
 
 
 def _with_betas(saved: dict[str, Any]) -> list[dict[str, Any]]:
-    """The groups of a saved state that say what their betas were, as numbers below 1."""
+    """Return the groups of a saved state whose betas are given as numbers below 1."""
 
     def are_parts(betas: Any) -> bool:
         return type(betas) in (tuple, list) and len(betas) == 2 and all(type(b) is float and 0 <= b < 1 for b in betas)
@@ -80,8 +83,11 @@ def _with_betas(saved: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def learning_rate_factor(step: int, warmup_steps: int, max_steps: int, min_lr_ratio: float) -> float:
-    """The learning rate of a step (counted from 0) as a part of the peak: linear warm-up that reaches the peak at
-    `warmup_steps`, then half a cosine to `min_lr_ratio` at `max_steps`, and that from there on."""
+    """Compute the learning rate of a step (counted from 0), relative to the peak.
+
+    It rises linearly to the peak at `warmup_steps`, then falls by half a cosine to `min_lr_ratio` at `max_steps`, and
+    stays there.
+    """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
@@ -89,7 +95,7 @@ def learning_rate_factor(step: int, warmup_steps: int, max_steps: int, min_lr_ra
 
 
 def build_schedule(optimizer: AdamW, config: OptimConfig, max_steps: int) -> LambdaLR:
-    """`learning_rate_factor` as a torch scheduler, stepped once an optimizer step."""
+    """Build `learning_rate_factor` as a torch scheduler, stepped once an optimizer step."""
     return LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, config.warmup_steps, max_steps, config.min_lr_ratio)
     )

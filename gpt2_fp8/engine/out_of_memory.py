@@ -1,7 +1,7 @@
-"""Out of memory: how it is told from other errors, and what a step does about it.
+"""Out of memory: how it differs from other errors, and what a step does about it.
 
-Allocators say it in many ways: torch's own class, cuBLAS and cuDNN handles that find no workspace, the driver, and the
-CPU's allocator. Everything else, an illegal access above all, is no reason to try again.
+Allocators report it in many ways: torch's own class, cuBLAS and cuDNN handles without a workspace, the driver, and the
+CPU's allocator. No other error is a reason to try again, least of all an illegal memory access.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SIGNS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, says that memory was not to be had."""
+    """Return whether an error, or one that caused it, says that memory ran out."""
     seen: BaseException | None = error
-    while seen is not None:  # the end of a recording of CUDA graphs raises another error over this one
+    while seen is not None:  # ending a CUDA graph's recording raises another error over it
         if isinstance(seen, (torch.OutOfMemoryError, MemoryError)):
             return True
         if isinstance(seen, RuntimeError) and any(sign in str(seen).lower() for sign in SIGNS):
@@ -45,20 +45,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def largest_divisor(sequences: int, most: int) -> int:
-    """The largest divisor of `sequences` (a rank's share of a step) that is at most `most`: with equal micro-batches,
-    CUDA graphs can be recorded anew, and every sequence counts the same."""
+    """Return the largest divisor of `sequences` that is at most `most`. `sequences`: a rank's share of a step.
+
+    Micro-batches of equal size let CUDA graphs be recorded again, and let every sequence count the same.
+    """
     return next(size for size in range(most, 0, -1) if sequences % size == 0)
 
 
 class Fitting:
-    """A number of sequences that becomes smaller until what it is needed for fits into memory.
+    """A number of sequences that becomes smaller until the work on it fits into memory.
 
     Args:
-        size: to begin with.
-        what: how the log speaks of it, for instance "micro_batch_size".
+        size: at the start.
+        what: its name in the log, for instance "micro_batch_size".
 
-    Attributes: `proven`, whether a size has fitted yet. Until then the next smaller one is tried, so that the largest
-    is found; where it does not any more, memory has become scarce, and it is halved.
+    Attributes:
+        proven: whether a size has fitted yet. Until then the next smaller divisor is tried, so that the largest
+            is found. If a proven size fails later, memory has become scarce, and the size is halved.
     """
 
     def __init__(self, size: int, what: str):
@@ -69,12 +72,13 @@ class Fitting:
         self, work: Callable[[int], R], sequences: int, discard: Callable[[], None], device: torch.device, ranks: bool,
         proves_size: bool = True,
     ) -> R:  # fmt: skip
-        """`work(size)`; where memory runs out, `discard()`, and begin again with less. `sequences`: what there is to do
-        in all, of which the smaller sizes are divisors. `ranks`: all of them call this at once and go on with the same
-        size; then `work` itself must wait for no other rank. `proves_size`: whether a success
-        proves that a whole training step fits.
+        """Call `work(size)`. If memory runs out, call `discard()` and begin again with a smaller size.
 
-        Raises UserError where a single sequence does not fit; any other error of `work` as it is.
+        `sequences`: how many there are in all; smaller sizes are divisors of it. `ranks`: all ranks call this at once
+        and go on with the same size; `work` must then not wait for another rank. `proves_size`: whether a success
+        proves that a whole training step fits. If `device` is a GPU, its cache is emptied before the next attempt.
+
+        Raises UserError if a single sequence does not fit; any other error of `work` unchanged.
         """
         while True:
             result, reason = self._attempt(work)
@@ -92,7 +96,7 @@ class Fitting:
     def _attempt(self, work: Callable[[int], R]) -> tuple[tuple[R] | None, str | None]:
         try:
             return (work(self.size),), None
-        except Exception as error:  # kept as a text: its traceback would hold on to the tensors of every frame
+        except Exception as error:  # kept as text: its traceback would keep the tensors of every frame
             if not is_out_of_memory(error):
                 raise
             return None, " ".join(str(error).split())[:200]

@@ -18,28 +18,30 @@ LossOf = Callable[[Tensor, bool | None, float], Tensor]
 
 
 class Verdict(NamedTuple):
-    """What the host has to know of a step before the next one; the same on all ranks."""
+    """What the host must know of a step before the next one; the same on all ranks."""
 
     loss: float  # mean over all ranks' tokens, before the update
-    skipped: bool  # it or the gradient's norm was not finite, and the update did nothing
-    absurd: int = 0  # FP8 tensors whose largest magnitude has jumped: see `precision.magnitudes`
+    skipped: bool  # the loss or the gradient's norm was not finite, so the update did nothing
+    absurd: int = 0  # FP8 tensors whose amax has jumped: see `precision.magnitudes`
 
 
 @dataclass
 class StepResult:
-    """What a step was like. The tensors are float32 scalars on the device: reading one waits for the GPU."""
+    """The result of a step. Its tensors are float32 scalars on the device: reading one waits for the GPU."""
 
     loss: Tensor  # mean over this rank's tokens, before the update
     grad_norm: Tensor  # global L2 norm before clipping
-    clip_ratio: Tensor  # what the gradients were multiplied by, 1 where nothing was clipped
+    clip_ratio: Tensor  # the factor by which the gradients were multiplied; 1 without clipping
     lr: float  # of the update
-    skipped: Tensor  # 1 where the update did nothing
+    skipped: Tensor  # 1 if the update did nothing, else 0
     sent: _Sent
-    first: Verdict | None = None  # of the attempt in FP8 before this one, where the step had to be run again
+    first: Verdict | None = None  # the verdict on the FP8 attempt before this one, if the step was run again
 
     def read(self) -> Verdict:
-        """The verdict. On a GPU it waits for the gradient's norm and not for the update, which the GPU has still to do
-        while the host goes on to the next step."""
+        """Return the verdict. On a GPU this waits for the gradient's norm, but not for the update.
+
+        The GPU still computes the update while the host goes on to the next step.
+        """
         return self.sent.read()
 
 
@@ -50,11 +52,11 @@ def accumulate(
     forward_context: Callable[[], AbstractContextManager],
     backward: Callable[[Tensor], None],
 ) -> Tensor:
-    """Gradients of the mean loss over `ids` [sequences, tokens + 1], added to the parameters' `.grad`, a micro-batch at
-    a time; returns that mean loss, float32 on the device.
+    """Add the gradients of the mean loss over `ids` to the parameters' `.grad`, one micro-batch after the other.
 
-    `loss_of(ids, is_first_microbatch, scale)` is `scale` times the mean loss of a micro-batch; it is called inside
-    `forward_context`, `backward` outside of it. Ranks exchange nothing here: see `collectives.average`.
+    ids: [sequences, tokens + 1]. Returns the mean loss, float32 on the device. `loss_of(ids, is_first_microbatch,
+    scale)` is `scale` times the mean loss of a micro-batch. It is called inside `forward_context`; `backward` is called
+    outside of it. There is no collective here: see `collectives.average`.
     """
     total = torch.zeros((), dtype=torch.float32, device=ids.device)
     for i, part in enumerate(ids.split(micro_batch_size)):
@@ -73,18 +75,18 @@ def update(
     max_grad_norm: float,
     absurd: Tensor | None = None,
 ) -> StepResult:
-    """Clip, and apply the update unless the loss or the gradient's norm is not finite, on any rank.
+    """Clip, and apply the update unless the loss or the gradient's norm is not finite on any rank.
 
-    The decision is taken on the device (torch's fused optimizers skip where `found_inf` is set), so the update waits
-    for nobody. `apply` calls the optimizer's `step`, through whatever wraps it. `absurd` is for the verdict: float32,
-    the same on all ranks.
+    The device decides (torch's fused optimizers skip if `found_inf` is set), so the update does not wait for the host.
+    `apply` calls the optimizer's `step`, through whatever wraps it. `absurd` becomes part of the verdict: float32, the
+    same on all ranks.
     """
     parameters = list(parameters)
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=True)
     clip_ratio = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     seen = _agreed(loss, grad_norm, absurd)
     skipped = seen[1].clamp(max=1.0)
-    verdict = _Sent(seen)  # before the update: the host is told while the device still has that to do
+    verdict = _Sent(seen)  # before the update: the host learns it while the device still computes that
     skip_where(optimizer, skipped)
     apply()
     optimizer.zero_grad(set_to_none=True)
@@ -92,7 +94,7 @@ def update(
 
 
 def _agreed(loss: Tensor, grad_norm: Tensor, absurd: Tensor | None) -> Tensor:
-    """[the mean loss of all ranks, how many of them have no finite loss and norm, `absurd`], float32 on the device."""
+    """Return float32 [3] on the device: the ranks' mean loss, how many ranks are not finite, and `absurd`."""
     bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
     seen = torch.stack([loss.detach().float(), bad.float(), torch.zeros_like(loss) if absurd is None else absurd])
     if collectives.is_distributed():
@@ -103,7 +105,7 @@ def _agreed(loss: Tensor, grad_norm: Tensor, absurd: Tensor | None) -> Tensor:
 
 
 class _Sent:
-    """A verdict on its way from the device."""
+    """A verdict on its way from the device to the host."""
 
     def __init__(self, seen: Tensor):
         self._event: torch.cuda.Event | None = None
@@ -115,6 +117,7 @@ class _Sent:
             self._event.record()
 
     def read(self) -> Verdict:
+        """Wait for the verdict and return it."""
         if self._read is None:
             if self._event is not None:
                 self._event.synchronize()

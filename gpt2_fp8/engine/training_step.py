@@ -1,4 +1,4 @@
-"""One optimizer step and its owner: everything that lives from one step to the next. Plain torch.
+"""One optimizer step and its owner, which holds everything that lives from one step to the next. Plain torch.
 
 The LightningModule trains through it and the benchmark times it, so what is measured is what runs.
 """
@@ -27,34 +27,34 @@ from gpt2_fp8.runtime.signals import Interrupted
 
 
 class _Unsettled(NamedTuple):
-    """A step whose update is on its way, while the host does not know yet whether it was made."""
+    """A step whose update is on its way; the host does not know yet whether it was made."""
 
     ids: Tensor
     result: StepResult
     done: Callable[[], object]
-    random: dict[str, Any]  # the generators' states before it
+    random: dict[str, Any]  # the generators' states before the step
 
 
 class TrainingStep:
     """Computes one optimizer step a call: micro-batches, calibration, the FP8 attempt, clipping, update, verdict.
 
-    A step is *settled* once the host knows whether its update was made. One that went wrong in FP8 is run again in
-    bf16 then. Before that the host would have to wait for the GPU, so it settles late: when the next step comes, or
-    when anything here is asked for. Settling is collective and needs no call from outside.
+    A step is *settled* once the host knows whether its update was made. A step that was not finite in FP8 is then run
+    again in bf16. Settling immediately would make the host wait for the GPU. So a step settles late: when the next one
+    comes, or when anything here is asked for. Settling is collective and needs no call from outside.
 
     Args:
         config: the run's; its micro-batch is a number.
         plan: what computes.
         vocab_size: the tokenizer's.
         backward, no_sync: see `Gradients`.
-        asked_micro_batch_size: the settings' own, where the run begins with another.
+        asked_micro_batch_size: the one in the settings, if the run starts with another.
 
     Attributes:
         model: built on torch's default device. Build inside `with torch.device("cuda")` for a GPU, as Lightning does.
-        on_settled: functions that are called with each settled step's result, in order. What they raise comes out of
-            whatever has settled it.
-        on_given_up: called where a signal ended a settled step's second attempt: the step is not counted.
-        restoring: a context for putting a checkpoint's state in its place, which explains what goes wrong.
+        on_settled: functions called with each settled step's result, in order. Their errors come out of the call
+            that settled the step.
+        on_given_up: called if a signal ended the second attempt at a settled step: the step is not counted.
+        restoring: a context for restoring a checkpoint's state, which explains what goes wrong.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class TrainingStep:
     # Setting up
 
     def initialise(self) -> None:
-        """Fill the parameters as GPT-2 begins, by the run's seed."""
+        """Fill the parameters with GPT-2's initial values, by the run's seed."""
         initialise(self.model, self.config.seed)
 
     def prepare_optimizer(self) -> tuple[AdamW, LambdaLR]:
-        """Build fused AdamW and its schedule of warm-up and cosine decay, for the parameters where they are now."""
+        """Build fused AdamW and its schedule (warm-up and cosine decay), for the parameters where they are now."""
         self.optimizer = build_optimizer(self.model, self.config.optim)
         self.schedule = build_schedule(self.optimizer, self.config.optim, self.config.trainer.max_steps)
         return self.optimizer, self.schedule
@@ -105,7 +105,7 @@ class TrainingStep:
             apply: makes the update, through whatever wraps the optimizer; None: the optimizer's own `step`.
             done: called once the step is settled, before anything can see the next state.
 
-        Raises what settling the step before raises: a run may have to go back.
+        Raises what settling the step before raises: a run may have to roll back.
         """
         self.settle()
         random = rng.capture_torch()
@@ -120,10 +120,10 @@ class TrainingStep:
         self._unsettled = _Unsettled(ids, result, done or _nothing, random)
 
     def settle(self) -> None:
-        """Do what is left of the last step once the host knows its verdict; nothing if that is done. Collective.
+        """Finish the last step once the host knows its verdict; do nothing if that is done. Collective.
 
         A step that was not finite in FP8 is run again in bf16. Amaxes that have jumped are kept from becoming scales.
-        Then the schedule moves on, the step is done, and `on_settled` is told.
+        Then the schedule moves on, `done` is called, and then the functions in `on_settled`.
         """
         if self._unsettled is None:
             return
@@ -132,7 +132,7 @@ class TrainingStep:
         if verdict.skipped and self.plan.fp8:
             try:
                 result = self._run_again_in_bf16(ids, verdict)
-            except Interrupted:  # it has changed no weight
+            except Interrupted:  # the second attempt has changed no weight
                 self._unsettled = None
                 rng.restore_torch(random)
                 self.on_given_up()
@@ -142,15 +142,15 @@ class TrainingStep:
         self._unsettled, self._last = None, result
         self.schedule.step()
         done()
-        for told in self.on_settled:
-            told(result)
+        for function in self.on_settled:
+            function(result)
 
     def _run_again_in_bf16(self, ids: Tensor, first: Verdict) -> StepResult:
-        """Compute the step once more from the same weights: its update was left out. All ranks come here, or none."""
+        """Compute the step once more from the same weights, since its update was left out. Collective."""
         self._gradients.undo_scales()
         with torch.enable_grad(), self._mode(training=True):  # a validation may be about to begin
             loss = self._batching.gradients_in_bf16(ids)
-        # Not through what wraps the optimizer, which counts steps: this one is counted.
+        # Not through what wraps the optimizer: it counts steps, and this one is already counted.
         return replace(self._update(loss, self.optimizer.step), first=first)
 
     def _update(self, loss: Tensor, apply: Callable[[], object], absurd: Tensor | None = None) -> StepResult:
@@ -158,7 +158,7 @@ class TrainingStep:
         return update(self.optimizer, apply, parameters, loss, self.config.optim.max_grad_norm, absurd)
 
     def _find_scales(self, ids: Tensor) -> None:
-        """Delayed scaling needs scales before the first forward that counts: the checkpoint's, or a calibration's."""
+        """Find the scales that delayed scaling needs before the first forward: the checkpoint's, or by calibration."""
         if self.scaling.ready:
             return
         with self.restoring():
@@ -177,13 +177,13 @@ class TrainingStep:
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences of a forward pass in training, as far as memory has shown."""
+        """Sequences of a forward pass in training: the largest size known to fit, or else the one to try."""
         return self._batching.training.size
 
     def evaluate(self, ids: Tensor) -> Tensor:
-        """Return float64 [2]: the sum of the losses of `ids` [sequences, n_positions + 1], and the number of targets.
+        """Compute the sum of the losses of `ids` and the number of their targets: float64 [2]. Collective.
 
-        The amax histories stay as they were. On a model in evaluation mode.
+        ids: [sequences, n_positions + 1]. The model must be in evaluation mode. The amax histories do not change.
         """
         self.settle()
         self._find_scales(ids)
@@ -192,7 +192,7 @@ class TrainingStep:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Enter evaluation mode for forwards of one's own: no gradients, the run's precision, no amax recorded."""
+        """Enter evaluation mode for the caller's own forwards: no gradients, the run's precision, no amax recorded."""
         self.settle()
         with (
             self._mode(training=False), torch.no_grad(), self.scaling.unchanged(), self.plan.backend.forward_context(),
@@ -209,16 +209,16 @@ class TrainingStep:
             self.model.train(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a step begins with, beside weights, optimizer and schedule: micro-batch, FP8 scales."""
+        """Return what a step needs beside weights, optimizer and schedule: micro-batch size and FP8 scales."""
         self.settle()
         return {"micro_batch_size": self._batching.state_dict(), "scaling": self.scaling.state_dict()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take up a run where its checkpoint left it. Scales wait until the layers are on their device."""
+        """Continue a run where its checkpoint left it. Scales wait until the layers are on their device."""
         if sizes := saved.get("micro_batch_size"):  # not in checkpoints of format 1
             self._batching.load_state_dict(sizes)
         self.scaling.load_state_dict(saved.get("scaling", {}))
 
 
 def _nothing() -> None:
-    """Nobody wants to know."""
+    """Do nothing."""

@@ -1,1 +1,1 @@
-"""Kernels in Triton, and cuBLASLt called directly, where no library has what is needed."""
+"""Kernels in Triton and CUDA C++, and direct calls of cuBLASLt, where no library offers what is needed."""

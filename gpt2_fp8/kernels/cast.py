@@ -1,14 +1,14 @@
-"""From bfloat16 or float32 to FP8 in both layouts, with the largest magnitude and the column sums on the way.
+"""Quantization from bfloat16 or float32 to FP8 in both layouts, with amax and column sums in the same pass.
 
-Hopper's FP8 products read both operands along the summed dimension, so a tensor that takes part in a forward product
-and in a weight gradient is kept twice: as it is [M, N] and transposed [N, M]. One kernel reads it once and writes both.
+Hopper's FP8 GEMMs read both operands along the summed dimension. So a tensor that takes part in a forward GEMM and in a
+weight gradient is stored twice: as it is [M, N] and transposed [N, M]. One kernel reads it once and writes both.
 
-Transposing single bytes between threads is slow. So a program handles rows in groups of four, loads the first, second,
-third and fourth rows of all groups as four tiles, and packs the four bytes of a group and column into one word: what
-crosses threads is then words, a quarter as many (`store_both`).
+Moving single bytes between threads is slow. So a program handles rows in groups of four. It loads the first, second,
+third and fourth rows of all groups as four tiles. Then it packs the four bytes of a group and column into one word.
+Threads exchange words, a quarter as many (`store_both`).
 
-Every kernel takes a `Slot`: the scale to multiply by before the cast, and where to record the largest magnitude
-(delayed scaling turns it into the scale of later steps). Casts saturate; NaN stays NaN.
+Every kernel takes a `Slot`: the scale to multiply by, and where to record the amax. Delayed scaling turns the amax into
+the scale of later steps. Conversion saturates; NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpt2_fp8.kernels import cast_lines
 from gpt2_fp8.kernels.slot import Slot
 
 GROUPS, COLUMNS, WARPS = 16, 64, 4  # a tile is 4 * GROUPS rows by COLUMNS
-TILES, STAGES = 8, 3  # tiles below each other that one program handles, where there are enough rows for that
+TILES, STAGES = 8, 3  # tiles below each other for one program, if there are enough rows
 
 _E4M3 = tl.constexpr(
     "{.reg .b16 a,b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b};}"
@@ -34,7 +34,7 @@ _E5M2 = tl.constexpr(
 
 @triton.jit
 def _pack(x0, x1, x2, x3, dtype: tl.constexpr):
-    """Four float32 tiles -> one of words: their FP8 bytes, the first in the lowest."""
+    """Pack four float32 tiles into one tile of words: their FP8 bytes, the first in the lowest."""
     if dtype == tl.float8e4nv:
         return tl.inline_asm_elementwise(_E4M3, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1)
     return tl.inline_asm_elementwise(_E5M2, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.int32, is_pure=True, pack=1)
@@ -51,8 +51,10 @@ def store_transposed(qt, x0, x1, x2, x3, groups, columns, M, N):
 
 @triton.jit
 def store_both(q, qt, x0, x1, x2, x3, groups, columns, M, N, scale, BOTH: tl.constexpr):
-    """Write rows 4 groups + (0, 1, 2, 3), each x [groups, columns], times `scale`: to q [M, N] and, transposed, to
-    qt [N, M]. M is a multiple of 4."""
+    """Write rows 4 groups + (0, 1, 2, 3), each x [groups, columns], times `scale`, to q [M, N].
+
+    If `BOTH`, they are also written transposed to qt [N, M]. M is a multiple of 4.
+    """
     inside = (groups < M // 4)[:, None] & (columns < N)[None, :]
     x0, x1, x2, x3 = x0 * scale, x1 * scale, x2 * scale, x3 * scale
     at = q + (groups.to(tl.int64) * 4)[:, None] * N + columns[None, :]
@@ -66,7 +68,7 @@ def store_both(q, qt, x0, x1, x2, x3, groups, columns, M, N, scale, BOTH: tl.con
 
 @triton.jit
 def load_row(x, groups, columns, number: tl.constexpr, M, N):
-    """Rows 4 groups + `number` of x [M, N] as a float32 tile [groups, columns]; 0 outside."""
+    """Load rows 4 groups + `number` of x [M, N] as a float32 tile [groups, columns]; 0 outside."""
     inside = (groups < M // 4)[:, None] & (columns < N)[None, :]
     at = x + (groups.to(tl.int64) * 4 + number)[:, None] * N + columns[None, :]
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -74,7 +76,7 @@ def load_row(x, groups, columns, number: tl.constexpr, M, N):
 
 @triton.jit
 def largest4(x0, x1, x2, x3):
-    """The largest magnitude of each place of four tiles."""
+    """Compute the largest absolute value at each place of four tiles."""
     return tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
 
 
@@ -117,8 +119,11 @@ def _reduce(partial, out, count, N, stride, ADD: tl.constexpr, ROWS: tl.constexp
 
 
 def reduce_columns(partial: Tensor, out: Tensor, add: bool) -> None:
-    """out [N] = the column sums of `partial` [P, N] (its rows may lie apart), both float32, plus what `out` holds where
-    `add`. The order of summation is fixed, so the result is the same every time."""
+    """Sum the columns of `partial` [P, N] into `out` [N], both float32; if `add`, add to what `out` holds.
+
+    Rows of `partial` need not be contiguous to each other. The order of summation is fixed, so every call gives the
+    same bits.
+    """
     count, n = partial.shape
     _reduce[(triton.cdiv(n, 16),)](
         partial, out, count, n, partial.stride(0), ADD=add, ROWS=64, COLUMNS=16, num_warps=4
@@ -126,15 +131,17 @@ def reduce_columns(partial: Tensor, out: Tensor, add: bool) -> None:
 
 
 def empty_pair(m: int, n: int, dtype: torch.dtype, device: torch.device, both: bool = True) -> tuple[Tensor, Tensor]:
-    """Uninitialised FP8 tensors [m, n] and [n, m]; the second is empty unless `both`."""
+    """Allocate uninitialised FP8 tensors [m, n] and [n, m]; the second is empty unless `both`."""
     assert m % 4 == 0, "rows go in groups of four"
     q = torch.empty(m, n, dtype=dtype, device=device)
     return q, torch.empty((n, m) if both else 0, dtype=dtype, device=device)
 
 
 def tile_grid(m: int, n: int, groups: int = GROUPS, columns: int = COLUMNS) -> tuple[tuple[int, int], int]:
-    """The grid of a kernel over tiles of 4 groups by columns, and how many tiles a program handles: fewer where that
-    would leave processors without work."""
+    """Compute the grid of a kernel over tiles of 4 groups by columns, and how many tiles a program handles.
+
+    A program handles fewer tiles if otherwise multiprocessors would have no work.
+    """
     down, across = triton.cdiv(m, 4 * groups), triton.cdiv(n, columns)
     tiles = max(1, min(TILES, down * across // 1024))
     return (across, triton.cdiv(down, tiles)), tiles
@@ -143,8 +150,11 @@ def tile_grid(m: int, n: int, groups: int = GROUPS, columns: int = COLUMNS) -> t
 def cast_transpose(
     x: Tensor, slot: Slot, sums: bool = False, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [M, N] bfloat16 or float32 -> FP8 [M, N] and [N, M] of x times the slot's scale (into `out` if given), and
-    partial column sums [P, N] float32 (`reduce_columns` finishes them; empty unless `sums`). M is a multiple of 4."""
+    """Quantize x [M, N], bfloat16 or float32, with the slot's scale to FP8 [M, N] and its transpose [N, M].
+
+    They are written into `out` if given. The third result is partial column sums of x, float32 [P, N], which
+    `reduce_columns` finishes; empty unless `sums`. M is a multiple of 4.
+    """
     assert x.dim() == 2, x.shape
     assert x.is_contiguous()
     m, n = x.shape

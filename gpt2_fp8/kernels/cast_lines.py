@@ -1,5 +1,7 @@
-"""The cast in CUDA C++ (`cuda/cast.cu`): a block makes one tile of whole lines of memory in either layout, and asks for
-all that it reads before it computes."""
+"""Quantization in CUDA C++ (`cuda/cast.cu`).
+
+A block makes one tile of whole lines of memory in either layout. It issues all its loads before it computes.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,18 @@ from torch import Tensor
 from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.kernels.slot import Slot
 
-TILE, THREADS = 128, 256  # a block has TILE rows and as many columns
-BLOCKS = {torch.bfloat16: 4, torch.float32: 3}  # a multiprocessor, by what registers there are
+TILE, THREADS = 128, 256  # a block has TILE rows and TILE columns
+BLOCKS = {torch.bfloat16: 4, torch.float32: 3}  # for each multiprocessor, limited by its registers
 
 
 def fits(x: Tensor) -> bool:
-    """Whether x [M, N] can be cast here: it is read 16 bytes at a time."""
+    """Return whether this kernel can quantize x [M, N]: it reads 16 bytes at a time."""
     m, n = x.shape
     return m % 16 == n % 16 == x.data_ptr() % 16 == 0 and nvrtc.missing() is None
 
 
 def cast(x: Tensor, slot: Slot, q: Tensor, qt: Tensor, sums: bool) -> Tensor:
-    """See `cast.cast_transpose`: x into q and qt. Gives the partial column sums; empty unless `sums`."""
+    """Quantize x into q and qt; return the partial column sums, empty unless `sums`. See `cast.cast_transpose`."""
     m, n = x.shape
     down = -(-m // TILE)
     partial = torch.empty((down, n) if sums else 0, dtype=torch.float32, device=x.device)

@@ -1,7 +1,7 @@
 """The few functions of cuBLASLt that `gemm` calls, through ctypes, from the library that torch has already loaded.
 
-Numbers, sizes and signatures are those of cublasLt.h 13.1; they are the same in CUDA 12. Importing this needs no CUDA:
-the library is looked up at its first use.
+Numbers, sizes and signatures are those of cublasLt.h 13.1; they are the same in CUDA 12. Importing this module needs no
+CUDA: the library is loaded at its first use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COMPUTE_32F = 68
 CUDA_TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 EPILOGUE_BIAS = 4
 
-# attributes of a product (cublasLtMatmulDescAttributes_t), each with its type in C
+# attributes of a GEMM (cublasLtMatmulDescAttributes_t), each with its type in C
 TRANSA, TRANSB = 3, 4  # int32
 EPILOGUE = 7  # uint32
 BIAS_POINTER = 8  # void *
@@ -60,7 +60,7 @@ def _signatures() -> dict[str, list[Any]]:
         "cublasLtMatmulPreferenceSetAttribute": [pointer, int32, pointer, size],
         "cublasLtMatmulPreferenceDestroy": [pointer],
         "cublasLtMatmulAlgoGetHeuristic": [*[pointer] * 7, int32, pointer, pointer],
-        # handle, product, alpha, A and layout, B and layout, beta, C and layout, D and layout, algorithm, workspace,
+        # handle, descriptor, alpha, A and layout, B and layout, beta, C and layout, D and layout, algorithm, workspace,
         # its bytes, stream
         "cublasLtMatmul": [*[pointer] * 14, size, pointer],
     }
@@ -68,7 +68,7 @@ def _signatures() -> dict[str, list[Any]]:
 
 @cache
 def library() -> Any:
-    """cuBLASLt, its functions declared. Raises RuntimeError where there is none."""
+    """Return cuBLASLt with its functions declared. Raises RuntimeError if there is none."""
     loaded = _open()
     for name, arguments in _signatures().items():
         function = getattr(loaded, name)
@@ -79,7 +79,7 @@ def library() -> Any:
 
 
 def version() -> str:
-    """cuBLASLt's own version: 130100 -> 13.1.0. Raises RuntimeError where there is none."""
+    """Return cuBLASLt's own version: 130100 -> 13.1.0. Raises RuntimeError if there is none."""
     ask = library().cublasLtGetVersion
     ask.argtypes, ask.restype = [], ctypes.c_size_t
     major, rest = divmod(ask(), 10000)
@@ -87,7 +87,10 @@ def version() -> str:
 
 
 def _open() -> ctypes.CDLL:
-    """torch's own copy: a name that is already loaded is found under any search path; else it is next to torch."""
+    """Load torch's own copy.
+
+    A library that is already loaded is found by its name under any search path. Otherwise it is next to torch.
+    """
     majors = dict.fromkeys(((torch.version.cuda or "13").partition(".")[0], "13", "12"))
     packages = Path(torch.__file__).parents[1]
     for name in (f"libcublasLt.so.{major}" for major in majors):
@@ -102,7 +105,10 @@ def _open() -> ctypes.CDLL:
 
 @cache
 def handle(device: int) -> ctypes.c_void_p:
-    """cuBLASLt's context on a CUDA device, made once; torch has initialised the device. Raises RuntimeError."""
+    """Return cuBLASLt's context on a CUDA device, created once. Torch has initialised the device.
+
+    Raises RuntimeError.
+    """
     assert device >= 0, "cuBLASLt computes on CUDA devices"
     made = ctypes.c_void_p()
     with torch.cuda.device(device):
@@ -118,18 +124,21 @@ def check(status: int, what: str) -> None:
 
 
 def describe(attributes: dict[int, Any]) -> ctypes.c_void_p:
-    """A new product with float32 arithmetic and scales; values are ctypes objects of the attribute's own type."""
+    """Create the descriptor of a GEMM with float32 arithmetic and scales.
+
+    `attributes`: ctypes objects of each attribute's own type, by its number.
+    """
     made = ctypes.c_void_p()
     float32 = CUDA_TYPES[torch.float32]
-    check(library().cublasLtMatmulDescCreate(ctypes.byref(made), COMPUTE_32F, float32), "a product's descriptor")
+    check(library().cublasLtMatmulDescCreate(ctypes.byref(made), COMPUTE_32F, float32), "a matmul's descriptor")
     for number, value in attributes.items():
         status = library().cublasLtMatmulDescSetAttribute(made, number, ctypes.byref(value), ctypes.sizeof(value))
-        check(status, f"attribute {number} of a product")
+        check(status, f"attribute {number} of a matmul")
     return made
 
 
 def layout(dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
-    """A new column-major matrix without gaps: what torch calls [columns, rows], contiguous."""
+    """Create the layout of a column-major matrix without gaps: in torch's terms [columns, rows], contiguous."""
     made = ctypes.c_void_p()
     kind = CUDA_TYPES[dtype]
     check(library().cublasLtMatrixLayoutCreate(ctypes.byref(made), kind, rows, columns, rows), f"a layout of {dtype}")
@@ -140,8 +149,11 @@ def search(
     handle: ctypes.c_void_p, descriptor: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...], alignment: int,
     workspace_bytes: int, count: int, what: str,
 ) -> list[Result]:  # fmt: skip
-    """Up to `count` algorithms for a product, the likely fastest first; `layouts` are those of A, B, C and D, whose
-    addresses are multiples of `alignment` bytes. Raises RuntimeError where there is none."""
+    """Find up to `count` algorithms for a GEMM, in order of their estimated speed.
+
+    `layouts` are those of A, B, C and D; their addresses are multiples of `alignment` bytes. Raises RuntimeError if
+    there is no algorithm.
+    """
     lt, wish, found = library(), ctypes.c_void_p(), ctypes.c_int()
     check(lt.cublasLtMatmulPreferenceCreate(ctypes.byref(wish)), "a preference")
     try:

@@ -1,11 +1,13 @@
-"""The sum of token and position embedding, written as bfloat16, and the gradients of both tables from a bfloat16 one.
+"""Token plus position embeddings as bfloat16, and the gradients of both tables from a bfloat16 gradient.
 
-The gradient of the token table adds rows that share an id. Atomic additions would do so in another order each time.
-Here ids are sorted, which makes the places of an id a run of neighbours, and every sum has a fixed order. A program
-adds the rows of a chunk of sorted places; a run that lies inside the chunk is then done. A run that reaches over the
-border of a chunk leaves a partial sum in each chunk it touches, and a second kernel adds those. So the longest run (a
-text's commonest token is 5 % of it) is the work of many programs, and rows of the table that no id names are not
-touched. The host learns nothing of the ids: all of this can be recorded in a CUDA graph.
+The gradient of the token table adds rows with the same id. Atomic additions would add them in a different order each
+time. Here the ids are sorted, so that the positions of one id form a run of neighbours, and every sum has a fixed
+order.
+
+One program adds the rows of one chunk of sorted positions. A run inside the chunk is then complete. A run that crosses
+a chunk's border leaves a partial sum in each chunk, and a second kernel adds those. So many programs share the longest
+run (the most common token is 5 % of a text), and table rows without an id are not touched. The host does not read the
+ids, so all of this can be recorded in a CUDA graph.
 
 M = batch * T rows, d columns, a multiple of 16.
 """
@@ -18,10 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS, WARPS = 8, 256, 8  # `embed`: a tile
-CHUNK, CHUNK_COLUMNS, CHUNK_WARPS = 32, 256, 2  # sorted places and columns that a program adds: 4 columns a thread
-SPAN, JOIN_ROWS, JOIN_COLUMNS, JOIN_WARPS = 128, 16, 128, 4  # chunks looked at at once, partial sums added at once
+CHUNK, CHUNK_COLUMNS, CHUNK_WARPS = 32, 256, 2  # sorted positions and columns that one program adds: 4 columns a thread
+SPAN, JOIN_ROWS, JOIN_COLUMNS, JOIN_WARPS = 128, 16, 128, 4  # chunks examined at once, partial sums added at once
 BATCH_ROWS, BATCH_COLUMNS, BATCH_WARPS = 4, 128, 2  # `positions_gradient`: a tile
-STAGES = 4  # loads of the tiles to come are under way while one is added
+STAGES = 4  # loads of the next tiles run while one is added
 
 
 @triton.jit
@@ -37,15 +39,18 @@ def _embed(ids, tokens, positions, out, M, T, N, ROWS: tl.constexpr, COLUMNS: tl
 
 @triton.jit
 def _token(ids, places, M):
-    """The ids at some places of the sorted `ids` [M], int32; -1 outside of them."""
+    """Load the ids at some positions of the sorted `ids` [M], int32; -1 outside of them."""
     inside = (places >= 0) & (places < M)
     return tl.where(inside, tl.load(ids + places, mask=inside, other=0).to(tl.int32), -1)
 
 
 @triton.jit
 def _load(dx, order, out, columns, place, token, following, before, M, N):
-    """The row of dx at a sorted place, and what `out` has for it: its id's row where a run inside of the chunk ends
-    here, and 0 elsewhere, where `out` is to stay as it is."""
+    """Load the row of dx at a sorted position, and the old value of `out` to which its sum is added.
+
+    The old value is that of the id's row if a run inside the chunk ends here. Elsewhere it is 0, and `out` is not
+    written.
+    """
     row = tl.load(order + place, mask=place < M, other=0)
     x = tl.load(dx + row * N + columns, mask=(columns < N) & (place < M), other=0.0).to(tl.float32)
     ends = (columns < N) & (token != following) & (token != before)
@@ -54,7 +59,7 @@ def _load(dx, order, out, columns, place, token, following, before, M, N):
 
 @triton.jit
 def _add(out, columns, x, old, total, head, previous, token, following, before, N):
-    """The sums with x added: `total` of the run so far, `head` of the one that began before the chunk."""
+    """Add x to `total`, the sum of the current run, and to `head`, the sum of the run that began before the chunk."""
     total = tl.where(token == previous, total, 0.0) + x
     ends = (columns < N) & (token != following) & (token != before)
     tl.store(out + token.to(tl.int64) * N + columns, old + total, mask=ends)
@@ -63,8 +68,11 @@ def _add(out, columns, x, old, total, head, previous, token, following, before, 
 
 @triton.jit
 def _sum_chunk(dx, ids, order, out, partial, M, N, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add the runs inside of a chunk to `out`. To `partial` [chunks, 2, N] go the sums of the run that began before
-    the chunk, and of the one that began in it and goes on after it."""
+    """Add the runs inside a chunk to `out`.
+
+    `partial` [chunks, 2, N] gets two sums: of the run that began before the chunk, and of the one that continues after
+    it.
+    """
     start = tl.program_id(0) * CHUNK
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     before = _token(ids, start - 1, M)
@@ -73,7 +81,7 @@ def _sum_chunk(dx, ids, order, out, partial, M, N, CHUNK: tl.constexpr, COLUMNS:
     begun = token0 == before
     total = tl.zeros([COLUMNS], tl.float32)
     head = tl.zeros([COLUMNS], tl.float32)
-    for place in range(start, start + CHUNK, 4):  # all loads of four rows are under way before the first is added
+    for place in range(start, start + CHUNK, 4):  # all loads of four rows are issued before the first is added
         token1, token2 = _token(ids, place + 1, M), _token(ids, place + 2, M)
         token3, token4 = _token(ids, place + 3, M), _token(ids, place + 4, M)
         x0, old0 = _load(dx, order, out, columns, place, token0, token1, before, M, N)
@@ -93,7 +101,7 @@ def _sum_chunk(dx, ids, order, out, partial, M, N, CHUNK: tl.constexpr, COLUMNS:
 
 @triton.jit
 def _reach(ids, token, chunk, M, CHUNK: tl.constexpr, SPAN: tl.constexpr):
-    """How many of SPAN chunks from `chunk` on begin with `token`, which the place before them has."""
+    """Count how many of SPAN chunks from `chunk` on begin with `token`, the id at the position before them."""
     places = (chunk + tl.arange(0, SPAN)) * CHUNK
     return tl.sum((_token(ids, places, M) == token).to(tl.int32), axis=0)
 
@@ -103,8 +111,10 @@ def _join(
     partial, ids, out, M, N,
     CHUNK: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add to `out` the run that began in a chunk and goes on after it, if there is one: its sum in this chunk, and the
-    heads of the chunks it reaches."""
+    """Add to `out` the run that begins in a chunk and continues after it, if there is one.
+
+    It adds the run's sum in this chunk and the heads of the chunks it reaches.
+    """
     chunk = tl.program_id(0)
     token = _token(ids, (chunk + 1) * CHUNK - 1, M)
     if (token != _token(ids, (chunk + 1) * CHUNK, M)) | (token == _token(ids, chunk * CHUNK - 1, M)):
@@ -149,8 +159,10 @@ def _sum_batch(
 
 
 def embed(ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-    """ids: integers [batch, T], all in [0, V); tokens [V, d] and positions [P, d], T <= P, float32. Returns
-    tokens[ids] + positions[:T], bfloat16 [batch, T, d], rounded once."""
+    """Compute tokens[ids] + positions[:T], bfloat16 [batch, T, d], rounded once.
+
+    ids: integers [batch, T], all in [0, V); tokens [V, d] and positions [P, d], T <= P, float32.
+    """
     assert all(t.is_contiguous() for t in (ids, tokens, positions))
     (batch, length), n = ids.shape, tokens.shape[1]
     assert length <= positions.shape[0], (length, positions.shape)
@@ -163,8 +175,11 @@ def embed(ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
 
 
 def _sorted(ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """The ids [M] with equal ones side by side, and where each stood; equal ones in the order they had. Not the order
-    of numbers: a radix sort takes time with the width of what it sorts, so ids that fit 16 bits are sorted as int16."""
+    """Group equal ids [M] side by side, and return them with their old positions, in stable order.
+
+    The order between different ids does not matter. A radix sort's time grows with the width of its keys, so ids that
+    fit into 16 bits are sorted as int16.
+    """
     if vocabulary > 2**16:
         return torch.sort(ids.view(-1).to(torch.int32), stable=True)
     together, order = torch.sort(ids.view(-1).to(torch.int16), stable=True)
@@ -172,8 +187,10 @@ def _sorted(ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def embedding_gradient(dx: Tensor, ids: Tensor, tokens_gradient: Tensor) -> None:
-    """Add to each row of tokens_gradient [V, d] float32, in place, the rows of dx [batch, T, d] bfloat16 where ids
-    [batch, T] names it. The same bits every time. ids: integers, all in [0, V)."""
+    """Add the rows of dx to the rows of `tokens_gradient` that their ids name, in place. The same bits every time.
+
+    dx: bfloat16 [batch, T, d]; ids: integers [batch, T], all in [0, V); tokens_gradient: float32 [V, d].
+    """
     assert all(t.is_contiguous() for t in (dx, ids, tokens_gradient))
     assert dx.shape == (*ids.shape, tokens_gradient.shape[1]), (dx.shape, ids.shape, tokens_gradient.shape)
     (vocabulary, n), m = tokens_gradient.shape, ids.numel()
@@ -192,8 +209,10 @@ def embedding_gradient(dx: Tensor, ids: Tensor, tokens_gradient: Tensor) -> None
 
 
 def positions_gradient(dx: Tensor, out: Tensor, add: bool) -> None:
-    """out [P, d] float32 = the sum of dx [batch, T, d] bfloat16 over the batch, T <= P, and 0 in the rows from T on;
-    where `add`, plus what `out` holds. The same bits every time."""
+    """Sum dx [batch, T, d] bfloat16 over the batch into `out` [P, d] float32, T <= P; rows from T on get 0.
+
+    If `add`, the sum is added to what `out` holds. The same bits every time.
+    """
     assert dx.is_contiguous()
     assert out.is_contiguous()
     batch, length, n = dx.shape

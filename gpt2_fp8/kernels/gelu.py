@@ -1,9 +1,9 @@
-"""GELU (tanh form, Hendrycks & Gimpel 2016) and its derivative, fused with the cast of what they give to FP8.
+"""GELU (tanh form, Hendrycks & Gimpel 2016) and its derivative, fused with the quantization of their results.
 
 With u = sqrt(2/pi) (x + 0.044715 x^3) and s = sigmoid(2u): gelu(x) = x s, since tanh(u) = 2 sigmoid(2u) - 1.
 
-The transposed gelu(x), which a weight gradient needs, is written by the backward, which has x at hand anyway: it costs
-the same there, and does not wait in memory in between.
+A weight gradient needs gelu(x) transposed. The backward writes it, because it has x anyway. That costs the same as in
+the forward, and needs no memory in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpt2_fp8.kernels import cast
 from gpt2_fp8.kernels.cast import empty_pair, largest4, load_row, store_both, store_transposed, tile_grid
 from gpt2_fp8.kernels.slot import Slot
 
-STAGES = 3  # loads of the tiles to come are under way while one is computed
+STAGES = 3  # loads of the next tiles run while one is computed
 
 # -2 sqrt(2/pi) log2(e): the exponent of sigmoid(2u) in base 2
 FACTOR = tl.constexpr(-2.302208198144325)
@@ -40,9 +40,9 @@ def _gelu(h, groups, columns, number: tl.constexpr, M, N):
 
 @triton.jit
 def _gelu_backward(dy, h, groups, columns, number: tl.constexpr, M, N):
-    """The gradient, and gelu itself."""
+    """Compute the gradient of h, and gelu(h) again."""
     x = load_row(h, groups, columns, number, M, N)
-    square = tl.minimum(x * x, 1e6)  # s is 0 or 1 long before, and an infinite square would make 0 inf of it
+    square = tl.minimum(x * x, 1e6)  # s is 0 or 1 long before this, and an infinite square would give 0 * inf
     s = _sigmoid(x, square)
     y = x * s
     slope = TWICE_ROOT + 3.0 * CUBIC * TWICE_ROOT * square
@@ -92,7 +92,7 @@ def _backward(
 
 
 def gelu_cast(h: Tensor, slot: Slot) -> Tensor:
-    """h [M, N] bfloat16 -> FP8 [M, N] of gelu(h) times the slot's scale. M is a multiple of 4."""
+    """Quantize gelu(h), h [M, N] bfloat16, with the slot's scale to FP8 [M, N]. M is a multiple of 4."""
     assert h.is_contiguous()
     m, n = h.shape
     q, _ = empty_pair(m, n, slot.dtype, h.device, both=False)
@@ -105,7 +105,7 @@ def gelu_cast(h: Tensor, slot: Slot) -> Tensor:
 
 
 class GeluGradient(NamedTuple):
-    """What `gelu_backward_cast` gives."""
+    """The result of `gelu_backward_cast`."""
 
     q: Tensor  # FP8 [M, N] and [N, M] of the gradient times its slot's scale
     qt: Tensor
@@ -114,8 +114,10 @@ class GeluGradient(NamedTuple):
 
 
 def gelu_backward_cast(dy: Tensor, h: Tensor, slot: Slot, slot_y: Slot) -> GeluGradient:
-    """dy, h [M, N] bfloat16 -> the gradient dy gelu'(h), cast as `slot` says, and gelu(h) again, as `slot_y` says (its
-    magnitude was recorded by `gelu_cast`)."""
+    """Compute dy gelu'(h), quantized with `slot`, and gelu(h) again, quantized with `slot_y`.
+
+    dy, h: bfloat16 [M, N]. The amax of gelu(h) was already recorded by `gelu_cast`.
+    """
     assert dy.is_contiguous()
     assert h.is_contiguous()
     m, n = h.shape

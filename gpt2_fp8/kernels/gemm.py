@@ -1,9 +1,10 @@
-"""FP8 matrix products that can add a matrix and accumulate in place, through cuBLASLt.
+"""FP8 GEMMs that can add a matrix and accumulate in place, through cuBLASLt.
 
-`torch._scaled_mm` has no beta. All that a product needs but its addresses is made once for each kind (a `Plan`); a call
-sets two or three addresses and launches. cuBLASLt is column-major: our out [M, N] = a [M, K] b^T [K, N] is its
-D [N, M] = A^T B with A = b and B = a, the one arrangement (TN) in which Hopper multiplies FP8. Its bias runs along its
-rows, which are our columns.
+`torch._scaled_mm` has no beta. Everything that a GEMM needs except its addresses is made once for each kind (a `Plan`).
+A call sets two or three addresses and launches.
+
+cuBLASLt is column-major: our out [M, N] = a [M, K] b^T [K, N] is its D [N, M] = A^T B with A = b and B = a. This is the
+only arrangement (TN) in which Hopper multiplies FP8. Its bias runs along its rows, which are our columns.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from gpt2_fp8.kernels import tuning
 
 log = logging.getLogger(__name__)
 
-WORKSPACE_BYTES = 32 * 2**20  # what NVIDIA advises for Hopper
-CANDIDATES = 16  # algorithms asked for
+WORKSPACE_BYTES = 32 * 2**20  # NVIDIA's recommendation for Hopper
+CANDIDATES = 16  # algorithms requested from cuBLASLt
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
 
 _ONE, _ZERO = (ctypes.byref(ctypes.c_float(value)) for value in (1.0, 0.0))
 _plans: dict[tuple, Plan] = {}
 _workspaces: dict[tuple[int, int], Tensor] = {}  # by device and stream
-_lock = threading.Lock()  # a plan's addresses are set and used in one go; autograd has a thread of its own
+_lock = threading.Lock()  # a plan's addresses are set and used under it; autograd has its own thread
 
 # Addresses of a, b, out, add (0: none), bias (0: none), a_scale_inv, b_scale_inv.
 Addresses = tuple[int, int, int, int, int, int, int]
@@ -39,16 +40,17 @@ def matmul(
     a: Tensor, b: Tensor, out: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor,
     *, bias: Tensor | None = None, add: Tensor | None = None, fast_accumulate: bool = False,
 ) -> Tensor:  # fmt: skip
-    """out = (a @ b^T) * a_scale_inv * b_scale_inv [+ bias] [+ add], on the current stream; autograd sees nothing of it.
+    """Compute out = (a @ b^T) * a_scale_inv * b_scale_inv [+ bias] [+ add], on the current stream.
 
-    a: [M, K], b: [N, K], each float8_e4m3fn or float8_e5m2, not both the latter. out: [M, N] bf16 or float32, written
-    in place and returned. a_scale_inv, b_scale_inv: float32, one element: the reciprocal of what the operand was
-    multiplied by before its cast. bias: [N] bf16, for either type of out. add: [M, N] of out's type; `out` itself to
-    accumulate in place. `fast_accumulate` sums in the tensor cores alone, faster and less exactly.
+    Autograd does not see it. a: [M, K], b: [N, K], each float8_e4m3fn or float8_e5m2, not both the latter. out: [M, N]
+    bf16 or float32, written in place and returned. a_scale_inv, b_scale_inv: float32, one element: the reciprocal of
+    the scale with which the operand was quantized. bias: [N] bf16, for either dtype of out. add: [M, N] of out's dtype;
+    `out` itself to accumulate in place. `fast_accumulate` sums only in the tensor cores, which is faster and less
+    exact.
 
-    Everything on the current CUDA device, contiguous, at multiples of 16 bytes; M, N and K are multiples of 16. A call
-    neither waits for the device nor, but for the first of its kind and the first on its stream, allocates: capture it
-    in a CUDA graph after one call outside. Raises RuntimeError with cuBLASLt's status.
+    All tensors are on the current CUDA device, contiguous, at multiples of 16 bytes; M, N and K are multiples of 16. A
+    call does not wait for the device. It allocates memory only if it is the first of its kind or the first on its
+    stream: capture it in a CUDA graph after one call outside. Raises RuntimeError with cuBLASLt's status.
     """
     plan, addresses = prepare(a, b, out, a_scale_inv, b_scale_inv, bias=bias, add=add, fast_accumulate=fast_accumulate)
     status = plan.launch(addresses)
@@ -61,7 +63,7 @@ def prepare(
     a: Tensor, b: Tensor, out: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor,
     *, bias: Tensor | None = None, add: Tensor | None = None, fast_accumulate: bool = False,
 ) -> tuple[Plan, Addresses]:  # fmt: skip
-    """The plan for a call of `matmul`, made if there is none yet, and the call's addresses."""
+    """Return the plan for a call of `matmul`, created if there is none yet, and the call's addresses."""
     device = a.get_device()
     at_a, at_b, at_out = _at(a, device), _at(b, device), _at(out, device)
     at_add = 0 if add is None else _at(add, device, out.shape, out.dtype)
@@ -84,7 +86,7 @@ def prepare(
 
 
 def _at(tensor: Tensor, device: int, shape: torch.Size | None = None, dtype: torch.dtype | None = None) -> int:
-    """A tensor's address, once it is what it must be."""
+    """Check a tensor and return its address."""
     assert tensor.get_device() == device, (tensor.device, device)
     assert tensor.is_contiguous(), "tensors are contiguous"
     assert shape is None or tensor.shape == shape, (tensor.shape, shape)
@@ -93,7 +95,7 @@ def _at(tensor: Tensor, device: int, shape: torch.Size | None = None, dtype: tor
 
 
 class Plan:
-    """One kind of product: how cuBLASLt knows it, and its algorithm for it."""
+    """One kind of GEMM: cuBLASLt's description of it, and the algorithm for it."""
 
     def __init__(
         self, a: Tensor, b: Tensor, out: Tensor, addresses: Addresses, fast_accumulate: bool, alignment: int
@@ -119,15 +121,17 @@ class Plan:
         results = lt.search(self._handle, self._product, layouts, alignment, WORKSPACE_BYTES, CANDIDATES, self.what)
         self._set, self._multiply = lt.library().cublasLtMatmulDescSetAttribute, lt.library().cublasLtMatmul
         self._algorithm = ctypes.byref(results[0].algorithm)
-        if m * n * k >= tuning.WORTH and not torch.cuda.is_current_stream_capturing():
+        if m * n * k >= tuning.WORTH_MULTIPLICATIONS and not torch.cuda.is_current_stream_capturing():
             self._tune([result.algorithm for result in results], a, b, out, addresses)
 
     def _tune(self, algorithms: list[lt.Algorithm], a: Tensor, b: Tensor, out: Tensor, addresses: Addresses) -> None:
-        """Choose an algorithm on operands of its own: those of a first call may be zeros. Without memory for them
-        cuBLASLt's first choice stays."""
+        """Choose an algorithm on its own operands, since those of a first call may be zeros.
+
+        Without memory for them, cuBLASLt's first choice stays.
+        """
         _, _, at_out, add, bias, *_ = addresses
         try:
-            # the logits of a chunk are 1.6 GB: `out` itself is scratch where nothing is added to it
+            # A chunk's logits are 1.6 GB, so `out` itself is scratch memory if nothing is added to it.
             spare = torch.empty_like(out) if add == at_out else out
             one, scratch = torch.ones(1, device=out.device), torch.empty_like(out)
             x, y = tuning.operand(a), tuning.operand(b)
@@ -147,7 +151,10 @@ class Plan:
         self._algorithm = ctypes.byref(chosen)
 
     def _attributes(self, fast_accumulate: bool) -> dict[int, ctypes._SimpleCData]:
-        """The scales' and the bias' addresses are among them: cuBLASLt's search looks at how they are aligned."""
+        """Return the attributes of the GEMM's descriptor.
+
+        They include the addresses of scales and bias, because cuBLASLt's search looks at their alignment.
+        """
         attributes: dict[int, ctypes._SimpleCData] = {
             lt.TRANSA: ctypes.c_int32(lt.OP_T),
             lt.TRANSB: ctypes.c_int32(lt.OP_N),
@@ -162,7 +169,10 @@ class Plan:
         return attributes
 
     def launch(self, addresses: Addresses) -> int:
-        """Multiply what lies at these addresses, on the device's current stream. Returns cuBLASLt's status."""
+        """Compute the GEMM of the tensors at these addresses, on the device's current stream.
+
+        Returns cuBLASLt's status.
+        """
         a, b, out, add, bias, a_scale, b_scale = addresses
         stream, product, put = current_raw_stream(self.device), self._product, self._set
         workspace = _workspaces.get((self.device, stream))

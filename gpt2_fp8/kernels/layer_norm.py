@@ -1,8 +1,9 @@
-"""Layer normalisation (Ba et al. 2016) fused with the cast of its output to FP8, and its backward fused with the
-residual stream's gradient and that one's cast.
+"""Layer normalisation (Ba et al. 2016), fused with the quantization of its output to FP8.
 
-Two implementations: `layer_norm_rows` where rows are short enough for it and CUDA C++ can be compiled, which reads its
-input once, and `layer_norm_tiles` elsewhere. Their results differ by the order of sums.
+Its backward is fused with the addition of the residual stream's gradient and the quantization of the sum.
+
+There are two implementations. `layer_norm_rows` reads its input once; it is used if rows are short enough and CUDA C++
+can be compiled. Otherwise `layer_norm_tiles` is used. Their results differ by the order of sums.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from gpt2_fp8.kernels.slot import Slot
 
 
 class Statistics(NamedTuple):
-    """Of each row: its mean and the reciprocal of its standard deviation, float32 [M]."""
+    """Each row's mean and the reciprocal of its standard deviation, float32 [M]."""
 
     mean: Tensor
     rstd: Tensor
 
 
 class LayerNormGradient(NamedTuple):
-    """What `layer_norm_backward` gives. `sums` [P, 3, N] float32: partial column sums of the gradients of weight, of
-    bias, and of dx itself (the bias gradient of the product that wrote x; undefined without a slot)."""
+    """The result of `layer_norm_backward`.
+
+    `sums`: float32 [P, 3, N], partial column sums of three gradients: of weight, of bias, and dx itself. The last is
+    the bias gradient of the linear layer that wrote x; it is undefined without a slot.
+    """
 
     dx: Tensor  # [M, N] bfloat16
     q: Tensor  # FP8 [M, N] and [N, M] of dx times the slot's scale; empty without a slot
@@ -40,8 +44,11 @@ def _implementation(x: Tensor) -> ModuleType:
 def layer_norm_cast(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, both: bool = True
 ) -> tuple[Tensor, Tensor, Statistics]:
-    """x [M, N] bfloat16, weight and bias [N] float32 -> FP8 [M, N] and [N, M] of the normalised rows times the slot's
-    scale (the second empty unless `both`), and what the backward needs. M and N are multiples of 16."""
+    """Normalise the rows of x and quantize them with the slot's scale to FP8 [M, N] and its transpose [N, M].
+
+    x: bfloat16 [M, N]; weight and bias: float32 [N]; M and N are multiples of 16. The transpose is empty unless `both`.
+    The third result is what the backward needs.
+    """
     assert x.is_contiguous()
     q, qt, mean, rstd = _implementation(x).forward(x, weight, bias, epsilon, slot, both)
     return q, qt, Statistics(mean, rstd)
@@ -50,7 +57,9 @@ def layer_norm_cast(
 def layer_norm_backward(
     dy: Tensor, x: Tensor, statistics: Statistics, weight: Tensor, residual: Tensor | None, slot: Slot | None
 ) -> LayerNormGradient:
-    """The gradient of x from that of its normalised rows, `dy`, and of x's other use, `residual` (None: there is none);
-    all [M, N] bfloat16."""
+    """Compute the gradient of x from `dy`, that of its normalised rows, and from `residual`, that of its other use.
+
+    All are bfloat16 [M, N]. `residual=None`: x has no other use.
+    """
     assert all(t.is_contiguous() for t in (dy, x, residual) if t is not None)
     return LayerNormGradient(*_implementation(x).backward(dy, x, *statistics, weight, residual, slot))

@@ -1,5 +1,7 @@
-"""Layer normalisation over whole rows that stay in a multiprocessor, in CUDA C++ (`cuda/layer_norm_*.cu`): the input is
-read from memory once, and the transposed layout leaves in runs of as many bytes as there is room for."""
+"""Layer normalisation over whole rows that stay in a multiprocessor, in CUDA C++ (`cuda/layer_norm_*.cu`).
+
+The input is read from memory once. The transposed layout is written in runs of as many bytes as there is room for.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +13,25 @@ from torch import Tensor
 
 from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.kernels.cast import empty_pair
-from gpt2_fp8.kernels.shapes import SHARED_BYTES, WIDEST
+from gpt2_fp8.kernels.shapes import SHARED_BYTES, WIDEST_COLUMNS
 from gpt2_fp8.kernels.slot import Slot
 
 MOST_STAGES = 6
 
 
 class _Shape(NamedTuple):
-    """How rows of one width are cut up; see the constants of the kernels."""
+    """How rows of one width are divided; see the constants of the kernels."""
 
-    rows: int  # of a piece
-    blocks: int  # a multiprocessor
-    tile: int  # rows whose transpose leaves together
-    stages: int  # pieces on their way
-    shared_bytes: int  # of a block
+    rows: int  # in a piece
+    blocks: int  # for each multiprocessor
+    tile: int  # rows whose transpose is written together
+    stages: int  # pieces being loaded
+    shared_bytes: int  # for each block
 
 
 def fits(n: int) -> bool:
-    """Whether rows of `n` columns can be normalised here."""
-    return n <= WIDEST and nvrtc.missing() is None
+    """Return whether this kernel can normalise rows of `n` columns."""
+    return n <= WIDEST_COLUMNS and nvrtc.missing() is None
 
 
 def _threads(n: int) -> int:
@@ -37,10 +39,12 @@ def _threads(n: int) -> int:
 
 
 def _shape(n: int, tensors: int, rows: int, blocks: int, tile: int) -> _Shape | None:
-    """With as many stages as there is room for; None where there is none for one. `tensors` are read row by row; a
-    backward's pieces (more than one tensor) have two numbers a row besides."""
+    """Return a shape with as many stages as there is room for; None if there is no room for one.
+
+    `tensors` are read row by row. A backward's pieces (more than one tensor) also hold two numbers a row.
+    """
     piece = rows * n * 2 * tensors + (8 * rows if tensors > 1 else 0)
-    room = SHARED_BYTES // blocks - 4096 - tile * (-(-n // 32) * 32)  # 4096: sums, barriers, the system's own
+    room = SHARED_BYTES // blocks - 4096 - tile * (-(-n // 32) * 32)  # 4096 bytes: sums, barriers, the system's own
     stages = min(MOST_STAGES, room // piece)
     ring = -(-stages * piece // 128) * 128
     return _Shape(rows, blocks, tile, stages, ring + tile * (-(-n // 32) * 32)) if stages > 0 else None
@@ -48,8 +52,11 @@ def _shape(n: int, tensors: int, rows: int, blocks: int, tile: int) -> _Shape | 
 
 @cache
 def _forward_shape(n: int, m: int, processors: int) -> _Shape:
-    """Measured on an H200 at 768, 1,280 and 1,600 columns: two blocks of eight rows, and the larger tile that fits,
-    even where that leaves room for one piece alone: the other block computes meanwhile."""
+    """Choose a forward's shape: two blocks of eight rows, with the larger tile that fits.
+
+    Measured on an H200 at 768, 1,280 and 1,600 columns. The larger tile is better even if it leaves room for only one
+    piece: the other block computes meanwhile.
+    """
     wanted = _tile(m, processors, 64)
     found = (_shape(n, 1, 8, 2, tile) for tile in (64, 32, 16) if tile <= wanted)
     return next(shape for shape in found if shape)
@@ -57,14 +64,17 @@ def _forward_shape(n: int, m: int, processors: int) -> _Shape:
 
 @cache
 def _backward_shape(n: int, m: int, processors: int, tensors: int) -> _Shape:
-    """Measured likewise: one block of four rows, many stages where rows are short and long runs where they are not."""
+    """Choose a backward's shape: one block of four rows, with many stages for short rows and long runs for others.
+
+    Measured as in `_forward_shape`.
+    """
     wanted = _tile(m, processors, 32 if n <= 1024 else 128)
     found = (_shape(n, tensors, 4, 1, tile) for tile in (128, 64, 32, 16) if tile <= wanted)
     return next(shape for shape in found if shape and shape.stages > 1)
 
 
 def _tile(m: int, processors: int, most: int) -> int:
-    """Smaller where that would leave processors without work."""
+    """Return `most`, or less if multiprocessors would have no work."""
     while most > 16 and -(-m // most) < processors:
         most //= 2
     return most
@@ -79,7 +89,7 @@ def _kernel(name: str, n: int, shape: _Shape, device: torch.device, **constants:
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, both: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `layer_norm.layer_norm_cast`: both layouts, mean and rstd."""
+    """Compute both layouts, mean and rstd: see `layer_norm.layer_norm_cast`."""
     m, n = x.shape
     processors = nvrtc.processors(x.device)
     shape = _forward_shape(n, m, processors)
@@ -95,7 +105,7 @@ def forward(
 def backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None, slot: Slot | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `layer_norm.layer_norm_backward`: dx, both layouts, and the sums."""
+    """Compute dx, both layouts, and the sums: see `layer_norm.layer_norm_backward`."""
     m, n = x.shape
     processors = nvrtc.processors(x.device)
     shape = _backward_shape(n, m, processors, 2 if residual is None else 3)

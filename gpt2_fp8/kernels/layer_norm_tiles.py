@@ -1,9 +1,9 @@
-"""Layer normalisation over tiles, in Triton: for rows of any width.
+"""Layer normalisation over tiles, in Triton, for rows of any width.
 
-In the forward a program owns a block of rows, walks over their columns twice, and finds them in the cache the second
-time. Sums are of each row less its own first value: that one lies within sqrt(N) standard deviations of the mean
-(Samuelson 1968), so a large mean costs no precision. The backward is two kernels: one for each row's two sums, and one
-over tiles, whose sums of columns stay in registers from one tile to the next.
+In the forward a program owns a block of rows and goes over their columns twice; the second time they are in the cache.
+Each row's first value is subtracted before summing. It lies within sqrt(N) standard deviations of the mean (Samuelson
+1968), so a large mean costs no precision. The backward is two kernels: one for each row's two sums, and one over tiles,
+whose column sums stay in registers from tile to tile.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from gpt2_fp8.kernels.cast import empty_pair, largest4, load_row, store_both, tile_grid
 from gpt2_fp8.kernels.slot import Slot
 
-COLUMNS, WARPS, STAGES = 64, 4, 3  # forward: a program walks over blocks of COLUMNS, the next two on their way
+COLUMNS, WARPS, STAGES = 64, 4, 3  # forward: a program goes over blocks of COLUMNS while the next two are loaded
 BACKWARD_GROUPS, BACKWARD_COLUMNS, BACKWARD_STAGES = 16, 64, 3  # backward: tiles as in `cast`
 
 
 def _groups(m: int) -> int:
-    """How many groups of four rows a program owns: fewer where that would leave processors without work."""
+    """Return how many groups of four rows a program owns: fewer if multiprocessors would have no work."""
     return 16 if m >= 16384 else 8 if m >= 8192 else 4
 
 
@@ -97,7 +97,7 @@ def _of_rows(statistics, groups, number: tl.constexpr, M):
 
 @triton.jit
 def _row_sums(dy, x, mean, rstd, weight, along, total, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """What dx takes off each row: along = mean(dy w normalised), total = mean(dy w)."""
+    """Compute what dx subtracts from each row: along = mean(dy w normalised), total = mean(dy w)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     centre = tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
     sum_along = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -120,7 +120,7 @@ def _dx(
     dy, x, residual, dx_out, w, mean, rstd, along, total, groups, columns, number: tl.constexpr, M, N,
     RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dx, written; with dy times the normalised x, and dy."""
+    """Compute and write a tile of dx; return it with dy times the normalised x, and dy."""
     scale = _of_rows(rstd, groups, number, M)
     normalised = (load_row(x, groups, columns, number, M, N) - _of_rows(mean, groups, number, M)) * scale
     gradient = load_row(dy, groups, columns, number, M, N)
@@ -168,7 +168,7 @@ def _backward(
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, both: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `layer_norm.layer_norm_cast`: both layouts, mean and rstd."""
+    """Compute both layouts, mean and rstd: see `layer_norm.layer_norm_cast`."""
     m, n = x.shape
     q, qt = empty_pair(m, n, slot.dtype, x.device, both)
     mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -183,7 +183,7 @@ def forward(
 def backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None, slot: Slot | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `layer_norm.layer_norm_backward`: dx, both layouts, and the sums."""
+    """Compute dx, both layouts, and the sums: see `layer_norm.layer_norm_backward`."""
     m, n = x.shape
     along, total = torch.empty_like(mean), torch.empty_like(mean)
     rows, columns = (32, 128) if m >= 16384 else (4, 256)

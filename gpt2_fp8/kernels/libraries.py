@@ -1,4 +1,4 @@
-"""Versions of the libraries whose kernels, or compilers of kernels, a GPU's work depends on."""
+"""Versions of the libraries whose kernels, or kernel compilers, a GPU's work depends on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ PACKAGES = ("transformer_engine", "triton", "cuda-core", "flash-attn-4")
 
 
 def versions() -> dict[str, str]:
-    """By name; those that are not there are left out. cuBLASLt's too, of which `tuning` takes another algorithm, that
-    may round elsewhere, where its version has another first choice."""
+    """Return the versions by library; missing libraries are left out.
+
+    cuBLASLt's is one of them: another version may have another first choice. `tuning` then takes another algorithm,
+    which may round differently.
+    """
     found = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -29,6 +32,6 @@ def versions() -> dict[str, str]:
 
 
 def _dotted(cudnn: int) -> str:
-    """91900 -> 9.19.0; 8907 -> 8.9.7."""
+    """Write cuDNN's version with dots: 91900 -> 9.19.0; 8907 -> 8.9.7."""
     major, rest = divmod(cudnn, 10000 if cudnn >= 90000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"

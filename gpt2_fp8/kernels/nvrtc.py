@@ -1,5 +1,8 @@
-"""Kernels in CUDA C++ (`kernels/cuda/`), compiled at their first use by NVRTC through NVIDIA's `cuda.core`, and kept in
-its cache on disk. For what Triton cannot say well: rows that stay in registers, and the copy engine."""
+"""Kernels in CUDA C++ (`kernels/cuda/`), compiled at first use by NVRTC through NVIDIA's `cuda.core`.
+
+Compiled kernels are kept in its cache on disk. CUDA C++ is for what Triton cannot express well: rows that stay in
+registers, and the copy engine (TMA).
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,11 @@ SOURCES = Path(__file__).with_name("cuda")
 
 @cache
 def missing() -> str | None:
-    """Why kernels in CUDA C++ cannot run on the current device, or None. Those who ask then have one in Triton; the
-    answer stays what it is, since other kernels round elsewhere. What may pass by is tried twice: ranks that begin
-    together share the cache on disk."""
+    """Return why kernels in CUDA C++ cannot run on the current device; None if they can.
+
+    Callers then use a kernel in Triton. The answer never changes in a process, since other kernels round differently. A
+    failure may be temporary, because ranks that start together share the cache on disk. So it is tried twice.
+    """
     return _probe() and _probe()
 
 
@@ -32,28 +37,29 @@ def _probe() -> str | None:
         if error.name in ("cuda", "cuda.core"):
             return "cuda-core is not installed"
         return f"cuda-core does not work here: {error}"
-    except Exception as error:  # another version, without the libraries that it loads, a driver that is too old
+    except Exception as error:  # another version, missing libraries, or a driver that is too old
         return f"cuda-core does not work here: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
 
 
 def _compile(source: str, constants: Mapping[str, int], device: int) -> Any:
-    """CUDA C++, with its constants as macros, to code for a device: from the cache on disk, if there is one."""
+    """Compile CUDA C++, with constants as macros, for a device; or take the result from the cache on disk."""
     from cuda.core import Program, ProgramOptions
     from cuda.core.utils import FileStreamProgramCache
 
     major, minor = torch.cuda.get_device_capability(device)
     macros = [(key, str(value)) for key, value in constants.items()]
-    arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"  # a: with what this architecture alone has
+    arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"  # a: with features of only this architecture
     options = ProgramOptions(std="c++17", arch=arch, define_macro=macros or None)
     try:
         return Program(source, "c++", options).compile("cubin", cache=FileStreamProgramCache())
-    except OSError:  # a home directory that is full or cannot be written: a second in every process
+    # The home directory is full or cannot be written: compile again in every process, which takes a second.
+    except OSError:
         return Program(source, "c++", options).compile("cubin")
 
 
 class Kernel:
-    """One kernel, compiled with its constants for one device; blocks of `threads` with `shared_bytes` each."""
+    """One kernel, compiled with its constants for one device, with blocks of `threads` and `shared_bytes` each."""
 
     def __init__(self, name: str, constants: Mapping[str, int], device: int, threads: int, shared_bytes: int):
         from cuda.bindings import driver
@@ -67,8 +73,11 @@ class Kernel:
             raise RuntimeError(f"{name}: {shared_bytes} bytes of shared memory: {status.name}")
 
     def __call__(self, grid: int, *arguments: Any) -> None:
-        """Launch `grid` blocks on the current stream. A tensor stands for its address, None for a null pointer, an int
-        for C's int, a float for C's float; the copy engine's maps are passed as they are."""
+        """Launch `grid` blocks on the current stream.
+
+        A tensor is passed as its address, None as a null pointer, an int as C's int, a float as C's float. The copy
+        engine's maps are passed unchanged.
+        """
         from cuda.core import launch
 
         if _thread.device != self._device:
@@ -84,7 +93,7 @@ class Kernel:
 
 
 class _Thread(threading.local):
-    """The device whose context this thread has for sure."""
+    """The device whose context this thread certainly has."""
 
     device = -1
 
@@ -93,8 +102,11 @@ _thread = _Thread()
 
 
 def _make_current(device: int) -> None:
-    """Give this thread the device's context. Torch does so with its own first work there, but a launch through the
-    driver may come before any: the first of a backward, which runs in a thread of autograd's own."""
+    """Give this thread the device's context.
+
+    Torch does so with its own first work there. But a launch through the driver may come earlier: the first launch of a
+    backward runs in one of autograd's threads.
+    """
     from cuda.core import Device
 
     Device(device).set_current()
@@ -102,7 +114,7 @@ def _make_current(device: int) -> None:
 
 
 def _source(file: str) -> str:
-    """A file of `SOURCES`, with those that it includes: the cache on disk knows a program by its whole text."""
+    """Read a file of `SOURCES` with its includes, since the cache on disk identifies a program by its whole text."""
     text = (SOURCES / file).read_text()
     return re.sub(r'^#include "(.+)"$', lambda found: _source(found[1]), text, flags=re.MULTILINE)
 
@@ -115,33 +127,37 @@ def _stream(handle: int) -> Any:
 
 
 def _argument(value: Any) -> Any:
+    """Convert an argument for the launch."""
     if isinstance(value, Tensor):
         return value.data_ptr()
     if value is None:
-        return 0  # an address, as a tensor's
+        return 0  # a null address
     if isinstance(value, float):
         return ctypes.c_float(value)
     return ctypes.c_int(value) if isinstance(value, int) else value
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> Any:
-    """How the copy engine finds a box of `box` elements in a tensor of any strides, whose last dimension lies together:
-    a kernel's argument. In shared memory a box is swizzled by 128 bytes, which are its last dimension."""
+    """Describe to the copy engine how to find a box of `box` elements in a tensor: an argument of a kernel.
+
+    The tensor may have any strides, but its last dimension is contiguous. In shared memory a box is swizzled by 128
+    bytes, the size of its last dimension.
+    """
     from cuda.core import TensorMapDescriptorOptions
     from cuda.core.utils import StridedMemoryView
 
-    swizzles = type(TensorMapDescriptorOptions(box).swizzle)  # the one public way to them
+    swizzles = type(TensorMapDescriptorOptions(box).swizzle)  # the only public way to them
     return StridedMemoryView.from_dlpack(tensor, stream_ptr=-1).as_tensor_map(box, swizzle=swizzles.SWIZZLE_128B)
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """How many multiprocessors a device has."""
+    """Return the number of a device's multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def kernel(name: str, constants: Mapping[str, int], device: torch.device, threads: int, shared_bytes: int) -> Kernel:
-    """The kernel `name` of `cuda/NAME.cu`, compiled once. Raises RuntimeError, or cuda.core's own errors."""
+    """Return the kernel `name` of `cuda/NAME.cu`, compiled once. Raises RuntimeError, or cuda.core's own errors."""
     return _compiled(name, tuple((key, int(value)) for key, value in constants.items()), device, threads, shared_bytes)
 
 

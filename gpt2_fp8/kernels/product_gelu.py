@@ -1,10 +1,11 @@
-"""The perceptron's products with GELU in them, in CUDA C++ (`cuda/product_gelu*.cu`): what a product gives goes through
-GELU, or through its derivative, and into FP8 while it is still in registers. See `kernels.gelu` for the arithmetic.
+"""The MLP's GEMMs with GELU in their epilogue, in CUDA C++ (`cuda/product_gelu*.cu`).
 
-A product that hands its result to a kernel of its own writes and reads it once more: 2 + 2 bytes a number. Here a
-block keeps a slab of the weight in shared memory, so these are for products whose inner dimension is short (n_embd up
-to 1,024), which are the ones in which that counts. They sum in the tensor cores alone, as `fast_accumulate` of
-`kernels.gemm` does.
+The GEMM's result passes GELU, or its derivative, and is quantized to FP8 while it is still in registers. See
+`kernels.gelu` for the arithmetic.
+
+A separate kernel would write and read the result once more: 2 + 2 bytes a number. Here a block keeps a slab of the
+weight in shared memory. So the inner dimension must be short (n_embd up to 1,024), and those are the GEMMs for which
+the saving matters. Sums stay in the tensor cores, as with `fast_accumulate` of `kernels.gemm`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gpt2_fp8.kernels.slot import Slot
 
 
 class Operands(NamedTuple):
-    """a [M, K] times b [N, K]^T, both FP8, with what undoes their scales (float32, one element each)."""
+    """The operands of a b^T: a [M, K] and b [N, K], both FP8, with their inverse scales (float32, one element each)."""
 
     a: Tensor
     b: Tensor
@@ -32,7 +33,7 @@ class Operands(NamedTuple):
 
 
 def fits(a: Tensor, b: Tensor) -> bool:
-    """Whether a b^T can be computed here: see `shapes.why_no_product`."""
+    """Return whether these kernels can compute a b^T: see `shapes.why_no_product`."""
     (m, k), n = a.shape, b.shape[0]
     if why_no_product(m, n, k):
         return False
@@ -40,15 +41,18 @@ def fits(a: Tensor, b: Tensor) -> bool:
 
 
 def tensor_map(a: Tensor) -> Any:
-    """A line of a tile of a [M, K], for the copy engine: 16 rows as twice eight, the even ones first, so that a
-    thread's two rows (`cuda/product.cuh`) are neighbours."""
+    """Describe one line of a tile of a [M, K] to the copy engine.
+
+    16 rows come as two times eight, the even ones first. So the two rows of a thread are neighbours
+    (`cuda/product.cuh`).
+    """
     m, k = a.shape
     rows = a.view(torch.uint8).view(m // 16, 8, 2, k).transpose(1, 2)
     return nvrtc.tensor_map(rows, (ROWS // 16, 2, 8, LINE))
 
 
 def _kernel(name: str, operands: Operands, shape: ProductShape, e4m3: bool) -> tuple[nvrtc.Kernel, int]:
-    """The kernel, and how many blocks it is to have."""
+    """Return the kernel and its number of blocks."""
     a, b, *scales = operands
     (m, k), n = a.shape, b.shape[0]
     assert b.shape[1] == k, (a.shape, b.shape)
@@ -61,13 +65,13 @@ def _kernel(name: str, operands: Operands, shape: ProductShape, e4m3: bool) -> t
 
 
 def forward_kernel(name: str, operands: Operands) -> tuple[nvrtc.Kernel, int]:
-    """A kernel of a forward product, and how many blocks it is to have."""
+    """Return the kernel of a forward GEMM and its number of blocks."""
     return _kernel(name, operands, shapes.forward(operands.a.shape[1]), e4m3=True)
 
 
 @cache
 def _parts(grid: int, tiles_down: int, slabs: int) -> int:
-    """How many blocks have tiles of one slab, at most; see `block_of` in `cuda/product.cuh`."""
+    """Return the largest number of blocks that have tiles of one slab; see `block_of` in `cuda/product.cuh`."""
     tiles = tiles_down * slabs
 
     def block_of(tile: int) -> int:
@@ -77,7 +81,10 @@ def _parts(grid: int, tiles_down: int, slabs: int) -> int:
 
 
 def product_gelu(operands: Operands, bias: Tensor | None, slot: Slot) -> tuple[Tensor, Tensor]:
-    """h = a b^T [+ bias [N], bfloat16] as bfloat16 [M, N], and FP8 [M, N] of gelu(h) times the slot's scale."""
+    """Compute h = a b^T [+ bias], bfloat16 [M, N], and gelu(h) quantized with the slot's scale, FP8 [M, N].
+
+    bias: bfloat16 [N].
+    """
     a, b, *scales = operands
     m, n = a.shape[0], b.shape[0]
     assert slot.dtype == torch.float8_e4m3fn, slot.dtype
@@ -90,8 +97,10 @@ def product_gelu(operands: Operands, bias: Tensor | None, slot: Slot) -> tuple[T
 
 
 def product_gelu_backward(operands: Operands, h: Tensor, slot: Slot, slot_y: Slot) -> GeluGradient:
-    """With g = a b^T, the gradient of gelu(h), h bfloat16 [M, N]: what `gelu.gelu_backward_cast` makes of g and h. g
-    itself is not rounded to bfloat16 in between."""
+    """Compute `gelu.gelu_backward_cast` of g = a b^T and h, bfloat16 [M, N]; g is the gradient of gelu(h).
+
+    g itself is not rounded to bfloat16 in between.
+    """
     a, b, *scales = operands
     m, n = h.shape
     assert h.is_contiguous()

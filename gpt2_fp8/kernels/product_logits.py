@@ -1,6 +1,9 @@
-"""The head's forward product with the softmax's statistics in it, in CUDA C++ (`cuda/product_logits.cu`): while a tile
-of logits is still in registers, the largest of each of its rows is found, and the sum of the exponentials less that.
-So nothing reads the logits, 100 kB a row, between the product and the gradient. See `kernels.softmax_cast`."""
+"""The head's forward GEMM with the softmax's statistics in its epilogue, in CUDA C++ (`cuda/product_logits.cu`).
+
+While a tile of logits is still in registers, each row's largest logit is found, and the sum of the exponentials
+relative to it. So nothing reads the logits (100 kB a row) between the GEMM and the gradient. See
+`kernels.softmax_cast`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from torch import Tensor
 from gpt2_fp8.kernels.cross_entropy import LOG2E
 from gpt2_fp8.kernels.product_gelu import COLUMNS, Operands, forward_kernel, tensor_map
 
-ROWS, SLABS = 32, 64  # that a program of the second kernel holds at once
+ROWS, SLABS = 32, 64  # what a program of the second kernel holds at once
 
 
 @triton.jit
 def _combine(parts, logits, targets, losses, exponents, slabs, M, N, ROWS: tl.constexpr, SLABS: tl.constexpr):
-    """From each slab's largest logit and sum to the row's."""
+    """Combine each slab's largest logit and sum into the row's."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < M
     maximum = tl.full([ROWS], -3.4e38, tl.float32)
@@ -43,8 +46,10 @@ def _combine(parts, logits, targets, losses, exponents, slabs, M, N, ROWS: tl.co
 
 
 def product_logits(operands: Operands, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits a b^T, bfloat16 [M, N], and what `softmax_cast.softmax_statistics` says of them: losses and exponents.
-    Where `product_gelu.fits`."""
+    """Compute the logits a b^T, bfloat16 [M, N], and their losses and exponents, as `softmax_cast.softmax_statistics`.
+
+    Only for operands that `product_gelu.fits`.
+    """
     a, b, *scales = operands
     m, n = a.shape[0], b.shape[0]
     slabs = n // COLUMNS

@@ -1,5 +1,7 @@
-"""Which shapes the kernels in CUDA C++ take, and how they use a multiprocessor for them. Arithmetic alone: it needs
-neither Triton nor a GPU, so that a run can say what it will run with."""
+"""Which shapes the kernels in CUDA C++ support, and how they use a multiprocessor for them.
+
+This is only arithmetic. It needs neither Triton nor a GPU, so a run can report which kernels it will use.
+"""
 
 from __future__ import annotations
 
@@ -8,45 +10,52 @@ from typing import NamedTuple
 
 SHARED_BYTES = 228 * 1024  # of a multiprocessor on Hopper; the system takes 1 KiB for each block
 
-# Products whose tiles go through an epilogue (`product_gelu`, `product_logits`)
-ROWS, COLUMNS, LINE = 64, 128, 128  # of a tile; bytes that are copied together: as in `cuda/product.cuh`
-FEWEST_STAGES, MOST_STAGES = 4, 7  # with fewer, tensor cores wait for memory: no faster than a product and a kernel
+# GEMMs whose tiles go through an epilogue (`product_gelu`, `product_logits`)
+ROWS, COLUMNS, LINE = 64, 128, 128  # of a tile; LINE: bytes copied together; as in `cuda/product.cuh`
+FEWEST_STAGES, MOST_STAGES = 4, 7  # with fewer, tensor cores wait for memory: no faster than two kernels
 
 # Normalisation over whole rows (`layer_norm_rows`)
-WIDEST = 2048  # columns; at 4,096, where few rows fit at once, it was slower than `layer_norm_tiles`
+WIDEST_COLUMNS = 2048  # at 4,096, where few rows fit at once, it was slower than `layer_norm_tiles`
 
 
 class ProductShape(NamedTuple):
-    """How a product's kernel uses a multiprocessor for one inner dimension."""
+    """How a GEMM's kernel uses a multiprocessor for one inner dimension."""
 
-    warpgroups: int  # that multiply
-    stages: int  # lines of a tile at hand or on their way, for each of them
+    warpgroups: int  # warp groups that multiply
+    stages: int  # lines of a tile that are loaded or being loaded, for each warp group
     shared_bytes: int
 
 
 @cache
 def _shape(k: int, warpgroups: int, turned: int) -> ProductShape:
-    """As many stages as there is room for. `turned`: bytes of a warp group's tile that leaves transposed."""
+    """Return a shape with as many stages as there is room for.
+
+    `turned`: bytes of a warp group's tile that is written transposed.
+    """
     stage, rest = ROWS * LINE + 16, COLUMNS * k  # 16: two barriers
     stages = min(((SHARED_BYTES - 1024 - rest) // warpgroups - turned) // stage, MOST_STAGES)
     return ProductShape(warpgroups, stages, rest + warpgroups * (turned + stages * stage))
 
 
 def forward(k: int) -> ProductShape:
-    """Measured on an H200, as the one below: three warp groups hide each other's epilogues; an epilogue that holds more
-    in registers and shared memory leaves room for two."""
+    """Return the shape of a forward: three warp groups hide each other's epilogues. Measured on an H200."""
     return _shape(k, 3, turned=16)
 
 
 def backward(k: int) -> ProductShape:
-    """See `forward`."""
+    """Return the shape of a backward: two warp groups. Measured on an H200.
+
+    Its epilogue holds more in registers and shared memory than a forward's.
+    """
     return _shape(k, 2, turned=ROWS * COLUMNS)
 
 
 @cache
 def why_no_product(m: int, n: int, k: int) -> str | None:
-    """Why a product [m, k] times [n, k]^T has no kernel with an epilogue, or None where it has one: it takes whole
-    tiles, and a slab of its second operand in shared memory."""
+    """Return why a GEMM [m, k] times [n, k]^T has no kernel with an epilogue; None if it has one.
+
+    The kernel takes whole tiles, and keeps a slab of its second operand in shared memory.
+    """
     for size, part, name in ((m, ROWS, "rows"), (n, COLUMNS, "columns"), (k, LINE, "channels")):
         if size % part:
             return f"{size:,} {name} are no multiple of {part}"

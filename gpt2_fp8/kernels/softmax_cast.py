@@ -1,14 +1,14 @@
-"""Softmax cross-entropy whose gradient leaves the kernel as FP8 in both layouts, for a head whose products are FP8.
+"""Softmax cross-entropy whose gradient is written as FP8 in both layouts, for a head with FP8 GEMMs.
 
-Two kernels over a chunk of logits: one reads it for each row's logarithm of the sum of exponentials, the other reads it
-again and writes (softmax - onehot) times 2^15. No scale has to be found: these values lie in [-1, 1] whatever the model
-does, so 2^15 keeps them below E5M2's largest number (57,344) and resolves probabilities down to 2^-31. What the loss is
-divided by goes into the products' scale instead.
+There are two kernels over a chunk of logits. The first reads it for each row's log-sum-exp. The second reads it again
+and writes (softmax - onehot) times 2^15. No scale must be found, since these values always lie in [-1, 1]. The factor
+keeps them below E5M2's largest number (57,344) and resolves probabilities down to 2^-31. The loss's divisor goes into
+the GEMMs' scale instead.
 
-Between the two a row is known by its largest logit and the logarithm of its sum, as two numbers: in one they would
-round to the precision of the larger, and every probability of the row with them.
+Between the kernels a row is described by two numbers: its largest logit and the logarithm of its sum. Added into one
+number, they would be rounded to the precision of the larger, and with them every probability of the row.
 
-The second kernel is CUDA C++ (`cuda/softmax_gradient.cu`), or Triton where that cannot be compiled.
+The second kernel is CUDA C++ (`cuda/softmax_gradient.cu`), or Triton if that cannot be compiled.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from gpt2_fp8.kernels.cast import empty_pair, store_both
 from gpt2_fp8.kernels.cross_entropy import LANE, LANES, LOG2E, WARPS, row_statistics
 from gpt2_fp8.kernels.slot import LARGEST
 
-# Values in [-1, 1] are multiplied by this before the cast.
+# The factor by which values in [-1, 1] are multiplied before the conversion to FP8.
 GRADIENT_SCALE = {torch.float8_e5m2: 2.0**15, torch.float8_e4m3fn: 2.0**8}
 GROUPS, COLUMNS, TILE_WARPS = 8, 128, 4  # in Triton: a program has 4 * GROUPS rows
-TILE, THREADS = 128, 256  # in CUDA C++: a block has TILE rows and as many columns
-BLOCKS = 4  # a multiprocessor
+TILE, THREADS = 128, 256  # in CUDA C++: a block has TILE rows and TILE columns
+BLOCKS = 4  # for each multiprocessor
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _statistics(
 def _difference(
     logits, targets, exponents, groups, columns, number: tl.constexpr, M, N, vocab_size, EXPONENT: tl.constexpr
 ):
-    """A tile of softmax - onehot, times 2^EXPONENT."""
+    """Compute a tile of softmax - onehot, times 2^EXPONENT."""
     inside = groups < M // 4
     rows = groups * 4 + number
     target = tl.load(targets + rows, mask=inside, other=-1).to(tl.int32)[:, None]
@@ -85,9 +85,12 @@ def _gradient(
 
 
 def softmax_statistics(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Of each row of logits [M, N] (bfloat16, contiguous): its cross-entropy, float32 [M] (0 where the target is
-    negative), and float32 [M, 2]: its largest logit, and the base-2 logarithm of the sum of the exponentials of logits
-    less that one (0 and inf there). targets: int64 [M]. Columns from `vocab_size` on take no part."""
+    """Compute each row's cross-entropy, float32 [M], and its exponents, float32 [M, 2].
+
+    The exponents are the row's largest logit, and log2 of the sum of the exponentials of logits relative to it. If the
+    target is negative, the loss is 0 and the exponents are 0 and inf. logits: bfloat16 [M, N], contiguous; columns from
+    `vocab_size` on are ignored. targets: int64 [M].
+    """
     assert logits.is_contiguous()
     m, n = logits.shape
     losses = torch.empty(m, dtype=torch.float32, device=logits.device)
@@ -99,9 +102,11 @@ def softmax_statistics(logits: Tensor, targets: Tensor, vocab_size: int) -> tupl
 def softmax_gradient_cast(
     logits: Tensor, targets: Tensor, exponents: Tensor, vocab_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """FP8 [M, N] and [N, M], both multiples of 16, of (softmax(logits) - onehot(targets)) times GRADIENT_SCALE[dtype];
-    0 in rows whose target is negative and in columns from `vocab_size` on, whatever their logits. `exponents` are those
-    of `softmax_statistics`."""
+    """Compute (softmax(logits) - onehot(targets)) times GRADIENT_SCALE[dtype], FP8 [M, N] and its transpose [N, M].
+
+    M and N are multiples of 16. It is 0 in rows whose target is negative and in columns from `vocab_size` on, whatever
+    their logits. `exponents` are those of `softmax_statistics`.
+    """
     assert all(t.is_contiguous() for t in (logits, targets, exponents))
     assert (logits.dtype, targets.dtype, exponents.dtype) == (torch.bfloat16, torch.int64, torch.float32)
     m, n = logits.shape

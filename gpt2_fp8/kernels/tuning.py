@@ -1,8 +1,9 @@
-"""Which of cuBLASLt's algorithms a product runs with: the fastest of those that give the bits of its own first choice.
+"""Which of cuBLASLt's algorithms computes a GEMM: the fastest one with the same bits as cuBLASLt's first choice.
 
-cuBLASLt ranks its algorithms by a model of the GPU, and for GPT-2's sizes the best one is often not the first: by 3 to
-25 % in many forward products on an H200. Most of them differ in their tiles alone and sum in the same order, so their
-results are equal to the last bit; one that is not is passed over. A run is the same whichever was chosen.
+cuBLASLt ranks its algorithms by a model of the GPU. For GPT-2's sizes the best one is often not the first: in many
+forward GEMMs on an H200 it is 3 to 25 % faster. Most algorithms differ only in their tiles and sum in the same order,
+so their results are equal to the last bit. An algorithm with another result is rejected. A run's numbers so do not
+depend on the choice.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LAUNCHES = 5  # timed, of each algorithm
-GAIN = 0.99  # one that is not faster by 1 % is not worth a comparison
-WORTH = 2**34  # multiplications from which on there is something to gain
-SLICE = 2**24  # elements compared at a time
+LAUNCHES = 5  # timed launches of each algorithm
+GAIN = 0.99  # an algorithm must be at least 1 % faster
+WORTH_MULTIPLICATIONS = 2**34  # smaller GEMMs have little to gain
+SLICE_ELEMENTS = 2**24  # compared at a time
 
-Launch = Callable[[Any, Tensor], int]  # of an algorithm into an output; gives cuBLASLt's status
+Launch = Callable[[Any, Tensor], int]  # runs an algorithm into an output; returns cuBLASLt's status
 
 
 def fastest(algorithms: Sequence[Any], launch: Launch, out: Tensor, spare: Tensor) -> Any:
-    """The one of `algorithms` to use, the first being cuBLASLt's choice. `launch(algorithm, out)` multiplies operands
-    that do not change; `out` and `spare` are scratch, of one shape. Waits for the device."""
+    """Return the algorithm to use; the first of `algorithms` is cuBLASLt's choice. Waits for the device.
+
+    `launch(algorithm, out)` multiplies operands that do not change. `out` and `spare` are scratch memory of the same
+    shape.
+    """
     seconds = [_seconds(algorithm, launch, out) for algorithm in algorithms]
     order = sorted(range(len(seconds)), key=seconds.__getitem__)
     candidates = [i for i in order if seconds[i] < GAIN * seconds[0]]
@@ -39,7 +43,7 @@ def fastest(algorithms: Sequence[Any], launch: Launch, out: Tensor, spare: Tenso
 
 
 def _seconds(algorithm: Any, launch: Launch, out: Tensor) -> float:
-    """The median of several launches; infinite for an algorithm that refuses."""
+    """Return the median time of several launches; infinity for an algorithm that refuses."""
     if launch(algorithm, out):
         return float("inf")
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(LAUNCHES + 1)]
@@ -52,21 +56,21 @@ def _seconds(algorithm: Any, launch: Launch, out: Tensor) -> float:
 
 
 def _result(algorithm: Any, launch: Launch, out: Tensor) -> Tensor:
-    out.fill_(1.0)  # what a product that accumulates starts from
+    out.fill_(1.0)  # what an accumulating GEMM starts from
     launch(algorithm, out)
     return out
 
 
 def _equal(got: Tensor, want: Tensor) -> bool:
-    """Whether two tensors have the same bits; a slice at a time, since a comparison needs memory too."""
-    pairs = zip(got.view(-1).split(SLICE), want.view(-1).split(SLICE), strict=True)
+    """Return whether two tensors have the same bits. It compares slices, since a comparison needs memory too."""
+    pairs = zip(got.view(-1).split(SLICE_ELEMENTS), want.view(-1).split(SLICE_ELEMENTS), strict=True)
     return all(torch.equal(one.view(torch.int16), other.view(torch.int16)) for one, other in pairs)
 
 
 def operand(like: Tensor) -> Tensor:
-    """Normal numbers of a tensor's shape and type, by its own generator: the global one is the run's."""
+    """Draw normal numbers of a tensor's shape and dtype from an own generator: the global one belongs to the run."""
     generator = torch.Generator(like.device).manual_seed(like.numel())
     made = torch.empty_like(like)
-    for part in made.view(-1).split(SLICE):
+    for part in made.view(-1).split(SLICE_ELEMENTS):
         part.copy_(torch.randn(part.shape, device=like.device, generator=generator))
     return made

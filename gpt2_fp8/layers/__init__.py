@@ -1,20 +1,21 @@
-"""The decoder's blocks and head in three families, with the same parameter names, shapes and initial values, so that a
-state dict moves between them as it is:
+"""The decoder's blocks and head, in three families of layers.
+
+All families have the same parameter names, shapes and initial values, so a state dict moves between them unchanged:
 
 - `reference`: plain torch, for a CPU and for bf16 under `torch.compile`;
 - `te`: Transformer Engine's modules, for every FP8 recipe;
-- `fused`: FP8 products chained by our own kernels, for delayed scaling on Hopper, and faster there.
+- `fused`: FP8 GEMMs chained by our own kernels, for delayed scaling on Hopper. It is the fastest there.
 
-`reference` and `te` offer the same five layers, of which `block.Composed` builds blocks and heads:
+`reference` and `te` offer the same five layers. `block.Composed` builds blocks and heads from them:
 
 - `layer_norm_linear(in_features, out_features, norm, bias, fp8)`: `layer_norm_*, weight[, bias]`
 - `linear(in_features, out_features, bias, fp8)`: `weight[, bias]`
 - `layer_norm_mlp(n_embd, mlp, norm, bias, fp8, recompute)`: `layer_norm_*, fc1_weight[, fc1_bias], fc2_weight[, ...]`
-- `head(n_embd, rows, norm, fp8)`: a `layer_norm_linear` without bias whose FP8 gradient is E5M2 whatever the blocks' is
+- `head(n_embd, padded_vocab_size, norm, fp8)`: a `layer_norm_linear` without bias. Its FP8 gradient is always E5M2.
 - `attention(heads, dropout)`: causal attention over packed queries, keys and values; no parameters
 
 `norm`, `mlp` and `heads` are parts of a `block_spec.BlockSpec`. `NAME` and `OFFERS` say which options of it they have.
-Parameters are left for `model.initialise` to fill.
+Parameters are uninitialised: `model.initialise` fills them.
 """
 
 from __future__ import annotations
@@ -28,23 +29,29 @@ from gpt2_fp8.layers.delayed_scaling import Scales
 
 
 class Family(Protocol):
-    """What a decoder is built of. `fp8=False` keeps a part's products in bf16 where the others' are FP8."""
+    """The layers that a decoder is built from. `fp8=False` keeps a part's GEMMs in bf16."""
 
-    scales: Scales | None  # the state of the FP8 tensors where the family keeps it itself
+    scales: Scales | None  # the FP8 tensors' state, if the family keeps it itself
 
     def embed(self, ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Tokens and positions to the residual stream: see `embedding.embed`."""
+        """Add token and position embeddings: the start of the residual stream. See `embedding.embed`."""
         ...
 
     def why_not(self, spec: BlockSpec) -> str | None:
-        """Name the options of a block that these layers lack, for people; None if they can compute it."""
+        """Name the options of a block that these layers lack, for people; None if they have all."""
         ...
 
     def block(self, spec: BlockSpec, fp8: bool) -> nn.Module:
-        """Called as `block(x, is_first_microbatch)`, x: [batch, tokens, n_embd]; returns the same shape."""
+        """Build one block. It is called as `block(x, is_first_microbatch)`.
+
+        x: [batch, tokens, n_embd]. The block returns the same shape.
+        """
         ...
 
-    def head(self, spec: BlockSpec, rows: int, fp8: bool) -> nn.Module:
-        """Called as `head(x, is_first_microbatch)`; returns logits [batch, tokens, rows]. Its parameters are
-        `layer_norm_weight`, `layer_norm_bias` and `weight`. It may offer `loss(...)`: see `head.Head`."""
+    def head(self, spec: BlockSpec, padded_vocab_size: int, fp8: bool) -> nn.Module:
+        """Build the head. It is called as `head(x, is_first_microbatch)`.
+
+        It returns logits [batch, tokens, padded_vocab_size]. Its parameters are `layer_norm_weight`, `layer_norm_bias`
+        and `weight`. It may offer `loss(...)`: see `head.Head`.
+        """
         ...

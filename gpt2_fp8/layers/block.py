@@ -1,4 +1,4 @@
-"""A decoder's block from single layers, as its description says."""
+"""A decoder's block built from single layers, as its `BlockSpec` says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpt2_fp8.layers.embedding import embed
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each added to the residual stream. x: [batch, tokens, n_embd]."""
+    """Attention and an MLP, each added to the residual stream. x: [batch, tokens, n_embd]."""
 
     def __init__(self, spec: BlockSpec, layers: Any, fp8: bool, recompute: bool):
         super().__init__()
@@ -24,13 +24,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
+        """Compute the block. See `layers.Family.block`."""
         y = self.attention(self.qkv(x, is_first_microbatch))
         x = x + self.dropout(self.projection(y, is_first_microbatch))
         return x + self.dropout(self.mlp(x, is_first_microbatch))
 
 
 class Composed:
-    """The family of a module that offers the five layers named in the package."""
+    """The family of a module that offers the five layers named in the package `layers`."""
 
     scales: Scales | None = None
     embed = staticmethod(embed)
@@ -46,6 +47,6 @@ class Composed:
         """See `layers.Family`."""
         return Block(spec, self.layers, fp8, self.recompute)
 
-    def head(self, spec: BlockSpec, rows: int, fp8: bool) -> nn.Module:
+    def head(self, spec: BlockSpec, padded_vocab_size: int, fp8: bool) -> nn.Module:
         """See `layers.Family`."""
-        return self.layers.head(spec.n_embd, rows, spec.norm, fp8)
+        return self.layers.head(spec.n_embd, padded_vocab_size, spec.norm, fp8)

@@ -1,6 +1,6 @@
-"""Which kernels compute the fused layers at the shapes of a run, and why not the faster ones where they do not.
+"""Which kernels compute the fused layers at a run's shapes, and why not the faster ones.
 
-Each of these follows what decides it: `product_gelu.fits`, `layer_norm_rows.fits`, `cast_lines.fits`,
+Each answer follows the function that decides: `product_gelu.fits`, `layer_norm_rows.fits`, `cast_lines.fits`,
 `attention.why_not_flash`.
 """
 
@@ -12,18 +12,21 @@ from gpt2_fp8.kernels import nvrtc, shapes
 from gpt2_fp8.layers import attention
 
 
-def chosen(rows: int, n_head: int, n_embd: int, vocabulary_rows: int) -> dict[str, str]:
-    """By what they compute. `rows` of a micro-batch, sequences times tokens; `vocabulary_rows` of the embedding."""
+def chosen(rows: int, n_head: int, n_embd: int, padded_vocab_size: int) -> dict[str, str]:
+    """Describe the kernel of each part of the fused layers, by the part.
+
+    `rows`: of a micro-batch, sequences times tokens. `padded_vocab_size`: rows of the embedding.
+    """
     missing, heads = nvrtc.missing() is not None, gpt2_heads(n_head, n_embd)
     gelu = shapes.why_no_product(rows, gpt2_mlp(n_embd).width, n_embd)
-    logits = shapes.why_no_product(rows, vocabulary_rows, n_embd)
-    if missing or n_embd > shapes.WIDEST:
-        norm = "in Triton, over tiles" + ("" if missing else f" (rows are wider than {shapes.WIDEST:,})")
+    logits = shapes.why_no_product(rows, padded_vocab_size, n_embd)
+    if missing or n_embd > shapes.WIDEST_COLUMNS:
+        norm = "in Triton, over tiles" + ("" if missing else f" (rows are wider than {shapes.WIDEST_COLUMNS:,})")
     else:
         norm = "in CUDA C++, over rows"
     flash = attention.why_not_flash(heads)
     return {
-        "gelu": _product("in its products", "beside its products, in Triton", gelu, missing),
+        "gelu": _product("inside its GEMMs", "outside its GEMMs, in Triton", gelu, missing),
         "logits": _product("with their statistics", "without their statistics", logits, missing),
         "normalisation": norm,
         "casts": f"in {'Triton' if missing else 'CUDA C++'}",
@@ -32,7 +35,7 @@ def chosen(rows: int, n_head: int, n_embd: int, vocabulary_rows: int) -> dict[st
 
 
 def slower() -> list[str]:
-    """What is there and does not work, or is missing, so that slower kernels do its work."""
+    """List what is missing or broken on this machine, so that slower kernels do its work."""
     flash = attention.why_no_flash()
     return [reason for reason in (nvrtc.missing(), None if flash == NOT_INSTALLED else flash) if reason]
 

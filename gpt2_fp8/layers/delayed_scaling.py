@@ -1,8 +1,8 @@
-"""Delayed scaling: every FP8 tensor of a model is cast with a scale taken from its largest magnitudes of past steps.
+"""Delayed scaling: every FP8 tensor of a model is quantized with a scale taken from its amaxes of past steps.
 
-One row of tensors holds the whole model's state, so that a step's update is a handful of launches. Scales change once
-an optimizer step, at its first forward, and are the same in all its micro-batches, and on all ranks: those have agreed
-about the magnitudes at the end of the step before (`precision.state.agree`).
+One row of tensors holds the whole model's state, so that a step's update takes only a few kernel launches. Scales
+change once an optimizer step, at its first forward. They are the same in all its micro-batches and on all ranks: the
+ranks agreed about the amaxes at the end of the step before (`precision.state.agree`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gpt2_fp8.kernels.slot import LARGEST, Slot
 Direction = Literal["forward", "gradient"]
 TENSORS = ("scale", "scale_inv", "history", "largest")
 
-# Scales stay within its inverse and it: products multiply two inverses, and 2^-120 is a normal float32 still, which
-# kernels that flush subnormal numbers read as it is.
+# Scales stay between 1 / LARGEST_SCALE and LARGEST_SCALE. GEMMs multiply two inverse scales, and 2^-120 is still a
+# normal float32: kernels that flush subnormal numbers to 0 read it correctly.
 LARGEST_SCALE = 2.0**60
 
 
 class Place(NamedTuple):
-    """Which of a model's FP8 tensors: the forward's and the gradients' are counted apart."""
+    """The index of one FP8 tensor of a model. Forward tensors and gradients are counted separately."""
 
     direction: Direction
     number: int
@@ -34,27 +34,30 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """scale = largest of the format / (largest magnitude of the last `history` steps) / 2^margin. And whether the
-    blocks' products that give input gradients sum in the tensor cores alone, to some 14 bits."""
+    """The settings: scale = format's largest number / (amax of the last `history` steps) / 2^margin.
+
+    `fast_accumulation`: the GEMMs for the blocks' input gradients sum only in the tensor cores, to about 14 bits.
+    """
 
     history: int
     margin: int
-    most_recent: bool  # take the last step's magnitude alone
+    most_recent: bool  # use only the last step's amax
     forward: torch.dtype  # of activations and weights
     gradient: torch.dtype
     fast_accumulation: bool = False
 
 
 class Scales(nn.Module):
-    """The scales of a model. Layers `reserve` their tensors while they are built; `allocate` ends that.
+    """The scales of a model. Layers `reserve` their tensors while they are built; then `allocate` creates them.
 
-    Its tensors are no buffers: data parallelism would write rank 0's magnitudes over the others' before each step. They
-    are not in the state dict either: `precision.state` saves them through `fp8_meta`, as it does Transformer Engine's.
+    The tensors are not registered as buffers: data parallelism would overwrite the other ranks' amaxes with rank 0's
+    before each step. They are not in the state dict either: `precision.state` saves them through `fp8_meta`, as
+    Transformer Engine's.
     """
 
     scale: Tensor  # float32 [tensors]
-    scale_inv: Tensor  # float32 [tensors, 4], the first counts: cuBLASLt reads scales at multiples of 16 bytes
-    history: Tensor  # float32 [steps, tensors]; row 0 is the step under way
+    scale_inv: Tensor  # float32 [tensors, 4]; only column 0 is used: cuBLASLt needs scales at multiples of 16 bytes
+    history: Tensor  # float32 [steps, tensors]; row 0 belongs to the current step
     largest: Tensor  # float32 [tensors]
 
     def __init__(self, settings: DelayedScaling):
@@ -64,12 +67,12 @@ class Scales(nn.Module):
         self._slots: dict[Place, Slot] = {}
 
     def reserve(self, direction: Direction) -> Place:
-        """A place for one more FP8 tensor."""
+        """Return the place of one more FP8 tensor."""
         self._counts[direction] += 1
         return Place(direction, self._counts[direction] - 1)
 
     def allocate(self, device: torch.device) -> None:
-        """Make the tensors: every scale 1, no magnitude seen."""
+        """Create the tensors: every scale is 1, every amax 0."""
         largest = [
             LARGEST[getattr(self.settings, direction)]
             for direction, count in self._counts.items()
@@ -85,7 +88,7 @@ class Scales(nn.Module):
         vars(self).update(values)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self._slots = {}  # they are views of tensors that may now be elsewhere
+        self._slots = {}  # slots are views of tensors that may now be on another device
         for name in TENSORS:
             if name in vars(self):
                 value = vars(self)[name]
@@ -93,7 +96,7 @@ class Scales(nn.Module):
         return super()._apply(fn, recurse)
 
     def slot(self, place: Place) -> Slot:
-        """Views of one tensor's scale and of where its magnitude goes."""
+        """Return views of one tensor's scale and of where its amax is recorded."""
         if place not in self._slots:
             start = self._columns(place.direction).start + place.number
             one = slice(start, start + 1)
@@ -106,9 +109,9 @@ class Scales(nn.Module):
         return slice(0, forward) if direction == "forward" else slice(forward, forward + gradient)
 
     def begin(self, is_first_microbatch: bool | None) -> None:
-        """Before a forward. In training, a step's first one turns the magnitudes of the steps before into scales."""
+        """Prepare for a forward. In training, a step's first one turns the amaxes of past steps into scales."""
         if not (self.training and torch.is_grad_enabled()):
-            self.scale_inv.copy_((1 / self.scale)[:, None])  # they may just have come from a checkpoint
+            self.scale_inv.copy_((1 / self.scale)[:, None])  # the scales may just have come from a checkpoint
         elif is_first_microbatch is not False:
             self.update()
             self.history.copy_(self.history.roll(1, 0))
@@ -116,8 +119,11 @@ class Scales(nn.Module):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Turn the magnitudes seen so far into scales. One that is not finite counts for nothing; a tensor of which no
-        other was seen keeps its scale. For magnitudes that have jumped see `precision.magnitudes`."""
+        """Turn the amaxes seen so far into scales.
+
+        An amax that is not finite is ignored. A tensor without any other amax keeps its scale. For amaxes that have
+        jumped see `precision.magnitudes`.
+        """
         self.history.nan_to_num_(nan=0.0, posinf=0.0)
         amax = self.history[0] if self.settings.most_recent else self.history.amax(0)
         fresh = self.largest / amax * 2.0**-self.settings.margin
@@ -127,7 +133,7 @@ class Scales(nn.Module):
 
     @property
     def fp8_meta(self) -> dict[str, Any]:
-        """The state as Transformer Engine's layers name theirs: by direction, `scale` [n] and `amax_history`."""
+        """The state under Transformer Engine's names: by direction, `scale` [n] and `amax_history` [steps, n]."""
         columns = {"scaling_fwd": self._columns("forward"), "scaling_bwd": self._columns("gradient")}
         return {
             name: SimpleNamespace(scale=self.scale[part], amax_history=self.history[:, part])

@@ -1,4 +1,4 @@
-"""Tokens and positions to the residual stream: [batch, tokens] -> [batch, tokens, d]."""
+"""Token and position embeddings, added: [batch, tokens] -> [batch, tokens, d]."""
 
 from __future__ import annotations
 
@@ -11,23 +11,29 @@ from torch.autograd.function import once_differentiable
 
 
 def embed(ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-    """tokens[ids] + positions, in plain torch; in the autocast dtype, or the parameters' without autocast.
+    """Compute tokens[ids] + positions in plain torch, in the autocast dtype or else the parameters'.
 
-    ids: integers [batch, T]; tokens [rows, d]; positions [P, d], T <= P.
+    ids: integers [batch, T]; tokens [padded_vocab_size, d]; positions [P, d], T <= P.
     """
     x = F.embedding(ids, tokens) + positions[: ids.shape[1]]
     return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
 
 
 def fused_embed(ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-    """The same in one kernel, to bfloat16, for tokens that are tied to the head. Their gradient here is added to what
-    the head's backward has left in `tokens.grad`, row by row: no dense gradient is made for it."""
+    """Compute the same in one kernel, to bfloat16, for tokens that are tied to the head.
+
+    The token gradient is added row by row to what the head's backward has left in `tokens.grad`. No dense gradient is
+    made.
+    """
     return _Embedding.apply(ids.contiguous(), [tokens], positions)
 
 
 class _Embedding(torch.autograd.Function):
-    """`tokens` come in a list, which autograd does not look into. The head's gradient then waits for nothing, and is
-    there when this backward, the last of all, adds to it."""
+    """The fused embedding. Its backward writes the parameters' `.grad` itself.
+
+    `tokens` is wrapped in a list so that autograd does not see it. The head's backward runs first and writes
+    `tokens.grad`; this backward runs last and adds to it.
+    """
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, tokens: list[Tensor], positions: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
-"""One weight's three FP8 products: forward, the gradient of its input, and its own gradient.
+"""One weight's three FP8 GEMMs: forward, the gradient of its input, and its own gradient.
 
-Shapes: x [M, K] goes in, y = x W^T + b [M, N] comes out. `x8` is x in FP8 as it lies, `x8t` its transpose.
+Shapes: x [M, K] is the input, y = x W^T + b [M, N] the output. `x8` is x in FP8 [M, K], `x8t` its transpose [K, M].
 
-Hopper's tensor cores keep some 14 bits of a sum; a product can have its sums promoted to float32 on the way, or go
-without ("fast accumulation"). The forward's go without, as Transformer Engine's do. The blocks' input gradients do
-where the user wants it: an error of 0.07 to 0.15 % for sums over 2,304 to 6,400 channels. The one that goes through
-GELU's derivative in the same kernel (`kernels.product_gelu`) always does: 0.04 %, where rounding it to bfloat16 in
-between cost 0.17 %.
+Hopper's tensor cores keep about 14 bits of a sum. A GEMM can promote its partial sums to float32 on the way, or not
+("fast accumulation"). Forward GEMMs do not promote, as Transformer Engine's do not.
+
+The blocks' input gradients use fast accumulation only if the user asks for it. Its error is 0.07 to 0.15 % for sums
+over 2,304 to 6,400 channels. The input gradient that passes GELU's derivative in the same kernel
+(`kernels.product_gelu`) always uses it. Its error is 0.04 %; rounding to bfloat16 in between would cost 0.17 %.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from gpt2_fp8.kernels.slot import Slot
 from gpt2_fp8.layers.delayed_scaling import Scales
 
 
-class Product(nn.Module):
-    """The FP8 side of one weight [N, K]: its casts, kept until the next `refresh`, and where in the model's scales the
-    three tensors of its products have theirs. Holds no parameter of its own, so that names stay the layers'.
+class FP8Linear(nn.Module):
+    """The FP8 side of one weight [N, K]: its FP8 copies, and the places of its tensors' scales.
 
-    `own_gradient=False`: the caller knows the scale of y's gradient by itself.
+    The copies are kept until the next `refresh`. It holds no parameter, so that parameter names stay the layers'.
+    `own_gradient=False`: the caller knows the scale of y's gradient itself.
     """
 
     w8: Tensor  # [N, K]
     w8t: Tensor  # [K, N]
-    bias: Tensor | None  # bfloat16 [N]: cuBLASLt adds no other to bfloat16 products
+    bias: Tensor | None  # bfloat16 [N]: for bfloat16 output cuBLASLt adds no other dtype
 
     def __init__(self, scales: Scales, own_gradient: bool = True):
         super().__init__()
-        self.scales = [scales]  # in a list: the model registers it once, not every layer
+        self.scales = [scales]  # in a list: only the model registers this module, not every layer
         self.places = {"input": scales.reserve("forward"), "weight": scales.reserve("forward")}
         if own_gradient:
             self.places["gradient"] = scales.reserve("gradient")
         self.bias = None
 
     def slot(self, name: str) -> Slot:
-        """The slot of "input", "weight" or "gradient"."""
+        """Return the slot of "input", "weight" or "gradient"."""
         return self.scales[0].slot(self.places[name])
 
     @torch.no_grad()
     def refresh(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Cast the weight, in place of the cast before: a CUDA graph may have recorded where it lies."""
+        """Quantize the weight again, in place: a CUDA graph may have recorded the address of its copies."""
         if not hasattr(self, "w8") or self.w8.device != weight.device:
             dtype = self.slot("weight").dtype
             self.w8 = torch.empty(weight.shape, dtype=dtype, device=weight.device)
@@ -58,36 +59,43 @@ class Product(nn.Module):
             self.bias.copy_(bias)
 
     def forward(self, x8: Tensor, add: Tensor | None = None) -> Tensor:
-        """x8 [M, K] -> bfloat16 [M, N]: x W^T + b [+ add [M, N]]."""
+        """Compute x W^T + b [+ add [M, N]] from x8 [M, K]: bfloat16 [M, N]."""
         out = torch.empty(x8.shape[0], self.w8.shape[0], dtype=torch.bfloat16, device=x8.device)
         scales = self.slot("input").scale_inv, self.slot("weight").scale_inv
         return matmul(x8, self.w8, out, *scales, bias=self.bias, add=add, fast_accumulate=True)
 
-    def forward_gelu(self, x8: Tensor, slot: Slot, h_alone: bool = False) -> tuple[Tensor, Tensor | None]:
-        """x8 [M, K] -> h = x W^T + b, bfloat16 [M, N], and gelu(h) in FP8 [M, N] as `slot` says. `h_alone`: the latter
-        is not asked for, but h must have the same bits."""
+    def forward_gelu(self, x8: Tensor, slot: Slot, only_h: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Compute h = x W^T + b, bfloat16 [M, N], and gelu(h) in FP8 [M, N], quantized with `slot`.
+
+        x8: [M, K]. `only_h`: gelu(h) is not needed, but h must have the same bits.
+        """
         if fits(x8, self.w8):
             scales = self.slot("input").scale_inv, self.slot("weight").scale_inv
             return product_gelu(Operands(x8, self.w8, *scales), self.bias, slot)
         h = self.forward(x8)
-        return h, None if h_alone else gelu_cast(h, slot)
+        return h, None if only_h else gelu_cast(h, slot)
 
     def input_gradient(self, g8: Tensor) -> Tensor:
-        """g8 [M, N], the gradient of what `forward` gave -> bfloat16 [M, K], that of x."""
+        """Compute the gradient of x, bfloat16 [M, K], from g8 [M, N], the gradient of `forward`'s result."""
         out = torch.empty(g8.shape[0], self.w8t.shape[0], dtype=torch.bfloat16, device=g8.device)
         scales = self.slot("gradient").scale_inv, self.slot("weight").scale_inv
         return matmul(g8, self.w8t, out, *scales, fast_accumulate=self.scales[0].settings.fast_accumulation)
 
     def input_gradient_gelu(self, g8: Tensor, h: Tensor, slot: Slot) -> GeluGradient:
-        """Where x = gelu(h), h bfloat16 [M, K]: the gradient of h, cast as `slot` says, and x again."""
+        """Compute the gradient of h for x = gelu(h), quantized with `slot`, and x again.
+
+        g8: [M, N], the gradient of `forward`'s result. h: bfloat16 [M, K].
+        """
         if fits(g8, self.w8t):
             scales = self.slot("gradient").scale_inv, self.slot("weight").scale_inv
             return product_gelu_backward(Operands(g8, self.w8t, *scales), h, slot, self.slot("input"))
         return gelu_backward_cast(self.input_gradient(g8), h, slot, self.slot("input"))
 
     def add_weight_gradient(self, weight: nn.Parameter, g8t: Tensor, x8t: Tensor) -> None:
-        """g8t [N, M], x8t [K, M]: the product is added to `weight.grad`, float32 [N, K], by itself. Autograd has
-        nothing to add, and is given None."""
+        """Add the weight's gradient to `weight.grad`, float32 [N, K], inside the GEMM.
+
+        g8t: [N, M]; x8t: [K, M]. Autograd is given None for this weight.
+        """
         scales = self.slot("gradient").scale_inv, self.slot("input").scale_inv
         if weight.grad is None:
             weight.grad = matmul(g8t, x8t, torch.empty_like(weight), *scales)
@@ -96,7 +104,7 @@ class Product(nn.Module):
 
 
 def add_vector_gradient(parameter: nn.Parameter | None, partial: Tensor) -> None:
-    """Partial column sums [P, N]: as `Product.add_weight_gradient`, for a vector [N]."""
+    """Sum partial column sums [P, N] into the `.grad` of a vector [N], as `FP8Linear.add_weight_gradient`."""
     if parameter is None:
         return
     add = parameter.grad is not None

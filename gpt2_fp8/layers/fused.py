@@ -1,13 +1,13 @@
-"""GPT-2's block as one chain of FP8 products and our own kernels, for delayed scaling on Hopper.
+"""GPT-2's block as one chain of FP8 GEMMs and our own kernels, for delayed scaling on Hopper.
 
-What a chain of modules cannot do and this does: the residual additions happen inside the products, the gradient of the
-residual stream is cast where the normalisation's backward computes it, and weight gradients are accumulated by the
-products themselves. Parameters have the names, shapes and initial values of the other layers.
+The chain does three things that separate modules cannot. Residual additions happen inside the GEMMs. The gradient of
+the residual stream is quantized in the kernel that computes it, the normalisation's backward. Weight gradients are
+accumulated by the GEMMs themselves. Parameters have the names, shapes and initial values of the other layers.
 
-A block's backward is written out by hand (`_BlockFunction`), in the order of the chain rule, with one exception:
-attention is differentiated by autograd, whatever kernel it is.
+A block's backward is written by hand (`_BlockFunction`), in the order of the chain rule, with one exception: autograd
+differentiates attention, whatever kernel computes it.
 
-Shapes: M = batch * tokens rows, d = n_embd, f = the perceptron's hidden channels. `x8` is x in FP8 [M, d], `x8t` its
+Shapes: M = batch * tokens rows, d = n_embd, f = hidden channels of the MLP. `x8` is x in FP8 [M, d], `x8t` its
 transpose [d, M].
 """
 
@@ -25,16 +25,15 @@ from gpt2_fp8.kernels.layer_norm import LayerNormGradient, Statistics, layer_nor
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.attention import attention
 from gpt2_fp8.layers.delayed_scaling import Scales
-from gpt2_fp8.layers.fp8_linear import Product, add_vector_gradient
+from gpt2_fp8.layers.fp8_linear import FP8Linear, add_vector_gradient
 from gpt2_fp8.layers.received import Received
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each added to the residual stream; the FP8 twin of `layers.block.Block`.
+    """Attention and an MLP, each added to the residual stream; the FP8 form of `layers.block.Block`.
 
-    `recompute`: the perceptron's hidden layer is computed again in the backward, and does not wait in memory.
-    `below`: the block whose output this one's input is. Its backward needs the gradient of that in FP8, and this one's
-    last kernel casts it on the way out.
+    `recompute`: the MLP's hidden layer is computed again in the backward instead of being kept in memory. `below`: the
+    block that feeds this one. Its backward needs its output's gradient in FP8: this block's last kernel writes it.
     """
 
     def __init__(self, spec: BlockSpec, scales: Scales, recompute: bool, below: Block | None):
@@ -44,64 +43,70 @@ class Block(nn.Module):
         self.attention = attention(heads)
         self.projection = reference.Linear(heads.queries, d, bias)
         self.mlp = reference.LayerNormMLP(d, spec.mlp, norm, bias)
-        self.products = Products(*(Product(scales) for _ in range(4)))
-        self.below = [below]  # in a list: it is no part of this module
-        self.received: Received | None = None  # the gradient of the output, cast
+        self.linears = FP8Linears(*(FP8Linear(scales) for _ in range(4)))
+        self.below = [below]  # in a list: it is not a submodule of this one
+        self.received: Received | None = None  # the gradient of the output, in FP8
 
     def discard(self) -> None:
-        """Let go of what a backward that did not come to its end has left here."""
+        """Drop what an unfinished backward has left here."""
         self.received = None
 
     def refresh(self) -> None:
-        """Cast the weights to FP8."""
-        qkv, projection, fc1, fc2 = self.products
+        """Quantize the weights to FP8."""
+        qkv, projection, fc1, fc2 = self.linears
         qkv.refresh(self.qkv.weight, self.qkv.bias)
         projection.refresh(self.projection.weight, self.projection.bias)
         fc1.refresh(self.mlp.fc1_weight, self.mlp.fc1_bias)
         fc2.refresh(self.mlp.fc2_weight, self.mlp.fc2_bias)
 
     def hidden(self, middle: Tensor, again: bool = False) -> tuple[Tensor | None, Hidden]:
-        """The perceptron's GELU, [M, f] in FP8, and what its backward needs: that alone when it is made `again`."""
-        fc1, mlp = self.products.fc1, self.mlp
+        """Compute the MLP's GELU, FP8 [M, f], and what its backward needs.
+
+        `again`: only the latter is computed; the first result is None or unused.
+        """
+        fc1, mlp = self.linears.fc1, self.mlp
         y8, y8t, statistics = layer_norm_cast(
             middle, mlp.layer_norm_weight, mlp.layer_norm_bias, mlp.epsilon, fc1.slot("input")
         )
-        h, z8 = fc1.forward_gelu(y8, self.products.fc2.slot("input"), h_alone=again)
+        h, z8 = fc1.forward_gelu(y8, self.linears.fc2.slot("input"), only_h=again)
         return z8, Hidden(h, y8t, statistics)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
-        """x: bfloat16 [batch, tokens, d]; returns the same."""
+        """Compute the block. x: bfloat16 [batch, tokens, d]; returns the same shape and dtype."""
         if is_first_microbatch is not False:
             self.refresh()
-        # inside of a Function gradients are always off, and parameters always want theirs
+        # Inside a Function gradients are always off and parameters always require theirs, so the mode is passed in.
         return _BlockFunction.apply(x, self, torch.is_grad_enabled(), *self.parameters())
 
 
-class Products(NamedTuple):
-    """A block's four."""
+class FP8Linears(NamedTuple):
+    """The four linear layers of a block."""
 
-    qkv: Product
-    projection: Product
-    fc1: Product
-    fc2: Product
+    qkv: FP8Linear
+    projection: FP8Linear
+    fc1: FP8Linear
+    fc2: FP8Linear
 
 
 class Hidden(NamedTuple):
-    """What a block's backward needs of its perceptron's hidden layer."""
+    """What a block's backward needs of its MLP's hidden layer."""
 
-    h: Tensor  # what GELU was taken of: bfloat16 [M, f]
-    y8t: Tensor  # the transposed input of its product
+    h: Tensor  # the input of GELU: bfloat16 [M, f]
+    y8t: Tensor  # the transposed input of its GEMM, FP8 [d, M]
     statistics: Statistics  # of the normalisation before it
 
 
 class _BlockFunction(torch.autograd.Function):
-    """A block by hand. The parameters are arguments so that autograd asks for their gradients; it is given none, since
-    they are added to `.grad` here."""
+    """A block with a backward by hand.
+
+    The parameters are arguments so that autograd runs the backward. It gets None for them: their gradients are added to
+    `.grad` here.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: Block, training: bool, *parameters: nn.Parameter) -> Tensor:
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
-        qkv, projection, _, fc2 = block.products
+        qkv, projection, _, fc2 = block.linears
         norm = block.qkv
         y8, y8t, statistics = layer_norm_cast(
             x, norm.layer_norm_weight, norm.layer_norm_bias, norm.epsilon, qkv.slot("input"), training
@@ -128,23 +133,30 @@ class _BlockFunction(torch.autograd.Function):
         assert ctx.attention is not None, "one backward only"
         dout = upstream[0].reshape(x.shape).contiguous()
         hidden = ctx.hidden or block.hidden(middle, again=True)[1]
-        attention, ctx.hidden, ctx.attention = ctx.attention, None, None  # the graph outlives its backward
-        into_middle = _perceptron_backward(block, dout, middle, hidden)
+        # freed here: autograd's graph lives longer than its backward
+        attention, ctx.hidden, ctx.attention = ctx.attention, None, None
+        into_middle = _mlp_backward(block, dout, middle, hidden)
         dx = _attention_backward(block, into_middle, x, ctx.statistics, y8t, o8t, attention)
         return dx.view(upstream[0].shape), None, None, *ctx.nothing
 
 
 def _cast_output_gradient(block: Block, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`dout` [M, d] in both layouts, and its partial column sums: as the block above has left them, or made here."""
+    """Return `dout` [M, d] in FP8 in both layouts, and its partial column sums.
+
+    The block above may have left them (`received`); otherwise they are computed here.
+    """
     received, block.received = block.received, None
     if received is not None and received.is_of(dout):
         return received.gradient.q, received.gradient.qt, received.gradient.sums[:, 2]
-    return cast_transpose(dout, block.products.fc2.slot("gradient"), sums=True)
+    return cast_transpose(dout, block.linears.fc2.slot("gradient"), sums=True)
 
 
-def _perceptron_backward(block: Block, dout: Tensor, middle: Tensor, hidden: Hidden) -> LayerNormGradient:
-    """From the gradient of a block's output, [M, d], to that of its middle; the parameters' into `.grad`."""
-    mlp, fc1, fc2 = block.mlp, block.products.fc1, block.products.fc2
+def _mlp_backward(block: Block, dout: Tensor, middle: Tensor, hidden: Hidden) -> LayerNormGradient:
+    """Compute the gradient at a block's middle from that of its output `dout` [M, d].
+
+    The gradients of the MLP's parameters are added to their `.grad`.
+    """
+    mlp, fc1, fc2 = block.mlp, block.linears.fc1, block.linears.fc2
     g8, g8t, sums = _cast_output_gradient(block, dout)
     add_vector_gradient(mlp.fc2_bias, sums)
     inner = fc2.input_gradient_gelu(g8, hidden.h, fc1.slot("gradient"))
@@ -152,7 +164,7 @@ def _perceptron_backward(block: Block, dout: Tensor, middle: Tensor, hidden: Hid
     add_vector_gradient(mlp.fc1_bias, inner.sums)
     fc1.add_weight_gradient(mlp.fc1_weight, inner.qt, hidden.y8t)
     dy = fc1.input_gradient(inner.q)
-    slot = block.products.projection.slot("gradient")
+    slot = block.linears.projection.slot("gradient")
     result = layer_norm_backward(dy, middle, hidden.statistics, mlp.layer_norm_weight, dout, slot)
     add_vector_gradient(mlp.layer_norm_weight, result.sums[:, 0])
     add_vector_gradient(mlp.layer_norm_bias, result.sums[:, 1])
@@ -163,8 +175,11 @@ def _attention_backward(
     block: Block, into_middle: LayerNormGradient, x: Tensor, statistics: Statistics, y8t: Tensor, o8t: Tensor,
     attention: tuple[Tensor, Tensor],
 ) -> Tensor:  # fmt: skip
-    """From the gradient of a block's middle to that of its input, [M, d]; the parameters' into `.grad`."""
-    qkv, projection = block.products.qkv, block.products.projection
+    """Compute the gradient of a block's input, [M, d], from that at its middle.
+
+    The gradients of attention's parameters are added to their `.grad`.
+    """
+    qkv, projection = block.linears.qkv, block.linears.projection
     weight, bias = block.projection.weight, block.projection.bias
     add_vector_gradient(bias, into_middle.sums[:, 2])
     projection.add_weight_gradient(weight, into_middle.qt, o8t)
@@ -177,7 +192,7 @@ def _attention_backward(
     qkv.add_weight_gradient(norm.weight, g8t, y8t)
     dy = qkv.input_gradient(g8)
     below = block.below[0]
-    slot = None if below is None else below.products.fc2.slot("gradient")
+    slot = None if below is None else below.linears.fc2.slot("gradient")
     result = layer_norm_backward(dy, x, statistics, norm.layer_norm_weight, into_middle.dx, slot)
     if below is not None:
         below.received = Received(result)

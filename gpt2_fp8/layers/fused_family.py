@@ -16,7 +16,7 @@ OFFERS = GPT2_OPTIONS - {Option.DROPOUT}
 
 
 class Fused:
-    """A block or head that is to stay in bf16 is Transformer Engine's."""
+    """The fused layers. A block or head that must stay in bf16 is built from Transformer Engine's layers."""
 
     embed = staticmethod(fused_embed)
 
@@ -24,7 +24,7 @@ class Fused:
         self.scales: Scales | None = Scales(settings)
         self.recompute = recompute
         self._bf16 = Composed(te, recompute)
-        self._below: Block | None = None  # the last block built, where it is one of ours
+        self._below: Block | None = None  # the last block built, if it is a fused one
 
     def why_not(self, spec: BlockSpec) -> str | None:
         """See `layers.Family`."""
@@ -39,7 +39,9 @@ class Fused:
         self._below = Block(spec, self.scales, self.recompute, self._below)
         return self._below
 
-    def head(self, spec: BlockSpec, rows: int, fp8: bool) -> nn.Module:
+    def head(self, spec: BlockSpec, padded_vocab_size: int, fp8: bool) -> nn.Module:
         """See `layers.Family`."""
         assert self.scales is not None
-        return Head(spec, rows, self.scales) if fp8 else self._bf16.head(spec, rows, fp8=False)
+        return (
+            Head(spec, padded_vocab_size, self.scales) if fp8 else self._bf16.head(spec, padded_vocab_size, fp8=False)
+        )

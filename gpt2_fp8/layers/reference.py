@@ -29,6 +29,7 @@ class LayerNormLinear(nn.Module):
         self.bias = _parameter(out_features) if bias else None
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """Compute y. `is_first_microbatch` has no effect here."""
         x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
         return F.linear(x, self.weight, self.bias)
 
@@ -42,11 +43,12 @@ class Linear(nn.Module):
         self.bias = _parameter(out_features) if bias else None
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """Compute y. `is_first_microbatch` has no effect here."""
         return F.linear(x, self.weight, self.bias)
 
 
 class LayerNormMLP(nn.Module):
-    """LayerNorm, a projection to the hidden layer, GELU (tanh form, as GPT-2), and back. x, y: [..., n_embd]."""
+    """LayerNorm, a linear to the hidden layer, GELU (tanh form, as GPT-2), and a linear back. x, y: [..., n_embd]."""
 
     def __init__(self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, recompute: bool = False):
         super().__init__()
@@ -59,6 +61,7 @@ class LayerNormMLP(nn.Module):
         self.fc2_bias = _parameter(n_embd) if bias else None
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """Compute y. `is_first_microbatch` has no effect here."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._forward, x, use_reentrant=False)
         return self._forward(x)
@@ -70,44 +73,48 @@ class LayerNormMLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention. qkv: [batch, tokens, heads.packed], queries first, then keys, then values, heads contiguous
-    within each; returns [batch, tokens, heads.queries]."""
+    """Causal attention.
+
+    qkv: [batch, tokens, heads.packed]: queries, then keys, then values, and within each head after head. Returns
+    [batch, tokens, heads.queries].
+    """
 
     def __init__(self, heads: Heads, dropout: float):
         super().__init__()
         self.n_head, self.dropout = heads.n_head, dropout
 
     def forward(self, qkv: Tensor) -> Tensor:
+        """Compute attention, with dropout only in training."""
         return causal_attention(qkv, self.n_head, self.dropout if self.training else 0.0)
 
 
 def causal_attention(qkv: Tensor, n_head: int, dropout: float = 0.0) -> Tensor:
-    """Compute what `Attention` does, through torch's choice of kernel. Queries, keys and values have equal heads."""
+    """Compute what `Attention` does, with the kernel that torch chooses. Queries, keys and values have equal heads."""
     q, k, v = (part.unflatten(2, (n_head, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))
     y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     return y.transpose(1, 2).flatten(2)
 
 
 def layer_norm_linear(in_features: int, out_features: int, norm: Norm, bias: bool, fp8: bool) -> nn.Module:
-    """See the package. `fp8` means nothing here."""
+    """Build what the package describes. `fp8` has no effect here."""
     return LayerNormLinear(in_features, out_features, norm, bias)
 
 
-def head(n_embd: int, rows: int, norm: Norm, fp8: bool) -> nn.Module:
-    """See the package. `fp8` means nothing here."""
-    return LayerNormLinear(n_embd, rows, norm, bias=False)
+def head(n_embd: int, padded_vocab_size: int, norm: Norm, fp8: bool) -> nn.Module:
+    """Build what the package describes. `fp8` has no effect here."""
+    return LayerNormLinear(n_embd, padded_vocab_size, norm, bias=False)
 
 
 def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
-    """See the package. `fp8` means nothing here."""
+    """Build what the package describes. `fp8` has no effect here."""
     return Linear(in_features, out_features, bias)
 
 
 def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: bool, recompute: bool) -> nn.Module:
-    """See the package. `fp8` means nothing here."""
+    """Build what the package describes. `fp8` has no effect here."""
     return LayerNormMLP(n_embd, mlp, norm, bias, recompute)
 
 
 def attention(heads: Heads, dropout: float) -> nn.Module:
-    """See the package."""
+    """Build what the package describes."""
     return Attention(heads, dropout)

@@ -1,7 +1,7 @@
-"""The layers of Transformer Engine: normalisation, cast to FP8, product, bias and GELU fused.
+"""Transformer Engine's layers: normalisation, quantization to FP8, GEMM, bias and GELU fused.
 
-Parameters are float32; activations take the dtype of `torch.autocast`, and products are FP8 inside `te.autocast`.
-Importing this module needs nothing; calling its functions needs Transformer Engine and a CUDA device.
+Parameters are float32. Activations take the dtype of `torch.autocast`, and GEMMs are FP8 inside `te.autocast`.
+Importing this module needs nothing. Calling its functions needs Transformer Engine and a CUDA device.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ def _without_fp8() -> AbstractContextManager[None]:
 
 
 def _gradient_in_e5m2() -> AbstractContextManager[None]:
-    """The region that is entered, but with gradients in E5M2. For the head: its gradient reaches from 1 down to the
-    probabilities of rare tokens, which E4M3 casts to 0 below 2^-18, so nothing would push those tokens down."""
+    """Enter the current FP8 region again, but with gradients in E5M2. For the head.
+
+    The head's gradient reaches from 1 down to the probabilities of rare tokens. E4M3 rounds values below 2^-18 to 0, so
+    nothing would push those tokens down.
+    """
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Format
 
@@ -46,10 +49,11 @@ def _gradient_in_e5m2() -> AbstractContextManager[None]:
 
 @functools.cache
 def _variant(name: str, region: Region = nullcontext) -> type[nn.Module]:
-    """A class of Transformer Engine with two changes.
+    """Derive a class from one of Transformer Engine's, with two changes.
 
-    It has no extra state: TE's own is a pickle, which it refuses to load itself since 2.18 (TransformerEngine#3123);
-    `precision.state` saves the scales as tensors. And its forward enters `region`, which is its `fp8_region` too.
+    First, it has no extra state. TE's own is a pickle, which TE itself refuses to load since 2.18
+    (TransformerEngine#3123). `precision.state` saves the scales as tensors instead. Second, its forward enters
+    `region`, also kept as `fp8_region`.
     """
     import transformer_engine.pytorch as te
 
@@ -60,7 +64,7 @@ def _variant(name: str, region: Region = nullcontext) -> type[nn.Module]:
             return base.forward(self, *args, **kwargs)
 
     members: dict[str, Any] = {
-        "get_extra_state": nn.Module.get_extra_state,  # torch leaves the key out when the method is Module's own
+        "get_extra_state": nn.Module.get_extra_state,  # torch omits the key if the method is Module's own
         "set_extra_state": nn.Module.set_extra_state,
         "fp8_region": staticmethod(region),
     }
@@ -79,24 +83,24 @@ def _options(bias: bool) -> dict[str, Any]:
 
 
 def layer_norm_linear(in_features: int, out_features: int, norm: Norm, bias: bool, fp8: bool) -> nn.Module:
-    """See the package."""
+    """Build what the package describes."""
     variant = _variant("LayerNormLinear", _region(fp8))
     return variant(in_features, out_features, eps=norm.epsilon, **_options(bias))
 
 
-def head(n_embd: int, rows: int, norm: Norm, fp8: bool) -> nn.Module:
-    """See the package."""
+def head(n_embd: int, padded_vocab_size: int, norm: Norm, fp8: bool) -> nn.Module:
+    """Build what the package describes."""
     region = _gradient_in_e5m2 if fp8 else _without_fp8
-    return _variant("LayerNormLinear", region)(n_embd, rows, eps=norm.epsilon, **_options(bias=False))
+    return _variant("LayerNormLinear", region)(n_embd, padded_vocab_size, eps=norm.epsilon, **_options(bias=False))
 
 
 def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
-    """See the package."""
+    """Build what the package describes."""
     return _variant("Linear", _region(fp8))(in_features, out_features, **_options(bias))
 
 
 def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: bool, recompute: bool) -> nn.Module:
-    """See the package."""
+    """Build what the package describes."""
     options = _options(bias)
     options["output_layer_init_method"] = options["init_method"]
     return _variant("LayerNormMLP", _region(fp8))(
@@ -105,7 +109,7 @@ def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: bool, rec
 
 
 class Attention(nn.Module):
-    """Causal attention through TE's choice of kernel (cuDNN on Hopper), in bf16: FP8 gains nothing at heads of 64.
+    """Causal attention with the kernel that TE chooses (cuDNN on Hopper), in bf16: FP8 gains nothing with heads of 64.
 
     qkv: [batch, tokens, heads.packed] as in `reference.Attention`; returns [batch, tokens, heads.queries].
     """
@@ -113,7 +117,7 @@ class Attention(nn.Module):
     def __init__(self, heads: Heads, dropout: float):
         super().__init__()
         self.split = split_along_dim()
-        # Transformer Engine 2.20 recommends its `qkv_layer=` argument instead, whose backward copies.
+        # Transformer Engine 2.20 recommends its argument `qkv_layer=` instead, but the backward of that copies.
         warnings.filterwarnings("ignore", message="Relying on pointer-based detection", category=DeprecationWarning)
         self.heads = heads
         self.kernel = _variant("DotProductAttention")(
@@ -121,6 +125,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, qkv: Tensor) -> Tensor:
+        """Compute attention."""
         batch, tokens, _ = qkv.shape
         packed = qkv.view(batch, tokens, 3, self.heads.n_head, self.heads.size)
         q, k, v = (part.squeeze(2) for part in self.split.apply(packed, 2, [1, 1, 1]))
@@ -128,5 +133,5 @@ class Attention(nn.Module):
 
 
 def attention(heads: Heads, dropout: float) -> nn.Module:
-    """See the package."""
+    """Build what the package describes."""
     return Attention(heads, dropout)

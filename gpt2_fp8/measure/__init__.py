@@ -1,1 +1,1 @@
-"""Measuring training: what the benchmark prints and what `precision=auto` decides by."""
+"""Measurements of training: the benchmark prints them, and `precision=auto` decides by them."""

@@ -1,17 +1,17 @@
-"""Causal attention by every kernel that is installed: `python -m gpt2_fp8.measure.attention OUT < REQUEST`.
+"""Causal attention by every installed kernel: `python -m gpt2_fp8.measure.attention OUT < REQUEST`.
 
-**Each row starts from one packed bf16 tensor [batch, tokens, 3 n_embd], as a model's QKV product leaves it, and ends in
-that tensor's packed gradient**: what splitting and copying a kernel needs is in its figure. Tables of kernels alone
-leave that out, and show more. Each kernel gets the cheapest way in that it offers.
+**Each row starts from one packed bf16 tensor [batch, tokens, 3 n_embd], as a model's QKV linear writes it, and ends in
+that tensor's packed gradient**. So its figures include what a kernel needs for splitting and copying. Tables of kernels
+without that show higher figures. Each kernel is called in the cheapest way that it offers.
 
-FLOPs are 4 batch n_head tokens^2 head_size / 2 forward (half of the matrix is masked, and not counted) and 3.5 times
-that with backward. "forward" keeps what backward needs. "error" is how far the first sequence's result and gradient are
-from float32, relative, in L2: a kernel that computes something else shows there. "times_standard" is the speed of
-forward and backward over that of materialised softmax. Memory is the peak of allocated GiB, the packed tensor and its
-gradient included.
+FLOPs are 4 batch n_head tokens^2 head_size / 2 forward (the masked half of the matrix is not counted), and 3.5 times
+that with backward. "forward" keeps what backward needs. "error" is the relative L2 distance of the first sequence's
+result and gradient from float32: it shows a kernel that computes something else. "times_standard" is the speed of
+forward and backward, relative to materialised softmax. Memory is the peak of allocated GiB, with the packed tensor and
+its gradient.
 
-REQUEST: {"models": [ModelConfig, ...], "micro_batch_size": B}. On a GPU the first model's heads are also measured at 8
-sequences of 2,048 tokens, a shape that published tables use; on a CPU shapes are small.
+REQUEST: {"models": [ModelConfig, ...], "micro_batch_size": B}. On a GPU the first model's heads are also measured with
+8 sequences of 2,048 tokens, a shape in published tables. On a CPU shapes are small.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from gpt2_fp8.measure.timing import Row, Unavailable, installed
 COLUMNS = (
     "forward_ms", "forward_tflops", "both_ms", "both_tflops", "times_standard", "peak_memory_gb", "error",
 )  # fmt: skip
-BACKWARD = 2.5  # its FLOPs over those of forward: five products, one of them recomputed, against two
+BACKWARD = 2.5  # FLOPs of backward relative to forward: five GEMMs, one of them a recomputation, to two
 PUBLISHED = (8, 2048)
 ON_CPU = (1, 64)  # at most
 
 
 class Shape(NamedTuple):
-    """What attention is computed over."""
+    """The sizes of one attention."""
 
     batch: int
     tokens: int
@@ -49,12 +49,12 @@ class Shape(NamedTuple):
 
     @property
     def n_embd(self) -> int:
-        """The width of queries, of keys and of values."""
+        """The width of queries, of keys and of values, each."""
         return self.n_head * self.head_size
 
     @property
     def heads(self) -> Heads:
-        """The same for a layer."""
+        """The heads, as a layer takes them."""
         return Heads(self.n_head, self.n_head, self.head_size)
 
 
@@ -62,7 +62,7 @@ Attend = Callable[[Tensor], Tensor]  # packed [batch, tokens, 3 n_embd] -> [batc
 
 
 def rows(request: Row) -> Iterator[Row]:
-    """A row for each shape and kernel."""
+    """Yield a row for each shape and kernel."""
     device = timing.here()
     shapes = [_shape(data, request["micro_batch_size"]) for data in request["models"]]
     if device == "cpu":
@@ -92,12 +92,12 @@ def _shape(data: Row, batch: int) -> tuple[str, Shape]:
 
 
 def forward_flops(shape: Shape) -> float:
-    """Of both products, over the half of the matrix that is not masked."""
+    """Count the FLOPs of both forward GEMMs, over the half of the matrix that is not masked."""
     return 4 * shape.batch * shape.n_head * shape.tokens**2 * shape.head_size / 2
 
 
 def measure(build: Callable[[Shape, str], Attend], shape: Shape, device: str) -> Row:
-    """A kernel's figures on random queries, keys and values."""
+    """Measure a kernel on random queries, keys and values."""
     attend = build(shape, device)
     torch.manual_seed(0)
     options = {"dtype": torch.bfloat16, "device": device}
@@ -124,8 +124,10 @@ def measure(build: Callable[[Shape, str], Attend], shape: Shape, device: str) ->
 
 
 def _error(attend: Attend, packed: Tensor, upstream: Tensor, shape: Shape, device: str) -> float:
-    """The larger of the errors of result and gradient, on the first sequence. `attend` gets the whole batch: a kernel
-    may be chosen by it."""
+    """Compute the larger of the errors of result and gradient, on the first sequence.
+
+    `attend` gets the whole batch, because a library may choose its kernel by the batch.
+    """
     exact = packed[:1].detach().float().requires_grad_()
     y = materialised(shape, device)(exact)
     (gradient,) = torch.autograd.grad(y, exact, upstream[:1].float())
@@ -136,7 +138,7 @@ def _error(attend: Attend, packed: Tensor, upstream: Tensor, shape: Shape, devic
 
 
 def materialised(shape: Shape, device: str) -> Attend:
-    """Softmax over a matrix of scores that lies in memory: attention as it was before there were kernels for it."""
+    """Build attention with a matrix of scores in memory, as before there were fused kernels."""
     masked = torch.ones(shape.tokens, shape.tokens, dtype=torch.bool, device=device).triu(1)
 
     def attend(packed: Tensor) -> Tensor:
@@ -150,7 +152,8 @@ def materialised(shape: Shape, device: str) -> Attend:
 
 def _standard(shape: Shape, device: str) -> Attend:
     if device == "cuda":
-        needed = 5 * 2 * shape.batch * shape.n_head * shape.tokens**2  # bytes of the matrices alive at once in backward
+        # bytes of the matrices that live at the same time in backward
+        needed = 5 * 2 * shape.batch * shape.n_head * shape.tokens**2
         free = torch.cuda.mem_get_info()[0]
         if needed > free:
             text = f"its matrices need about {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} are free"
@@ -159,7 +162,7 @@ def _standard(shape: Shape, device: str) -> Attend:
 
 
 def _sdpa(backend: str) -> Callable[[Shape, str], Attend]:
-    """The model's own layer in plain torch, held to one of torch's kernels."""
+    """Return the builder of the model's own plain-torch layer, limited to one of torch's kernels."""
 
     def build(shape: Shape, device: str) -> Attend:
         if not hasattr(SDPBackend, backend):
@@ -181,7 +184,7 @@ def _sdpa(backend: str) -> Callable[[Shape, str], Attend]:
 
 
 def _transformer_engine(shape: Shape, device: str) -> Attend:
-    """The model's own layer: bshd, split by SplitAlongDim, whose backward does not copy."""
+    """Build the model's own layer: layout bshd, split by SplitAlongDim, whose backward does not copy."""
     installed("transformer_engine.pytorch")
     return te.attention(shape.heads, dropout=0.0)
 
@@ -195,13 +198,16 @@ def _flash_3(shape: Shape, device: str) -> Attend:
 
 
 def _flash_4(shape: Shape, device: str) -> Attend:
-    """It takes queries, keys and values apart; their gradients are put together again by one copy."""
+    """Build FlashAttention 4. It takes queries, keys and values separately; one copy joins their gradients."""
     kernel = installed("flash_attn.cute").flash_attn_func
     return _packed(lambda packed, causal: kernel(*packed.unbind(2), causal=causal), shape)
 
 
 def _packed(kernel: Callable[..., Tensor | tuple[Tensor, ...]], shape: Shape) -> Attend:
-    """A kernel over [batch, tokens, 3, n_head, head_size]; some versions return the softmax's sums along."""
+    """Build attention from a kernel over [batch, tokens, 3, n_head, head_size].
+
+    Some versions of the kernel also return the softmax's sums.
+    """
 
     def attend(packed: Tensor) -> Tensor:
         y = kernel(packed.unflatten(2, (3, shape.n_head, shape.head_size)), causal=True)
@@ -210,7 +216,7 @@ def _packed(kernel: Callable[..., Tensor | tuple[Tensor, ...]], shape: Shape) ->
     return attend
 
 
-# What builds each, and the distributions whose version it has. Those that compile themselves at first use come last.
+# The builder of each, and the distributions that tell its version. Kernels that compile themselves come last.
 KERNELS: dict[str, tuple] = {
     "standard": (_standard, "torch"),
     "SDPA FLASH_ATTENTION": (_sdpa("FLASH_ATTENTION"), "torch"),

@@ -1,11 +1,11 @@
-"""What was measured on this machine before, for `precision=auto`: one JSON file in the user's cache folder.
+"""Earlier measurements on this machine for `precision=auto`: one JSON file in the user's cache folder.
 
-An answer belongs to its key: the machine, the GPU, the versions, and all of a configuration that speed or numbers
-depend on. The figures are kept and not the decision, so that the decision may follow other settings.
+An entry belongs to its key: the machine, the GPU, the versions, and every setting on which speed or numbers depend. It
+keeps the figures and not the decision, so that the decision can follow other settings.
 
-Nothing here can end a run: a file that cannot be read is replaced, and one that cannot be written costs the next run
-its time. Several processes may store at once; where the filesystem has no locks, one may undo what another stored at
-the same moment.
+Nothing here can end a run. A file that cannot be read is replaced; one that cannot be written costs the next run its
+time. Several processes may store at once. If the filesystem has no locks, one may undo what another stored at the same
+moment.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Measured = tuple[str, list[Figures]]  # the day, as YYYY-MM-DD, and what was mea
 
 
 def place() -> Path:
-    """The file: `gpt2_fp8/auto.json` in $XDG_CACHE_HOME, or in ~/.cache."""
+    """Return the path of the file: `gpt2_fp8/auto.json` in $XDG_CACHE_HOME, or in ~/.cache."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     folder = given if given.is_absolute() else Path(os.path.expanduser("~")) / ".cache"
     return folder / "gpt2_fp8" / "auto.json"
 
 
 def load(key: dict[str, Any]) -> Measured | None:
-    """What was measured under `key`, or None."""
+    """Return what was measured under `key`; None if there is nothing."""
     entry = _entries().get(_hash(key))
     if entry is None:
         return None
@@ -53,7 +53,7 @@ def load(key: dict[str, Any]) -> Measured | None:
 
 
 def store(key: dict[str, Any], measured_on: str, figures: Sequence[Figures]) -> None:
-    """Keep what was measured under `key`, beside what is there."""
+    """Store what was measured under `key`; other entries stay."""
     entry = {"key": key, "measured_on": measured_on, "figures": [_row(f) for f in figures]}
     try:
         place().parent.mkdir(parents=True, exist_ok=True)
@@ -65,8 +65,10 @@ def store(key: dict[str, Any], measured_on: str, figures: Sequence[Figures]) -> 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Hold the lock beside the file, which ends with the process that holds it. Raises OSError where it cannot be
-    opened; a filesystem that has no locks has none here."""
+    """Hold the lock beside the file. The lock ends with its process.
+
+    Raises OSError if the lock's file cannot be opened. A filesystem without locks is not locked.
+    """
     lock = durable.open_regular(place().with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
     try:
         with suppress(OSError):
@@ -77,7 +79,10 @@ def _alone() -> Iterator[None]:
 
 
 def _replace(content: dict[str, Any]) -> None:
-    """Replace the file by way of one that no other process writes to. Raises OSError, leaving what was there before."""
+    """Replace the file atomically, through a file that no other process writes.
+
+    Raises OSError and then changes nothing.
+    """
     with tempfile.TemporaryDirectory(prefix=".auto-", dir=place().parent) as own:
         durable.write_json(Path(own) / place().name, content)
         os.replace(Path(own) / place().name, place())
@@ -85,7 +90,7 @@ def _replace(content: dict[str, Any]) -> None:
 
 
 def _entries() -> dict[str, Any]:
-    """The file's entries; none where it is not there, damaged, or somebody else's."""
+    """Return the file's entries; {} if the file is missing, damaged, or another program's."""
     try:
         content = json.loads(place().read_text(encoding="utf-8"))
         if content["format"] == FORMAT and isinstance(content["entries"], dict):
@@ -104,7 +109,7 @@ def _hash(key: dict[str, Any]) -> str:
 
 
 def _row(figures: Figures) -> dict[str, Any]:
-    """For JSON, which has no word for numbers that are not finite: null."""
+    """Convert figures for JSON, which has no numbers that are not finite: they become null."""
     row = asdict(figures)
     for name in ("losses", "grad_norms"):
         row[name] = [value if math.isfinite(value) else None for value in row[name]]
@@ -112,7 +117,7 @@ def _row(figures: Figures) -> dict[str, Any]:
 
 
 def _figures(row: dict[str, Any]) -> Figures:
-    """The figures of a row. Raises TypeError, KeyError or ValueError for what `_row` cannot have made."""
+    """Convert a row back. Raises TypeError, KeyError or ValueError for a row that `_row` cannot have made."""
     numbers = {name: None if row[name] is None else float(row[name]) for name in _NUMBERS}
     lists = {
         name: [math.nan if value is None else float(value) for value in row[name]] for name in ("losses", "grad_norms")

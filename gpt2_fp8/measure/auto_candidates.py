@@ -1,7 +1,7 @@
 """What competes under `precision=auto`: bf16, and FP8 with each recipe, over a few steps of the run's own model.
 
-The steps take the run's micro-batch and optimizer, with text and a learning rate that are the same for every run. So
-their figures hold for each run of the same shape and optimizer, and are kept (`auto_cache`).
+The steps take the run's micro-batch and optimizer, with a text and a learning rate that are the same for every run. So
+their figures are valid for every run with the same shapes and optimizer, and are kept (`auto_cache`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from gpt2_fp8.precision.support import why_not_recipe
 log = logging.getLogger(__name__)
 
 FORMAT = "fp8_hybrid"
-RECIPES = ("mxfp8", "block", "current", "delayed")  # the most precise first: it wins where speeds are equal
+RECIPES = ("mxfp8", "block", "current", "delayed")  # the most precise first: it wins if speeds are equal
 WARMUP, STEPS = 5, 10
-LR = 3e-4  # for every run: a rate decides how soon losses part, and sweeps go over it
-OUT_OF_MEMORY = "out of memory"  # which a candidate may be for another process' sake
-CANDIDATE_SECONDS = 300.0  # for a candidate, compilation included
-# The text of the measurement: on every machine, read in this process, in one order, never validated on.
+LR = 3e-4  # the same for every run: it changes how soon losses differ, and sweeps vary it
+OUT_OF_MEMORY = "out of memory"  # may be caused by another process on the GPU, so it is never cached
+CANDIDATE_SECONDS = 300.0  # for one candidate, with compilation
+# The text of the measurement: available on every machine, read in this process, in one order, without validation.
 _DATA = StdlibData(
     name="stdlib", kind="stdlib", tokenizer="bytes", num_workers=0, seed=0, val_sequences=0, cache_dir=None
 )
@@ -50,8 +50,10 @@ _NO_PART = ("precision", "recipe", "callbacks", "logger", "run_name", "ckpt_path
 def concrete(
     config: RunConfig, precision: str, recipe: str | None, fallback: Literal["allow", "error"] = "allow"
 ) -> RunConfig:
-    """A `precision=auto` configuration in a precision of the others' and a recipe, the user's own where it was named.
-    `fallback`: of the FP8 precisions."""
+    """Replace `precision=auto` by the given precision and recipe.
+
+    A recipe that the user named stays. `fallback`: of the FP8 precisions.
+    """
     auto = cast(AutoPrecisionConfig, config.precision)
     chosen: PlainPrecisionConfig | FP8PrecisionConfig
     if precision in ("fp32", "bf16"):
@@ -69,11 +71,10 @@ def concrete(
 
 
 def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
-    """What competes, bf16 first, then FP8 with the most precise recipe first, on a GPU that can do FP8. A step has two
-    micro-batches at most.
+    """List what competes: bf16, then FP8 from the most precise recipe on, on a GPU that can do FP8.
 
-    All that has no part in speed or numbers is alike for every run, so that what is left is the key of an answer; a
-    key that the schema gains takes part.
+    A step has at most two micro-batches. Settings without influence on speed or numbers are set to the same value for
+    every run, and the others form the key of an answer. A key that is added to the schema belongs to the others.
     """
     micro, model, steps = config.micro_batch, config.model, WARMUP + STEPS
     base = replace(
@@ -81,7 +82,7 @@ def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
         seed=0,
         global_batch_size=micro * min(config.global_batch_size // (micro * world_size), 2),
         model=replace(model, name="auto", vocab_size=vocabulary(config)),
-        cuda_graphs=config.cuda_graphs if world_size == 1 else False,  # several GPUs have none
+        cuda_graphs=config.cuda_graphs if world_size == 1 else False,  # several processes have no graphs
         data=_DATA,
         optim=replace(config.optim, lr=LR, warmup_steps=WARMUP),
         trainer=replace(
@@ -95,25 +96,29 @@ def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
 
 
 def key(cases: Sequence[RunConfig]) -> dict[str, Any]:
-    """What figures hold for, in plain JSON values: the machine, its GPU, versions, the run's shape, what competes."""
+    """Describe in plain JSON values what the figures are valid for: machine, GPU, versions, shapes, candidates."""
     run = {name: value for name, value in asdict(cases[0]).items() if name not in _NO_PART}
     competing = [{name: asdict(case)[name] for name in ("precision", "recipe")} for case in cases]
     about = {name: version for name, version in versions().items() if name not in ("python", "lightning")}
     about["kernels"] = missing() or "all"
-    device = {"host": platform.node(), "device": torch.cuda.get_device_name()}  # a home may be several machines'
+    # several machines may share a home folder
+    device = {"host": platform.node(), "device": torch.cuda.get_device_name()}
     return {**device, "versions": about, "run": run, "candidates": competing}
 
 
 def unknown(cases: Sequence[RunConfig], known: Sequence[Figures]) -> list[RunConfig]:
-    """The candidates that have no figures among those `known` from before."""
+    """Return the candidates that have no figures among `known`."""
     have = {(figures.precision, figures.recipe) for figures in known}
     return [case for case in cases if _name(case) not in have]
 
 
 def figures(cases: Sequence[RunConfig], under: dict[str, Any], known: Sequence[Figures]) -> auto_cache.Measured:
-    """Measure the candidates that are not `known` from before. The figures are kept, unless one may owe them to a fault
-    of the moment: a candidate that failed or took too long, or bf16 without figures. One that ran out of memory is
-    measured again next time, since another process may have held the GPU's memory."""
+    """Measure the candidates that are not `known`, and return the day and the figures of all.
+
+    Figures are stored unless one may be due to a temporary fault. Such a fault is a candidate that failed or took too
+    long, or bf16 without figures. A candidate that ran out of memory is measured again next time, since another process
+    may have held the GPU's memory.
+    """
     new, lasting = unknown(cases, known), True
     log.info("precision  auto: %d candidates train for %d steps each; a few minutes, once", len(new), WARMUP + STEPS)
     found = {(figures.precision, figures.recipe): figures for figures in known}
@@ -151,6 +156,6 @@ def _figures(case: RunConfig, result: Result) -> Figures:
 
 
 def _name(case: RunConfig) -> tuple[str, str | None]:
-    """A candidate's precision, and the recipe that scales it; None: nothing is scaled."""
+    """Return a candidate's precision and its scaling recipe; None if nothing is scaled."""
     scaled = isinstance(case.precision, FP8PrecisionConfig)
     return case.precision.name, case.recipe.name if scaled else None

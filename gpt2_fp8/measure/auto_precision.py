@@ -1,8 +1,8 @@
-"""`precision=auto`: the precision and recipe of a run, settled before anything of it is built.
+"""`precision=auto`: a run's precision and recipe, decided before anything of it is built.
 
-Where the GPU can do FP8, `candidates` are measured, unless this machine remembers it (`cache`), and `precision.choose`
-decides. Elsewhere there is nothing to choose. One process settles it for all: those that Lightning starts for other
-GPUs find the answer in their environment.
+If the GPU can do FP8, the candidates are measured, unless this machine has measured them before (`auto_cache`). Then
+`precision.choose` decides. Otherwise there is nothing to choose. One process decides for all: the processes that
+Lightning starts for other GPUs find the answer in their environment.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ ANSWER = "GPT2_FP8_AUTO"  # rank 0's answer, in the environment of the processes
 def decide(
     config: RunConfig, device: Literal["cuda", "cpu"], world_size: int, checkpoint: Path | None, rank: int
 ) -> tuple[RunConfig, Choice | None]:
-    """The configuration with a precision and a recipe that can be built, and how `precision=auto` came to them.
+    """Return the configuration with a concrete precision and recipe, and how `precision=auto` chose them.
 
-    None where something else was asked for: then nothing is changed. A run that continues from a `checkpoint` stays
-    with what that was trained in. Raises UserError where no process comes before the others to measure.
+    The choice is None if another precision was asked for; nothing is changed then. A run that continues from a
+    `checkpoint` keeps the precision of its training. Raises UserError if no process starts before the others and could
+    measure.
     """
     if not isinstance(config.precision, AutoPrecisionConfig):
         return config, None
@@ -46,7 +47,7 @@ def decide(
 
 
 def _choose(config: RunConfig, tolerance: float, device: str, world_size: int, checkpoint: Path | None) -> Choice:
-    """What to train in: as before, as the machine leaves no choice, or by measuring."""
+    """Choose what to train in: as before, or the only possibility here, or by measuring."""
     if checkpoint is not None:
         return _as_before(config, checkpoint)
     if reason := _why_not(config, device):
@@ -74,7 +75,7 @@ def _choose(config: RunConfig, tolerance: float, device: str, world_size: int, c
 
 
 def _as_before(config: RunConfig, checkpoint: Path) -> Choice:
-    """What a checkpoint was trained in; a recipe that the user names now goes before its own."""
+    """Return what a checkpoint was trained in. A recipe that the user names now replaces its own."""
     before = read_plain(checkpoint, "precision")
     if "ran" not in before:
         cause = f"{checkpoint} does not say what it was trained in, and precision=auto stays with that"
@@ -83,14 +84,14 @@ def _as_before(config: RunConfig, checkpoint: Path) -> Choice:
     if ran.startswith("fp8"):
         keeps_scales = (
             read_plain(checkpoint, "training_step").get("scaling", {}).get("settings")
-        )  # of the recipes, delayed alone does
+        )  # only the recipe `delayed` has them
         recipe = before.get("recipe") or ("delayed" if keeps_scales else "current")
         recipe = recipe if isinstance(config.recipe, AutoRecipe) else config.recipe.name
     return Choice(precision=ran, recipe=recipe, reason="what the checkpoint was trained in; precision=NAME changes it")
 
 
 def _why_not(config: RunConfig, device: str) -> str | None:
-    """The reason why FP8 cannot compete here; None if it can."""
+    """Return why FP8 cannot compete here; None if it can."""
     if device == "cpu":
         reason = why_not_fp8() if config.trainer.accelerator != "cpu" else None
         return reason or "the CPU has no FP8 matrix units"
@@ -104,6 +105,6 @@ def _why_not(config: RunConfig, device: str) -> str | None:
 
 
 def _started_outside() -> bool:
-    """Whether something other than Lightning has started several processes: torchrun, or SLURM's srun."""
+    """Return whether another program than Lightning started several processes: torchrun, or SLURM's srun."""
     counts = [os.environ.get(name, "") for name in ("WORLD_SIZE", "SLURM_NTASKS")]
     return any(count.isdigit() and int(count) > 1 for count in counts)

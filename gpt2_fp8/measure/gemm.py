@@ -1,16 +1,17 @@
-"""The ceiling of matrix products here, by a model's shapes: `python -m gpt2_fp8.measure.gemm OUT < REQUEST`.
+"""The ceiling of GEMMs here, by a model's shapes: `python -m gpt2_fp8.measure.gemm OUT < REQUEST`.
 
-A linear layer y[M, N] = x[M, K] W[N, K]^T is three products of 2 M N K FLOPs: forward, input gradient (dgrad, dy W) and
-weight gradient (wgrad, dy^T x). Each is timed in bf16 through `torch.matmul`, laid out as torch's autograd passes it,
-and in FP8 through `torch._scaled_mm` with one scale a tensor: e4m3 x e4m3 with fast accumulation forward, e5m2 x e4m3
-without it backward, as hybrid FP8 training does. Results are bf16.
+A linear layer y[M, N] = x[M, K] W[N, K]^T is three GEMMs of 2 M N K FLOPs: forward, input gradient (dgrad, dy W) and
+weight gradient (wgrad, dy^T x). Each is timed in bf16 through `torch.matmul`, with the layout that torch's autograd
+has. Each is also timed in FP8 through `torch._scaled_mm`, with one scale for each tensor. Formats are those of hybrid
+FP8: forward e4m3 x e4m3 with fast accumulation, backward e5m2 x e4m3 without it. Results are bf16.
 
-FP8 on Hopper multiplies rows by columns that are both contiguous along the summed dimension, so backward takes
-transposed copies. They lie ready here: **casts and transposes are not in the figures**, and no training step reaches
-them. Operands rotate through more memory than the L2 cache holds, and are random, since zeros draw less power.
+FP8 on Hopper multiplies rows by columns that are both contiguous along the summed dimension, so backward needs
+transposed copies. Here they exist before timing starts: **quantization and transposes are not in the figures**, and no
+training step reaches them. Operands rotate through more memory than the L2 cache holds. They are random, since zeros
+draw less power.
 
 REQUEST: {"models": [ModelConfig, ...], "rows": M}. Each model has its vocab_size; M is micro_batch_size x n_positions.
-On a CPU M is small, there is no FP8, and float32 stands in bf16's place, as in a run.
+On a CPU M is small, there is no FP8, and float32 replaces bf16, as in a run.
 """
 
 from __future__ import annotations
@@ -37,23 +38,25 @@ PASSES: tuple[Pass, ...] = ("forward", "dgrad", "wgrad")
 COLUMNS = ("dtype", "tflops", "fp8_tflops", "ratio")
 
 CPU_ROWS = 128
-DEFAULT_L2 = 64 * 2**20  # bytes
+DEFAULT_L2_BYTES = 64 * 2**20
 
 
 def rows(request: Row) -> Iterator[Row]:
-    """A row for each distinct product and pass."""
+    """Yield a row for each distinct GEMM and pass."""
     device = timing.here()
     m = request["rows"] if device == "cuda" else min(CPU_ROWS, request["rows"])
     models = [_model(data) for data in request["models"]]
-    for (k, n), names in products(models).items():
+    for (k, n), names in linear_widths(models).items():
         for kind in PASSES:
             row = {"product": ", ".join(names), "pass": kind, "M": m, "K": k, "N": n}
             yield _measured(row, sizes(kind, m, k, n), kind, device)
 
 
-def products(models: list[ModelConfig]) -> dict[tuple[int, int], list[str]]:
-    """Input and output width of every linear layer, each once, with the layers that have it; the head's is the padded
-    vocabulary."""
+def linear_widths(models: list[ModelConfig]) -> dict[tuple[int, int], list[str]]:
+    """Return the input and output widths of all linear layers, each once, with the names of the layers.
+
+    The head's output width is the padded vocabulary's size.
+    """
     found: dict[tuple[int, int], list[str]] = {}
     for model in models:
         assert model.vocab_size is not None
@@ -72,12 +75,12 @@ def products(models: list[ModelConfig]) -> dict[tuple[int, int], list[str]]:
 
 
 def sizes(kind: Pass, m: int, k: int, n: int) -> tuple[int, int, int]:
-    """Rows, summed dimension and columns of a layer's product."""
+    """Return rows, summed dimension and columns of a layer's GEMM."""
     return {"forward": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}[kind]
 
 
 def plain_operands(kind: Pass, size: tuple[int, int, int], device: str) -> tuple[Tensor, Tensor]:
-    """Both factors, [rows, summed] and [summed, columns], in the memory layout in which autograd has them."""
+    """Create both operands, [rows, summed] and [summed, columns], in the memory layout that autograd has."""
     rows_, summed, columns = size
     a = _random(summed, rows_, device).t() if kind == "wgrad" else _random(rows_, summed, device)
     b = _random(columns, summed, device).t() if kind == "forward" else _random(summed, columns, device)
@@ -85,7 +88,7 @@ def plain_operands(kind: Pass, size: tuple[int, int, int], device: str) -> tuple
 
 
 def fp8_operands(kind: Pass, size: tuple[int, int, int], device: str) -> tuple[Tensor, Tensor]:
-    """The same in FP8: the first row-major, the second column-major, as `torch._scaled_mm` wants them."""
+    """Create the same in FP8: the first row-major, the second column-major, as `torch._scaled_mm` needs them."""
     rows_, summed, columns = size
     first = torch.float8_e4m3fn if kind == "forward" else torch.float8_e5m2
     return (
@@ -132,11 +135,11 @@ def _tflops(size: tuple[int, int, int], seconds: float) -> float:
 
 
 def _copies(size: tuple[int, int, int], bytes_each: int, device: str) -> int:
-    """How many pairs of operands are together four times the L2 cache."""
+    """Return how many pairs of operands take together four times the L2 cache."""
     if device == "cpu":
         return 1
     rows_, summed, columns = size
-    cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or DEFAULT_L2
+    cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or DEFAULT_L2_BYTES
     return max(1, math.ceil(4 * cache / (bytes_each * summed * (rows_ + columns))))
 
 

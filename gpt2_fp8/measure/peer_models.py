@@ -1,7 +1,7 @@
-"""GPT-2 as others train it: what each peer of the benchmark computes. The loop around them is `peers`'.
+"""GPT-2 as others train it: what each peer of the benchmark computes. `peers` runs the loop around them.
 
-A builder takes the model's configuration, the tokenizer's vocabulary and the device. Every vocabulary is padded as this
-project's is, since all of them are faster with that; losses run over the padding's columns, as theirs do.
+A builder takes the model's configuration, the tokenizer's vocabulary size and the device. Every vocabulary is padded as
+this project's is, since all peers are faster with it. Losses include the padding's columns, as the peers' own do.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ from gpt2_fp8.precision.support import why_not_fp8
 
 @dataclass
 class Peer:
-    """A model and its loss. `loss(inputs, targets, first)`: the mean over a micro-batch of int64 [sequences, tokens],
-    inside whatever autocast the peer uses; `first` says whether it is a step's first micro-batch."""
+    """A model and its loss.
+
+    `loss(inputs, targets, first)`: the mean over a micro-batch of int64 [sequences, tokens], inside whatever autocast
+    the peer uses. `first`: whether it is a step's first micro-batch.
+    """
 
     model: nn.Module
     loss: Callable[[Tensor, Tensor, bool], Tensor]
-    note: str  # what a reader of its row must know
+    note: str  # what a reader of its row should know
     backward: Callable[[Tensor], object] = Tensor.backward
 
 
 class PlainBlock(nn.Module):
-    """nn.LayerNorm, nn.Linear and GELU (tanh). x: [batch, tokens, n_embd]."""
+    """A block of nn.LayerNorm, nn.Linear and GELU (tanh). x: [batch, tokens, n_embd]."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -51,14 +54,15 @@ class PlainBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute the block."""
         x = x + self.dropout(self.projection(self.attention(self.qkv(self.norm_1(x)))))
         return x + self.dropout(self.fc2(F.gelu(self.fc1(self.norm_2(x)), approximate="tanh")))
 
 
 class PlainGPT2(nn.Module):
-    """GPT-2 of torch's own modules, as nanoGPT writes it, for what replaces `nn.Linear` in a finished model.
+    """GPT-2 of torch's own modules, as nanoGPT writes it, for libraries that replace `nn.Linear` in a finished model.
 
-    `blocks` and `head` may be another's; a head has its normalisation inside. Returns the mean loss, as nanoGPT does.
+    `blocks` and `head` may come from another library; such a head contains its normalisation.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, blocks: list[nn.Module], head: nn.Module, norm: nn.Module):
@@ -74,11 +78,12 @@ class PlainGPT2(nn.Module):
                 nn.init.normal_(parameter, 0.0, INITIAL_STD / math.sqrt(2 * config.n_layer) ** into_residual)
 
     def forward(self, inputs: Tensor, targets: Tensor, **to_layers: Any) -> Tensor:
+        """Compute the mean loss, as nanoGPT's forward does."""
         logits = self.logits(inputs, **to_layers)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def logits(self, inputs: Tensor, **to_layers: Any) -> Tensor:
-        """[batch, tokens, padded vocabulary]. `to_layers` go to every block and to the head."""
+        """Compute logits [batch, tokens, padded vocabulary]. `to_layers` are passed to every block and to the head."""
         x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -89,15 +94,14 @@ class PlainGPT2(nn.Module):
 
 
 def plain_gpt2(config: ModelConfig, vocab_size: int) -> PlainGPT2:
-    """The model of torch's own modules, on the default device."""
+    """Build the model of torch's own modules on the default device."""
     rows, d, epsilon = padded_vocabulary(vocab_size), config.n_embd, block_spec(config).norm.epsilon
     blocks: list[nn.Module] = [PlainBlock(config) for _ in range(config.n_layer)]
     return PlainGPT2(config, vocab_size, blocks, nn.Linear(d, rows, bias=False), nn.LayerNorm(d, epsilon))
 
 
 def transformers_gpt2(config: ModelConfig, vocab_size: int, device: str) -> Peer:
-    """transformers' GPT2LMHeadModel."""
-
+    """Build transformers' GPT2LMHeadModel."""
     library = installed("transformers")
     model = library.GPT2LMHeadModel(
         library.GPT2Config(
@@ -123,8 +127,7 @@ def transformers_gpt2(config: ModelConfig, vocab_size: int, device: str) -> Peer
 
 
 def torchao_float8(config: ModelConfig, vocab_size: int, device: str) -> Peer:
-    """torchao's tensorwise float8 for every `nn.Linear` of the plain model. The head stays tied."""
-
+    """Build the plain model with torchao's tensorwise float8 in every `nn.Linear`. The head stays tied."""
     library = installed("torchao.float8")
     with torch.device(device):
         model = plain_gpt2(config, vocab_size)
@@ -133,7 +136,7 @@ def torchao_float8(config: ModelConfig, vocab_size: int, device: str) -> Peer:
 
 
 def lightning_transformer_engine(config: ModelConfig, vocab_size: int, device: str) -> Peer:
-    """Lightning's precision="transformer-engine", through Fabric, on the plain model."""
+    """Build the plain model under Lightning's precision="transformer-engine", through Fabric."""
     _needs_fp8(device)
     from lightning.fabric import Fabric
 
@@ -146,7 +149,7 @@ def lightning_transformer_engine(config: ModelConfig, vocab_size: int, device: s
 
 
 def plain_torch(config: ModelConfig, vocab_size: int, device: str) -> Peer:
-    """This project's model in plain torch, in a bare loop."""
+    """Build this project's model in plain torch, for a bare loop."""
     with torch.device(device):
         model = GPT2(config, vocab_size, Composed(reference, recompute=False))
     initialise(model, seed=0)
@@ -158,7 +161,7 @@ def plain_torch(config: ModelConfig, vocab_size: int, device: str) -> Peer:
 
 
 def transformer_engine(config: ModelConfig, vocab_size: int, device: str) -> Peer:
-    """A stack of te.TransformerLayer, with Transformer Engine's own head and cross-entropy."""
+    """Build a stack of te.TransformerLayer, with Transformer Engine's own head and cross-entropy."""
     _needs_fp8(device)
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling, Format
@@ -185,7 +188,7 @@ def transformer_engine(config: ModelConfig, vocab_size: int, device: str) -> Pee
 
 
 def _compiled(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], device: str, note: str) -> Peer:
-    """A peer in bf16 autocast and compiled; in float32 and not compiled on a CPU."""
+    """Build a peer in bf16 autocast, compiled; on a CPU in float32, not compiled."""
     compiled = torch.compile(loss) if device == "cuda" else loss
 
     def of(inputs: Tensor, targets: Tensor, first: bool) -> Tensor:
@@ -201,12 +204,12 @@ def _bf16(device: str) -> AbstractContextManager:
 
 
 def _needs_fp8(device: str) -> None:
-    """Raises Unavailable where Transformer Engine or what it needs is not there."""
+    """Raise Unavailable if Transformer Engine, or something that it needs, is missing."""
     if reason := why_not_fp8():
         raise Unavailable("not installed" if "not installed" in reason else "refused", reason)
 
 
-# What builds each, and the distributions whose version it has.
+# The builder of each, and the distributions that tell its version.
 PEERS: dict[str, tuple] = {
     "plain torch": (plain_torch, "torch"),
     "transformers": (transformers_gpt2, "transformers"),

@@ -1,12 +1,12 @@
-"""The same training steps by others: `python -m gpt2_fp8.measure.peers OUT < REQUEST`.
+"""The same training steps by other programs: `python -m gpt2_fp8.measure.peers OUT < REQUEST`.
 
-A bare loop each: no loader, no logging, no checkpoints. A step is a whole optimizer step: `global_batch_size` sequences
-in micro-batches, clipped, with the configuration's AdamW at its peak rate. **Token ids are random**, so a loss is only
-a sign of life: it stays near the logarithm of the vocabulary.
+Each is a bare loop without loader, logging or checkpoints. A step is a whole optimizer step: `global_batch_size`
+sequences in micro-batches, clipped, with the configuration's AdamW at its peak rate. **Token ids are random**, so a
+loss only shows that the program works: it stays near the logarithm of the vocabulary.
 
-REQUEST: {"config": RunConfig, "steps": N, "warmup": K} and, if wanted, "timeout_s" of one peer and "peers", the names
-of those to run. Each runs in a process of its own, which is this program with "peer" in its request. On a CPU the model
-is cut to a size that says only that it runs, and nothing is compiled.
+REQUEST: {"config": RunConfig, "steps": N, "warmup": K}. Optional keys: "timeout_s" for one peer, and "peers", the names
+of those to run. Each runs in its own process: this program with "peer" in its request. On a CPU the model is cut to a
+size that only shows that it works, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from gpt2_fp8.measure.peer_models import PEERS, Peer
 from gpt2_fp8.measure.timing import Row
 
 COLUMNS = ("tokens_per_second", "slowest", "fastest", "peak_memory_gb", "loss", "parameters", "note")
-TIMEOUT_S = 600.0  # of one peer: compiling the largest model takes minutes
-BATCHES = 8  # different steps; more go round
+TIMEOUT_SECONDS = 600.0  # for one peer: compiling the largest model takes minutes
+BATCHES = 8  # different batches; they repeat in longer measurements
 ON_CPU = {"n_layer": 2, "n_positions": 64}  # at most
 
 
 def rows(request: Row) -> Iterator[Row]:
-    """A row for each peer; with "peer" in the request its own, measured in this process."""
+    """Yield a row for each peer; if "peer" is in the request, only its row, measured in this process."""
     if "peer" in request:
         yield _row(request["peer"], request)
         return
     for name in request.get("peers", PEERS):
-        ended = subprocesses.run(__spec__.name, request | {"peer": name}, request.get("timeout_s", TIMEOUT_S))
+        ended = subprocesses.run(__spec__.name, request | {"peer": name}, request.get("timeout_s", TIMEOUT_SECONDS))
         if ended.status == "ok":
             yield ended.answer[0]
         else:
@@ -47,7 +47,7 @@ def rows(request: Row) -> Iterator[Row]:
 
 
 def measure(name: str, config: RunConfig, steps: int, warmup: int) -> Row:
-    """What a peer's row says besides its name, of `steps` steps after `warmup` others."""
+    """Return the columns of a peer's row: `steps` steps after `warmup` others."""
     device = timing.here()
     if device == "cpu":
         config = _small(config)
@@ -88,7 +88,7 @@ class Loop:
         self.loss = torch.zeros(())
 
     def step(self, ids: Tensor) -> None:
-        """One update from int64 [sequences, n_positions + 1]."""
+        """Make one update from int64 [sequences, n_positions + 1]."""
         parts, losses = ids.split(self.micro_batch_size), []
         for i, part in enumerate(parts):
             loss = self.peer.loss(part[:, :-1].contiguous(), part[:, 1:].contiguous(), i == 0)

@@ -9,10 +9,10 @@ from gpt2_fp8.measure.table import Measured
 
 
 def plot(every: Sequence[Measured], path: Path) -> bool:
-    """Write a PNG: a group of bars for each model and micro-batch, a colour for each precision, recipe and kind of
-    layers; the thin lines go from the slowest to the fastest step. False where there is nothing to draw.
+    """Write a PNG with a bar for each case. Returns False if there is nothing to draw.
 
-    Raises ImportError where matplotlib is not installed.
+    There is a group of bars for each model and micro-batch, and a colour for each precision, recipe and family of
+    layers. Thin lines go from the slowest to the fastest step. Raises ImportError if matplotlib is not installed.
     """
     from matplotlib.figure import Figure  # no pyplot: no display, and no state that stays
 

@@ -12,15 +12,15 @@ from torch.profiler import ProfilerActivity
 
 from gpt2_fp8.measure.case import Kernel
 
-WIDTH = 90
-# What says where a kernel was written rather than what it does.
+NAME_CHARACTERS = 90
+# Parts of names that tell where a kernel is from and not what it does.
 _NOISE = re.compile(
     r"^void |\(anonymous namespace\)::|<unnamed>::|\bat::native::|\bat::cuda::|\bstd::|\btransformer_engine::"
 )
 
 
 def of_step(step: Callable[[], object], device: str) -> list[Kernel]:
-    """The kernels of one more step, the longest first; on a CPU the operators, each without those that it calls."""
+    """Profile one more step: its kernels, the longest first; on a CPU operators, without the time of their children."""
     on_gpu = device == "cuda"
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         step()
@@ -43,13 +43,13 @@ def of_step(step: Callable[[], object], device: str) -> list[Kernel]:
 
 
 def short(name: str) -> str:
-    """A kernel's name without its arguments and namespaces, its middle left out where it is long."""
+    """Shorten a kernel's name: without arguments and namespaces, and without its middle if it is long."""
     name = _NOISE.sub("", _without_arguments(name))
-    return name if len(name) <= WIDTH else f"{name[: WIDTH - 33]}...{name[-30:]}"
+    return name if len(name) <= NAME_CHARACTERS else f"{name[: NAME_CHARACTERS - 33]}...{name[-30:]}"
 
 
 def _without_arguments(name: str) -> str:
-    """`kernel<...>(int, float*)` as `kernel<...>`; `Memcpy DtoD (Device -> Device)` as it is."""
+    """Cut arguments: `kernel<...>(int, float*)` to `kernel<...>`; `Memcpy DtoD (Device -> Device)` stays."""
     depth = 0
     for place in range(len(name) - 1, -1, -1) if name.endswith(")") else ():
         depth += {")": 1, "(": -1}.get(name[place], 0)

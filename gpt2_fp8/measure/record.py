@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: `bench.json`, `bench.md` and `bench.png` in its folder."""
+"""What a benchmark writes: `bench.json`, `bench.md` and `bench.png` in its folder."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from gpt2_fp8.measure.table import Measured, Row
 
 @dataclass
 class Record:
-    """A benchmark so far."""
+    """A benchmark's settings and the results so far."""
 
     folder: Path
     bench: BenchConfig
-    program: str  # as it is typed
-    words: Sequence[str]  # after it
+    program: str  # as the user types it
+    words: Sequence[str]  # the words after it
     cases: list[Measured] = field(default_factory=list)
     sections: dict[str, list[Row]] = field(default_factory=dict)  # by title
     complete: bool = False
-    unwritten: OSError | None = None  # why the files are not all there
+    unwritten: OSError | None = None  # why not all files are written
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
     def device(self) -> str | None:
-        """What was measured on, once a case has said so."""
+        """The device that was measured, once a case has named it."""
         return next((m.result.device for m in self.cases if m.result.device), None)
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of what the cases ran on."""
+        """The versions of the libraries that the cases used."""
         return next((m.result.versions for m in self.cases if m.result.versions), {})
 
     @property
     def command(self) -> str:
-        """What to type to measure it again."""
+        """The command that measures the same again."""
         return shlex.join([*self.program.split(), *self.words])
 
     def tables(self) -> dict[str, list[Row]]:
-        """Every table by its title: the cases, their profiles, the sections."""
+        """Return every table by its title: the cases, their profiles, the sections."""
         found = {"Training steps": table.case_rows(self.cases)} if self.cases else {}
         for measured in self.cases:
             if rows := table.kernel_rows(measured.result):
@@ -57,7 +57,7 @@ class Record:
         return found | self.sections
 
     def write(self) -> None:
-        """Replace `bench.json` and `bench.md` by what is known now. Raises OSError."""
+        """Replace `bench.json` and `bench.md` with the results so far. Raises OSError."""
         durable.write_json(self.folder / "bench.json", _finite(self._as_dict()))
         about = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         parts = [f"`{self.command}`", f"{self.device}; {about}" if self.device else ""]
@@ -65,7 +65,7 @@ class Record:
         durable.write_text(self.folder / "bench.md", "\n\n".join(filter(None, parts)) + "\n")
 
     def keep(self) -> None:
-        """`write`; where that fails, a warning, the first time: what is measured can still be shown."""
+        """Call `write`. If it fails, warn the first time: the results can still be shown."""
         try:
             self.write()
             self.unwritten = None
@@ -75,7 +75,7 @@ class Record:
             self.unwritten = error
 
     def draw(self) -> str | None:
-        """Write `bench.png`; a line that says why it could not be drawn."""
+        """Write `bench.png`; return why it could not be drawn, or None."""
         try:
             plot(self.cases, self.folder / "bench.png")
         except ImportError:
@@ -101,13 +101,13 @@ class Record:
 
 
 def name(measured: Measured) -> str:
-    """The work of a case in words."""
+    """Name the model and micro-batch of a case."""
     model, size = measured.work
     return f"{model}, micro-batch {size}"
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no nan and no infinity."""
+    """Replace numbers that are not finite by None: JSON has none."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What the benchmark measures beside its cases: matrix products, attention, other programs. A child process each."""
+"""What the benchmark measures beside its cases: GEMMs, attention, other programs. Each runs in a child process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpt2_fp8.measure.table import Measured, Row
 
 
 def measure_sections(record: Record, configs: list[RunConfig]) -> None:
-    """Measure what was asked for beside the cases of `record`, which are of `configs`, and add it there."""
+    """Measure the sections that were asked for, and add them to `record`, whose cases have `configs`."""
     bench = record.bench
     models = [_with_vocabulary(config) for config in {config.model.name: config for config in configs}.values()]
     size = max(bench.micro_batch_size)
@@ -29,12 +29,12 @@ def measure_sections(record: Record, configs: list[RunConfig]) -> None:
 
 
 def _with_vocabulary(config: RunConfig) -> dict[str, Any]:
-    """A model as it is measured: with its vocabulary's size, that of the text where it has none of its own."""
+    """Return a model's settings with its vocabulary size: its own, or else the tokenizer's."""
     return asdict(config.model) | {"vocab_size": vocabulary(config)}
 
 
 def _peers(record: Record, measured: Measured) -> None:
-    """Other programs on a case's model and micro-batch, beside our bf16."""
+    """Measure other programs on a case's model and micro-batch, relative to our bf16."""
     base = table.baseline(measured, record.cases)
     ours = base.result.tokens_per_second if base else None
 
@@ -49,7 +49,7 @@ def _peers(record: Record, measured: Measured) -> None:
 def _section(
     record: Record, title: str, module: str, request: dict[str, Any], as_row: Callable[[Row], Row] = dict
 ) -> None:
-    """Add a section's rows to those under its title; where it is stopped, those that it has come to."""
+    """Add a section's rows to those under its title; if it is stopped, the rows so far."""
 
     def add(rows: list[Row]) -> None:
         record.sections.setdefault(title, []).extend(map(as_row, rows))

@@ -1,8 +1,8 @@
-"""Child processes that leave nothing behind: a request goes in, an answer comes out, or one line that says why not.
+"""Child processes that leave nothing behind: a request goes in; an answer, or one line with the reason, comes out.
 
-A child is `python -m MODULE ANSWER`, with its request as JSON on stdin; it writes its answer, JSON too, to the path
-ANSWER. It leads a session of its own, so that it can be killed with its own children: when it ends, takes too long, or
-is interrupted. Where the parent is killed and cannot do so, the child sees that its parent has changed, and does.
+A child is `python -m MODULE ANSWER`, with its request as JSON on stdin. It writes its answer, also JSON, to the path
+ANSWER. It leads its own session, so it can be killed with its children: when it ends, takes too long, or is
+interrupted. If the parent itself is killed, the child notices that its parent has changed and kills its session.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from gpt2_fp8.runtime.spool import Spool
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a child ended. `answer` is what it wrote; None unless the status is "ok". `message`: why not, in one line; or
-    why an answer that is there is not all of it."""
+    """How a child ended. `answer` is what it wrote; None unless the status is "ok".
+
+    `message`: why there is no answer, in one line; or why the answer is not complete.
+    """
 
     status: Literal["ok", "failed", "timed out"]
     answer: Any = None
@@ -42,10 +44,11 @@ def run(
     log: Path | None = None,
     stopped: Callable[[Any], object] | None = None,
 ) -> Ended:
-    """Run `module` on a request of plain JSON values. `log`: where its output is kept, if that can be written.
-    `stopped`: what gets the answer that the child has written by then, where a KeyboardInterrupt ends this.
+    """Run `module` on a request of plain JSON values.
 
-    Raises KeyboardInterrupt, and nothing on account of the child, which is gone with its own children either way.
+    `log`: where its output is kept, if that can be written. `stopped`: called with the answer so far if a
+    KeyboardInterrupt ends this call. Raises KeyboardInterrupt, and no error of the child. The child and its children
+    are gone in either case.
     """
     try:
         with Spool() as folder:
@@ -89,7 +92,7 @@ def _run(module: str, folder: Path, timeout_s: float, output: IO[str]) -> Ended:
 
 
 def _answered(folder: Path) -> Any:
-    """What the child wrote; None where that is nothing, or not the whole of it."""
+    """Return what the child wrote; None if that is nothing, or not complete."""
     try:
         return json.loads((folder / "answer").read_text())
     except (OSError, ValueError):
@@ -97,15 +100,17 @@ def _answered(folder: Path) -> Any:
 
 
 def _opened(log: Path, instead: Path) -> IO[str]:
-    """A log to write and to read; another where the first cannot be written, as in a folder that somebody deleted."""
+    """Open a log for writing and reading; open `instead` if it cannot be written, as in a deleted folder."""
     with suppress(OSError):
         return log.open("w+", errors="replace")
     return instead.open("w+", errors="replace")
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with this package found wherever the child runs: a checkout need not be installed. Likewise the
-    modules that were imported as plugins."""
+    """Return this process's environment, with this package and its plugins' folders on PYTHONPATH.
+
+    So a checkout need not be installed, and the child can import the modules that were imported as plugins.
+    """
     places = [str(Path(__file__).parents[2]), *registry.folders(), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
@@ -117,8 +122,10 @@ def section(
     log: Path | None = None,
     stopped: Callable[[list[dict[str, Any]]], object] | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of `python -m gpt2_fp8.measure.NAME`; where it does not come to an end, the last row says so. `stopped`:
-    what gets the rows so far, where a KeyboardInterrupt ends this."""
+    """Return the rows of `python -m gpt2_fp8.measure.NAME`; if it does not finish, the last row says so.
+
+    `stopped`: called with the rows so far if a KeyboardInterrupt ends this call.
+    """
 
     def stop(rows: list[dict[str, Any]]) -> None:
         assert stopped
@@ -131,20 +138,20 @@ def section(
 
 
 def _cut_short(rows: list[dict[str, Any]], status: str, message: str) -> list[dict[str, Any]]:
-    """A section's rows so far. The last stands for the one under way, and is to say why it has no figures."""
+    """Mark a section's rows so far: the last row is the unfinished one, and gets the reason."""
     if rows and rows[-1].get("status") == "failed":
         rows[-1] |= {"status": status, "message": message}
     return rows
 
 
 def one_line(error: object, limit: int = 200) -> str:
-    """A text as one line that is not too long."""
+    """Shorten a text to one line of at most `limit` characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _reason(code: int, output: IO[str]) -> str:
-    """Why a child ended without an answer: its signal, else the last line that it wrote."""
+    """Return why a child ended without an answer: its signal, or else its last line of output."""
     if code < 0:
         about = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{about}"
@@ -154,7 +161,7 @@ def _reason(code: int, output: IO[str]) -> str:
 
 
 def _kill_group(leader: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # macOS answers the latter for processes that have ended
+    with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for processes that have ended
         os.killpg(leader, signal.SIGKILL)
 
 

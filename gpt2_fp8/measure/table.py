@@ -1,4 +1,4 @@
-"""Results as tables: rows of any kind as aligned text or Markdown, and the rows that a benchmark's cases make."""
+"""Results as tables: rows as aligned text or Markdown, and the rows of a benchmark's cases."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ _NUMBER = re.compile(r"[-+]?[\d.,]+( ?[-x%] ?[\d.,]*)?|nan|[-+]?inf")
 
 @dataclass(frozen=True)
 class Measured:
-    """A case and what it was like."""
+    """A case and its result."""
 
     case: Case
     result: Result
 
     @property
     def config(self) -> RunConfig:
-        """What was trained."""
+        """The configuration that was trained."""
         return self.case.config
 
     @property
     def work(self) -> tuple[str, int]:
-        """Model and micro-batch: cases with the same can be compared."""
+        """Model and micro-batch: cases with the same work can be compared."""
         return self.config.model.name, self.config.micro_batch
 
     @property
     def recipe(self) -> str | None:
-        """The scaling recipe asked for; None where the precision has none."""
+        """The scaling recipe that was asked for; None if the precision has none."""
         return self.config.recipe.name if self.config.precision.name.startswith("fp8") else None
 
     @property
     def layers(self) -> str | None:
-        """Whose layers ran."""
+        """The layers that ran."""
         if self.result.backend == "reference":
             return "compiled" if self.result.compiled else "plain"
         return self.result.backend
 
 
 def baseline(measured: Measured, others: Sequence[Measured]) -> Measured | None:
-    """What a case is compared with: bf16 on the same work, compiled where it was; None where it was not measured."""
+    """Return the case to compare with: bf16 on the same work, preferably compiled; None if not measured."""
     found = [
         other
         for other in others
@@ -58,7 +58,7 @@ def baseline(measured: Measured, others: Sequence[Measured]) -> Measured | None:
 
 
 def ratio(measured: Measured, others: Sequence[Measured]) -> float | None:
-    """Tokens per second over those of the baseline."""
+    """Compute tokens per second relative to the baseline's; None without a baseline."""
     base, own = baseline(measured, others), measured.result.tokens_per_second
     if base is None or base.result.tokens_per_second is None or own is None:
         return None
@@ -66,7 +66,7 @@ def ratio(measured: Measured, others: Sequence[Measured]) -> float | None:
 
 
 def case_rows(every: Sequence[Measured]) -> list[Row]:
-    """A row for each case; a note says what went wrong, or what ran instead."""
+    """Return a row for each case; a note says what went wrong, or what ran instead."""
     rows = []
     for measured in every:
         config, result = measured.config, measured.result
@@ -93,13 +93,13 @@ def case_rows(every: Sequence[Measured]) -> list[Row]:
 
 
 def why_not(result: Result) -> str:
-    """Why a case has no figures, and what to do about it."""
+    """Say why a case has no figures, and what the user can do about it."""
     why = f"{result.status}: {result.message}" if result.message else result.status
     return f"{why} (fix: {result.remedy})" if result.remedy else why
 
 
 def kernel_rows(result: Result, count: int = 15) -> list[Row]:
-    """The kernels that a step's time goes to, the longest first."""
+    """Return rows of the kernels that a step's time goes to, the longest first."""
     rows: list[Row] = [
         {"ms": f"{k.milliseconds:.3f}", "share": f"{k.share:.1%}", "calls": k.calls, "kernel": k.name}
         for k in result.profile[:count]
@@ -112,7 +112,7 @@ def kernel_rows(result: Result, count: int = 15) -> list[Row]:
 
 
 def text(rows: Sequence[Row]) -> str:
-    """Rows as columns of text, numbers to the right; columns without a value are left out."""
+    """Format rows as columns of text, numbers right-aligned; columns without values are left out."""
     names, cells, right = _columns(rows)
     widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)] if cells else []
     lines = [names, ["-" * width for width in widths], *cells]
@@ -123,17 +123,17 @@ def text(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Rows as a Markdown table."""
+    """Format rows as a Markdown table."""
     names, cells, right = _columns(rows)
     lines = [names, ["---:" if r else "---" for r in right], *[[c.replace("|", "\\|") for c in row] for row in cells]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _columns(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[bool]]:
-    """Titles, cells, and which columns stand to the right."""
+    """Return titles, cells, and which columns are right-aligned."""
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if any(_cell(r.get(key)) for r in rows)]
     keys = [key for key in keys if key != "status" or any(row.get(key) != "ok" for row in rows)]
-    keys.sort(key="message".__eq__)  # to the end
+    keys.sort(key="message".__eq__)  # moved to the end
     cells = [[_cell(row.get(key)) for key in keys] for row in rows]
     columns: list[tuple[str, ...]] = list(zip(*cells, strict=True))
     right = [all(_NUMBER.fullmatch(cell) for cell in column if cell) for column in columns]
@@ -141,7 +141,7 @@ def _columns(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[bool
 
 
 def _cell(value: object) -> str:
-    """One value. A list is told by its last."""
+    """Format one value. A list is shown by its last."""
     if isinstance(value, (list, tuple)):
         value = value[-1] if value else None
     if value is None or isinstance(value, dict):
@@ -154,7 +154,7 @@ def _cell(value: object) -> str:
 
 
 def _number(value: float) -> str:
-    """Four figures or more, as they are read."""
+    """Format a number with at least four significant digits."""
     size = abs(value)
     if not math.isfinite(value) or size == 0:
         return f"{value:g}"

@@ -1,4 +1,4 @@
-"""What the measuring sections share: the clock, a row whose measurement may fail, and the program around the rows."""
+"""What the measuring sections share: the clock, rows that may fail, and the program around the rows."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.measure.memory_bound import wanted
 from gpt2_fp8.measure.subprocesses import one_line
 
-Row = dict[str, Any]  # str, int, float or None, in the order of the columns
+Row = dict[str, Any]  # values are str, int, float or None, in the order of the columns
 
-RUN_SECONDS = 0.03  # of one timed run of calls on a GPU: long enough for its clock to settle
+RUN_SECONDS = 0.03  # one timed run of calls on a GPU: long enough for its clock to settle
 RUNS = {"cuda": 7, "cpu": 3}
 UNFINISHED = "the program ended here: this row and those after it are missing"
 
@@ -39,12 +39,12 @@ class Unavailable(Exception):
 
 
 def here() -> str:
-    """The device that is measured: "cuda" where there is one, else "cpu"."""
+    """Return the device that is measured: "cuda" if there is one, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def seconds_of_each(calls: Iterable[Callable[[], object]], device: str) -> list[float]:
-    """The seconds of each of several calls, one after the other. On a GPU between events, so that nothing waits."""
+    """Measure the seconds of each of several calls in a row. On a GPU events measure, so that nothing waits."""
     marks = [_mark(device)]
     for call in calls:
         call()
@@ -56,8 +56,10 @@ def seconds_of_each(calls: Iterable[Callable[[], object]], device: str) -> list[
 
 
 def seconds_per_call(call: Callable[[], object], device: str) -> float:
-    """The median over `RUNS` runs of the mean seconds of a call, after a warm-up. A run on a GPU is as many launches as
-    fill `RUN_SECONDS`, queued without waiting; on a CPU it is one call."""
+    """Return the median over `RUNS` runs of the mean seconds of a call, after a warm-up.
+
+    On a GPU a run is as many launches as fill `RUN_SECONDS`, queued without waiting. On a CPU it is one call.
+    """
 
     def run(calls: int) -> float:
         return seconds_of_each([lambda: [call() for _ in range(calls)]], device)[0] / calls
@@ -68,13 +70,13 @@ def seconds_per_call(call: Callable[[], object], device: str) -> float:
 
 
 def measured(row: Mapping[str, Any], columns: Sequence[str], measure: Callable[[], Mapping[str, Any]]) -> Row:
-    """`row` with "status", "message" and `columns`, as `measure` fills them; all that it raises ends in the row."""
+    """Return `row` with "status", "message" and `columns`, filled by `measure`; its errors are put into the row."""
     found: Row = {**row, "status": "ok", "message": None, **dict.fromkeys(columns)}
     try:
         found.update(measure())
     except Unavailable as error:
         found.update(status=error.status, message=one_line(error))
-    except Exception as error:  # a kernel that somebody else wrote may raise anything
+    except Exception as error:  # another project's kernel may raise anything
         traceback.print_exc()
         if is_out_of_memory(error):
             found.update(status="out of memory", message=wanted(error))
@@ -85,17 +87,17 @@ def measured(row: Mapping[str, Any], columns: Sequence[str], measure: Callable[[
 
 
 def installed(module: str) -> Any:
-    """An optional module, imported. Raises Unavailable where it is not there, and whatever else its import raises."""
+    """Import an optional module. Raises Unavailable if it is missing, and any other error of its import."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):
             raise Unavailable("not installed", f"{module} is not installed") from error
-        raise  # it is there, and what it needs is not
+        raise  # it is installed, but something that it needs is not
 
 
 def version(*distributions: str) -> str | None:
-    """The version of the first of these distributions that is installed."""
+    """Return the version of the first of these distributions that is installed; None if none is."""
     for name in distributions:
         try:
             return metadata.version(name)
@@ -105,9 +107,10 @@ def version(*distributions: str) -> str | None:
 
 
 def program(rows: Callable[[Row], Iterable[Row]]) -> None:
-    """`python -m ... OUT.json < request`: write the rows of a request, JSON both.
+    """Run `python -m ... OUT.json < request`: write the rows of a request; both are JSON.
 
-    After each row OUT.json holds those so far and one that says so, in case the next one takes the process along.
+    After each row, OUT.json holds the rows so far and one that marks the end. So nothing is lost if the next row ends
+    the process.
     """
     request, out = json.load(sys.stdin), Path(sys.argv[1])
     found: list[Row] = []

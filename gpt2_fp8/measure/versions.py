@@ -1,4 +1,4 @@
-"""What a measurement ran on: versions, as far as they can be known."""
+"""The versions that a measurement ran on, as far as they are known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpt2_fp8.kernels import libraries
 
 
 def versions() -> dict[str, str]:
-    """Names and versions of the libraries, of CUDA and of the driver; those that are not there are left out."""
+    """Return the versions of the libraries, of CUDA and of the driver, by name; what is missing is left out."""
     found = {"gpt2_fp8": __version__, "python": platform.python_version(), "torch": torch.__version__}
     with suppress(metadata.PackageNotFoundError):
         found["lightning"] = metadata.version("lightning")
@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
 
 
 def _driver() -> str | None:
-    """The NVIDIA driver's version."""
+    """Return the NVIDIA driver's version; None if it is not known."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

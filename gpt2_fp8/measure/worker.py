@@ -1,4 +1,4 @@
-"""The child of `measure`: trains a case for its steps, as the LightningModule does but without a Trainer around it.
+"""The child process of `measure`: trains a case's steps as the LightningModule does, but without a Trainer.
 
 It is `python -m gpt2_fp8.measure.worker RESULT < CASE`; both are JSON, RESULT is a path.
 """
@@ -63,7 +63,7 @@ def run(case: Case) -> Result:
 
 
 def _measure(case: Case, known: dict[str, Any]) -> None:
-    """Put into `known` what a Result holds, as soon as it is known."""
+    """Put the fields of a Result into `known`, each as soon as it is known."""
     config = case.config
     registry.load(config.plugins, Path.cwd())
     if config.trainer.deterministic:
@@ -84,7 +84,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
     step.settle()
     if device == "cuda":
         torch.cuda.synchronize()
-        if not plan.backend.graphs:  # what a graph uses was allocated when it was recorded
+        if not plan.backend.graphs:  # a graph's memory was allocated when it was recorded
             torch.cuda.reset_peak_memory_stats()
     seconds = _timed(step, batches[case.warmup : case.warmup + case.steps], device)
     tokens = config.global_batch_size * config.model.n_positions
@@ -102,8 +102,10 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
 
 
 def _batches(config: RunConfig, count: int, device: str) -> tuple[list[Tensor], int]:
-    """The first `count` steps' ids, int32 [global_batch_size, n_positions + 1] on the device, and the vocabulary's
-    size. A run of fewer steps goes round."""
+    """Return the ids of `count` steps, int32 [global_batch_size, n_positions + 1], and the vocabulary size.
+
+    The ids are on the device. If the data has fewer steps, they repeat.
+    """
     data = TokenDataModule.from_config(replace(config, data=replace(config.data, val_sequences=0)))
     data.setup()
     try:
@@ -116,8 +118,11 @@ def _batches(config: RunConfig, count: int, device: str) -> tuple[list[Tensor], 
 
 
 def _timed(step: TrainingStep, batches: list[Tensor], device: str) -> list[float]:
-    """Return the seconds that each step took. On a GPU the time is the GPU's own, between marks in its queue; the host
-    settles each step as a run does: before the next, and at the end."""
+    """Return the seconds that each step took.
+
+    On a GPU the time is the GPU's own, between events in its queue. The host settles each step as a run does: before
+    the next, and at the end.
+    """
     if device == "cpu":
         clock = [time.perf_counter()]
         for ids in batches:
@@ -136,7 +141,7 @@ def _timed(step: TrainingStep, batches: list[Tensor], device: str) -> list[float
 
 
 def _wanted(error: Exception) -> str:
-    """How much memory was asked for, in one line."""
+    """Say how much memory was asked for, in one line."""
     text = memory_bound.wanted(error)
     if not (isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_initialized()):
         return text

@@ -1,1 +1,1 @@
-"""The model: GPT-2, its loss, its FLOPs, its text."""
+"""The model: GPT-2, its loss, its FLOPs, and text generation."""

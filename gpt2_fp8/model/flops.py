@@ -1,4 +1,4 @@
-"""The work of a training step, and the most a GPU can do: what `mfu_bf16` divides."""
+"""The FLOPs of training, and the peak FLOP/s of a GPU: `mfu_bf16` is the quotient of the two."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ PEAK_BF16_FLOPS = {
 }
 
 
-def parameter_count(config: ModelConfig, rows: int) -> int:
-    """Count the parameters of the model with an embedding of `rows` rows, the tied head counted once."""
-    return count(block_spec(config), config.n_layer, config.n_positions, rows)
+def parameter_count(config: ModelConfig, padded_vocab_size: int) -> int:
+    """Count the parameters of a model whose embedding has `padded_vocab_size` rows. The tied head counts once."""
+    return count(block_spec(config), config.n_layer, config.n_positions, padded_vocab_size)
 
 
-def flops_per_token(config: ModelConfig, rows: int) -> int:
+def flops_per_token(config: ModelConfig, padded_vocab_size: int) -> int:
     """Count the FLOPs of a token, forward and backward: 6 N + 12 n_layer (n_head head_size) n_positions.
 
-    N leaves out tables that are only looked up (Chowdhery et al. 2022, appendix B). Attention is counted in full
+    N leaves out tables that are only looked up (Chowdhery et al. 2022, appendix B). Attention is counted in full,
     although half of it is masked.
     """
     spec = block_spec(config)
-    lookups = sum(p.numel for p in outside_blocks(spec, config.n_positions, rows) if p.role == "lookup")
-    n = parameter_count(config, rows) - lookups
+    lookups = sum(p.numel for p in outside_blocks(spec, config.n_positions, padded_vocab_size) if p.role == "lookup")
+    n = parameter_count(config, padded_vocab_size) - lookups
     return 6 * n + 12 * config.n_layer * spec.heads.queries * config.n_positions
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
-    """The dense bf16 peak of a GPU in FLOP/s, or None where it is not known: a guess would make every ratio wrong."""
+    """Return a GPU's dense bf16 peak in FLOP/s; None if it is not known, since a guess would make every ratio wrong."""
     return PEAK_BF16_FLOPS.get(device_name)

@@ -1,4 +1,4 @@
-"""Text from a model: one token after another, each drawn from the likeliest few."""
+"""Text from a model: one token after another, each drawn from the most likely ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ def generate(
     model: nn.Module, prompt: list[int], tokens: int, vocab_size: int, n_positions: int, seed: int, top_k: int = 50,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[int]:  # fmt: skip
-    """Draw `tokens` ids after `prompt` (at least one id), at temperature 1 among the `top_k` likeliest.
+    """Draw `tokens` ids after `prompt` (at least one id), at temperature 1, among the `top_k` most likely.
 
-    The context is a fixed window of `n_positions` with the future left blank (the model is causal), so that every
-    forward has the shape FP8 wants. Call it in evaluation mode. The draw happens on the CPU from `seed`, and touches no
-    global random state. Ends early where `stopped()`, and where a model that has diverged gives logits that are not
-    finite. Raises ValueError for a prompt with an id that the model has not: a GPU would read past its table.
+    Call it in evaluation mode. The context is a fixed window of `n_positions`, so that every forward has a shape that
+    FP8 supports. Positions after the last token are filled with 0: a causal model does not see them.
+
+    Ids are drawn on the CPU from `seed`; no global random state changes. It returns early if `stopped()`, or if logits
+    are not finite, as those of a diverged model. Raises ValueError for a prompt id outside the vocabulary: a GPU would
+    read beyond its table.
     """
     assert prompt, "a prompt has at least one token"
     if odd := [i for i in prompt if not 0 <= i < vocab_size]:

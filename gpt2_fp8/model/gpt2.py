@@ -16,20 +16,20 @@ from gpt2_fp8.layers import Family
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.model.parameters import parameters
 
-VOCABULARY_MULTIPLE = 64  # FP8 products want every dimension divisible by 16; 64 also fills the tiles of their kernels
+VOCABULARY_MULTIPLE = 64  # FP8 GEMMs need dimensions divisible by 16; 64 also fills their kernels' tiles
 INITIAL_STD = 0.02
 
 
 def padded_vocabulary(vocab_size: int) -> int:
-    """The rows of the embedding: `vocab_size` rounded up. The rows beyond it take part in nothing."""
+    """Return the padded vocabulary's size: `vocab_size` rounded up. The embedding has that many rows."""
     return math.ceil(vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 class GPT2(nn.Module):
-    """The model. `vocab_size` is the tokenizer's; logits have `padded_vocabulary(vocab_size)` columns, and the caller
-    must leave those beyond `vocab_size` out (`loss.cross_entropy` does).
+    """The model. `vocab_size` is the tokenizer's; logits have `padded_vocabulary(vocab_size)` columns.
 
-    `keep_bf16` names layers that stay out of FP8: "head", "first", "last" or "blocks.N".
+    The caller must ignore the columns from `vocab_size` on (`loss.cross_entropy` does). `keep_bf16` names layers that
+    stay out of FP8: "head", "first", "last" or "blocks.N".
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, layers: Family, keep_bf16: Iterable[str] = ()):
@@ -53,13 +53,15 @@ class GPT2(nn.Module):
         self.register_load_state_dict_pre_hook(_put_in_tied)
 
     def forward(self, ids: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """ids: integers [batch, tokens], tokens <= n_positions. Returns logits [batch, tokens, padded vocabulary] in
-        the autocast dtype, or the parameters' without autocast. `is_first_microbatch`: True casts the weights to FP8
-        and keeps the casts, False reuses them, None casts without keeping."""
-        return self.head(self.features(ids, is_first_microbatch), is_first_microbatch)
+        """Compute logits [batch, tokens, padded vocabulary], in the autocast dtype or else the parameters'.
 
-    def features(self, ids: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """What the head gets: [batch, tokens, n_embd]. Arguments as `forward`'s."""
+        ids: integers [batch, tokens], tokens <= n_positions. `is_first_microbatch`: True quantizes the weights to FP8
+        and keeps the FP8 copies, False uses them again, None quantizes without keeping.
+        """
+        return self.head(self.hidden_states(ids, is_first_microbatch), is_first_microbatch)
+
+    def hidden_states(self, ids: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """Compute the head's input: [batch, tokens, n_embd]. Arguments as `forward`'s."""
         if isinstance(self.scales, Scales):
             self.scales.begin(is_first_microbatch)
         x = self.dropout(self._embed(ids, self.tokens.weight, self.positions.weight))
@@ -84,11 +86,13 @@ def _put_in_tied(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 @torch.no_grad()
 def initialise(model: GPT2, seed: int) -> None:
-    """Fill every parameter as GPT-2 does: N(0, 0.02), the two projections into the residual stream divided by
-    sqrt(2 n_layer), biases 0, normalisation 1. Values depend on `seed` and the parameter's name alone, so they are the
-    same for every backend, device and order of construction."""
-    config, rows = model.config, model.tokens.num_embeddings
-    roles = {p.name: p.role for p in parameters(model.spec, config.n_layer, config.n_positions, rows)}
+    """Fill every parameter as GPT-2 does. Values depend only on `seed` and the parameter's name.
+
+    Weights are N(0, 0.02); the two projections into the residual stream are divided by sqrt(2 n_layer). Biases are 0,
+    normalisation weights 1. So every backend, device and order of construction gives the same values.
+    """
+    config, padded_vocab_size = model.config, model.tokens.num_embeddings
+    roles = {p.name: p.role for p in parameters(model.spec, config.n_layer, config.n_positions, padded_vocab_size)}
     for name, parameter in model.named_parameters():
         if roles[name] == "bias":
             parameter.zero_()
@@ -98,6 +102,7 @@ def initialise(model: GPT2, seed: int) -> None:
             into_residual = roles[name] == "into_residual"
             std = INITIAL_STD / math.sqrt(2 * config.n_layer) if into_residual else INITIAL_STD
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-            values = torch.empty(parameter.shape, device="cpu")  # said, because Lightning sets a default device here
+            # The device is named because Lightning sets a default device here.
+            values = torch.empty(parameter.shape, device="cpu")
             parameter.copy_(values.normal_(0.0, std, generator=generator))
     model.tokens.weight[model.vocab_size :].zero_()

@@ -1,4 +1,4 @@
-"""The loss of next-token prediction, fused on a GPU."""
+"""The loss of next-token prediction; on a GPU in a fused kernel."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -1  # as a token id: this position is padding and is not scored
+IGNORED = -1  # as a token id: the position is padding and has no loss
 
 
 def split(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids [batch, n_positions + 1] -> inputs and targets [batch, n_positions] (int64). Padding (-1) becomes
-    token 0 as an input and stays -1 as a target."""
+    """Split token ids [batch, n_positions + 1] into inputs and targets [batch, n_positions], int64.
+
+    Padding (-1) becomes token 0 as an input and stays -1 as a target.
+    """
     ids = ids.long()
     return ids[:, :-1].clamp_min(0), ids[:, 1:]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, fused: bool, scale: float = 1.0) -> Tensor:
-    """`scale` times the mean cross-entropy over targets that are not negative, in float32.
+    """Compute `scale` times the mean cross-entropy over targets that are not negative, in float32.
 
-    logits: [batch, tokens, padded vocabulary]; columns from `vocab_size` on take no part. targets: int64 [batch,
-    tokens]. `fused` (CUDA only) writes the gradient over the logits: `kernels.cross_entropy`.
+    logits: [batch, tokens, padded vocabulary]; columns from `vocab_size` on are ignored. targets: int64 [batch,
+    tokens]. `fused` (CUDA only) overwrites the logits with their gradient: `kernels.cross_entropy`.
     """
     if fused:
         from gpt2_fp8.kernels.cross_entropy import fused_cross_entropy

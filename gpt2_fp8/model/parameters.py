@@ -1,6 +1,6 @@
-"""The parameters of a model as its block's description has them: names, shapes, and what each is there for.
+"""The parameters that follow from a block's description: names, shapes and roles.
 
-Every set of layers has these names and shapes, so that a state dict moves between them as it is.
+Every family of layers has these names and shapes, so a state dict moves between them unchanged.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ Role = Literal["norm", "bias", "weight", "into_residual", "lookup"]
 
 
 class Parameter(NamedTuple):
-    """A tensor of the model. `into_residual`: the weight of a projection whose result is added to the residual stream;
-    `lookup`: a table that takes part in no product."""
+    """A tensor of the model.
+
+    `into_residual`: the weight of a linear layer whose result is added to the residual stream. `lookup`: a table that
+    takes part in no GEMM.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -24,7 +27,7 @@ class Parameter(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds."""
+        """The number of its elements."""
         return math.prod(self.shape)
 
 
@@ -42,27 +45,27 @@ def of_block(spec: BlockSpec) -> list[Parameter]:
     ]
 
 
-def outside_blocks(spec: BlockSpec, n_positions: int, rows: int) -> list[Parameter]:
-    """List the parameters of embedding and head. `rows`: of the padded vocabulary. A tied head is listed once."""
+def outside_blocks(spec: BlockSpec, n_positions: int, padded_vocab_size: int) -> list[Parameter]:
+    """List the parameters of embedding and head. A tied head is listed once."""
     d = spec.n_embd
-    found = [Parameter("tokens.weight", (rows, d), "weight" if spec.tied else "lookup")]
+    found = [Parameter("tokens.weight", (padded_vocab_size, d), "weight" if spec.tied else "lookup")]
     if spec.positions == "learned":
         found.append(Parameter("positions.weight", (n_positions, d), "lookup"))
     found += _norm("head.layer_norm", d, spec.norm)
-    return found if spec.tied else [*found, Parameter("head.weight", (rows, d), "weight")]
+    return found if spec.tied else [*found, Parameter("head.weight", (padded_vocab_size, d), "weight")]
 
 
-def parameters(spec: BlockSpec, n_layer: int, n_positions: int, rows: int) -> Iterator[Parameter]:
+def parameters(spec: BlockSpec, n_layer: int, n_positions: int, padded_vocab_size: int) -> Iterator[Parameter]:
     """List the parameters of a whole model, by the names of its state dict."""
-    yield from outside_blocks(spec, n_positions, rows)
+    yield from outside_blocks(spec, n_positions, padded_vocab_size)
     for i in range(n_layer):
         for parameter in of_block(spec):
             yield parameter._replace(name=f"blocks.{i}.{parameter.name}")
 
 
-def count(spec: BlockSpec, n_layer: int, n_positions: int, rows: int) -> int:
-    """Count the numbers in all parameters, however many layers there are."""
-    outside = outside_blocks(spec, n_positions, rows)
+def count(spec: BlockSpec, n_layer: int, n_positions: int, padded_vocab_size: int) -> int:
+    """Count the elements of all parameters of a model with `n_layer` blocks."""
+    outside = outside_blocks(spec, n_positions, padded_vocab_size)
     return sum(p.numel for p in outside) + n_layer * sum(p.numel for p in of_block(spec))
 
 
@@ -73,7 +76,7 @@ def _norm(prefix: str, width: int, norm: Norm) -> Iterator[Parameter]:
 
 
 def _projection(prefix: str, out: int, into: int, bias: bool, role: Role = "weight") -> Iterator[Parameter]:
-    """The parameters of a product from `into` to `out` channels."""
+    """List the parameters of a linear layer from `into` to `out` channels."""
     yield Parameter(f"{prefix}weight", (out, into), role)
     if bias:
         yield Parameter(f"{prefix}bias", (out,), "bias")

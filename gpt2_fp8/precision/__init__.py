@@ -1,1 +1,1 @@
-"""Which numbers a run computes in: what was asked for, what this machine can do, and FP8's own state."""
+"""A run's precision: what was asked for, what this machine can do, and the state that FP8 needs."""

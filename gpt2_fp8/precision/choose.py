@@ -1,9 +1,10 @@
-"""Which of the measured precisions to train in: the fastest whose numbers are safe. Arithmetic alone; it looks at
-nothing of the machine.
+"""Which of the measured precisions to train in: the fastest one that is safe.
 
-Safe means: every loss and every gradient norm is finite, no gradient has vanished, and both agree with bf16's at the
-same steps, which see the same text from the same initial values. Where speeds cannot be told apart, the more precise
-one is chosen: FP8 that gains nothing, as on small models, costs nobody anything.
+This module only computes; it does not look at the machine.
+
+Safe means: every loss and every gradient norm is finite, no gradient has vanished, and both agree with bf16's. They are
+compared at the same steps, with the same text and initial values. Among equal speeds, the more precise candidate is
+chosen: FP8 that gains nothing, as on small models, should not cost precision.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-LAST = 5  # steps whose mean losses are compared
-GRADIENTS = 0.25  # how far the median step's gradient norm may lie from bf16's, as a part of it
-MARGIN = 0.02  # a gain in speed below this is none
-NOISE = 0.1  # a gain above this is none of noise
+LAST_STEPS = 5  # the last steps, whose mean losses are compared
+GRADIENT_TOLERANCE = 0.25  # largest relative difference of the median step's gradient norm from bf16's
+LEAST_GAIN = 0.02  # a smaller gain in speed does not count
+NOISE = 0.1  # a larger gain in speed cannot be noise
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What was measured of one candidate. Numbers are None where it did not come so far."""
+    """What was measured of one candidate. A number is None if the measurement ended before it."""
 
     precision: str  # bf16 or fp8_hybrid
     recipe: str | None  # None: nothing is scaled
@@ -35,13 +36,13 @@ class Figures:
 
     @property
     def name(self) -> str:
-        """As it is said in the log."""
+        """The candidate's name in the log."""
         return f"{self.precision}, recipe {self.recipe}" if self.recipe else self.precision
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A candidate as the summary tells of it."""
+    """One candidate, as the summary reports it."""
 
     precision: str
     recipe: str | None
@@ -49,7 +50,7 @@ class Verdict:
     tokens_per_second: float | None
     peak_memory_gb: float | None
     loss: float | None  # the mean of the last steps
-    out: str | None  # why it could not be chosen; None: it could
+    out: str | None  # why it could not be chosen; None if it could
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +65,10 @@ class Choice:
 
 
 def choose(bf16: Figures, others: Sequence[Figures], tolerance: float) -> Choice:
-    """Choose between bf16 and its competitors, which come with the most precise first.
+    """Choose between bf16 and its competitors, which are ordered from the most precise on.
 
-    `tolerance`: how far the mean of the last losses may lie from bf16's, as a part of it. Where bf16 does not fit the
-    memory, nothing can be compared with it, and a competitor needs only to be finite.
+    `tolerance`: the largest relative difference of the mean of the last losses from bf16's. If bf16 does not fit into
+    memory, nothing can be compared with it, and a competitor only has to be finite.
     """
     verdicts = [_judge(figures, bf16, tolerance) for figures in (bf16, *others)]
     able = [f for f, v in zip((bf16, *others), verdicts, strict=True) if v.out is None]
@@ -90,13 +91,13 @@ def _judge(figures: Figures, bf16: Figures, tolerance: float) -> Verdict:
         layers=figures.layers,
         tokens_per_second=figures.tokens_per_second,
         peak_memory_gb=figures.peak_memory_gb,
-        loss=statistics.fmean(figures.losses[-LAST:]) if figures.losses else None,
+        loss=statistics.fmean(figures.losses[-LAST_STEPS:]) if figures.losses else None,
         out=_not_finite(figures) or (_differs(figures, bf16, tolerance) if figures is not bf16 else None),
     )
 
 
 def _not_finite(figures: Figures) -> str | None:
-    """Why a candidate's numbers cannot be used whatever bf16's are."""
+    """Return why a candidate's numbers cannot be used, whatever bf16's are; None if they can."""
     if figures.problem or not (figures.tokens_per_second and figures.losses and figures.grad_norms):
         return figures.problem or "it gave no figures"
     for what, values in (("loss", figures.losses), ("gradient norm", figures.grad_norms)):
@@ -109,30 +110,32 @@ def _not_finite(figures: Figures) -> str | None:
 
 
 def _differs(figures: Figures, bf16: Figures, tolerance: float) -> str | None:
-    """What keeps finite numbers from being taken for those of bf16."""
+    """Return why finite numbers do not agree with those of bf16; None if they do."""
     if bf16.problem == "out of memory":
         return None
     if _not_finite(bf16):
         return "there is nothing of bf16's to compare its numbers with"
-    theirs, ours = (statistics.fmean(f.losses[-LAST:]) for f in (figures, bf16))
+    theirs, ours = (statistics.fmean(f.losses[-LAST_STEPS:]) for f in (figures, bf16))
     if (gap := abs(theirs - ours) / max(abs(ours), 1e-9)) > tolerance:
         return f"its losses end {gap:.1%} from bf16's, and {tolerance:.1%} is allowed"
     ratio = statistics.median(a / b for a, b in zip(figures.grad_norms, bf16.grad_norms, strict=False))
-    if abs(ratio - 1) > GRADIENTS:
+    if abs(ratio - 1) > GRADIENT_TOLERANCE:
         return f"its gradient norms are {ratio:.2f} times bf16's"
     return None
 
 
 def _fastest(able: Sequence[Figures]) -> Figures:
-    """The most precise of those that are as fast as the fastest, within noise: their median step all but reaches its
-    own, or at least their best step does."""
+    """Return the most precise of the candidates that are as fast as the fastest, within noise.
+
+    Either their median step nearly reaches the fastest median, or at least their best step does.
+    """
     top = max(map(_speed, able))
     ties = [f for f in able if _speed(f) >= (1 - NOISE) * top and (f.fastest or 0) >= top]
-    return next(f for f in able if f in ties or _speed(f) >= (1 - MARGIN) * top)
+    return next(f for f in able if f in ties or _speed(f) >= (1 - LEAST_GAIN) * top)
 
 
 def _kept(bf16: Figures, out: str | None, rival: Figures | None) -> str:
-    """Why it is bf16 after all."""
+    """Say why bf16 is kept."""
     if out:
         return f"nothing could be shown to be better; bf16's own measurement: {out}"
     if rival is None:

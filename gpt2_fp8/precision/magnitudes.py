@@ -1,13 +1,13 @@
-"""A single absurd magnitude: noticed at the end of a step, and limited before it becomes a scale.
+"""A single absurd amax: it is noticed at the end of a step, and limited before it becomes a scale.
 
-Casts saturate, so a flipped bit or one activation of 1e30 leaves a finite loss. Its magnitude would then rule the scale
-for as long as the history is, and a tensor that is cast with it is all zeros: FP8 would turn an accident of one step
-into an outage of many. So a magnitude counts for at most `JUMP` times the second largest of its history. What is real
-comes again, and then counts in full (up to `JUMP` times more each step).
+FP8 conversion saturates, so a flipped bit or one activation of 1e30 leaves a finite loss. But its amax would decide the
+scale for the whole length of the history, and a tensor quantized with that scale is all zeros. One accident would
+disturb many steps. So an amax counts for at most `JUMP` times the second largest of its history. A real change comes
+again and then counts in full (up to `JUMP` times more each step).
 
-Noticing is a handful of launches a step, on tensors of a few kilobytes; the host hears of it with the step's verdict,
-and changes something only then. A run in which nothing jumps keeps every bit. A history of one step has nothing to
-compare with: there an accident lasts one step.
+Noticing takes a few kernel launches a step, on tensors of a few kilobytes. The host learns of it with the step's
+verdict and acts only then. A run in which nothing jumps keeps every bit. A history of one step has nothing to compare
+with: there an accident lasts one step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ JUMP = 2.0**10
 
 
 def limited(history: Tensor, new: slice) -> Tensor:
-    """A copy of `history`, float32 [rows, tensors], in which each magnitude of the rows `new` is at most `JUMP` times
-    the second largest of its column, where that is not 0, and one that is not finite is 0."""
+    """Copy `history`, float32 [rows, tensors], with the amaxes of the rows `new` limited.
+
+    Each is at most `JUMP` times the second largest of its column, if that is not 0. One that is not finite becomes 0.
+    """
     finite = history.nan_to_num(nan=0.0, posinf=0.0)
     if len(history) > 1:
         second = finite.topk(2, dim=0).values[1]
@@ -34,8 +36,10 @@ def limited(history: Tensor, new: slice) -> Tensor:
 
 
 def absurd(model: nn.Module, micro_batches: int) -> Tensor | None:
-    """How many of the model's FP8 tensors `limit` would change, float32 on the device; None without delayed scaling.
-    To be asked at the end of a step, when ranks have agreed: it is the same on all of them then."""
+    """Count the model's FP8 tensors that `limit` would change, float32 on the device; None without delayed scaling.
+
+    Call it at the end of a step, after the ranks have agreed: it is then the same on all of them.
+    """
     states = [it for _, it in state.scaling_states(model)]
     if not states:
         return None
@@ -46,8 +50,11 @@ def absurd(model: nn.Module, micro_batches: int) -> Tensor | None:
 
 
 def limit(model: nn.Module, micro_batches: int) -> None:
-    """Limit every history, and what has been taken from it already: Transformer Engine's scales follow at once, within
-    the step; the fused layers' at the first forward of the next one."""
+    """Limit every history, and what was already taken from it.
+
+    Transformer Engine's scales follow their amaxes within the step; the fused layers' follow at the next step's first
+    forward.
+    """
     for name, it in state.scaling_states(model):
         before = it.amax_history.clone()
         it.amax_history.copy_(limited(before, _new(it, micro_batches)))
@@ -58,18 +65,20 @@ def limit(model: nn.Module, micro_batches: int) -> None:
 
 
 def _recipe(state: Any) -> Any:
-    """Transformer Engine's; None of the fused layers' state."""
+    """Return Transformer Engine's recipe of a state; None for the fused layers' state."""
     return getattr(state, "recipe", None)
 
 
 def _new(state: Any, micro_batches: int) -> slice:
-    """The rows of a step's own magnitudes: of the fused layers the first, of Transformer Engine's one for each of its
-    micro-batches, the last ones."""
+    """Return the rows with a step's own amaxes.
+
+    For the fused layers that is the first row. For Transformer Engine it is the last `micro_batches` rows.
+    """
     return slice(0, 1) if _recipe(state) is None else slice(-micro_batches, None)
 
 
 def _scale(state: Any, recipe: Any, forward: bool) -> Tensor:
-    """The scales [tensors] that Transformer Engine takes from its histories (`DelayedScaling`'s docstring)."""
+    """Compute the scales [tensors] that Transformer Engine takes from its histories (`DelayedScaling`'s docstring)."""
     history, limits = state.amax_history, recipe.fp8_format.value
     amax = history[-1] if recipe.amax_compute_algo == "most_recent" else history.amax(0)
     fresh = (limits.max_fwd if forward else limits.max_bwd) / amax / 2.0**recipe.margin

@@ -1,5 +1,7 @@
-"""From our configuration to Transformer Engine's recipes, strictly (its constructors ignore unknown keys), and to the
-fused layers' own delayed scaling."""
+"""Our configuration as Transformer Engine's recipe, or as the settings of the fused layers.
+
+The conversion is strict, because Transformer Engine's constructors ignore unknown keys.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from gpt2_fp8.layers.delayed_scaling import DelayedScaling
 
 
 def build_recipe(precision: FP8PrecisionConfig, recipe: DelayedRecipe | StatelessRecipe) -> Any:
-    """The `transformer_engine.common.recipe.Recipe` of a run: how each tensor gets its FP8 scale, and its format."""
+    """Build the run's `transformer_engine.common.recipe.Recipe`: formats, and how each tensor gets its FP8 scale."""
     from transformer_engine.common import recipe as te
 
     formats = {"fp8_hybrid": te.Format.HYBRID, "fp8_e4m3": te.Format.E4M3}
@@ -30,7 +32,7 @@ def build_recipe(precision: FP8PrecisionConfig, recipe: DelayedRecipe | Stateles
 
 
 def delayed_scaling(precision: FP8PrecisionConfig, recipe: DelayedRecipe) -> DelayedScaling:
-    """Return the settings of the fused layers."""
+    """Return the fused layers' settings of delayed scaling."""
     hybrid = precision.name == "fp8_hybrid"
     return DelayedScaling(
         history=recipe.amax_history_len,

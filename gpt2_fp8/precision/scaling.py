@@ -1,7 +1,7 @@
-"""One owner of a model's FP8 scales: found before the first step, undone with a step, agreed by ranks, saved.
+"""The owner of a model's FP8 scales: it finds the first ones, undoes them with a step, and saves them.
 
-Only delayed scaling keeps scales between steps. `precision.state` says where they lie, `precision.calibrate` how the
-first are found, `precision.magnitudes` what an absurd one may do.
+Only delayed scaling keeps scales between steps. `precision.state` says where they are kept, `precision.calibrate` how
+the first are found, `precision.magnitudes` what an absurd amax may do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Undo = Callable[[], None]
 
 
 class NoScaling:
-    """Nothing is scaled: bf16 and fp32."""
+    """The scaling of bf16 and fp32: nothing is scaled."""
 
     ready = True
 
@@ -63,22 +63,23 @@ class NoScaling:
 
 
 class Scaling:
-    """The scales of a model whose products run in FP8.
+    """The scales of a model whose GEMMs run in FP8.
 
     Args:
-        model: on its device, or on its way there; it has scales from its first FP8 forward on.
-        settings: what decides the scales of delayed scaling, in words. A checkpoint's that were found under others are
-            not taken. None: a recipe without stored scales, which needs no calibration.
-        sequences: what a rank computes in a step. Its gradients, and so their amaxes, are of the mean over them.
+        model: on its device, or not there yet; it has scales from its first FP8 forward on.
+        settings: what decides the scales of delayed scaling, in words. A checkpoint's scales are taken only if
+            its settings were the same. None: a recipe without stored scales, which needs no calibration.
+        sequences: how many a rank computes in a step. Its gradients, and so their amaxes, are of the mean over them.
         context: the forward context under which layers allocate their state.
 
-    Attributes: `ready`, whether forwards may come: scales were found, or none are needed.
+    Attributes:
+        ready: whether forwards may run: scales were found, or none are needed.
     """
 
     def __init__(self, model: nn.Module, settings: str | None, sequences: int, context: Context):
         self.model, self.settings, self.sequences, self.context = model, settings, sequences, context
         self.ready = settings is None
-        self._saved: dict[str, Any] = {}  # a checkpoint's, until the layers are on their device
+        self._saved: dict[str, Any] = {}  # a checkpoint's state, until the layers are on their device
 
     @classmethod
     def of_run(
@@ -97,18 +98,18 @@ class Scaling:
         return cls(model, settings if isinstance(recipe, DelayedRecipe) else None, share, context)
 
     def take(self) -> bool:
-        """Give the layers the checkpoint's scales. Returns False where there are none, or none of these settings.
+        """Give the layers the checkpoint's scales. Returns False if there are none, or only of other settings.
 
-        Those of gradients follow where a rank's share of a step is another now (ranks, or the global batch). To be
-        called once, before the first forward, with the model on its device. Raises KeyError or ValueError for a state
+        If a rank's share of a step has changed (number of ranks, or global batch), the scales of gradients are adapted.
+        Call it once, before the first forward, with the model on its device. Raises KeyError or ValueError for a state
         of other layers.
         """
         saved, self._saved = self._saved, {}
         if self.settings is None or saved.pop("settings", None) != self.settings:
             return False
-        sequences = saved.pop("sequences", self.sequences)  # not in checkpoints of before it was kept
+        sequences = saved.pop("sequences", self.sequences)  # older checkpoints do not have it
         if reason := state.why_not_usable(saved):
-            log.warning("the checkpoint's FP8 scales are not taken, and found anew: %s", reason)
+            log.warning("the checkpoint's FP8 scales are not used, and new ones are found: %s", reason)
             return False
         with self.context():
             state.restore(self.model, saved)
@@ -118,37 +119,40 @@ class Scaling:
         return True
 
     def calibrate(self, loss_of: Callable[[Tensor], Tensor], ids: Tensor, share: float) -> None:
-        """Find the first scales from one micro-batch. Arguments as `precision.calibrate.calibrate`'s."""
+        """Find the first scales from one micro-batch. For the arguments see `precision.calibrate.calibrate`."""
         calibrate(self.model, loss_of, ids, self.context, share)
 
     def remember(self) -> Undo:
-        """Copy scales and histories; what is returned puts them back, for a step that begins again or is left out."""
+        """Copy scales and histories, and return a function that puts them back.
+
+        For a step that begins again or is left out.
+        """
         return state.kept(self.model)
 
     def agree(self) -> None:
-        """Give all ranks one state. Collective: see `state.agree`."""
+        """Give all ranks the same state. Collective: see `state.agree`."""
         state.agree(self.model)
 
     def absurd(self, micro_batches: int) -> Tensor | None:
-        """Count the FP8 tensors whose largest amax has jumped in a step of so many micro-batches.
+        """Count the FP8 tensors whose amax has jumped in a step of `micro_batches` micro-batches.
 
         Returns float32 on the device; None without stored scales. See `precision.magnitudes`.
         """
         return magnitudes.absurd(self.model, micro_batches)
 
     def limit(self, micro_batches: int) -> None:
-        """Keep such amaxes from becoming scales. To be called before the next forward."""
+        """Keep such amaxes from becoming scales. Call it before the next forward."""
         magnitudes.limit(self.model, micro_batches)
 
     def unchanged(self) -> AbstractContextManager:
-        """Leave the histories as they are found, over forwards that are no training."""
+        """Keep the histories unchanged by forwards that are not training."""
         return state.unchanged(self.model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return scales and histories as CPU tensors, and what they were found under; {} without stored scales."""
+        """Return scales and histories as CPU tensors, and what decided them; {} without stored scales."""
         if self.settings is None:
             return {}
-        if not self.ready:  # before the first forward there is nothing newer than the checkpoint's
+        if not self.ready:  # before the first forward, the checkpoint's state is the newest
             return dict(self._saved)
         return {"settings": self.settings, "sequences": self.sequences, **state.capture(self.model)}
 

@@ -1,15 +1,16 @@
-"""The state of delayed scaling, as plain tensors: of every FP8 layer, its scales and the history of its amaxes.
+"""The state of delayed scaling as plain tensors: the scales and amax histories of every FP8 layer.
 
-Transformer Engine keeps it in `module.fp8_meta["scaling_fwd" | "scaling_bwd"]`, allocated in the first FP8 forward:
-`scale` [n] and `amax_history` [length, n], float32, n tensors (input, weight and output of each product; its two
-gradients). Row 0 of the history is the slot being filled, the last row the newest finished one. The fused layers keep
-one such state for the whole model, under `scales` (`layers.scales`; the rows in the other order). The stateless recipes
-have neither, and everything here finds nothing to do.
+Transformer Engine keeps it in `module.fp8_meta["scaling_fwd" | "scaling_bwd"]` and allocates it in the first FP8
+forward: `scale` [n] and `amax_history` [length, n], float32. The n tensors are input, weight and output of each GEMM
+forward, and its two gradients backward. Row 0 of the history is being filled; the last row is the newest finished one.
 
-When Transformer Engine's change (2.20): at the end of each micro-batch's forward, which is the end of its region, from
-magnitudes of activations and weights; and at the end of its backward, in that of the first layer, from those of
-gradients. Each time the history is moved on by a row. So at the end of a step nothing is pending. The fused layers'
-change once a step, at its first forward.
+The fused layers keep one such state for the whole model under `scales` (`layers.delayed_scaling`; newest row first).
+Stateless recipes have no state, so the functions here do nothing for them.
+
+Transformer Engine (2.20) updates its state twice in each micro-batch, and each time moves the history on by a row. At
+the end of the forward, which ends its region, it uses the amaxes of activations and weights. At the end of the
+backward, in the first layer, it uses those of gradients. So nothing is pending at the end of a step. The fused layers
+update theirs once a step, at its first forward.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.runtime import collectives
 
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
-_LARGEST = 2.0**100  # of scales and magnitudes that tensors come to
+_LARGEST = 2.0**100  # the largest scale or amax that a real tensor reaches
 
 
 def scaling_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(layer.direction, TE's state object) of every layer that has run under delayed scaling."""
+    """Yield (layer.direction, TE's state object) of every layer that has run under delayed scaling."""
     for name, module in model.named_modules():
         for direction in DIRECTIONS:
             if (state := transformer_engine.scaling_state(module, direction)) is not None:
@@ -39,7 +40,7 @@ def scaling_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def capture(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of every scale and history on the CPU, by `layer.direction.kind`. Empty before the first FP8 forward."""
+    """Copy every scale and history to the CPU, by `layer.direction.kind`. Empty before the first FP8 forward."""
     tensors = {}
     for name, state in scaling_states(model):
         tensors[f"{name}.scale"] = state.scale.detach().cpu().clone()
@@ -48,9 +49,10 @@ def capture(model: nn.Module) -> dict[str, Tensor]:
 
 
 def why_not_usable(saved: dict[str, Tensor]) -> str | None:
-    """Why no numbers can be cast by a captured state: a scale or magnitude that no tensor of a run has; None: they can.
+    """Return why a captured state cannot quantize anything; None if it can.
 
-    A magnitude that is not finite counts for nothing (`magnitudes.limited`), as a run may have saved it.
+    The reason is a scale or an amax that no tensor of a run has. An amax that is not finite is allowed: a run may have
+    saved it, and it is ignored (`magnitudes.limited`).
     """
     for name, tensor in saved.items():
         values = tensor.double()
@@ -59,13 +61,16 @@ def why_not_usable(saved: dict[str, Tensor]) -> str | None:
             if odd.numel():
                 return f"{name} has {odd[0].item():g}"
         elif (values.isfinite() & ((values < 0) | (values > _LARGEST))).any():
-            return f"{name} has magnitudes from {values.min().item():g} to {values.max().item():g}"
+            return f"{name} has amaxes from {values.min().item():g} to {values.max().item():g}"
     return None
 
 
 def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Put a captured state back, in place. Call inside `te.autocast` of the recipe under which it was captured: layers
-    that have not run yet allocate their state here. Raises KeyError or ValueError for a state of other layers."""
+    """Put a captured state back, in place.
+
+    Call it inside `te.autocast` of the recipe under which the state was captured: layers that have not run yet allocate
+    their state here. Raises KeyError or ValueError for a state of other layers.
+    """
     for name, module in model.named_modules():
         key = f"{name}.scaling_fwd.scale"
         if key in saved:
@@ -74,7 +79,7 @@ def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
     for name, state in scaling_states(model):
         for kind, own in (("scale", state.scale), ("amax_history", state.amax_history)):
             given = saved[f"{name}.{kind}"]
-            if (given.shape, given.dtype) != (own.shape, own.dtype):  # torch would repeat it, or cast it
+            if (given.shape, given.dtype) != (own.shape, own.dtype):  # torch would broadcast or convert it
                 there = f"{given.dtype} {tuple(given.shape)}"
                 raise ValueError(
                     f"the FP8 state {name}.{kind} is {there}, and belongs to {own.dtype} {tuple(own.shape)}"
@@ -83,22 +88,22 @@ def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
 
 
 def agree(model: nn.Module) -> None:
-    """Give all ranks one state: the largest of their magnitudes, the smallest of their scales, in a single exchange.
-    To be called on all of them at once, at the end of a step or of a calibration.
+    """Give all ranks the same state: the largest of their amaxes, the smallest of their scales. Collective.
 
-    Not within a forward, as Transformer Engine would (`reduce_amax`): a rank that runs out of memory would leave the
-    others waiting there. What ranks may differ in, under Transformer Engine's layers, are the scales from a step's
-    second micro-batch on, each taken from the text that this rank has seen; it ends with the step, so that rank 0's
-    state in a checkpoint is that of all.
+    It takes one all-reduce, at the end of a step or of a calibration. It does not run within a forward, as Transformer
+    Engine's does (`reduce_amax`): a rank that runs out of memory would leave the others waiting there.
+
+    Under Transformer Engine's layers, ranks' scales may differ from a step's second micro-batch on. Each rank takes
+    them from its own text. The difference ends with the step, so rank 0's state in a checkpoint is that of all ranks.
     """
     states = [state for _, state in scaling_states(model)] if collectives.is_distributed() else []
     if not states:
         return
     histories, scales = [state.amax_history for state in states], [state.scale for state in states]
     flat = _flat([*histories, *scales])
-    magnitudes, negated = flat.split([sum(map(Tensor.numel, histories)), sum(map(Tensor.numel, scales))])
-    # A magnitude that is NaN has no order. Infinity, for which no scale is taken either, has one.
-    magnitudes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    amaxes, negated = flat.split([sum(map(Tensor.numel, histories)), sum(map(Tensor.numel, scales))])
+    # NaN has no order, so it becomes infinity, which has one. No scale is taken from either.
+    amaxes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     negated.neg_()
     collectives.maximum(flat)
     negated.neg_()
@@ -106,28 +111,30 @@ def agree(model: nn.Module) -> None:
 
 
 def reset(model: nn.Module) -> None:
-    """Every scale 1, no magnitude seen, in the layers that have a state."""
+    """Set every scale to 1 and every amax to 0, in the layers that have a state."""
     for _, state in scaling_states(model):
         state.scale.fill_(1.0)
         state.amax_history.zero_()
 
 
 def clear_histories(model: nn.Module) -> None:
-    """Forget every amax seen so far; the scales stay."""
+    """Set every amax seen so far to 0; the scales stay."""
     for _, state in scaling_states(model):
         state.amax_history.zero_()
 
 
 def update_scales(model: nn.Module) -> None:
-    """Turn the amaxes seen so far into scales now. Transformer Engine's layers do so by themselves after each pass."""
+    """Turn the amaxes seen so far into scales now. Transformer Engine's layers do so themselves after each pass."""
     for module in model.modules():
         if isinstance(module, Scales):
             module.update()
 
 
 def divide_gradient_amaxes(model: nn.Module, factor: float) -> None:
-    """Rescale the backward state from gradients of `factor` times the loss to gradients of the loss. Exact for a power
-    of two."""
+    """Rescale the backward state from gradients of `factor` times the loss to gradients of the loss.
+
+    This is exact for a power of two.
+    """
     for name, state in scaling_states(model):
         if name.endswith("scaling_bwd"):
             state.amax_history.div_(factor)
@@ -135,19 +142,23 @@ def divide_gradient_amaxes(model: nn.Module, factor: float) -> None:
 
 
 def unchanged(model: nn.Module) -> AbstractContextManager[None]:
-    """Leave the histories as they were found: TE records amaxes in evaluation too, and they would enter the next
-    training update."""
+    """Restore the histories on exit.
+
+    TE records amaxes in evaluation too, and they would enter the next training update.
+    """
     return _put_back([state.amax_history for _, state in scaling_states(model)])
 
 
 def restored(model: nn.Module) -> AbstractContextManager[None]:
-    """Leave scales and histories as they were found, also where training passes run in between."""
+    """Restore scales and histories on exit, even after training passes."""
     return _put_back(_tensors(model))
 
 
 def kept(model: nn.Module) -> Callable[[], None]:
-    """Remember scales and histories. What is returned puts them back, for a step that has to begin again: passes that
-    did not come to their end have moved the histories on, and Transformer Engine has more to forget of them."""
+    """Copy scales and histories, and return a function that puts them back. For a step that has to begin again.
+
+    Unfinished passes have moved the histories on, and Transformer Engine must forget more than that of them.
+    """
     put_back, forget = _kept(_tensors(model)), transformer_engine.unfinished_passes()
 
     def begin_again() -> None:
@@ -171,7 +182,7 @@ def _put_back(tensors: list[Tensor]) -> Iterator[None]:
 
 
 def _kept(tensors: list[Tensor]) -> Callable[[], None]:
-    """Copy `tensors`, all into one, since a model has hundreds; what is returned puts the copies back."""
+    """Copy `tensors` and return a function that puts the copies back. All go into one tensor: a model has hundreds."""
     if not tensors:
         return lambda: None
     flat = _flat(tensors)
@@ -183,6 +194,6 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 
 def _put_apart(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Copy the elements of `flat` back into the tensors that it was made of."""
+    """Copy the elements of `flat` back into the tensors from which it was made."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     copy_all(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])

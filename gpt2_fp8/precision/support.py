@@ -1,4 +1,4 @@
-"""Can this machine train in FP8, and if not, why? Every answer is one sentence for the person who asked."""
+"""Can this machine train in FP8, and if not, why? Every answer is one sentence for the user."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _NO_GPU, _NO_CUDA = "there is no CUDA GPU", "this torch was built without CUDA"
 
 
 def why_not_fp8() -> str | None:
-    """Return why this machine cannot train in FP8, or None if it can. Imports Transformer Engine only on a GPU that
-    could use it."""
+    """Return why this machine cannot train in FP8; None if it can.
+
+    Transformer Engine is imported only if the GPU could use it.
+    """
     if not torch.cuda.is_available():
         return _NO_GPU if torch.version.cuda else _NO_CUDA
     capability = torch.cuda.get_device_capability()
@@ -32,7 +34,7 @@ def why_not_fp8() -> str | None:
 
 
 def why_no_transformer_engine() -> str | None:
-    """Return why Transformer Engine's layers cannot run here, whatever the precision; None if they can."""
+    """Return why Transformer Engine's layers cannot run here in any precision; None if they can."""
     if not torch.cuda.is_available():
         return _NO_GPU if torch.version.cuda else _NO_CUDA
     if importlib.util.find_spec("transformer_engine") is None:
@@ -45,12 +47,12 @@ def why_no_transformer_engine() -> str | None:
 
 
 def _does_not_load(error: Exception) -> str:
-    """A broken build raises anything from OSError to RuntimeError; all mean the same."""
+    """Describe a failed import. A broken build raises anything from OSError to RuntimeError; all mean the same."""
     return f"Transformer Engine does not load: {type(error).__name__}: {first_line(error)}"
 
 
 def why_not_recipe(name: str) -> str | None:
-    """The reason this machine cannot do a scaling recipe although it can do FP8, or None if it can."""
+    """Return why this machine, which can do FP8, cannot do a scaling recipe; None if it can."""
     import transformer_engine.pytorch as te
 
     probes = {"block": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}
@@ -68,6 +70,6 @@ def why_no_hopper() -> str | None:
 
 
 def first_line(reason: object) -> str:
-    """An error's text, cut to what fits a line of a log."""
+    """Return an error's text as one line of at most 200 characters."""
     text = " ".join(str(reason).split())
     return text[:197] + "..." if len(text) > 200 else text

@@ -1,1 +1,1 @@
-"""What a process stands on: ranks, signals, random numbers, memory, output."""
+"""The environment of a process: ranks, signals, random numbers, memory, output."""

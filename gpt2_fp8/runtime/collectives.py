@@ -1,7 +1,7 @@
-"""What the processes of a run tell each other once a step. Plain torch; nothing where there is only one.
+"""Collective operations between a run's processes, once a step. Plain torch; they do nothing for a single process.
 
-Numbers of the host (did memory run out, was there a signal) go from host to host, through gloo: the GPU, which has work
-queued for a long while, is not asked. Tensors go from GPU to GPU.
+Numbers of the host (did memory run out, was there a signal) go from host to host through gloo. They do not wait for the
+GPU, which has work queued for a long time. Tensors go from GPU to GPU.
 """
 
 from __future__ import annotations
@@ -15,73 +15,73 @@ from torch import Tensor, distributed
 
 from gpt2_fp8.compat.torch_private import divide_all
 
-# Not a watch: a rank that is gone is known within a minute (`callbacks/rank_watchdog.py`). It has to be longer than
-# what a rank may do alone while the others wait: compile, read data from a source that does not answer, save. As long
-# as the wait for gradients may last, which Lightning sets to half an hour.
+# Not for noticing a lost rank: that takes less than a minute (`callbacks/rank_watchdog.py`). The timeout must be longer
+# than anything that one rank may do while the others wait. That is to compile, to save, or to read data from a source
+# that does not answer. It equals the timeout for gradients, which Lightning sets to half an hour.
 GROUP_TIMEOUT = timedelta(minutes=30)
 
 _entered = 0
 
 
 def entered() -> int:
-    """How many exchanges within steps this process has entered: the same on ranks that stand at the same place."""
+    """Return how many collectives within steps this process has entered: equal on ranks at the same place."""
     return _entered
 
 
 def enter() -> None:
-    """Count an exchange that this process is about to enter. Every rank does so at the same places of a step."""
+    """Count a collective that this process is about to enter. Every rank does so at the same places of a step."""
     global _entered
     _entered += 1
 
 
 def is_distributed() -> bool:
-    """Whether this process is one of several that train together."""
+    """Return whether this process is one of several that train together."""
     return rank_and_world()[1] > 1
 
 
 def rank_and_world() -> tuple[int, int]:
-    """This process's rank and how many there are; (0, 1) outside of torch.distributed."""
+    """Return this process's rank and the number of ranks; (0, 1) outside torch.distributed."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return 0, 1
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on any rank, told to all of them: see `largest`. Asked within steps."""
+    """Return whether the flag is set on any rank. Collective, asked within steps: see `largest`."""
     if is_distributed():
         enter()
     return bool(largest(int(flag)))
 
 
 def largest(value: int) -> int:
-    """The largest of all ranks' values, told to all of them. To be called on all of them at once; the host waits for
-    the other hosts, and for no GPU."""
+    """All-reduce (MAX) one int over gloo. Collective. It blocks the host, never the GPU."""
     if not is_distributed():
         return value
-    told = torch.tensor(value, device="cpu")  # said, because Lightning sets a default device at times
-    distributed.all_reduce(told, op=distributed.ReduceOp.MAX, group=_Hosts.group())
-    return int(told)
+    shared = torch.tensor(value, device="cpu")  # named, because Lightning sometimes sets a default device
+    distributed.all_reduce(shared, op=distributed.ReduceOp.MAX, group=_Hosts.group())
+    return int(shared)
 
 
 def everyones(value: str) -> list[str]:
-    """All ranks' values, by rank, told to all of them. To be called on all of them at once; no GPU is waited for."""
+    """Gather all ranks' values, in the order of ranks, over gloo. Collective. It blocks the host, never the GPU."""
     if not is_distributed():
         return [value]
-    told = [""] * rank_and_world()[1]
-    distributed.all_gather_object(told, value, group=_Hosts.group())
-    return told
+    values = [""] * rank_and_world()[1]
+    distributed.all_gather_object(values, value, group=_Hosts.group())
+    return values
 
 
 class _Hosts:
-    """The process group of the hosts, made at the first use, once for a default group.
+    """The gloo process group of the hosts, created at the first use, once for each default group.
 
-    Making it is collective. It needs no place of its own for that: ranks do everything that is collective in one order,
-    so the first call of `largest` on one rank meets the first call on every other. In a run that is the question for a
-    signal at the start of `fit`, and where signals are not handled the one after the first step's gradients. A rank
-    that leaves a wait for data because of a signal asks too, where the others ask before their step.
+    Creating it is collective, but needs no place of its own. Ranks call everything collective in the same order, so the
+    first call of `largest` on one rank meets the first call on every other. Usually that is the question about a signal
+    at the start of `fit`. If signals are not handled, it comes after the first step's gradients. A rank that leaves a
+    wait for data because of a signal asks too, where the others ask before their step.
 
-    torch keeps groups until they are destroyed, all at once. Here they are only looked at: whoever holds the last
-    reference to a group of gloo when the interpreter ends waits for its threads, and they for the interpreter.
+    torch keeps groups until all are destroyed at once. Here there are only weak references. The last reference to a
+    gloo group must not live until the interpreter ends. The interpreter would wait for the group's threads, and they
+    for it.
     """
 
     _default: weakref.ref[distributed.ProcessGroup] | None = None
@@ -89,6 +89,7 @@ class _Hosts:
 
     @classmethod
     def group(cls) -> distributed.ProcessGroup:
+        """Return the group; create it if the default group is new. Collective then."""
         default = distributed.group.WORLD
         assert default is not None
         if distributed.get_backend() == "gloo":
@@ -101,11 +102,11 @@ class _Hosts:
 
 
 def average(parameters: Iterable[Tensor]) -> None:
-    """Replace every parameter's gradient by its mean over the ranks. To be called on all of them at once.
+    """Replace every parameter's gradient by its mean over the ranks. Collective.
 
-    After the backward and not within it, as DistributedDataParallel would: a rank whose backward fails (out of memory)
-    can then begin again without leaving the others in the midst of an exchange, and the gradients need not go through
-    autograd. What that costs is the overlap with the last micro-batch's backward.
+    It runs after the backward, not within it as DistributedDataParallel does. A rank whose backward fails (out of
+    memory) can then begin again without leaving the others in the middle of a collective. And gradients need not go
+    through autograd. The price is that communication does not overlap with the last micro-batch's backward.
     """
     if not is_distributed():
         return
@@ -118,7 +119,9 @@ def average(parameters: Iterable[Tensor]) -> None:
 
 
 def maximum(values: Tensor) -> None:
-    """Replace every element by the largest of all ranks. A contiguous tensor, of the same shape on every rank and
-    without NaN, which has no order. To be called on all of them at once."""
+    """Replace every element by the largest of all ranks. Collective.
+
+    `values` is contiguous, has the same shape on every rank, and contains no NaN, which has no order.
+    """
     if is_distributed():
         distributed.all_reduce(values, op=distributed.ReduceOp.MAX)

@@ -11,7 +11,7 @@ from gpt2_fp8.config.schema import RunConfig
 
 
 def device(config: RunConfig) -> Literal["cuda", "cpu"]:
-    """Where the run goes. Raises UserError for `trainer=gpu` where there is none."""
+    """Return the device of the run. Raises UserError for `trainer=gpu` if there is no GPU."""
     if config.trainer.accelerator == "cpu":
         return "cpu"
     if torch.cuda.is_available():
@@ -22,9 +22,9 @@ def device(config: RunConfig) -> Literal["cuda", "cpu"]:
 
 
 def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
-    """Processes on this machine: what was asked for; `auto` is every GPU, or one on a CPU.
+    """Return the number of processes on this machine: what was asked for; `auto` is every GPU, or one on a CPU.
 
-    Raises UserError where there are fewer GPUs than asked for.
+    Raises UserError if there are fewer GPUs than asked for.
     """
     asked, present = config.trainer.devices, torch.cuda.device_count()
     if asked == "auto":

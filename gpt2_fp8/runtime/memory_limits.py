@@ -1,6 +1,6 @@
 """How much of the host's memory this process may still take: the machine's, its container's, and its own limits.
 
-Everything that the system does not tell is taken for no limit. Standard library only.
+A limit that the system does not report counts as none. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path("/")  # of the system's own files
-SHELL = {resource.RLIMIT_AS: "ulimit -v", resource.RLIMIT_DATA: "ulimit -d"}  # limits of it, and what sets them
-_UNLIMITED = 1 << 60  # version 1 of control groups has a huge number for none
-_ADDRESSES = 1 << 30  # that are reserved and never used: threads' stacks and arenas
+ROOT = Path("/")  # where the system's own files are
+# the shell's limits, and the commands that set them
+SHELL = {resource.RLIMIT_AS: "ulimit -v", resource.RLIMIT_DATA: "ulimit -d"}
+_UNLIMITED_BYTES = 1 << 60  # control groups of version 1 report a huge number instead of no limit
+_UNUSED_ADDRESS_BYTES = 1 << 30  # reserved addresses that are never used: threads' stacks and arenas
 
 
 class Limit(NamedTuple):
-    """A bound, in bytes: of it at most `whole`, of which `left` is to be had now."""
+    """A limit of memory, in bytes: `whole` in all, of which `left` are still available."""
 
     left: int
     whole: int
@@ -27,22 +28,22 @@ class Limit(NamedTuple):
 
     @property
     def lift(self) -> str | None:
-        """What the user can type against it; None where only memory helps."""
+        """What the user can type to lift it; None if only more memory helps."""
         return f"type `{self.what} unlimited` before the command" if self.what in SHELL.values() else None
 
 
 def narrowest() -> Limit | None:
-    """The limit that leaves the least; None where none is known."""
+    """Return the limit that leaves the least memory; None if none is known."""
     return min(_limits(), default=None)
 
 
 def machine_bytes() -> int | None:
-    """All of the memory that this process could ever have: of the machine, or of its container."""
+    """Return all memory in bytes that this process could ever have, of machine or container; None if unknown."""
     return min((limit.whole for limit in _limits()), default=None)
 
 
 def swap_bytes() -> int:
-    """What the machine could still put elsewhere."""
+    """Return the free swap space of the machine in bytes."""
     return _meminfo().get("SwapFree", 0)
 
 
@@ -53,7 +54,7 @@ def _limits() -> Iterator[Limit]:
     yield from _control_groups()
     pages = _numbers(ROOT / "proc/self/statm")
     size = _page_bytes() or 0
-    for (kind, what), used, slack in zip(SHELL.items(), (0, 5), (_ADDRESSES, 0), strict=True):
+    for (kind, what), used, slack in zip(SHELL.items(), (0, 5), (_UNUSED_ADDRESS_BYTES, 0), strict=True):
         most = resource.getrlimit(kind)[0]
         if most != resource.RLIM_INFINITY:
             taken = pages[used] * size if len(pages) > used else 0
@@ -70,7 +71,7 @@ def _page_bytes() -> int | None:
 
 
 def _told(name: str) -> int | None:
-    """What the system tells of itself under `name`, if it does."""
+    """Return a number that the system reports under `name`; None if it does not."""
     try:
         number = os.sysconf(name)
     except (OSError, ValueError):
@@ -79,8 +80,10 @@ def _told(name: str) -> int | None:
 
 
 def _control_groups() -> Iterator[Limit]:
-    """Of both versions: every group that this process is in, up to the root. In a container the path is the host's, and
-    only the root's files, which are the container's, are there."""
+    """Yield the limits of every control group that this process is in, up to the root, in both versions.
+
+    In a container the path is the host's. Only the files at the root exist there, and those are the container's.
+    """
     for line in _text(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2) if line.count(":") > 1 else ("", "-", "")
         if controllers == "":
@@ -92,8 +95,8 @@ def _control_groups() -> Iterator[Limit]:
             continue
         group = Path(path.lstrip("/"))
         for folder in (top / group, *(top / parent for parent in group.parents)):
-            limit = _numbers(folder / most)  # the word "max" where there is none
-            if limit and limit[0] < _UNLIMITED:
+            limit = _numbers(folder / most)  # the word "max" means no limit
+            if limit and limit[0] < _UNLIMITED_BYTES:
                 taken = (_numbers(folder / used) or [0])[0] - _table(folder / "memory.stat").get(cached, 0)
                 yield Limit(max(limit[0] - max(taken, 0), 0), limit[0], "this control group (a container)")
 

@@ -1,6 +1,6 @@
-"""What a process hears and says: names in UTF-8 whatever the locale, and output that costs no run.
+"""A process's text: names in UTF-8 whatever the locale is, and output that cannot end a run.
 
-Names of files, settings and log lines are UTF-8 here. Elsewhere Python would take them for what the locale says.
+File names, settings and log lines are UTF-8 here. Otherwise Python would decode them as the locale says.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ _MODE = "PYTHONUTF8"
 
 
 def begin(pipe_ends: bool = False) -> None:
-    """Of a program's first moment: open what was closed of its standard streams, and have them take everything; start
-    it again in Python's UTF-8 mode where the locale is another's. Its process stays the same one; those that it starts
-    inherit the mode. `pipe_ends`: as `streams.forgive` has it."""
+    """Prepare text input and output; call it first in a program.
+
+    Standard streams that were closed are opened, and all take every character. If the locale is not UTF-8, the program
+    is started again in Python's UTF-8 mode: as the same process, whose children inherit the mode. `pipe_ends`: see
+    `standard_streams.forgive`.
+    """
     standard_streams.open_closed()
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get(_MODE) != "1":
         os.environ[_MODE] = "1"
@@ -31,18 +34,20 @@ def begin(pipe_ends: bool = False) -> None:
 
 
 def end() -> None:
-    """Of its last moment: what cannot be written does not change the exit code."""
+    """Flush the output at the end of a program. What cannot be written does not change the exit code."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except (OSError, ValueError):
-            with suppress(OSError, ValueError):  # or Python tries once more, and ends with 120
+            with suppress(OSError, ValueError):  # otherwise Python flushes once more, and exits with 120
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def forgive_outputs() -> None:
-    """Have a log line that cannot be written cost one warning, where logging prints a traceback for each; and escape
-    in each what a terminal would obey: a folder's own name may hold it."""
+    """Make a log line that cannot be written cost one warning; logging would print a traceback for each.
+
+    Control characters in log lines are escaped: a terminal would obey them, and a folder's name may contain them.
+    """
     standard_streams.say_losses()
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and not isinstance(handler.handleError, _Forgiving):
@@ -53,24 +58,24 @@ def forgive_outputs() -> None:
 
 
 class _Harmless(logging.Formatter):
-    """Another formatter's lines, with nothing that a terminal would obey but what is that formatter's own."""
+    """Another formatter's lines, with control characters escaped except the formatter's own."""
 
     def __init__(self, otherwise: logging.Formatter) -> None:
         super().__init__()
         self._otherwise = otherwise
 
     def format(self, record: logging.LogRecord) -> str:
-        """As it is to be written."""
-        record.message = record.getMessage()  # as every formatter leaves it
-        told = copy.copy(record)  # other handlers have theirs
-        told.msg, told.args = harmless(record.message), None
+        """Format a record as the other formatter does."""
+        record.message = record.getMessage()  # every formatter sets it
+        escaped = copy.copy(record)  # other handlers use the original
+        escaped.msg, escaped.args = harmless(record.message), None
         if record.exc_info:
-            told.exc_text = harmless(self._otherwise.formatException(record.exc_info))
-        return self._otherwise.format(told)
+            escaped.exc_text = harmless(self._otherwise.formatException(record.exc_info))
+        return self._otherwise.format(escaped)
 
 
 class _Forgiving:
-    """What a handler does about a line that it could not write."""
+    """Handles a log line that a handler could not write."""
 
     def __init__(self, handler: logging.StreamHandler) -> None:
         self._name = getattr(handler, "baseFilename", "the log on the terminal")
@@ -80,7 +85,7 @@ class _Forgiving:
     def __call__(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, (OSError, UnicodeError)):
-            self._otherwise(record)  # a mistake of ours
+            self._otherwise(record)  # our own mistake
         elif not self._said:
             self._said = True
             with suppress(OSError):
@@ -88,7 +93,7 @@ class _Forgiving:
 
 
 class _Threads:
-    """`threading.excepthook`, without TensorBoard's writer on a full disk: the logger that feeds it says so once."""
+    """`threading.excepthook` that ignores TensorBoard's writer on a full disk: the logger that feeds it warns once."""
 
     def __init__(self, otherwise: Callable[[threading.ExceptHookArgs], object]) -> None:
         self._otherwise = otherwise

@@ -1,4 +1,4 @@
-"""Names under which a user's own code is found: callbacks, loggers and sources of text. Imports no torch.
+"""A user's own callbacks, loggers and sources of text, by name. Imports no torch.
 
 A module that `plugins=[my_module]` names registers them when it is imported; the configuration then selects them:
 
@@ -26,28 +26,28 @@ log = logging.getLogger(__name__)
 Factory = Callable[..., Any]
 _F = TypeVar("_F", bound=Factory)
 _known: dict[str, dict[str, Factory]] = {"callbacks.extra": {}, "logger.extra": {}, "data.source": {}}
-_folders: list[str] = []  # in which modules were looked for, besides Python's own path
+_folders: list[str] = []  # searched for modules, in addition to Python's own path
 
 
 def callback(name: str) -> Callable[[_F], _F]:
-    """Register what makes a Lightning Callback of a RunConfig, for `callbacks.extra=[NAME]`."""
+    """Register a function or class that makes a Lightning Callback from a RunConfig, for `callbacks.extra=[NAME]`."""
     return _register("callbacks.extra", name)
 
 
 def logger(name: str) -> Callable[[_F], _F]:
-    """Register what makes a Lightning Logger of a RunConfig and the run's folder, for `logger.extra=[NAME]`."""
+    """Register what makes a Lightning Logger from a RunConfig and the run's folder, for `logger.extra=[NAME]`."""
     return _register("logger.extra", name)
 
 
 def data_source(name: str) -> Callable[[_F], _F]:
-    """Register what makes a `data.units.Source` of the data group, for `data=registered data.source=NAME`."""
+    """Register what makes a `data.units.Source` from the data group, for `data=registered data.source=NAME`."""
     return _register("data.source", name)
 
 
 def load(modules: Sequence[str], folder: Path) -> None:
-    """Import modules by name, from where Python looks and from `folder`. Imported ones stay as they are.
+    """Import modules by name, from Python's path and from `folder`. Imported modules are not imported again.
 
-    Raises UserError where one cannot be imported; its traceback goes to the log.
+    Raises UserError if one cannot be imported; its traceback goes to the log.
     """
     if modules and str(folder) not in sys.path:
         sys.path.append(str(folder))
@@ -65,14 +65,14 @@ def load(modules: Sequence[str], folder: Path) -> None:
 
 
 def folders() -> list[str]:
-    """List the folders that a process started from here needs on its path, to import the same modules."""
+    """List the folders that a child process needs on its path to import the same modules."""
     return list(_folders)
 
 
 def make(key: str, name: str, kind: type, *arguments: object) -> Any:
-    """Make what is registered under a name for a key. `kind`: the class that it is to be of.
+    """Make the object that is registered under `name` for `key`. It must be a `kind`.
 
-    Raises UserError where nothing has that name, or where it is of another class.
+    Raises UserError if nothing has that name, or if the object is of another class.
     """
     known = _known[key]
     if name not in known:

@@ -1,4 +1,4 @@
-"""The state of every random number generator a step may draw from, as plain values and tensors."""
+"""The state of every random number generator that a step may use, as plain values and tensors."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import Tensor
 
 from gpt2_fp8.runtime import collectives
 
-_WORDS = 624  # of a Mersenne Twister
-_TORCH = struct.Struct(f"<QiiQ{_WORDS}Qdddi4xfB3x")  # seed, left, seeded, next, words, what is left of normal ones
+_WORDS = 624  # state words of a Mersenne Twister
+_TORCH = struct.Struct(f"<QiiQ{_WORDS}Qdddi4xfB3x")  # seed, left, seeded, next, words, and leftover normal numbers
 
 
 def capture() -> dict[str, Any]:
-    """This process's generators: Python, numpy's global one, torch's CPU one and, once CUDA is in use, its device's.
+    """Return the states of this process's generators: Python's, numpy's global one, torch's CPU and CUDA ones.
 
-    Values are str, int, float, None, tuples of ints and uint8 tensors on the CPU.
+    CUDA's is there once CUDA is in use. Values are str, int, float, None, tuples of ints and uint8 tensors on the CPU.
     """
     name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": {
             "name": name,
-            # As bytes: torch 2.13 cannot unpickle a uint32 tensor, and `gather` pickles (between ranks alone).
+            # As bytes: torch 2.13 cannot unpickle a uint32 tensor, and `gather` pickles (only between ranks).
             "keys": torch.from_numpy(numpy.array(keys)).view(torch.uint8),
             "position": int(position),
             "has_gauss": int(has_gauss),
@@ -38,7 +38,7 @@ def capture() -> dict[str, Any]:
 
 
 def capture_torch() -> dict[str, Tensor]:
-    """Of these torch's own, from which forwards and backwards draw. Quick enough for every step."""
+    """Return only the states of torch's generators, which forwards and backwards use. Fast enough for every step."""
     state = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -46,7 +46,7 @@ def capture_torch() -> dict[str, Tensor]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Set this process's generators to what `capture` returned. A CUDA state is passed over where there is no CUDA."""
+    """Set this process's generators to what `capture` returned. A CUDA state is ignored if there is no CUDA."""
     random.setstate(state["python"])
     legacy = state["numpy"]
     keys = legacy["keys"].cpu().numpy().view(numpy.uint32)
@@ -55,15 +55,18 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def restore_torch(state: dict[str, Any]) -> None:
-    """Likewise, what `capture_torch` returned."""
+    """Set torch's generators to what `capture_torch` returned."""
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
 def check(states: list[dict[str, Any]]) -> None:
-    """Raise ValueError for a state of any rank that no generator can have come to: neither numpy nor torch looks where
-    it reads its next number from. Of what is not in tensors, `checkpoint.run_state` knows the bounds."""
+    """Raise ValueError if any rank's state is impossible for its generator.
+
+    Neither numpy nor torch checks the position from which it reads its next number. `checkpoint.run_state` checks the
+    values that are not in tensors.
+    """
     for rank, state in enumerate(states):
         zeros = not any(state["python"][1][:-1]), not state["numpy"]["keys"].any()
         for name, silent in zip(("Python's", "numpy's"), zeros, strict=True):
@@ -78,10 +81,13 @@ def check(states: list[dict[str, Any]]) -> None:
 
 
 def _why_not_torch(state: bytes) -> str | None:
-    """Why `state` is none of torch's CPU generator (`CPUGeneratorImplState`), which is a Mersenne Twister; or None."""
+    """Return why `state` is impossible for torch's CPU generator; None if it is possible.
+
+    That generator is a Mersenne Twister (`CPUGeneratorImplState`).
+    """
     if len(state) != (size := len(torch.get_rng_state())):
         return f"a state has {size} bytes, and this one {len(state)}"
-    if size != _TORCH.size:  # another torch: it has to look by itself
+    if size != _TORCH.size:  # another torch version must check it itself
         return None
     _, left, seeded, after, *words = _TORCH.unpack(state)
     words, cached = words[:_WORDS], words[_WORDS:]
@@ -96,7 +102,7 @@ def _why_not_torch(state: bytes) -> str | None:
 
 
 def gather() -> list[dict[str, Any]]:
-    """Every rank's `capture()`, in the order of ranks, on every rank. Collective."""
+    """Return every rank's `capture()`, in the order of ranks, on every rank. Collective."""
     _, world = collectives.rank_and_world()
     if world == 1:
         return [capture()]
@@ -108,7 +114,7 @@ def gather() -> list[dict[str, Any]]:
 def restore_rank(states: list[dict[str, Any]]) -> bool:
     """Restore this rank's part of `gather()`.
 
-    False, with nothing changed, when the states are of fewer ranks than there are now: the rank keeps its own seed.
+    Returns False, with nothing changed, if there are more ranks now than states. The rank then keeps its own seed.
     """
     rank, _ = collectives.rank_and_world()
     if rank >= len(states):

@@ -1,18 +1,20 @@
-"""SIGINT, SIGTERM, SIGHUP and SIGQUIT (under SLURM also SIGUSR1) from a process's first moment to its last.
+"""SIGINT, SIGTERM, SIGHUP and SIGQUIT (under SLURM also SIGUSR1), from the start of a process to its end.
 
-What a signal does depends on where it comes:
+What a signal does depends on when it arrives:
 
-- In start-up, and in a wait that is declared `interruptible`, nothing is half done: `Interrupted` is raised at once.
-- In training it is held: the handler only notes it. `look` gives up what is under way, where that leaves nothing half
-  done, and `GracefulStop` looks between steps. Saving inside a handler can fall into the middle of a backward pass
+- During start-up, and in a wait declared `interruptible`, nothing is half done: `Interrupted` is raised at once.
+- In training it is held: the handler only records it. `look` gives up the current work where that leaves nothing half
+  done. `GracefulStop` looks between steps. A handler that saves could run in the middle of a backward pass
   (https://github.com/Lightning-AI/pytorch-lightning/issues/21406, open in 2.6.6).
-- A second one, wherever it comes, ends the process at once. What is on the disk is whole at every moment.
+- A second signal ends the process at once, at any time. Files on the disk are complete at every moment.
 
-An exception out of nowhere can get lost: in a `__del__`, whose errors Python prints and drops, in a library that
-catches everything, or it leaves a library half done that then fails in words of its own. So it is only the messenger.
-The signal stays noted; as long as nobody has ended for it, it is thrown again; and whoever ends with another error
-after it was `thrown` ends for the signal. SIGHUP (a closed terminal) and SIGQUIT are taken for SIGTERM. What was
-ignored when the process began (`nohup`) stays ignored.
+An asynchronous exception can get lost. Python prints and drops errors in `__del__`, and some libraries catch
+everything. A library left half done may fail with an error of its own. So the exception is only a messenger. The signal
+stays recorded, and `Interrupted` is raised again until something ends because of it. Whatever ends with another error
+after it was `thrown` ends for the signal.
+
+SIGHUP (a closed terminal) and SIGQUIT are treated as SIGTERM. A signal that was ignored when the process began
+(`nohup`) stays ignored.
 """
 
 from __future__ import annotations
@@ -32,17 +34,18 @@ from gpt2_fp8.runtime import slurm
 
 LIKE_SIGTERM = (signal.SIGHUP, signal.SIGQUIT)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *LIKE_SIGTERM)
-# A terminal's Ctrl-C reaches the whole process group, and launchers (torchrun, srun) pass it on: one wish, two signals.
+# Ctrl-C reaches the whole process group, and launchers (torchrun, srun) pass it on: one request, two signals.
 ECHO_SECONDS = 0.5
-IMPORT_SECONDS = 3.0  # that a signal waits for an import, or a library's cleanup, to come to its end
-_AGAIN = signal.SIGURG  # by which a thread of our own asks the main thread to look; where nobody handles it, nothing
+IMPORT_SECONDS = 3.0  # the longest that a signal waits for an import, or a library's cleanup, to finish
+# Our own thread sends it to make the main thread look again; without a handler it has no effect.
+_AGAIN = signal.SIGURG
 _AGAIN_SECONDS = 0.1
 
 
 class Interrupted(BaseException):
-    """A signal ends this process where it stands.
+    """A signal ends this process where it is.
 
-    Not an Exception: those are caught by whatever tries something again, or tries whether something is there.
+    It is not an Exception: those are caught by code that tries something again, or tests whether something exists.
     """
 
     def __init__(self, signum: int):
@@ -51,10 +54,12 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """The handlers of a process, and what they have received.
+    """The signal handlers of a process, and what they have received.
 
-    Attributes: `received`, the first signal's number, None before it; `thrown`, whether `Interrupted` was raised for
-    it; `gives_up`, whether `look` may raise.
+    Attributes:
+        received: the first signal's number; None before it.
+        thrown: whether `Interrupted` was raised for it.
+        gives_up: whether `look` may raise.
     """
 
     def __init__(self) -> None:
@@ -63,39 +68,39 @@ class Signals:
         self.gives_up = False
         self._received_at = 0.0
         self._held = True
-        self._asks = False  # again, until the signal's exception has arrived
+        self._asks = False  # whether a thread asks again until the exception has arrived
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Take the signals, but for those that are ignored; again where somebody else, as Lightning, has taken them."""
+        """Install the handlers, except for ignored signals; again if other code, as Lightning's, has replaced them."""
         for number in (*SIGNALS, slurm.REQUEUE_SIGNAL) if slurm.is_batch_job() else SIGNALS:
             before = self._previous.setdefault(number, signal.getsignal(number))
             signal.signal(number, signal.SIG_IGN if before == signal.SIG_IGN else self._receive)
         self._previous.setdefault(_AGAIN, signal.signal(_AGAIN, self._look_again))
 
     def uninstall(self) -> None:
-        """Put back what was there before."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
-            # None: it was set by something other than Python, and cannot be put back.
+            # None: it was not set from Python, and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
 
     @property
     def installed(self) -> bool:
-        """Whether the handlers are there: not off the main thread."""
+        """Whether the handlers are installed. They never are off the main thread."""
         return bool(self._previous)
 
     def hold(self) -> None:
-        """From now on only note signals."""
+        """Only record signals from now on."""
         self._held = True
 
     def release(self) -> None:
-        """From now on raise `Interrupted`; for what was noted before, in a moment."""
+        """Raise `Interrupted` for signals from now on, and soon for one that was recorded before."""
         self._held = False
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """In here a signal raises `Interrupted`, one that was noted before too."""
+        """Enter a context in which a signal raises `Interrupted`, also one that was recorded before."""
         held = self._held
         try:
             if self.received is not None and held:
@@ -106,7 +111,7 @@ class Signals:
             self._held = held
 
     def throw(self) -> None:
-        """Raise `Interrupted` for what was received."""
+        """Raise `Interrupted` for the signal that was received."""
         assert self.received is not None
         self.thrown = True
         raise Interrupted(self.received)
@@ -117,7 +122,7 @@ class Signals:
             self.received, self._received_at = signal.SIGTERM if signum in LIKE_SIGTERM else signum, now
             if signum == signal.SIGHUP:
                 leave_terminal()
-            with suppress(RuntimeError, MemoryError):  # no thread can be started
+            with suppress(RuntimeError, MemoryError):  # if no thread can be started
                 threading.Thread(target=self._ask_again, name="signals", daemon=True).start()
                 self._asks = True
             if not self._held:
@@ -125,9 +130,9 @@ class Signals:
                 return
             say(f"\n{signal.Signals(signum).name}: stopping and saving; once more to leave at once\n")
         elif signum == signal.SIGHUP:
-            return  # a terminal's end is told by more than one
+            return  # several senders report a terminal's end
         elif self.received == slurm.REQUEUE_SIGNAL and signum != signal.SIGINT:
-            return  # SLURM's own next ones: it ends a job that it requeues
+            return  # SLURM sends more signals itself: it ends a job that it requeues
         elif now - self._received_at > ECHO_SECONDS:
             os._exit(128 + (signal.SIGTERM if signum in LIKE_SIGTERM else signum))
 
@@ -144,13 +149,16 @@ class Signals:
             self._throw_from(frame)
 
     def _throw_from(self, frame: FrameType | None) -> None:
-        """Raise, but not in the midst of what it would leave half done: from there in a moment, if somebody asks."""
+        """Raise `Interrupted`, unless the main thread is in code that it would leave half done.
+
+        In that case the thread that asks again brings it a moment later.
+        """
         if not self._asks or time.monotonic() > self._received_at + IMPORT_SECONDS or not _is_delicate(frame):
             self.throw()
 
 
 def _is_ending(handled: BaseException | None) -> bool:
-    """Whether the main thread is on its way out for a signal already: what it handles came of `Interrupted`."""
+    """Return whether the main thread is already ending for a signal: the error it handles came from `Interrupted`."""
     while handled is not None:
         if isinstance(handled, Interrupted):
             return True
@@ -159,7 +167,7 @@ def _is_ending(handled: BaseException | None) -> bool:
 
 
 def _is_delicate(frame: FrameType | None) -> bool:
-    """Whether the main thread is in an import, which would leave modules half made, or where errors get lost."""
+    """Return whether the main thread is in an import, which would leave modules half made, or where errors get lost."""
     while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith("<frozen importlib") or code.co_name in ("__del__", "__exit__"):
@@ -169,7 +177,7 @@ def _is_delicate(frame: FrameType | None) -> bool:
 
 
 def leave_terminal() -> None:
-    """Let output go nowhere where the terminal is gone: whoever writes to it would fail."""
+    """Redirect output to /dev/null if the terminal is gone: writing to it would fail."""
     for number in (1, 2):
         try:
             os.write(number, b"")
@@ -179,7 +187,7 @@ def leave_terminal() -> None:
 
 
 def say(text: str) -> None:
-    """Write to stderr, if it can be written. Not print(): it may be the very call that a signal interrupted."""
+    """Write to stderr, if possible. Not with print(): the signal may have interrupted just that call."""
     with suppress(OSError):
         os.write(2, text.encode())
 
@@ -189,8 +197,10 @@ _active: Signals | None = None
 
 @contextmanager
 def handled() -> Iterator[Signals]:
-    """Handle signals in here, held at first; within another such context, by the same `Signals`. Off the main thread:
-    do nothing."""
+    """Handle signals in this context, held at first; inside another such context use the same `Signals`.
+
+    Off the main thread it does nothing.
+    """
     global _active
     if _active is not None or threading.current_thread() is not threading.main_thread():
         yield _active if threading.current_thread() is threading.main_thread() and _active else Signals()
@@ -206,7 +216,7 @@ def handled() -> Iterator[Signals]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Declares a wait of the main thread during which nothing is half done: a signal may raise `Interrupted` in it."""
+    """Declare a wait of the main thread in which nothing is half done: a signal may raise `Interrupted` in it."""
     if _active is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -215,28 +225,36 @@ def interruptible() -> Iterator[None]:
 
 
 def pending() -> bool:
-    """Whether a signal was received: for what is not needed then."""
+    """Return whether a signal was received, so that unneeded work can be skipped."""
     return _active is not None and _active.received is not None
 
 
 def look() -> None:
-    """Declares a place where what is under way can be given up: raises `Interrupted` where a signal was received and
-    this process may (`Signals.gives_up`)."""
+    """Declare a place where the current work can be given up.
+
+    Raises `Interrupted` if a signal was received and this process may give up (`Signals.gives_up`).
+    """
     if _active is not None and _active.gives_up and _active.received is not None:
         _active.throw()
 
 
 def leave_with(code: int) -> None:
-    """The process has come to its end: from now on a signal makes it leave at once, with the exit code that it has.
-    In its very last moment, when Python takes its handlers away, a signal is ignored."""
+    """Make a signal end the process at once with exit code `code`, since it has come to its end.
+
+    In its last moment, when Python removes its handlers, a signal is ignored.
+    """
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: os._exit(code))
 
 
 def ignore_at_the_end() -> None:
-    """Call this before anything registers with `atexit`, which calls the first to register last: Python then resets
-    handlers to what ends the process by the signal, whatever its exit code was to be, and leaves ignored ones alone."""
+    """Ignore signals at the very end of the process.
+
+    Call this before anything registers with `atexit`, which calls what registered first last. Python then resets
+    handlers to the default, which ends the process by the signal, whatever its exit code is. It leaves ignored signals
+    ignored.
+    """
     atexit.register(_ignore)
 
 

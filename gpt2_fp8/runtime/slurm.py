@@ -1,7 +1,7 @@
 """What SLURM asks of a job that it is about to end: to be put back into the queue.
 
 `sbatch --signal=SIGUSR1@90 --requeue` has SLURM send SIGUSR1 to every task 90 seconds before the time limit. Lightning
-2.6 has a handler for it, which saves in the middle of any computation; ours takes its place (`runtime/signals.py`).
+2.6 has a handler for it, which saves in the middle of any computation; ours replaces it (`runtime/signals.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from gpt2_fp8.config.errors import Stopped
 log = logging.getLogger(__name__)
 
 REQUEUE_SIGNAL = signal.SIGUSR1
-_SCONTROL_SECONDS = 60.0  # seconds that `scontrol` may take
+_SCONTROL_SECONDS = 60.0  # the longest that `scontrol` may take
 
 
 class Requeued(Stopped):
-    """Stopped, saved, and back in the queue: nothing is wrong, so the exit code is 0."""
+    """Stopped, saved, and in the queue again: nothing is wrong, so the exit code is 0."""
 
     def __init__(self, signum: int, job: str):
         super().__init__(signum)
@@ -32,17 +32,17 @@ class Requeued(Stopped):
 
 
 def is_batch_job() -> bool:
-    """Whether `srun` started this process in a batch job; what Lightning's SLURMEnvironment goes by.
+    """Return whether `srun` started this process in a batch job, by the rule of Lightning's SLURMEnvironment.
 
-    A shell on a node (`srun --pty bash`) is not one: what is started there is treated as anywhere else.
+    A shell on a node (`srun --pty bash`) is not a batch job: what is started there is treated as anywhere else.
     """
     return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
 def ended(signum: int) -> Stopped:
-    """How a run ends that stopped for `signum`: under SLURM, SIGUSR1 has the job requeued first, by its rank 0.
+    """Return how a run ends that stopped for `signum`. Under SLURM, rank 0 requeues the job first for SIGUSR1.
 
-    To be called once, when everything is saved.
+    Call it once, when everything is saved.
     """
     if signum != REQUEUE_SIGNAL or not is_batch_job():
         return Stopped(signum)
@@ -53,13 +53,13 @@ def ended(signum: int) -> Stopped:
 
 
 def job_id() -> str:
-    """What `scontrol` calls this job; of an array, this task of it."""
+    """Return the name of this job for `scontrol`; in an array, the name of this task."""
     array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_JOB_ID", "")
     return f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}" if array else job
 
 
 def _requeue(job: str) -> bool:
-    """Ask once; whether it worked. Raises nothing."""
+    """Ask SLURM once to requeue the job; return whether that worked. Raises nothing."""
     try:
         if not re.fullmatch(r"[0-9]+(_[0-9]+)?", job):
             raise ValueError(f"{job!r} is not the number of a job")

@@ -1,6 +1,6 @@
-"""Temporary folders that a killed process does not leave for ever: the next one clears them. Standard library only.
+"""Temporary folders that the next process removes if their own was killed. Standard library only.
 
-Each is locked (`flock`) by the process that made it for as long as that lives; what is not locked is nobody's.
+Each folder is locked (`flock`) by the process that made it, as long as that lives. An unlocked folder has no owner.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ PREFIX = "gpt2_fp8-spool-"
 
 
 class Spool:
-    """A temporary folder of this process. Raises OSError where none can be made.
+    """A temporary folder of this process. Raises OSError if none can be made.
 
-    Attributes: `path`, where it is. As a context it removes itself at the end.
+    As a context it removes itself at the end.
+
+    Attributes:
+        path: the folder.
     """
 
     def __init__(self) -> None:
@@ -36,7 +39,7 @@ class Spool:
         self.remove()
 
     def remove(self) -> None:
-        """Delete the folder with all in it. Raises nothing, once or twice."""
+        """Delete the folder and everything in it. It may be called twice. Raises nothing."""
         shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError):
             os.close(self._lock)
@@ -47,7 +50,7 @@ def clear() -> None:
     """Remove this user's spools that no living process has locked. Raises nothing."""
     try:
         found = sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
-    except OSError:  # no temporary folder can be used: whoever needs one says so
+    except OSError:  # no temporary folder can be used: the code that needs one reports it
         return
     for path in found:
         with suppress(OSError):
@@ -56,7 +59,7 @@ def clear() -> None:
 
 
 def _remove_unlocked(path: Path) -> None:
-    """Raises OSError where it is locked, a link, or on a filesystem that has no locks."""
+    """Remove a folder. Raises OSError if it is locked or a link, or if its filesystem has no locks."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,9 +69,10 @@ def _remove_unlocked(path: Path) -> None:
 
 
 def _locked(path: str) -> int:
-    """The folder opened and locked. Raises FileNotFoundError where it is gone before it is locked."""
+    """Open and lock the folder; return its descriptor. Raises FileNotFoundError if it is removed before that."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    with suppress(OSError):  # one that clears holds it for a moment; or this filesystem has no locks, and nobody clears
+    # Another process that clears may hold the lock for a moment. Or this filesystem has no locks, and nobody clears.
+    with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     if os.fstat(descriptor).st_nlink == 0 or not os.path.isdir(path):
         os.close(descriptor)

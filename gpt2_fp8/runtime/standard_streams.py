@@ -1,4 +1,4 @@
-"""The three standard streams: always there, and what cannot be written to them costs no run. Standard library only."""
+"""The three standard streams: always open, and a write that fails never ends a run. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,34 +13,39 @@ NAMES = {1: "the log on the terminal", 2: "stderr"}
 
 
 def open_closed() -> None:
-    """Put /dev/null where a shell has closed 0, 1 or 2 (`>&-`): the next file that is opened would get that number,
-    and with it whatever is printed."""
+    """Open /dev/null as 0, 1 or 2 if a shell has closed it (`>&-`).
+
+    Otherwise the next file that is opened would get that number, and with it whatever is printed.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: this one
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def forgive(pipe_ends: bool = False) -> None:
-    """Have what stdout and stderr do not take be lost, and what a terminal cannot show be escaped. A progress bar, a
-    log or a library that prints would fail for a full disk, or where nobody reads on (`| head`).
+    """Drop what stdout and stderr cannot take, and escape what a terminal cannot show.
 
-    `pipe_ends`: the latter is to reach the program as BrokenPipeError, for stdout.
+    Otherwise a progress bar, a log or a library that prints would fail on a full disk, or if the reader is gone (`|
+    head`). `pipe_ends`: on stdout the latter reaches the program as BrokenPipeError.
     """
     sys.stdout = _text(1, sys.stdout, pipe_ends)
     sys.stderr = _text(2, sys.stderr, False)
 
 
 def say_losses() -> None:
-    """From now on, say once of each stream that it is not written. Before, there is nothing that goes on without it."""
+    """Report from now on, once for each stream, that it cannot be written.
+
+    Before training there is nothing to report.
+    """
     _Output.says = True
 
 
 def _text(number: int, before: Any, pipe_ends: bool) -> io.TextIOWrapper:
-    """A stream like `before`; None where it was closed."""
+    """Build a stream like `before`; None if that was closed."""
     raw, at_once = _Output(number, pipe_ends), bool(before and before.write_through)
     buffer = raw if at_once else io.BufferedWriter(raw)
     return io.TextIOWrapper(
@@ -53,7 +58,7 @@ def _text(number: int, before: Any, pipe_ends: bool) -> io.TextIOWrapper:
 
 
 class _Output(io.FileIO):
-    """A file that takes everything."""
+    """A file that accepts every write."""
 
     says = False
 
@@ -63,9 +68,9 @@ class _Output(io.FileIO):
         self._said = False
 
     def write(self, data: Any, /) -> int:
-        """All of `data`, as far as anybody can tell."""
+        """Write `data`, and report all of it as written even if it is lost."""
         try:
-            while (written := super().write(data)) is None:  # somebody has made the pipe one that does not wait
+            while (written := super().write(data)) is None:  # another program has made the pipe non-blocking
                 select.select([], [self], [])
         except OSError as error:
             if self._pipe_ends and isinstance(error, BrokenPipeError):
@@ -78,5 +83,5 @@ class _Output(io.FileIO):
         if self.says and not self._said:
             self._said = True
             number = self.fileno()
-            with suppress(OSError):  # on the other one
+            with suppress(OSError):  # write to the other stream
                 os.write(3 - number, f"{NAMES[number]} is not written, training goes on: {error}\n".encode())

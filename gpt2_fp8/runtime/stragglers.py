@@ -1,8 +1,8 @@
-"""Which rank keeps the others waiting in the midst of a step. Plain Python: it is told once a second where each stands.
+"""Which rank keeps the others waiting in the middle of a step. Plain Python; once a second it gets each rank's place.
 
-By time alone, a main thread that hangs cannot be told from one that compiles: what tells is that another rank has
-entered an exchange which this one has not, in the same step, and has waited there for long. Within a step there is no
-waiting for data, disk or network; so nothing but computing and compiling can be the reason, and all ranks do the same.
+Time does not tell a main thread that hangs from one that compiles. But another rank may have waited for long in a
+collective of the same step that this rank has not entered. Within a step nothing waits for data, disk or network. So
+the reason can only be computing or compiling, and all ranks do the same of that.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class Place(NamedTuple):
     """Where a rank's main thread is. `step` is 0 between two steps."""
 
     step: int
-    exchanges: int  # entered so far, in the whole run (`exchange.entered`)
+    collectives: int  # entered so far in the whole run (`runtime.collectives.entered`)
 
 
 class Stragglers:
-    """Counts for how long each of `world_size` ranks has been behind another one."""
+    """Measures for how long each of `world_size` ranks has been behind another one."""
 
     def __init__(self, world_size: int, seconds: float):
         self.seconds = seconds
@@ -27,10 +27,13 @@ class Stragglers:
         self._places: list[Place] = [Place(0, 0)] * world_size
 
     def look(self, places: Sequence[Place], seconds: float) -> int | None:
-        """`seconds` after the last look, the rank that has been behind for longer than it may; None: there is none."""
+        """Return the rank that has been behind for longer than allowed; None if there is none.
+
+        `seconds`: the time since the last look.
+        """
         for rank, place in enumerate(places):
-            others = (other.exchanges for other in places if other.step == place.step)
-            waited_for = place.step > 0 and place == self._places[rank] and place.exchanges < max(others)
+            others = (other.collectives for other in places if other.step == place.step)
+            waited_for = place.step > 0 and place == self._places[rank] and place.collectives < max(others)
             self._behind[rank] = self._behind[rank] + seconds if waited_for else 0.0
         self._places = list(places)
         longest = max(self._behind)

@@ -18,18 +18,17 @@ from gpt2_fp8.callbacks.run_labels import RunLabels
 from gpt2_fp8.callbacks.same_kernels import SameKernels
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.callbacks.throughput import Throughput
-from gpt2_fp8.checkpoint.finite import finite_weights
 from gpt2_fp8.checkpoint.run_state import restoring
 from gpt2_fp8.compat.lightning_checkpoint import restore_within
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.kernels import libraries
-from gpt2_fp8.precision.plugin import FP8Precision
 from gpt2_fp8.runtime import devices, registry
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
 from gpt2_fp8.train.loggers import build_loggers
 from gpt2_fp8.train.module import GPT2Module
+from gpt2_fp8.train.precision_plugin import FP8Precision
 
 
 @dataclass
@@ -60,8 +59,7 @@ def build(
     """
     pl.seed_everything(config.seed, workers=True, verbose=False)
     data = TokenDataModule.from_config(config)
-    weights = finite_weights(Path(config.init_from)) if config.init_from else None
-    module = GPT2Module(config, config.model.vocab_size or data.vocab_size, weights)
+    module = GPT2Module(config, config.model.vocab_size or data.vocab_size)
     throughput = Throughput(config, module.vocab_size)
     memory = PeakMemory()
     kernels = plan.backend.kernels(module.vocab_size)
@@ -117,6 +115,7 @@ def build_trainer(
         enable_checkpointing=not options.fast_dev_run,
         enable_progress_bar=config.callbacks.progress_bar,
         enable_model_summary=False,
+        enable_autolog_hparams=False,  # they lie in the run's folder, and in its checkpoints
         inference_mode=False,  # delayed scaling's tensors may be allocated in validation and change in training
         use_distributed_sampler=False,
         default_root_dir=folder,

@@ -6,26 +6,40 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from gpt2_fp8.checkpoint.run_state import restoring
+from gpt2_fp8.backends.resolve import Plan, unaccelerated
+from gpt2_fp8.callbacks.throughput import Throughput
+from gpt2_fp8.checkpoint import files
+from gpt2_fp8.checkpoint.finite import finite_weights
+from gpt2_fp8.checkpoint.run_state import check_state, restoring
+from gpt2_fp8.compat import lightning_logging
 from gpt2_fp8.compat import lightning_loops as loops
+from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.runtime import rng
-from gpt2_fp8.train import resume
+from gpt2_fp8.train import own_trainer, resume, saved_config
 
 
 class GPT2Module(pl.LightningModule):
     """Adapts `TrainingStep` to Lightning, with manual optimization: a batch is a rank's share of one optimizer step.
 
     Batches are `{"ids": int32 [sequences, n_positions + 1], "cursor": ...}`; ids of -1 are padding. The data module is
-    told of a batch (`advance(cursor)`) only after it was trained on.
+    told of a batch (`advance(cursor)`) only after it was trained on. The configuration is the hyper-parameters.
+
+    Args:
+        config: the run's; its micro-batch is a number.
+        vocab_size: the tokenizer's; None: as the configuration says.
+        weights: what the model begins with; None: those of `init_from`, or GPT-2's initial values.
 
     Attributes:
         step: the training step, from `configure_model` on.
@@ -34,25 +48,64 @@ class GPT2Module(pl.LightningModule):
         asked_micro_batch_size: the settings' own, where memory allows less.
     """
 
-    def __init__(self, config: RunConfig, vocab_size: int, weights: Mapping[str, Tensor] | None = None):
+    def __init__(self, config: RunConfig, vocab_size: int | None = None, weights: Mapping[str, Tensor] | None = None):
         super().__init__()
         self.automatic_optimization = False
-        self.config, self.vocab_size = config, vocab_size
+        self.config, self.vocab_size = config, vocab_size or vocabulary(config)
         self.val_loss: float | None = None
         self.asked_micro_batch_size: int | None = None
-        self._weights = weights
+        self._weights = finite_weights(Path(config.init_from)) if weights is None and config.init_from else weights
+        self._saved_step: Mapping[str, Any] = {}  # what a checkpoint says a step begins with
         self._rng: list[Any] | None = None
         self._restored_from: Any = None  # the checkpoint that the run continues from
+        self._logs_train_loss = self._settles_at_once = False
+        self.save_hyperparameters(saved_config.to_plain(config))
 
     # Building
 
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: Path | str, map_location: torch.device | str = "cpu", *, config: RunConfig | None = None
+    ) -> GPT2Module:
+        """Build the module of a checkpoint's folder, with its weights, on the device `map_location`.
+
+        Its layers are plain torch in float32 until a Trainer's FP8Precision says otherwise. `config` is for a
+        checkpoint that does not hold its own. Raises CheckpointError where they do not fit.
+        """
+        path = Path(checkpoint_path)
+        checkpoint = files.read(path, map_location, ("state_dict", "training_step", saved_config.KEY))
+        config = config or saved_config.from_checkpoint(checkpoint, path)
+        saved_config.check_size(config, checkpoint["state_dict"], path)
+        module = cls(config, weights=checkpoint["state_dict"])
+        module._saved_step = checkpoint.get("training_step", {})
+        device = torch.device(map_location)
+        with device:
+            module._build(unaccelerated(config, "cuda" if device.type == "cuda" else "cpu"))
+        return module
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """Refuse a Trainer that contradicts the configuration: this is what Lightning asks for first.
+
+        Raises UserError with every contradiction.
+        """
+        own_trainer.check(self.trainer, self.config)
+        loops.limit_steps(self.trainer, self.config.trainer.max_steps)
+        return []
+
     def configure_model(self) -> None:
-        """Build the layers on the device that will run them, and fill them."""
+        """Build the layers on the device that will run them, and fill them; layers that are there already stay."""
+        plan: Plan = self.trainer.precision_plugin.plan  # type: ignore[attr-defined]  # FP8Precision
         if hasattr(self, "model"):
-            return
+            if self.step.plan.computes_as(plan):
+                return
+            self._weights, self._saved_step = self.state_dict(), self._saved_step or self.step.state_dict()
+        self._build(plan)
+
+    def _build(self, plan: Plan) -> None:
+        """Build the training step, and fill its model."""
         self.step = TrainingStep(
             self.config,
-            self.trainer.precision_plugin.plan,  # type: ignore[attr-defined]  # FP8Precision
+            plan,
             self.vocab_size,
             backward=self.manual_backward,
             no_sync=lambda: getattr(self.trainer.strategy, "block_backward_sync", ExitStack)(),
@@ -66,6 +119,7 @@ class GPT2Module(pl.LightningModule):
         else:
             self.load_state_dict(self._weights)
             self._weights = None
+        self.step.load_state_dict(self._saved_step)
 
     def configure_optimizers(self) -> Any:
         """Return fused AdamW with warm-up and cosine decay."""
@@ -75,7 +129,11 @@ class GPT2Module(pl.LightningModule):
     # Training
 
     def on_train_start(self) -> None:
-        """Put the random numbers where the checkpoint left them."""
+        """Put the random numbers where the checkpoint left them, and see who is there to be told of a step."""
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        self._logs_train_loss = not any(isinstance(callback, Throughput) for callback in callbacks)
+        rates = any(isinstance(callback, LearningRateMonitor) for callback in callbacks)
+        self._settles_at_once = self._logs_train_loss or rates  # what they read is the next step's
         if self._rng is not None:
             with restoring(self._restored_from):
                 rng.restore_rank(self._rng)
@@ -86,29 +144,52 @@ class GPT2Module(pl.LightningModule):
         optimizer = cast(LightningOptimizer, self.optimizers())
         advance = self.trainer.datamodule.advance  # type: ignore[attr-defined]  # Lightning sets it in `fit`
         self.step(batch["ids"], optimizer.step, partial(advance, batch["cursor"]))
+        if self._settles_at_once:
+            self.step.settle()
+        if self._logs_train_loss:
+            assert self.step.last is not None
+            self._log("train_loss", self.step.last.loss, self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Make Lightning validate after the last step, whatever the interval."""
         if self.trainer.global_step >= self.trainer.max_steps:
             self.trainer.should_stop = True
 
+    def _log(self, name: str, value: float | Tensor, every_n_steps: int = 1) -> None:
+        """Show a metric to callbacks and the progress bar at every step, and at intervals to the loggers."""
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        if not fitting:
+            lightning_logging.return_only(self.trainer, name)
+        self.log(name, value, prog_bar=True, logger=not fitting)  # `Trainer.validate` returns what it logs
+        step = self.trainer.global_step
+        for logger in self.trainer.loggers if step % every_n_steps == 0 else ():
+            # By ourselves: Lightning would count this step from 0.
+            logger.log_metrics({name: float(value)}, step=step)
+
     # Validation
 
     def on_validation_epoch_start(self) -> None:
         """Start the sums."""
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self.trainer.sanity_checking:
+            self._scaling = self.step.scaling.ready, self.step.scaling.state_dict()
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add one micro-batch of [sequences, n_positions + 1] to the sums."""
-        self._sums += self.step.evaluate(batch["ids"])
+        ids = batch["ids"]
+        with torch.inference_mode(False), torch.no_grad():  # what a forward allocates may be trained with
+            self._sums = self._sums + self.step.evaluate(ids.clone() if ids.is_inference() else ids)
 
     def on_validation_epoch_end(self) -> None:
-        """Log `val_loss`: the mean over every scored token of every rank."""
+        """Log `val_loss`: the mean over every scored token of every rank. A sanity check leaves nothing behind."""
+        if self.trainer.sanity_checking:
+            if not self._scaling[0]:  # training finds its scales in its own text, or in a checkpoint
+                self.step.scaling.ready = False
+                self.step.scaling.load_state_dict(self._scaling[1])
+            return
         total, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
         self.val_loss = val_loss = (total / count).float().item()  # as Lightning keeps it beside the checkpoints
-        self.log("val_loss", val_loss, prog_bar=True, logger=False)
-        for logger in self.trainer.loggers:  # by ourselves: Lightning would count this step from 0
-            logger.log_metrics({"val_loss": val_loss}, step=self.trainer.global_step)
+        self._log("val_loss", val_loss)
 
     # Checkpoints
 
@@ -138,9 +219,16 @@ class GPT2Module(pl.LightningModule):
 
         Raises UserError where the checkpoint is another model's, or of other text, with every difference.
         """
+        others = list(resume.other_settings(self.config.model, checkpoint.get("model", {})))
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            resume.refuse(others)
+            self.step.load_state_dict(checkpoint.get("training_step", {}))
+            return
+        path = Path(str(self.trainer.ckpt_path))
+        check_state(path, checkpoint)
+        resume.refuse_longer(path, checkpoint["global_step"], self.config.trainer.max_steps)
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # whose tokenizer gives the weights' shapes
-        resume.refuse([*resume.other_settings(self.config.model, checkpoint.get("model", {})),
-                       *datamodule.other_settings(checkpoint["TokenDataModule"])])  # fmt: skip
+        resume.refuse([*others, *datamodule.other_settings(checkpoint["TokenDataModule"])])
         rng.check(checkpoint["rng"])
         self._rng, self._restored_from = checkpoint["rng"], self.trainer.ckpt_path
         self.step.load_state_dict(checkpoint.get("training_step", {}))

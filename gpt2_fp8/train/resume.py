@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
-from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import ModelConfig, OptimConfig
 from gpt2_fp8.engine.optim import build_optimizer, build_schedule, check_moments
 
@@ -32,6 +33,14 @@ def refuse(differences: list[Problem]) -> None:
     """Raise CheckpointError with every difference, if there are any."""
     if differences:
         raise CheckpointError(differences)
+
+
+def refuse_longer(path: Path, step: int, max_steps: int) -> None:
+    """Raise UserError where the checkpoint `path`, of `step`, lies behind the end of the run."""
+    if step > max_steps:
+        raise UserError.of(
+            f"trainer.max_steps={max_steps} ends before {path}, of step {step}", f"trainer.max_steps={step} or more"
+        )
 
 
 def refuse_other_weights(model: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:

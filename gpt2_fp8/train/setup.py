@@ -21,6 +21,7 @@ from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.train.footprint import check_step, fitted
+from gpt2_fp8.train.resume import refuse_longer
 
 log = logging.getLogger(__name__)
 MOST_ON_CPU = 8  # sequences of a micro-batch that `auto` chooses
@@ -83,11 +84,8 @@ def checkpoint(config: RunConfig, folder: Path) -> Path | None:
         raise UserError.of(
             f"ckpt_path={found} is of another run, and {folder} has checkpoints of its own", "give a new run_name"
         )
-    if found and (step := int(read_manifest(found)["global_step"])) > config.trainer.max_steps:
-        raise UserError.of(
-            f"trainer.max_steps={config.trainer.max_steps} ends before {found}, of step {step}",
-            f"trainer.max_steps={step} or more",
-        )
+    if found:
+        refuse_longer(found, int(read_manifest(found)["global_step"]), config.trainer.max_steps)
     if found is None:
         log.info("ckpt_path=%s: no checkpoint in %s yet, so this is a fresh start", config.ckpt_path, folder)
     return found

@@ -8,7 +8,7 @@ import torch
 from gpt2_fp8 import compose
 from gpt2_fp8.backends import resolve as resolving
 from gpt2_fp8.backends import transformer_engine
-from gpt2_fp8.backends.fused import SMALL
+from gpt2_fp8.backends.fused import SMALL_TOKENS
 from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
@@ -209,7 +209,7 @@ def test_fast_accumulation_is_refused_where_the_fused_layers_cannot_run(config, 
 
 # CUDA graphs
 
-FITS = SMALL // POSITIONS  # sequences of the largest micro-batch that is small
+FITS = SMALL_TOKENS // POSITIONS  # sequences of the largest micro-batch that is small
 
 
 @pytest.mark.usefixtures("hopper")
@@ -249,7 +249,7 @@ def test_other_layers_have_no_graphs(config, keys):
 def test_graphs_are_refused_on_a_gpu_without_the_layers_for_them(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
     problem = refusal(config(micro_batch_size=1, cuda_graphs=True))
-    assert problem.cause.startswith("cuda_graphs=true records the fused FP8 layers alone")
+    assert problem.cause.startswith("cuda_graphs=true records only the fused FP8 layers")
     assert "cuda_graphs=auto" in problem.remedy
 
 

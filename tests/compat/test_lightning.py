@@ -239,6 +239,32 @@ def test_a_step_that_a_callback_ends_is_logged_by_log_last_step_alone(tmp_path, 
     assert rows.rows == ([1, 2] if logged else [1])
 
 
+@pytest.mark.parametrize("only", [False, True])
+def test_validate_returns_what_return_only_keeps_from_the_loggers(tmp_path, only):
+    class Validated(Module):
+        def on_validation_epoch_end(self):
+            self.log("count", 7.0)
+            self.log("other", 8.0)
+            if only:
+                lightning_logging.return_only(self.trainer, "other")
+
+    rows = Rows()
+    rows.log_metrics = lambda metrics, step=None: rows.rows.append(metrics)
+    loader = torch.utils.data.DataLoader(Batches(1, []), batch_size=None)
+    returned = trainer(tmp_path, logger=rows).validate(Validated(), loader, verbose=False)
+    assert returned == [{"count": 7.0, "other": 8.0}]
+    assert rows.rows == [{"count": 7.0, "epoch": 0} if only else {"count": 7.0, "other": 8.0, "epoch": 0}]
+
+
+def test_limit_steps_ends_a_trainer_that_was_told_of_no_steps(tmp_path):
+    for told, ends in ((-1, 2), (1, 1)):
+        made = trainer(tmp_path, steps=told)
+        lightning_loops.limit_steps(made, 2)
+        module = Module()
+        fit(made, module)
+        assert made.global_step == made.max_steps == ends
+
+
 def test_callbacks_hold_the_module_until_detach_logging(tmp_path):
     callback = Callback()
     of = trainer(tmp_path, [callback])

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from gpt2_fp8.config.errors import Diverged
-from gpt2_fp8.engine.divergence import EVENTS, FLOOR, WARM_UP, DivergencePolicy, LossStatistics, RollBack
+from gpt2_fp8.engine.divergence import EVENTS, LEAST_DEVIATION, WARM_UP, DivergencePolicy, LossStatistics, RollBack
 from gpt2_fp8.engine.step import Verdict
 
 NAN = float("nan")
@@ -130,7 +130,7 @@ def test_outliers_are_not_learned_from():
 
 def test_a_run_that_has_fitted_its_text_is_left_its_noise():
     it = made()
-    run(it, *[Verdict(0.001, False)] * 300, *[Verdict(0.001 + 5 * FLOOR, False)] * 50)
+    run(it, *[Verdict(0.001, False)] * 300, *[Verdict(0.001 + 5 * LEAST_DEVIATION, False)] * 50)
     assert events(it) == []
 
 

@@ -36,7 +36,7 @@ class Gradients:
         self._try("gradients", size)
         return torch.tensor(1.0)
 
-    def like_moments(self):
+    def like_optimizer_state(self):
         return []
 
     def discard(self):

@@ -45,7 +45,8 @@ class Pretended(Reference):
 
 def pretended(config):
     """The plan of a run in pretended FP8."""
-    return Plan("cpu", "fp8_hybrid", "fp8_hybrid", None, Pretended(config))
+    name = config.precision.name if config.precision.name.startswith("fp8") else "fp8_hybrid"
+    return Plan("cpu", name, name, None, Pretended(config, name))
 
 
 def _plan(config, device):
@@ -118,7 +119,8 @@ def put(faults, patch):
             loss = original(self, *args, **kwargs)
             of_bf16 = name == "of_step_in_bf16"
             precision = "bf16" if of_bf16 else "fp8" if self.plan.fp8 else self.plan.ran
-            where = present["module"], present["step"], precision
+            module = present["module"]
+            where = module, module.step.schedule.last_epoch + 1, precision  # of the step that is not settled
             if (factor := faults.gradient(*where)) != 1:
                 self.model.positions.weight.grad[0, 0] *= factor
             return loss * faults.loss(*where)

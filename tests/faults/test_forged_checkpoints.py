@@ -101,8 +101,8 @@ FORMS = {
 # What no type tells: seen when it is put in its place.
 FITS = {
     "moments of another shape": (of_another_shape, r"exp_avg 3 is \(7,\), and belongs to"),
-    "moments of no parameter": (one_more_parameter, "moments are of 17 parameters, and it has 16"),
-    "moments of none at all": (at("optimizer_states/0/state", {}), "moments are of 0 parameters"),
+    "moments of no parameter": (one_more_parameter, "optimizer state is of 17 parameters, and the model has 16"),
+    "moments of none at all": (at("optimizer_states/0/state", {}), "optimizer state is of 0 parameters"),
     "fewer groups": (fewer_groups, r"ValueError: zip\(\)"),
     "random bytes of another length": (at("rng/0/torch", torch.zeros(3, dtype=torch.uint8)), "and this one 3"),
     "lanes of another text": (at("TokenDataModule/lanes/7"), "it has 7 lanes that are not the 8 of this text"),

@@ -56,9 +56,9 @@ def layers(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["model=gpt2"], "gelu in its products; logits with their statistics; normalisation in CUDA C++, over rows; "
+        (["model=gpt2"], "gelu inside its GEMMs; logits with their statistics; normalisation in CUDA C++, over rows; "
                          "casts in CUDA C++; attention cuDNN forward, FlashAttention 4 backward"),
-        (["model=gpt2_large"], "gelu beside its products, in Triton (1,280 channels leave too little shared memory)"),
+        (["model=gpt2_large"], "gelu outside its GEMMs, in Triton (1,280 channels leave too little shared memory)"),
         (["model=gpt2_xl"], "logits without their statistics (1,600 channels are no multiple of 128)"),
         (["model=gpt2_wide"], "normalisation in Triton, over tiles (rows are wider than 2,048)"),
         (["model=gpt2", "model.n_positions=48", "micro_batch_size=3"], "(144 rows are no multiple of 64)"),

@@ -382,7 +382,7 @@ def on_train_batch_end(self, *args):
     end(self, *args)
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())).hexdigest()
     with Path(f"rank-{self.global_rank}").open("a") as file:
-        file.write(f"{self.global_step} {self.plan.ran} {self.trainer.ckpt_path} {weights}\\n")
+        file.write(f"{self.global_step} {self.step.plan.ran} {self.trainer.ckpt_path} {weights}\\n")
 
 GPT2Module.on_train_batch_end = on_train_batch_end
 """

@@ -58,7 +58,7 @@ def test_109_a_scale_that_no_tensor_has_is_found_anew(value, caplog):
     scales, owner = fused()
     owner.load_state_dict({"settings": "delayed", **state.capture(owner.model), SCALE: torch.tensor([value])})
     assert not owner.take()  # so that the run calibrates
-    assert f"scales are not taken, and found anew: {SCALE} has" in caplog.text
+    assert f"scales are not used, and new ones are found: {SCALE} has" in caplog.text
     assert (scales.scale == 1).all()
 
 
@@ -68,7 +68,7 @@ def test_109_nor_is_a_magnitude_that_no_tensor_has(value, caplog):
     history = torch.tensor([[0.0], [value], [float("nan")], [2.0]])
     owner.load_state_dict({"settings": "delayed", **state.capture(owner.model), HISTORY: history})
     assert not owner.take()
-    assert f"{HISTORY} has magnitudes from" in caplog.text
+    assert f"{HISTORY} has amaxes from" in caplog.text
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 3.0])
@@ -151,7 +151,7 @@ def test_79_an_absurd_magnitude_in_a_step_that_counts_is_limited_and_said(tmp_pa
     clean, faulty = run_with(tmp_path / "clean"), run_with(tmp_path / "run", accident=4)
     (event,) = summary(tmp_path / "run")["divergence"]["events"]
     assert (event["step"], event["what"]) == (4, "magnitude")
-    assert "largest magnitudes of 1 FP8 tensors have jumped" in event["reason"]
+    assert "amaxes of 1 FP8 tensors have jumped" in event["reason"]
     ratio = {step: (clean.found[step] / faulty.found[step]).tolist() for step in clean.found}
     assert ratio == {step: [JUMP if step in (5, 6, 7, 8) else 1.0, 1.0] for step in range(1, 9)}
     assert summary(tmp_path / "clean")["divergence"]["events"] == []

@@ -68,7 +68,7 @@ def test_a_gradient_that_waits_for_a_backward_that_failed_is_let_go():
 
 @pytest.mark.parametrize("overrides", ROADS[:2], ids=" ".join)
 def test_bf16_layers_are_so_after_a_backward_that_failed_in_transformer_engines_region(overrides):
-    """Where the perceptron is computed again in the backward, Transformer Engine sets its region by hand."""
+    """Where the MLP is computed again in the backward, Transformer Engine sets its region by hand."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     engine = prepared(*overrides)

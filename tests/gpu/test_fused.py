@@ -85,7 +85,7 @@ def test_kept_parts_are_transformer_engines_in_bf16(keep_bf16):
 
 def test_e4m3_alone():
     model, _ = against_bf16(tokens(8), precision="fp8_e4m3")
-    assert model.blocks[0].products.fc1.slot("gradient").dtype == torch.float8_e4m3fn
+    assert model.blocks[0].linears.fc1.slot("gradient").dtype == torch.float8_e4m3fn
 
 
 def test_ignored_targets_take_no_part():
@@ -114,7 +114,7 @@ def test_chunks_of_the_head_change_nothing(monkeypatch, chunk):
     model, fp8 = calibrated("fused", ids=ids)
     with state.restored(model):
         loss, expected = gradients(model, ids, True, fp8.forward_context)
-    monkeypatch.setattr(f"{HEAD}.CHUNK", chunk)
+    monkeypatch.setattr(f"{HEAD}.CHUNK_ROWS", chunk)
     again, ours = gradients(model, ids, True, fp8.forward_context)
     assert again == pytest.approx(loss, rel=1e-4)
     assert error(ours, expected) < 0.02  # another shape may have another kernel, which rounds elsewhere

@@ -143,10 +143,10 @@ def test_a_wrong_shape_is_refused():
 @pytest.mark.parametrize("shape", [(4096, 4800, 1600), (8192, 3072, 768), (3072, 768, 16384), (2048, 50304, 1280)])
 def test_the_algorithm_chosen_by_time_gives_the_bits_of_the_first(shape, accumulate, monkeypatch):
     m, n, k = shape
-    assert m * n * k >= tuning.WORTH
+    assert m * n * k >= tuning.WORTH_MULTIPLICATIONS
     results = []
     for worth in (float("inf"), 0):
-        monkeypatch.setattr(tuning, "WORTH", worth)
+        monkeypatch.setattr(tuning, "WORTH_MULTIPLICATIONS", worth)
         monkeypatch.setattr(gemm, "_plans", {})
         given = operands(*shape, (E5M2, E4M3), torch.float32 if accumulate else torch.bfloat16)
         given[2].fill_(1.0)

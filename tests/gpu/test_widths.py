@@ -61,7 +61,7 @@ def fill(module):
 
 
 class _Product(torch.autograd.Function):
-    """y = x W^T in float64, of operands rounded to FP8 by the scales of a `Product`; so is y's gradient."""
+    """y = x W^T in float64, of operands rounded to FP8 by the scales of an `FP8Linear`; so is y's gradient."""
 
     @staticmethod
     def forward(ctx, x, weight, product):
@@ -175,7 +175,7 @@ def test_block(model, implementation):
     def float64(products):
         return exact_of(block, x, lambda p, x: block_in_float64(block, p, x, config.n_head, products), upstream)
 
-    (exact, expected), (rounds, as_fp8) = float64(None), float64(block.products)
+    (exact, expected), (rounds, as_fp8) = float64(None), float64(block.linears)
     assert gradients.keys() == expected.keys()
     assert len(gradients) == 13
     # what goes past the branches is exact, and would hide their errors
@@ -209,7 +209,7 @@ def test_head(model, implementation):
     def float64(product):
         return exact_of(head, x, lambda p, x: head_in_float64(p, x, targets, product), upstream)
 
-    (exact, expected), (_, as_fp8) = float64(None), float64(head.product)
+    (exact, expected), (_, as_fp8) = float64(None), float64(head.linear)
     assert loss.item() == pytest.approx(exact.item(), rel=2e-3)
     assert gradients.keys() == expected.keys() == {"input", "layer_norm_weight", "layer_norm_bias", "weight"}
     for name, gradient in gradients.items():

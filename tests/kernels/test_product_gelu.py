@@ -250,7 +250,7 @@ def layer(product, monkeypatch):
     def make(fits, fast=False):
         monkeypatch.setattr(module, "fits", lambda a, b: fits)
         scales = Scales(DelayedScaling(16, 0, False, torch.float8_e4m3fn, torch.float8_e5m2, fast))
-        made = module.Product(scales)
+        made = module.FP8Linear(scales)
         scales.allocate(torch.device("cpu"))
         made.w8, made.w8t = torch.zeros(256, 128), torch.zeros(128, 256)
         return made, made.slot("input"), notes
@@ -273,7 +273,7 @@ def test_sums_are_promoted_where_the_settings_say_so(layer, fast):
 def test_gelu_is_in_the_product_where_that_fits(layer):
     product, slot, notes = layer(fits=True)
     assert product.forward_gelu(torch.zeros(64, 128), slot) == ("h", "cast")
-    assert product.forward_gelu(torch.zeros(64, 128), slot, h_alone=True)[0] == "h"
+    assert product.forward_gelu(torch.zeros(64, 128), slot, only_h=True)[0] == "h"
     assert product.input_gradient_gelu(torch.zeros(64, 256), torch.zeros(64, 128), slot) == "gradient"
     assert [name for name, _ in notes] == ["product_gelu", "product_gelu", "product_gelu_backward"]
 
@@ -281,6 +281,6 @@ def test_gelu_is_in_the_product_where_that_fits(layer):
 def test_elsewhere_a_product_and_a_kernel_do_it(layer):
     product, slot, notes = layer(fits=False)
     assert product.forward_gelu(torch.zeros(64, 128), slot)[1] == "cast"
-    assert product.forward_gelu(torch.zeros(64, 128), slot, h_alone=True)[1] is None
+    assert product.forward_gelu(torch.zeros(64, 128), slot, only_h=True)[1] is None
     assert product.input_gradient_gelu(torch.zeros(64, 256), torch.zeros(64, 128), slot) == "gradient"
     assert [name for name, _ in notes] == ["matmul", "gelu_cast", "matmul", "matmul", "gelu_backward_cast"]

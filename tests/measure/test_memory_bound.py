@@ -27,7 +27,7 @@ ONE = ["micro_batch_size=1", "global_batch_size=1"]
 @pytest.mark.parametrize(
     ("words", "least", "what"),
     [
-        (ONE, 16 * 124_440_000 / GIB, "parameters, gradients and moments"),
+        (ONE, 16 * 124_440_000 / GIB, "parameters, gradients and optimizer state"),
         (["micro_batch_size=16", "global_batch_size=16"], 4 * 16 * 1024 * 50257 / GIB, "the logits of a forward pass"),
         (["micro_batch_size=1", "global_batch_size=999999"], 4 * 999999 * 1025 * 3 / GIB, "the tokens of 3 steps"),
     ],

@@ -9,7 +9,7 @@ import torch
 from gpt2_fp8 import compose
 from gpt2_fp8.measure import worker
 from gpt2_fp8.measure.case import Case, measure
-from gpt2_fp8.measure.profile import WIDTH, short
+from gpt2_fp8.measure.profile import NAME_CHARACTERS, short
 from tests.runs import SMALL, record_steps, train
 
 
@@ -118,4 +118,4 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernels_name(name):
     assert short(name) == NAMES[name]
-    assert len(short("x" * 50 + name * 3)) <= WIDTH
+    assert len(short("x" * 50 + name * 3)) <= NAME_CHARACTERS

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt2_fp8.precision.choose import GRADIENTS, MARGIN, Figures, choose
+from gpt2_fp8.precision.choose import GRADIENT_TOLERANCE, LEAST_GAIN, Figures, choose
 
 STEPS = 15
 LOSSES = [10.8 - 0.2 * step for step in range(STEPS)]
@@ -93,7 +93,7 @@ def test_a_loss_away_from_bf16s_is_not_safe(factor):
 def test_gradient_norms_away_from_bf16s_are_not_safe():
     half = figures("delayed", 703_000, norms=[norm / 2 for norm in NORMS])
     assert "gradient norms are 0.50 times bf16's" in outs(choose(BF16, [half], 0.02))["delayed"]
-    near = figures("delayed", 703_000, norms=[norm * (1 + GRADIENTS * 0.9) for norm in NORMS])
+    near = figures("delayed", 703_000, norms=[norm * (1 + GRADIENT_TOLERANCE * 0.9) for norm in NORMS])
     assert choose(BF16, [near], 0.02).recipe == "delayed"
     once = figures("delayed", 703_000, norms=changed(NORMS, 3, 100.0))
     assert choose(BF16, [once], 0.02).recipe == "delayed", "one step says little"
@@ -111,10 +111,10 @@ def test_where_all_of_fp8_fails_it_is_bf16_and_each_reason_is_said():
 
 
 def test_a_tie_goes_to_the_more_precise():
-    choice = choose(BF16, [figures("delayed", 507_000 * (1 + MARGIN / 2))], 0.02)
+    choice = choose(BF16, [figures("delayed", 507_000 * (1 + LEAST_GAIN / 2))], 0.02)
     assert choice.precision == "bf16"
     assert "not clearly faster" in choice.reason
-    assert choose(BF16, [figures("delayed", 507_000 * (1 + 2 * MARGIN))], 0.02).recipe == "delayed"
+    assert choose(BF16, [figures("delayed", 507_000 * (1 + 2 * LEAST_GAIN))], 0.02).recipe == "delayed"
     assert choose(BF16, [figures("current", 700_000), DELAYED], 0.02).recipe == "current"
 
 

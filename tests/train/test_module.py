@@ -49,7 +49,9 @@ def test_a_validation_that_comes_first_has_its_scales(in_checkpoint, found):
     plan = Plan("cpu", "fp8_hybrid", "fp8_hybrid", None, Backend(config, events, in_checkpoint))
     module = GPT2Module(config, 257)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    module._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(plan=plan), strategy=strategy)
+    module._trainer = SimpleNamespace(
+        precision_plugin=SimpleNamespace(plan=plan), strategy=strategy, sanity_checking=False
+    )
     module.configure_model()
     with torch.no_grad():
         module.on_validation_epoch_start()

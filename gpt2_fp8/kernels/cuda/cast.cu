@@ -1,11 +1,11 @@
-// From bfloat16 (FLOAT32: float32) to FP8 in both layouts, with the largest magnitude and (SUMS) the sums of columns.
-// See `tile.cuh`; all that a lane reads is on its way before the first number is used.
+// Quantization from bfloat16 (FLOAT32: float32) to FP8 in both layouts, with the amax and (SUMS) the sums of columns.
+// See `tile.cuh`. A lane issues all its loads before it uses the first number.
 
 #include "tile.cuh"
 
-// Four rows (number `g` of a warp's four fours) of a lane's columns to shared memory, where the words of a piece change
-// places too, so that 32 lanes meet all banks: word `g` is at g ^ column / 32. After a barrier, all of the block to `to`
-// [N, M].
+// keep: write four rows (number `g` of a warp's four fours) of a lane's columns to shared memory. The words of a piece
+// are permuted so that 32 lanes use all banks: word `g` is at g ^ column / 32. store_columns: after a barrier, write
+// all of the block to `to` [N, M].
 __device__ __forceinline__ void keep(uint4* pieces, int g, u32 a, u32 b, u32 c, u32 d) {
   const int lane = threadIdx.x % 32;
   u32* to = reinterpret_cast<u32*>(pieces + place(lane * LANE, threadIdx.x / 32)) + (g ^ lane * LANE / 32);
@@ -24,13 +24,13 @@ __device__ __forceinline__ void store_columns(u8* to, const uint4* pieces, int2 
   }
 }
 
-// What the warps of a block know of their rows: the largest magnitude, and the sums of the columns.
+// What the warps of a block know of their rows: the amax, and the sums of the columns.
 struct __align__(16) Known {
   float sums[PIECES][TILE], largest[PIECES];
 };
 
-// Each warp tells; after a barrier, one raises `amax`, and others write the block's sums. The order of summation is
-// fixed, so the result is the same every time.
+// tell: each warp writes its part. finish: after a barrier, one warp raises `amax`, and others write the block's sums.
+// The order of summation is fixed, so the result is the same every time.
 __device__ __forceinline__ void tell(Known& known, float largest, const float (&sums)[LANE]) {
   const u32 bits = __reduce_max_sync(~0u, __float_as_uint(largest));
   if (threadIdx.x % 32 == 0) known.largest[threadIdx.x / 32] = __uint_as_float(bits);

@@ -26,7 +26,7 @@ __device__ __forceinline__ u32 bfloat16s(float first, float second) {
   return pair;
 }
 
-// Four numbers as FP8, the first in the lowest byte. They saturate; NaN stays NaN.
+// Four numbers as FP8, the first in the lowest byte. Conversion saturates; NaN stays NaN.
 __device__ __forceinline__ u32 e4m3(float a, float b, float c, float d) {
   u32 word;
   asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;"
@@ -43,15 +43,15 @@ __device__ __forceinline__ u32 fp8(float a, float b, float c, float d) {
 
 __device__ __forceinline__ u32 shared(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
-// 2^x; numbers that are not normal count as 0.
+// 2^x; subnormal numbers count as 0.
 __device__ __forceinline__ float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// A barrier that opens when so many have arrived, and the bytes announced to it; it counts its openings by one bit of
-// parity.
+// A barrier that opens when `arrivals` threads and the bytes announced to it have arrived. One bit of parity counts its
+// openings.
 __device__ __forceinline__ void make(u64* barrier, u32 arrivals = 1) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals) : "memory");
 }
@@ -69,7 +69,7 @@ __device__ __forceinline__ void fetch(void* to, const void* from, u32 bytes, u64
                ::"r"(shared(to)), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared(barrier)) : "memory");
 }
 
-// Raise `amax`; magnitudes order as their bits do.
+// Raise `amax`. Non-negative floats have the same order as their bits.
 __device__ __forceinline__ void record(float* amax, float largest) {
   const u32 bits = __reduce_max_sync(~0u, __float_as_uint(largest));
   if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<u32*>(amax), bits);

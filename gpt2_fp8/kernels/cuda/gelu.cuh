@@ -17,7 +17,7 @@ __device__ __forceinline__ float gelu(float x) { return x * sigmoid(x, x * x); }
 
 // gelu'(x), and gelu(x) itself.
 __device__ __forceinline__ float gelu_slope(float x, float& y) {
-  const float square = fminf(x * x, 1e6f);  // s is 0 or 1 long before, and an infinite square would make 0 inf of it
+  const float square = fminf(x * x, 1e6f);  // s is 0 or 1 long before this, and an infinite square would give 0 * inf
   const float s = sigmoid(x, square), slope = fmaf(float(3 * CUBIC * TWICE_ROOT), square, float(TWICE_ROOT));
   y = x * s;
   return fmaf(fmaf(-y, s, y), slope, s);

@@ -1,16 +1,17 @@
 // What layer normalisation's two kernels share.
 //
-// A block owns whole rows, in tiles of TILE and pieces of ROWS. A piece comes to it whole, by the copy engine
-// (cp.async.bulk), STAGES of them at hand or on their way; every thread then holds four neighbouring columns
-// of all ROWS in registers. What a row has to know of itself is summed over warps and block; what a column has to know
-// stays with its thread to the end. Four columns by four rows are four words of FP8 in either layout, so no bytes
-// change threads; a tile's words of the transposed layout wait in shared memory, from where neighbouring threads write
-// neighbouring bytes: 32 columns, 16 bytes each, are a third slower than 8 columns, 64 bytes each.
+// A block owns whole rows, in tiles of TILE and pieces of ROWS. The copy engine (cp.async.bulk) brings whole pieces,
+// STAGES of them loaded or being loaded. Every thread then holds four neighbouring columns of all ROWS in registers.
+// Sums over a row are made over warps and block; sums over a column stay in its thread to the end.
 //
-// N, the columns, is a constant, and a multiple of 16, as M, the rows.
+// Four columns by four rows are four words of FP8 in either layout, so bytes need not change threads. A tile's words of
+// the transposed layout wait in shared memory. From there neighbouring threads write neighbouring bytes: 32 columns of
+// 16 bytes each are a third slower than 8 columns of 64 bytes each.
+//
+// N, the number of columns, is a constant. N and M, the number of rows, are multiples of 16.
 
 // One step of `over_warp`: lanes whose number has the bit HALF keep the upper HALF values, the others the lower ones,
-// and each gives the other half away. By recursion, since a loop that the compiler does not unroll puts `values` in
+// and each gives its other half away. It is a recursion: a loop that the compiler does not unroll would put `values` in
 // memory.
 template <int HALF, int COUNT>
 __device__ __forceinline__ void fold(float (&values)[COUNT]) {
@@ -32,7 +33,8 @@ __device__ __forceinline__ float over_warp(float (&values)[COUNT]) {
   return values[0];
 }
 
-// The same over the block. `partial` is free again once every thread has come to the next barrier after this one.
+// The same over the block. `partial` may be written again once every thread has reached the next barrier after this
+// one.
 template <int COUNT, int WARPS>
 __device__ __forceinline__ float over_block(float (&values)[COUNT], float* partial) {
   const int lane = threadIdx.x % 32;
@@ -53,7 +55,7 @@ __device__ __forceinline__ int tiles_of_block(int M) {
 }
 __device__ __forceinline__ int row_of_tile(int tile) { return (blockIdx.x + tile * gridDim.x) * TILE; }
 
-// The block's pieces, one after the other, by their first rows.
+// The block's pieces in order, each by its first row.
 struct Pieces {
   const int M, tiles;
   int tile = 0, part = 0;
@@ -77,15 +79,15 @@ __device__ __forceinline__ void open_ring(u64 (&full)[STAGES]) {
   __syncthreads();
 }
 
-// A tile's FP8 words, each a column of four rows, wait in shared memory as [TILE / 4, WIDTH] until the tile is whole.
-// Columns change places from one group of 16 rows to the next, four or more at a time: so the 32 words that a warp reads
-// at once in `transpose`, of 32 / GROUPS columns and all groups, lie in different banks.
+// A tile's FP8 words, each a column of four rows, wait in shared memory as [TILE / 4, WIDTH] until the tile is
+// complete. Columns are permuted from one group of 16 rows to the next, four or more at a time. So the 32 words that a
+// warp reads at once in `transpose`, of 32 / GROUPS columns and all groups, are in different banks.
 constexpr int GROUPS = TILE / 16, WIDTH = (N + 31) / 32 * 32;
 __device__ __forceinline__ int place(int word, int column) {
   return word * WIDTH + (column ^ (word / 4 % GROUPS * (32 / GROUPS)));
 }
 
-// Keep the words of some rows, four at a time, and the thread's four columns.
+// Store the words of some rows, four at a time, and of the thread's four columns.
 template <int COUNT>
 __device__ __forceinline__ void keep(u32* words, int word, int column, const float (&v)[COUNT][4]) {
 #pragma unroll
@@ -96,8 +98,8 @@ __device__ __forceinline__ void keep(u32* words, int word, int column, const flo
   }
 }
 
-// Write the transpose of a whole tile, the rows `row` and those after it, to `qt` [N, M]: 16 bytes a thread, those of a
-// column by neighbouring threads.
+// Write the transpose of a whole tile, from the row `row` on, to `qt` [N, M]: 16 bytes a thread, those of a column by
+// neighbouring threads.
 __device__ __forceinline__ void transpose(const u32* words, u8* qt, int row, int M) {
   for (int i = threadIdx.x; i < N * GROUPS; i += THREADS) {
     const int column = i / GROUPS, word = i % GROUPS * 4;

@@ -1,14 +1,14 @@
-// FP8 products whose tiles go through more than a rounding before they leave: out = epilogue(a b^T).
+// FP8 GEMMs with an epilogue: out = epilogue(a b^T).
 //
-// a: [M, K], b: [N, K], both FP8 as they lie. A persistent block keeps COLUMNS rows of b, a slab, in shared memory; its
-// WARPGROUPS of 128 threads each take a tile of ROWS rows of a after the other, from a ring of their own that the copy
-// engine fills (one producer warp a ring). While one of them multiplies, others have their epilogues. Tiles are counted
-// slab by slab, and a block has a run of them.
+// a: [M, K], b: [N, K], both FP8 and row-major. A persistent block keeps COLUMNS rows of b, a slab, in shared memory.
+// Each of its WARPGROUPS of 128 threads takes one tile of ROWS rows of a after the other. The tiles come from the
+// group's own ring, which the copy engine fills (one producer warp a ring). While one group multiplies, others run
+// their epilogues. Tiles are counted slab by slab, and a block has a run of them.
 //
-// What a thread holds of a tile (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"): with g = lane / 4 and
-// q = lane % 4, accumulator 4 i + 2 s + e is of row 16 warp + 8 s + g, column 8 i + 2 q + e. Rows of a and of b come to
-// shared memory in another order, so that these are row 16 warp + 2 g + s and column 32 (i / 4) + 8 q + 2 (i % 4) + e:
-// a thread has two neighbouring rows, and in each of them four runs (PIECES) of eight columns.
+// What a thread holds of a tile (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32): with g = lane / 4 and q =
+// lane % 4, accumulator 4 i + 2 s + e is of row 16 warp + 8 s + g, column 8 i + 2 q + e. Rows of a and of b are
+// permuted in shared memory, so that these are row 16 warp + 2 g + s and column 32 (i / 4) + 8 q + 2 (i % 4) + e: a
+// thread has two neighbouring rows, and in each of them four runs (PIECES) of eight columns.
 
 constexpr int ROWS = 64, COLUMNS = 128, PIECES = COLUMNS / 32, SUMS = COLUMNS / 2;
 constexpr int LINE = 128;  // bytes of a row that are copied and multiplied together; shared memory is swizzled by it
@@ -21,11 +21,11 @@ struct __align__(64) TensorMap {
   u64 opaque[16];
 };
 
-// What lies in shared memory; swizzled tiles begin at multiples of 1,024 bytes.
+// The content of shared memory; swizzled tiles begin at multiples of 1,024 bytes.
 struct Memory {
   u8 slab[LINES][SLAB];
   u8 ring[WARPGROUPS][STAGES][CHUNK];
-  u8 turned[WARPGROUPS][TURNED_BYTES];  // tiles on their way to transposed outputs
+  u8 turned[WARPGROUPS][TURNED_BYTES];  // tiles waiting to be written transposed
   u64 full[WARPGROUPS][STAGES], empty[WARPGROUPS][STAGES];
 };
 
@@ -34,11 +34,12 @@ struct Place {
   int group, thread, warp, g, q;
 };
 __device__ __forceinline__ Place my_place() {
-  const int thread = threadIdx.x % 128, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so it is known to be uniform
+  // the shuffle tells the compiler that it is uniform
+  const int thread = threadIdx.x % 128, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   return {warp / 4, thread, warp % 4, thread % 32 / 4, thread % 4};
 }
 
-// The tiles of a block, and of these those of one slab.
+// A run: those of a block's tiles that belong to one slab.
 struct Run {
   int slab, first, last;  // tiles first .. last - 1 of all
 };
@@ -60,7 +61,7 @@ __device__ __forceinline__ void arrive(u64* barrier) {
 __device__ __forceinline__ void meet(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
-// What was written to shared memory before is there for the copy engine and the tensor cores.
+// Make earlier writes to shared memory visible to the copy engine and the tensor cores.
 __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Which stage of its ring a warp group is at, and the parity of its barriers there.
@@ -80,7 +81,7 @@ __device__ __forceinline__ void fetch_tile(u8* to, const TensorMap* map, int lin
       : "memory");
 }
 
-// A producer warp's whole work: the tiles of its warp group, line after line.
+// The whole work of a producer warp: load the tiles of its warp group, line after line.
 __device__ __forceinline__ void produce(Memory& memory, const TensorMap* map, int group, int tiles, int tiles_down) {
   Cursor cursor;
   const int end = first_tile(blockIdx.x + 1, tiles);
@@ -96,7 +97,7 @@ __device__ __forceinline__ void produce(Memory& memory, const TensorMap* map, in
   }
 }
 
-// A slab of b to shared memory, by all consumers together, none of which still needs the one before.
+// Load a slab of b into shared memory, by all consumers together; none of them still needs the slab before.
 __device__ __forceinline__ void load_slab(Memory& memory, const u8* __restrict__ b, int slab) {
   constexpr int PARTS = LINE / 16, CONSUMERS = 128 * WARPGROUPS;
   meet(1, CONSUMERS);
@@ -113,7 +114,7 @@ __device__ __forceinline__ void load_slab(Memory& memory, const u8* __restrict__
 
 #include "tensor_core.cuh"
 
-// A tile's product.
+// Multiply one tile.
 __device__ __forceinline__ void multiply_tile(Memory& memory, int group, Cursor& cursor, float (&sums)[SUMS]) {
   const bool leader = threadIdx.x % 32 == 0;
 #pragma unroll
@@ -138,7 +139,8 @@ __device__ __forceinline__ void multiply_tile(Memory& memory, int group, Cursor&
   if (leader) arrive(&memory.empty[group][before]);
 }
 
-// A block's life; `Epilogue` has begin(slab), prepare(row), finish(row, sums), end(run, tiles, tiles_down) and last().
+// The whole work of a block. `Epilogue` has begin(slab), prepare(row), finish(row, sums), end(run, tiles, tiles_down)
+// and last().
 template <class Epilogue>
 __device__ __forceinline__ void run_product(Memory& memory, const TensorMap* map, const u8* __restrict__ b, int M, int N,
                                             Epilogue& epilogue) {

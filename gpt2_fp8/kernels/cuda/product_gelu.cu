@@ -1,4 +1,4 @@
-// h = a b^T + bias in bfloat16, and gelu(h) as E4M3: the perceptron's first product with what its second one reads.
+// h = a b^T + bias in bfloat16, and gelu(h) as E4M3: the MLP's first GEMM, with the input of its second one.
 
 constexpr int TURNED_BYTES = 16;  // nothing is transposed
 
@@ -11,7 +11,7 @@ struct Gelu {
   u8* q;
   float* amax;
   const int N;
-  const float unit, factor;  // of the sums, and of what is cast
+  const float unit, factor;  // factors of the sums, and of the numbers to quantize
   int column = 0;            // this thread's first
   float largest = 0;
 

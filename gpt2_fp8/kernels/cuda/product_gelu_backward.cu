@@ -1,20 +1,21 @@
-// From the gradient of gelu(h)'s product, g = a b^T, to g gelu'(h) as FP8 in both layouts and gelu(h) as transposed E4M3,
-// with the gradient's largest magnitude and sums of columns. g itself never is in memory.
+// From g = a b^T, the gradient of gelu(h), to g gelu'(h) as FP8 in both layouts and gelu(h) as transposed E4M3, with
+// the gradient's amax and sums of columns. g itself is never in memory.
 
 constexpr int TURNED_BYTES = 128 * 64;  // the gradient first, then gelu(h)
 
 #include "product.cuh"
 #include "gelu.cuh"
 
-// Where 16 rows (a warp's) of a column wait in shared memory, in bytes: eight lanes that write or read 16 bytes each
-// meet all banks. From a column to the 32nd after it are `PIECE` bytes.
+// Where 16 rows (a warp's) of a column wait in shared memory, in bytes. Eight lanes that write or read 16 bytes each
+// use all banks. The column 32 places further is `PIECE` bytes further.
 constexpr int PIECE = 32 * ROWS;
 __device__ __forceinline__ u32 waiting(int column, int warp) {
   return column * ROWS + (warp ^ column / 8 % 4) * 16;
 }
 
-// Word k of lanes 4 g + q has two rows of columns 2 k and 2 k + 1 of the lane's eight (see `product.cuh`): to where those
-// columns wait. A lane says where one of a piece's 32 columns is to be.
+// store_turned: word k of lanes 4 g + q has two rows of columns 2 k and 2 k + 1 of the lane's eight (see
+// `product.cuh`). It is written where those columns wait. column_to_place: the column, of a piece's 32, whose place
+// this lane gives.
 __device__ __forceinline__ int column_to_place() {
   const int lane = threadIdx.x % 32;
   return lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;
@@ -36,7 +37,8 @@ struct GeluBackward {
   u8 *q, *qt, *yt;
   float *sums_out, *amax;
   const int M, N, parts;
-  const float unit, factor, factor_y;  // what the products are multiplied by: to be numbers again, to be cast; gelu(h)
+  // factors: of the sums, to undo the scales; of the gradient, and of gelu(h), to quantize them
+  const float unit, factor, factor_y;
   int first_column = 0;                // of the slab
   float largest = 0, totals[COLUMNS / 4] = {};
   uint4 of_h[2][PIECES];
@@ -51,7 +53,7 @@ struct GeluBackward {
     for (float& total : totals) total = 0;
   }
 
-  // h is on its way while the tile is multiplied.
+  // h is loaded while the tile is multiplied.
   __device__ void prepare(int row) {
     const u16* from = h + mine(row);
 #pragma unroll
@@ -100,7 +102,7 @@ struct GeluBackward {
   __device__ void store_columns(u8* to, int row, const u32 (&words)[PIECES][4]) {
     const Place place = my_place();
     const u32 turned = shared(memory.turned[place.group]), into = turned + waiting(column_to_place(), place.warp);
-    meet(2 + place.group, 128);  // those before have left
+    meet(2 + place.group, 128);  // the threads before have read their part
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) store_turned(into + piece * PIECE, words[piece]);
     meet(2 + place.group, 128);
@@ -112,7 +114,7 @@ struct GeluBackward {
       *reinterpret_cast<uint4*>(to) = load_shared(from + piece * PIECE);
   }
 
-  // The block's sums of this slab, in a fixed order; zeros for the parts that no block has.
+  // The block's sums of this slab, in a fixed order; zeros for parts without a block.
   __device__ void end(const Run& run, int tiles, int tiles_down) {
     constexpr int CONSUMERS = 128 * WARPGROUPS, WARPS = 4 * WARPGROUPS;
     const Place place = my_place();

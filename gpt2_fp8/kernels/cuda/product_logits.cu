@@ -1,11 +1,11 @@
-// Logits a b^T in bfloat16, and what a softmax needs of each row and slab: the largest, and the sum of the exponentials
-// of the others less that one. Columns from vocab_size on take no part in these.
+// Logits a b^T in bfloat16, and what a softmax needs of each row and slab: the largest logit, and the sum of
+// exponentials relative to it. Columns from vocab_size on are ignored in both.
 
 constexpr int TURNED_BYTES = 16;  // nothing is transposed
 
 #include "product.cuh"
 
-constexpr float LOG2E = 1.4426950408889634f, LOWEST = -3.4e38f;  // stands for -inf where two may be subtracted
+constexpr float LOG2E = 1.4426950408889634f, LOWEST = -3.4e38f;  // replaces -inf, since two may be subtracted
 
 struct Logits {
   u16* logits;

@@ -1,16 +1,16 @@
 // From logits to (softmax - onehot) times 2^EXPONENT, as FP8 in both layouts, in one pass over memory.
 //
-// A block makes one tile of TILE rows by TILE columns and so fills whole lines of 128 bytes of either output. A warp
-// has 16 of the rows, a lane four of the columns; its 64 logits are all on their way before the first is used. A lane's
-// 16 rows of a column are 16 bytes of `qt`; they go through shared memory, so that neighbouring lanes write neighbours.
-// The one element of a row whose target lies in the tile is mended afterwards: cheaper than asking each whether it is
-// that.
+// A block makes one tile of TILE rows by TILE columns, and so writes whole lines of 128 bytes in both outputs. A warp
+// has 16 of the rows, a lane four of the columns. A lane issues the loads of its 64 logits before it uses the first.
+// Its 16 rows of a column are 16 bytes of `qt`. They go through shared memory, so that neighbouring lanes write
+// neighbouring bytes. If a row's target is in the tile, that one element is corrected afterwards: this is cheaper than
+// a test for each element.
 
 #include "tile.cuh"
 
 constexpr float LOG2E = 1.4426950408889634f;
 
-// What a logit has to know of its row: the largest logit, and EXPONENT less the binary logarithm of the row's sum.
+// What a logit needs of its row: the largest logit, and EXPONENT minus log2 of the row's sum.
 struct __align__(8) Row {
   float maximum, shift;
 };
@@ -19,7 +19,7 @@ __device__ __forceinline__ float probability(float logit, Row row) {
   return power_of_two(fmaf(logit - row.maximum, LOG2E, row.shift));
 }
 
-// logits: bfloat16 [M, N], both multiples of 16. exponents [M]: the largest logit, and the binary logarithm of the sum.
+// logits: bfloat16 [M, N], both multiples of 16. exponents [M]: the largest logit, and log2 of the sum.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) softmax_gradient(
     const unsigned short* __restrict__ logits, const long long* __restrict__ targets,
     const float2* __restrict__ exponents, u8* __restrict__ q, u8* __restrict__ qt, int M, int N, int vocab_size) {
@@ -30,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) softmax_gradient(
   const int piece = threadIdx.x / 32, row = first.x + piece * ROWS, column = first.y + threadIdx.x % 32 * LANE;
   const bool inside = row < M && column < N;
 
-  // One thread a row knows whether the row's target lies here. These few loads come first, the many right behind.
+  // One thread for each row knows whether the row's target is here. These few loads come first, the many directly after
+  // them.
   const int mine = first.x + threadIdx.x;
   const bool owner = threadIdx.x < TILE && mine < M;
   const long long wanted = owner ? targets[mine] : -1;

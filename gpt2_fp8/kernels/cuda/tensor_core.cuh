@@ -1,6 +1,6 @@
 // Hopper's matrix instructions for a tile of ROWS by COLUMNS sums, from lines of LINE bytes in shared memory.
 
-// How the tensor cores find a tile whose rows are LINE bytes, swizzled: address, 1,024 bytes from eight rows to the next.
+// The descriptor of a tile whose rows are LINE bytes, swizzled: address, 1,024 bytes from eight rows to the next.
 __device__ __forceinline__ u64 descriptor(const void* at) {
   return static_cast<u64>((shared(at) & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
@@ -23,7 +23,7 @@ __device__ __forceinline__ void multiply(float (&sums)[SUMS], u64 a, u64 b) {
       : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)
       : "l"(a), "l"(b));
 }
-__device__ __forceinline__ void settle(float (&sums)[SUMS]) {  // the compiler keeps its hands off them
+__device__ __forceinline__ void settle(float (&sums)[SUMS]) {  // keeps the compiler from moving or changing them
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }

@@ -1,20 +1,21 @@
-// What kernels share of which a block makes one tile of TILE rows by TILE columns, in both layouts.
+// What kernels share in which a block makes one tile of TILE rows by TILE columns, in both layouts.
 //
-// A block so fills whole lines of 128 bytes of either output. A warp has 16 of the rows, a lane four of the columns. A
-// lane's 16 rows of a column are 16 bytes of the transpose; they go through shared memory, so that neighbouring lanes
-// write neighbours.
+// A block so writes whole lines of 128 bytes in both outputs. A warp has 16 of the rows, a lane four of the columns. A
+// lane's 16 rows of a column are 16 bytes of the transpose. They go through shared memory, so that neighbouring lanes
+// write neighbouring bytes.
 
 constexpr int LANE = 4, ROWS = 16, PIECES = TILE / ROWS;
 static_assert(TILE == 128 && THREADS == 32 * PIECES, "a warp has 16 rows, a lane 4 columns");
 
-// The first row and column of this block's tile. Tiles are walked row by row: bands of several were 1 to 3 % slower.
+// The first row and column of this block's tile. Tiles are taken row by row: bands of several rows were 1 to 3 %
+// slower.
 __device__ __forceinline__ int2 origin(int N) {
   const u32 across = (N + TILE - 1) / TILE;
   return make_int2(blockIdx.x / across * TILE, blockIdx.x % across * TILE);
 }
 
-// Where 16 rows of a column wait in shared memory, in units of 16 bytes. Eight lanes that write a piece of every
-// fourth column, or read the eight pieces of one column, meet all 32 banks.
+// Where 16 rows of a column wait in shared memory, in units of 16 bytes. Eight lanes use all 32 banks, whether they
+// write a piece of every fourth column or read the eight pieces of one column.
 __device__ __forceinline__ int place(int column, int piece) {
   return column * PIECES + (piece ^ column / LANE % PIECES);
 }

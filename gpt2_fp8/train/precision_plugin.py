@@ -10,19 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, Protocol
 
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-
-class Computes(Protocol):
-    """What the plugin has to know of a run's plan: see `backends.resolve.Plan`."""
-
-    @property
-    def device(self) -> Literal["cuda", "cpu"]: ...
-
-    @property
-    def backend(self) -> Any: ...
+from gpt2_fp8.backends.resolve import Plan, resolve
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.runtime import devices
 
 
 class FP8Precision(MixedPrecision):
@@ -31,9 +24,17 @@ class FP8Precision(MixedPrecision):
     For `Trainer(plugins=[...])`. Attributes: `plan`, which the module reads.
     """
 
-    def __init__(self, plan: Computes):
+    def __init__(self, plan: Plan):
         super().__init__("bf16-mixed", plan.device)
         self.plan = plan
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> FP8Precision:
+        """Build the plugin of a configuration for this machine: a GPU where there is one, unless it says otherwise.
+
+        Raises UserError where this machine cannot compute what was asked for, and no fallback is allowed.
+        """
+        return cls(resolve(config, devices.device(config)))
 
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Enter the precision of one forward."""

@@ -1,0 +1,82 @@
+"""The configuration of a script or a notebook that brings its own Lightning Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpt2_fp8.compose import commandline, preflight
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.schema import AutoPrecisionConfig, RunConfig
+
+# Keys that only `python -m gpt2_fp8.run` reads, and what says the same to a Trainer of one's own.
+_SAID_BY_TRAINER = {
+    "run_name": "Trainer(default_root_dir=FOLDER)",
+    "hydra": "Trainer(default_root_dir=FOLDER)",
+    "ckpt_path": "Trainer.fit(..., ckpt_path=FOLDER)",
+    "callbacks": "Trainer(callbacks=[...])",
+    "logger": "Trainer(logger=...)",
+    "trainer.strategy": "Trainer(strategy=...)",
+    "trainer.val_check_interval": "Trainer(val_check_interval=...)",
+    "trainer.log_every_n_steps": "Trainer(log_every_n_steps=...)",
+    "trainer.deterministic": "Trainer(deterministic=...)",
+    "trainer.fast_dev_run": "Trainer(fast_dev_run=...)",
+    "trainer.profiler": "Trainer(profiler=...)",
+}
+
+
+def load_config(*words: str) -> RunConfig:
+    """Compose one run's configuration, from what `python -m gpt2_fp8.run` would be given on its command line.
+
+    Args:
+        words: choices and values, such as `"model=gpt2"` and `"seed=1"`; `"-cd", FOLDER` adds settings of your own.
+
+    Raises UserError with every problem at once: those that the program finds; keys that only the program reads; and
+    an `auto` that only the program settles.
+    """
+    problems = [*_flags(words), *_unread(words)]
+    config = None
+    if not any(word in ("-m", "--multirun") for word in words):
+        try:
+            (config,) = preflight(list(words))
+        except UserError as error:
+            problems += error.problems
+    if config is not None:
+        problems += [problem for problem in _unsettled(config) if problem not in problems]
+    if problems:
+        raise UserError(dict.fromkeys(problems))
+    assert config is not None
+    return config
+
+
+def _flags(words: tuple[str, ...]) -> Iterator[Problem]:
+    """Flags that ask for something else than one configuration."""
+    if any(word in ("-m", "--multirun") for word in words):
+        yield Problem("-m: load_config gives one configuration", "call it once for each")
+    elif commandline.is_help(list(words)):
+        yield Problem("load_config takes no flag that shows something", "give it to python -m gpt2_fp8.run")
+
+
+def _unread(words: tuple[str, ...]) -> Iterator[Problem]:
+    """Words that would do nothing."""
+    for word in words:
+        name = word.lstrip("+~").partition("=")[0]
+        for key, said in _SAID_BY_TRAINER.items():
+            if name == key or name.startswith((f"{key}.", f"{key}/")):
+                yield _not_read(word, said)
+
+
+def _unsettled(config: RunConfig) -> Iterator[Problem]:
+    """What the program settles, and what a choice of several keys (`debug=fdr`) has set that only the program reads."""
+    if config.micro_batch_size == "auto":
+        cause = "micro_batch_size=auto: only python -m gpt2_fp8.run looks for the largest that fits"
+        yield Problem(cause, f"give a number that divides global_batch_size={config.global_batch_size}")
+    if isinstance(config.precision, AutoPrecisionConfig):
+        cause = "precision=auto: only python -m gpt2_fp8.run measures which one is the fastest"
+        yield Problem(cause, "name it: precision=fp8_hybrid, or precision=bf16")
+    for key in ("fast_dev_run", "profiler"):
+        if value := getattr(config.trainer, key):
+            yield _not_read(f"trainer.{key}={str(value).lower()}", _SAID_BY_TRAINER[f"trainer.{key}"])
+
+
+def _not_read(word: str, said: str) -> Problem:
+    return Problem(f"{word}: only python -m gpt2_fp8.run reads it", f"leave it out; {said} says it to your Trainer")

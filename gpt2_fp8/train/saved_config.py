@@ -1,0 +1,51 @@
+"""A run's configuration as plain values in its checkpoints, and back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.config import parsing
+from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.model.flops import parameter_count
+from gpt2_fp8.model.gpt2 import padded_vocabulary
+
+KEY = "hyper_parameters"  # Lightning's name for a module's hyper-parameters in a checkpoint
+_REMEDY = "give it: GPT2Module.load_from_checkpoint(FOLDER, config=load_config(...)), as it was trained"
+
+
+def to_plain(config: RunConfig) -> dict[str, Any]:
+    """Return a configuration as nested dicts and lists of plain values."""
+    return asdict(config)
+
+
+def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> RunConfig:
+    """Return the configuration that the checkpoint `path` was trained with, without the weights it began from.
+
+    Raises CheckpointError, with every problem, where it holds none or one that is not of this version.
+    """
+    if KEY not in checkpoint:
+        raise CheckpointError([Problem(f"{path} does not hold the configuration that it was trained with", _REMEDY)])
+    config, found = parsing.build(RunConfig, checkpoint[KEY])
+    if config is None:
+        causes = [f"{path} holds a configuration that cannot be read: {finding.problem.cause}" for finding in found]
+        raise CheckpointError([Problem(cause, _REMEDY) for cause in causes])
+    return replace(config, init_from=None, ckpt_path=None)
+
+
+def check_size(config: RunConfig, weights: dict[str, Tensor], path: Path) -> None:
+    """Raise CheckpointError where weights are not as many as the configuration's model has.
+
+    To be asked before the model is built: a stranger's configuration may name one of any size.
+    """
+    wanted = parameter_count(config.model, padded_vocabulary(vocabulary(config)))
+    held = sum(weight.numel() for weight in weights.values())
+    if wanted != held:
+        cause = f"{path} holds {held:,} parameters, and the model of its configuration has {wanted:,}"
+        raise CheckpointError([Problem(cause, _REMEDY)])
