@@ -17,7 +17,7 @@ from gpt2_fp8.model.gpt2 import padded_vocabulary
 
 
 class Throughput(pl.Callback):
-    """Logs every `trainer.log_every_n_steps` steps, to the loggers and the progress bar:
+    """Logs every `trainer.log_every_n_steps` steps, to the loggers and the progress bar.
 
     `train_loss` (this rank's mean over the interval's steps that were not skipped), `lr`, `grad_norm`, `clip_ratio`,
     `skipped_steps` and `bf16_reruns` (so far), `tokens`, `tokens_per_second` (all ranks), `step_time` (s), `data_wait`

@@ -28,7 +28,7 @@ def resume_into_validation(fit_loop: dict[str, Any]) -> None:
 
 
 def limit_steps(trainer: Any, max_steps: int) -> None:
-    """Give a Trainer that was told of no `max_steps` one. Its own attribute cannot be set."""
+    """Set the `max_steps` of a Trainer that was made without one. Its own attribute cannot be set."""
     if trainer.max_steps == -1:
         trainer.fit_loop.epoch_loop.max_steps = max_steps
 

@@ -36,7 +36,7 @@ def refuse(differences: list[Problem]) -> None:
 
 
 def refuse_longer(path: Path, step: int, max_steps: int) -> None:
-    """Raise UserError where the checkpoint `path`, of `step`, lies behind the end of the run."""
+    """Raise UserError if the checkpoint `path`, of `step`, is after the end of the run."""
     if step > max_steps:
         raise UserError.of(
             f"trainer.max_steps={max_steps} ends before {path}, of step {step}", f"trainer.max_steps={step} or more"
