@@ -1,10 +1,10 @@
-"""The benchmark: full training steps of several models, precisions and micro-batches, each in a process of its own.
+"""The benchmark: full training steps of several models, precisions and micro-batches, each in a separate process.
 
     python -m gpt2_fp8.bench
     python -m gpt2_fp8.bench 'bench.model=[gpt2,gpt2_medium]' 'bench.recipe=[delayed,current]'
 
-Bad input is refused before torch is imported. Exit codes: 0 done, 1 no case came to its end or the files could not be
-written, 2 the input, 130 stopped by SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT, 141 nobody reads its output any more
+Bad input is refused before torch is imported. Exit codes: 0 done, 1 no case finished or the files could not be
+written, 2 the input, 130 stopped by SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT, 141 the reader of its output has ended
 (`| head`). What was measured until then is written.
 """
 
@@ -50,18 +50,18 @@ Examples:
   python -m gpt2_fp8.bench 'bench.model=[gpt2,gpt2_medium]' 'bench.micro_batch_size=[4,64]'
   python -m gpt2_fp8.bench bench.profile=true bench.gemm=true bench.attention=true bench.peers=true
 
-Flags: -cd FOLDER your own settings. Exit codes: 0 done; 1 no case came to its end, or nothing
+Flags: -cd FOLDER your own settings. Exit codes: 0 done; 1 no case finished, or nothing
 could be written; 2 your input; 130, 141, 143 stopped."""
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM and its like, which are to end things as Ctrl-C does."""
+    """SIGTERM and similar signals, which end things as Ctrl-C does."""
 
 
 class _Handlers:
-    """Raise a KeyboardInterrupt for every signal, but for those that are ignored.
+    """Raise a KeyboardInterrupt for every signal, except for those that are ignored.
 
-    Attributes: `code`, the exit code that the first one is due, None before it. What was raised may have become another
+    Attributes: `code`, the exit code for the first signal, None before it. What was raised may have become another
     error on its way (`runtime/signals.py`).
     """
 
@@ -71,7 +71,7 @@ class _Handlers:
         self._before = {number: signal.signal(number, self._stop) for number in numbers}
 
     def put_back(self) -> None:
-        """What was there before."""
+        """Restore the handlers that were there before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
         code = _main(argv)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # who read it has seen enough
+    except BrokenPipeError:  # the reader has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return 128 + signal.SIGPIPE
 
@@ -125,7 +125,7 @@ def _main(argv: list[str]) -> int:
 
 
 def help_text() -> str:
-    """What `--help` says."""
+    """Return the text of `--help`."""
     gpu, cpu = benchmark.defaults(gpu=True), benchmark.defaults(gpu=False)
     rows: list[Row] = [
         {"key": f"bench.{key}", "on a GPU": show(gpu[key]), "on a CPU": show(cpu[key]), "what it is": about}
@@ -135,7 +135,7 @@ def help_text() -> str:
 
 
 def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
-    """The settings, the cases and the device. Raises UserError."""
+    """Return the settings, the cases and the device. Raises UserError."""
     if unfit := run_folder.current():
         raise UserError(unfit)
     if found := paths.check_folder(FOLDER, "outputs/bench"):
@@ -151,7 +151,7 @@ def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
 
 
 def _folder() -> Path:
-    """The benchmark's own. Raises UserError."""
+    """Make and return the benchmark's folder. Raises UserError."""
     folder = FOLDER / f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
     try:
         (folder / "logs").mkdir(parents=True)
@@ -168,7 +168,7 @@ def _say_start(record: Record, configs: list[RunConfig], device: str) -> None:
 
 
 def _measure_cases(record: Record, configs: list[RunConfig], device: str) -> None:
-    """Each case in turn. The files are written after each, so that whatever ends this leaves what there is."""
+    """Measure each case in turn. The files are written after each, so an early end loses nothing."""
     bench = record.bench
     for number, config in enumerate(configs, 1):
         case = Case(config=config, steps=bench.steps, warmup=bench.warmup, profile=bench.profile)
@@ -183,7 +183,7 @@ def _measure_cases(record: Record, configs: list[RunConfig], device: str) -> Non
 
 
 def _measure(case: Case, device: str, timeout_s: float, log: Path) -> Result:
-    """`measure`, of a case that can fit this machine."""
+    """Measure a case, unless it cannot fit this machine."""
     if reason := memory_bound.too_large(case.config, device, case.warmup + case.steps + case.profile):
         return Result(status="out of memory", message=reason)
     result = measure(case, timeout_s, log)

@@ -1,1 +1,1 @@
-"""Lightning callbacks, one concern a file; none knows of another."""
+"""Lightning callbacks, one concern a file; none uses another."""

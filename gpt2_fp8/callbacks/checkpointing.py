@@ -1,4 +1,4 @@
-"""Which checkpoints a run takes, and when. What becomes of them is `checkpoint/ledger.py`'s and the writer's.
+"""Which checkpoints a run takes, and when. `checkpoint/ledger.py` and the writer do the rest.
 
 Saving is collective: every rank comes here at the same step, and rank 0 copies the state and writes it.
 """
@@ -29,27 +29,31 @@ from gpt2_fp8.config.schema import CallbacksConfig
 
 log = logging.getLogger(__name__)
 
-_CLOCK_STEPS = 10  # the ranks agree on the time at every so many steps
+_CLOCK_STEPS = 10  # the ranks compare the time at every multiple of this step
 
 
 class Checkpointing(Checkpoint):
     """Saves every `every_n_steps` optimizer steps, by the clock, at the end, and at every best validation.
 
     Args:
-        folder: where the checkpoints and `last.json`, `best.json` lie.
-        every_n_steps: the interval; 0: not by steps.
-        keep: how many of the newest stay (at least one); the best stays besides.
+        folder: holds the checkpoints, `last.json` and `best.json`.
+        every_n_steps: the interval in steps; 0: not by steps.
+        keep: how many of the newest are kept (at least one), in addition to the best.
         monitor: the metric whose lowest finite value is the best.
-        every_minutes: besides, so long after the last one; 0: not by the clock.
-        keep_every_n_steps: one is taken every so many steps, and stays for good; 0: none.
-        asynchronous: written by a thread while training goes on; the step waits for a copy in host memory alone.
+        every_minutes: also save this long after the last checkpoint; 0: not by the clock.
+        keep_every_n_steps: also save at multiples of this, and keep these for good; 0: none.
+        asynchronous: write in a thread while training goes on; the step waits only for a copy in host memory.
 
-    Attributes: `best` (a Pointer, or None), `saved_step` (of the newest checkpoint in the folder that this process
-    has written or resumed from, as far as this rank knows), `validated_step` (the last step that has a validation
-    result) and `longest_stall` (of all `fit`s, the most seconds that training waited for a checkpoint: for the GPU to
-    finish the step, the ranks, the checkpoint before it and the copy, or without a thread the disk; None before one).
+    Attributes:
+        best: a Pointer, or None.
+        saved_step: of the newest checkpoint in the folder that this process has written or resumed from, as far as
+            this rank knows.
+        validated_step: the last step that has a validation result.
+        longest_stall: the most seconds that training has waited for a checkpoint, over all `fit`s; None before one. It
+            waits for the GPU to finish the step, for the ranks, for the checkpoint before it and for the copy. Without
+            a thread it also waits for the disk.
 
-    A checkpoint taken at the end of a step whose validation is still due resumes into that validation.
+    A checkpoint at the end of a step whose validation is still due resumes into that validation.
     """
 
     def __init__(
@@ -72,13 +76,13 @@ class Checkpointing(Checkpoint):
         self.validated_step: int | None = None
         self.longest_stall: float | None = None
         self._taken_at = time.monotonic()
-        self._prepared = False  # the writer knows what it will be given
+        self._prepared = False  # the writer knows the state that it will get
         self._val_loss: float | None = None  # of `validated_step`
         self._validation_due = False  # in the checkpoint that is being taken
 
     @classmethod
     def from_config(cls, folder: Path, config: CallbacksConfig) -> Checkpointing:
-        """As `callbacks` of a run's configuration says; `folder` is that of the checkpoints."""
+        """Make it from `callbacks` of a run's configuration; `folder` is that of the checkpoints."""
         return cls(
             folder,
             config.checkpoint_every_n_steps,
@@ -90,19 +94,19 @@ class Checkpointing(Checkpoint):
 
     @property
     def best(self) -> Pointer | None:
-        """The best validation so far."""
+        """Return the best validation so far."""
         return self.ledger.best
 
     @property
     def saved_step(self) -> int | None:
-        """The step of the newest checkpoint that is known to be in the folder."""
+        """Return the step of the newest checkpoint that is known to be in the folder."""
         return self.ledger.saved_step
 
     def save(self, trainer: Trainer) -> bool:
-        """Checkpoint the present step, unless that was done already; whether it is. To be called on every rank.
+        """Save the present step, unless that was done already. Collective. Returns whether it is saved.
 
-        True of a checkpoint that is still being written, too. Outside `fit` there is nothing to resume from, so nothing
-        is saved. An OSError (a full disk) is a warning.
+        A checkpoint that is still being written counts as saved. Outside `fit` there is nothing to resume from, so
+        nothing is saved. An OSError (a full disk) becomes a warning.
         """
         step = trainer.global_step
         if self.ledger.taken_step == step:
@@ -116,14 +120,14 @@ class Checkpointing(Checkpoint):
         with self._stalled():
             try:
                 trainer.save_checkpoint(path, weights_only=False, storage_options=partial(self._hand_over, trainer))
-            except BaseException:  # settling the step may have raised: a run may have to go back
+            except BaseException:  # settling the step may have asked for a rollback
                 self.ledger.taken_step = before
                 raise
             self.ledger.share(trainer.strategy.broadcast)
         return self.ledger.taken_step == step
 
     def save_now(self, trainer: Trainer) -> bool:
-        """`save`, and wait for the disk; whether the step is there. For the ends of a run, on every rank."""
+        """Save and wait for the disk, at the end of a run. Collective. Returns whether the step is there."""
         if not self.save(trainer):
             return False
         self.writer.wait()
@@ -133,16 +137,16 @@ class Checkpointing(Checkpoint):
     # ---- when ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget an earlier `fit`: Lightning restores what is to be known of it after this."""
+        """Forget an earlier `fit`. After this, Lightning restores what a checkpoint has of it."""
         if stage == "fit":
             self.ledger.clear()
             self.validated_step = self._val_loss = None
             self._prepared = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tidy the folder, and take its `best.json` for the truth: the checkpoint may be older than it.
+        """Tidy the folder, and trust its `best.json` before the checkpoint's state, which may be older.
 
-        Lightning has restored this callback by now, and gets here also when there is nothing left to train.
+        Lightning has restored this callback by now. It gets here also if nothing is left to train.
         """
         if trainer.is_global_zero:
             self.writer.begin(self.saved_step, self.best)
@@ -156,7 +160,7 @@ class Checkpointing(Checkpoint):
     ) -> None:
         """Save at the intervals, and at the last step."""
         if not self._prepared and trainer.is_global_zero:
-            # After the first step: the optimizer has its moments, and what is recorded as CUDA graphs has been.
+            # After the first step the optimizer has its moments, and all CUDA graphs are recorded.
             self.writer.prepare([pl_module.state_dict(), *(optimizer.state_dict() for optimizer in trainer.optimizers)])
             self._prepared = True
         self.writer.check()
@@ -166,15 +170,15 @@ class Checkpointing(Checkpoint):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the result beside the step's checkpoint; where it is the best yet, there is one, and `best` points."""
+        """Note the result of a saved step. If it is the best so far, save the step and let `best.json` name it."""
         if trainer.sanity_checking:
             return
         step = trainer.global_step
         metric = trainer.callback_metrics.get(self.monitor)
         if self.ledger.is_best_missing():
             with self._stalled():
-                self.writer.wait()  # what the new one is compared with has to be on the disk
-        # Without sync_dist every rank has a value of its own, and all of them must save or none.
+                self.writer.wait()  # the best that it is compared with must be on the disk
+        # Without sync_dist every rank has another value, but all ranks must save, or none.
         value = self.ledger.sync(trainer.strategy.broadcast, math.nan if metric is None else float(metric))
         self.validated_step, self._val_loss = step, value
         better = self._is_better(step, value) and self.ledger.expect_best(
@@ -185,13 +189,13 @@ class Checkpointing(Checkpoint):
             self.ledger.note(pointer, better, partial(_flush_logs, trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the end, if it is not saved yet, and wait for it. Raises RunError when it cannot be."""
+        """Save the end if it is not saved yet, and wait for it. Raises RunError if that fails."""
         step = trainer.global_step
         if step and not any(self.save_now(trainer) for _ in range(2)):
             raise RunError(f"the end of the run (step {step}) could not be saved in {self.folder}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Finish what is being written, and let nothing that goes wrong with it hide `exception`."""
+        """Finish what is being written. An error of the writer does not hide `exception`."""
         self.ledger.leave()
         if trainer.is_global_zero:
             self.ledger.sync(lambda own: own)
@@ -203,20 +207,20 @@ class Checkpointing(Checkpoint):
     # ---- what Lightning keeps for it -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: the best so far, and whether this step is validated or still to be."""
+        """Return plain values: the best so far, and whether this step is validated or still must be."""
         best = self.best and {"step": self.best.step, "val_loss": self.best.val_loss}
         return {"best": best, "validated_step": self.validated_step, "validation_due": self._validation_due}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a run where its checkpoint left it."""
+        """Restore the best and the last validated step."""
         best = state_dict["best"]
         self.ledger.best = best and Pointer(pointers.folder_name(best["step"]), best["step"], best["val_loss"])
         self.validated_step, self._val_loss = state_dict["validated_step"], None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Have Lightning run the validation that the checkpoint was taken before, unless it was done after all.
+        """Have Lightning run the validation that was due at the checkpoint, unless it was done later.
 
-        Lightning calls this before it hands `checkpoint` to the loops and to `load_state_dict`.
+        Lightning calls this before it gives `checkpoint` to the loops and to `load_state_dict`.
         """
         state, path = checkpoint["callbacks"].get(self.state_key), Path(str(trainer.ckpt_path))
         if path.parent.resolve() == self.folder.resolve():
@@ -230,7 +234,7 @@ class Checkpointing(Checkpoint):
     # ---- how -----------------------------------------------------------------------------------------------------
 
     def _is_time(self, trainer: Trainer) -> bool:
-        """Whether rank 0's clock says so; the same on all ranks, for one small reduction in so many steps."""
+        """Return whether rank 0's clock says so. Collective at every `_CLOCK_STEPS` steps, with one small reduction."""
         if not self.every_minutes or trainer.global_step % _CLOCK_STEPS:
             return False
         late = time.monotonic() - self._taken_at >= 60 * self.every_minutes
@@ -243,11 +247,11 @@ class Checkpointing(Checkpoint):
         self.longest_stall = max(self.longest_stall or 0.0, time.perf_counter() - began)
 
     def _is_better(self, step: int, value: float) -> bool:
-        """Whether a validation's result is the best yet."""
+        """Return whether a validation's result is the best so far."""
         best = self.best
         if not math.isfinite(value):
             return False
-        # After a step back: what was the best here has been written anew.
+        # Equal steps: after a rollback the folder of the best was written again.
         return best is None or best.val_loss is None or value < best.val_loss or best.step == step
 
     def _hand_over(self, trainer: Trainer, path: Path, checkpoint: dict[str, Any]) -> None:
@@ -258,7 +262,7 @@ class Checkpointing(Checkpoint):
 
 
 def _is_noted(path: Path) -> bool:
-    """Whether the validation of the checkpoint `path` is done; one that was changed since is done once more."""
+    """Return whether the validation of the checkpoint `path` is noted. A changed note does not count."""
     try:
         return pointers.noted(path) is not None
     except (OSError, ValueError) as error:
@@ -268,6 +272,6 @@ def _is_noted(path: Path) -> bool:
 
 
 def _flush_logs(trainer: Trainer) -> None:
-    """A run that continues from a checkpoint logs the steps after it: those before must be on the disk by then."""
+    """Put the logs on the disk. A run that continues from a checkpoint logs only the steps after it."""
     for logger in trainer.loggers:
-        getattr(logger, "flush", logger.save)()  # `loggers.MetricsFile`: its `save` swallows what a disk refuses
+        getattr(logger, "flush", logger.save)()  # `MetricsFile.save` raises nothing for a full disk

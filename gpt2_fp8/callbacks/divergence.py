@@ -1,4 +1,4 @@
-"""The divergence policy under Lightning: judges every step, and leaves `fit` for a checkpoint where it says so."""
+"""The divergence policy under Lightning: judges every step, and leaves `fit` for a rollback if the policy says so."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 class DivergenceGuard(pl.Callback):
     """Raises what `DivergencePolicy.judge` raises: RollBack for the run to catch, or Diverged.
 
-    One object serves a whole run, in the `fit`s before and after a rollback alike. Comes after the callbacks that log,
-    and before those that save: nothing of a step that is rolled back is saved.
+    One object serves a whole run, in the `fit`s before and after a rollback. It comes after the callbacks that log and
+    before those that save, so nothing of a rolled-back step is saved.
 
     Args:
         config: the limits.
-        save: called with the trainer on every rank at the end of the first step after a rollback, so that a run which
-            is killed then continues behind it, and not in front of it; whether it could be saved.
+        save: called with the trainer on every rank at the end of the first step after a rollback, so that a killed run
+            resumes after the rollback, not before it. Returns whether the save succeeded.
     """
 
     def __init__(self, config: CallbacksConfig, save: Callable[[pl.Trainer], bool]):
@@ -36,33 +36,33 @@ class DivergenceGuard(pl.Callback):
         self._save_next = False
 
     def start_again(self) -> None:
-        """Between two `fit`s, after a rollback."""
+        """Reset the policy between two `fit`s, after a rollback."""
         self.policy.start_again()
         self._save_next = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ranks decide alike: one of them says so."""
+        """Choose the rank that logs: all ranks decide alike, so one of them is enough."""
         self._says = trainer.is_global_zero
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Ask to be told of each settled step."""
+        """Subscribe to each settled step."""
         pl_module.step.on_settled.append(partial(self._judge, trainer))
 
     def _judge(self, trainer: pl.Trainer, result: StepResult) -> None:
-        """Judge a settled step, by what the host has been told of it."""
+        """Judge a settled step by the values that the host has read."""
         self.policy.judge(trainer.global_step, result.read(), result.first)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """The first step after a rollback is saved, once it is judged."""
+        """Save the first step after a rollback, once it is judged."""
         if self._save_next:
             self._save_next = not self._save(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The policy's."""
+        """Return the policy's state."""
         return self.policy.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The policy's."""
+        """Restore the policy's state."""
         self.policy.load_state_dict(state_dict)
 
     def _say(self, line: str) -> None:

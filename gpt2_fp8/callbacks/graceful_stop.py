@@ -1,8 +1,8 @@
-"""Ends of training between two steps: SIGINT, SIGTERM and their like (`runtime/signals.py`), data that does not come.
+"""Ends training between two steps: at SIGINT, SIGTERM and similar (`runtime/signals.py`), and if no data comes.
 
-Either way the last finished step is saved, on every rank, and the run is left. One process alone does not finish the
-step that a signal finds it in, which may take minutes on a CPU: `signals.look` gives it up between two of its passes,
-and whoever computes it puts back what it has changed (`GPT2Module`). Several ranks finish it, and agree.
+In both cases the last finished step is saved, on every rank, and the run ends. A single process does not finish the
+step in which the signal comes, since that may take minutes on a CPU. `signals.look` gives it up between two of its
+passes, and `TrainingStep` undoes its changes. Several ranks finish the step, and agree.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from gpt2_fp8.runtime.signals import Interrupted
 
 log = logging.getLogger(__name__)
 
-_NO_DATA = 256  # what a rank that gets no data tells the others, among the numbers of signals
+_NO_DATA = 256  # what a rank without data tells the others: larger than any signal's number
 
 
 class GracefulStop(Checkpoint):
     """Turns a signal into a saved end: `Stopped` leaves `fit` at the end of the running step, or from a wait for data.
 
-    Used as a context around everything that should end this way, so that the handlers also stand before `fit`, between
-    two of them, and go back to what they were whatever happens:
+    Use it as a context around everything that should end this way. Its handlers then also hold before `fit` and between
+    two `fit`s, and the old ones come back in any case:
 
-        with GracefulStop(save=tiers.save) as stop:
-            Trainer(callbacks=[..., tiers, stop]).fit(...)
+        with GracefulStop(save=checkpointing.save) as stop:
+            Trainer(callbacks=[..., checkpointing, stop]).fit(...)
 
-    It is a `Checkpoint` because Lightning moves those behind all other callbacks, in their order: when the run is
+    It is a `Checkpoint` because Lightning moves those after all other callbacks, in their order. So when the run is
     saved here, every other callback has finished its step.
 
     Args:
-        save: called with the trainer on every rank, before the run is left. What it saves is on the disk when it
-            returns: under SLURM the job may be in the queue again a moment later.
+        save: called with the trainer on every rank, before the run is left. It must return only when the checkpoint is
+            on the disk: under SLURM the job may be in the queue again a moment later.
     """
 
     def __init__(self, save: Callable[[Trainer], Any]) -> None:
@@ -54,12 +54,12 @@ class GracefulStop(Checkpoint):
 
     @property
     def requested(self) -> int | None:
-        """The signal that this process has received, for loops of one's own to poll; None: none."""
+        """Return the signal that this process has received, for a caller's own loop; None: none."""
         return self._signals.received
 
     def __enter__(self) -> GracefulStop:
         self._signals = self._context.enter_context(signals.handled())
-        if self._signals.received is not None:  # after the end of a sweep's job, which was held
+        if self._signals.received is not None:  # it came after a sweep's job, and was held until now
             self._context.close()
             raise slurm.ended(self._signals.received)
         self._validating = False
@@ -67,26 +67,26 @@ class GracefulStop(Checkpoint):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._signals.hold()  # what follows is the end of the run already: its summary
+        self._signals.hold()  # only the end of the run follows: its summary
         self._signals.gives_up = False
         self._context.close()
         if self._signals.thrown and error is not None and not isinstance(error, Stopped):
             assert self._signals.received is not None
-            raise slurm.ended(self._signals.received) from None  # whatever it has become on its way
+            raise slurm.ended(self._signals.received) from None  # the signal's error may have become another one
         if isinstance(error, Stopped) and error.exit_code == 128 + slurm.REQUEUE_SIGNAL:
             raise slurm.ended(slurm.REQUEUE_SIGNAL) from None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals back from Lightning, which set its own handlers a moment ago; stop if it is time."""
+        """Take the signals back from Lightning, which has just set its own handlers; stop if a signal came."""
         if self._signals.installed:
             self._signals.install()
         self._signals.hold()
-        self._signals.gives_up = not collectives.is_distributed()  # one that leaves a step leaves no others waiting
+        self._signals.gives_up = not collectives.is_distributed()  # only a single process can leave a step
         self._waiting = True
         self._stop_if(self._agreed())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Before the step, learn whether another rank was told to stop, or got none, while it waited for its data."""
+        """Learn before the step whether another rank must stop or got no data, while all ranks waited for data."""
         self._waiting = False
         if collectives.is_distributed() and (reason := self._agreed()):
             self._save_last_step(trainer)
@@ -95,7 +95,7 @@ class GracefulStop(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop here, after the step, if asked to."""
+        """Stop here, after the step, if a signal came."""
         if signum := self._agreed():
             self._save(trainer)
             lightning_logging.log_last_step(trainer)
@@ -103,33 +103,33 @@ class GracefulStop(Checkpoint):
         self._waiting = trainer.global_step < trainer.max_steps
 
     def on_validation_start(self, *_: Any) -> None:
-        """What goes wrong from here on is no wait for data."""
+        """Note that a later error is not a wait for data."""
         self._waiting, self._validating = False, True
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
-        """Back to the steps, if any are left."""
+        """Return to the steps, if any are left."""
         self._validating = False
         self._waiting = trainer.global_step < trainer.max_steps
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Stop in the midst of a validation, which the resumed run will do from its beginning."""
+        """Stop in the middle of a validation. The resumed run starts that validation again."""
         if signum := self._agreed():
             self._save(trainer)
             raise Stopped(signum)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save the last step, where a signal has ended the next one or the wait for its data, or their source has."""
+        """Save the last step if a signal ended the next one or the wait for its data, or if the data source ended."""
         waited, self._waiting = self._waiting, False
         if isinstance(exception, Interrupted) and (waited or self._signals.gives_up):
-            self._agreed()  # the other ranks ask before their step
+            self._agreed()  # the other ranks ask at the start of their step
         elif isinstance(exception, RunError) and not isinstance(exception, (Stopped, Diverged)) and waited:
             self._agreed(_NO_DATA)
         else:
             return
-        self._signals.gives_up = False  # what is still to be done of the last step, a way to bf16, is part of saving it
+        self._signals.gives_up = False  # saving may have to finish the last step first, even by a bf16 rerun
         try:
             self._save(trainer) if self._validating else self._save_last_step(trainer)
-        except (RollBack, RunError) as error:  # what `exception` says is why the run ends
+        except (RollBack, RunError) as error:  # the run ends because of `exception`
             log.warning("step %d is not saved, continuing will come to it again: %s", trainer.global_step, error)
 
     def _save_last_step(self, trainer: Trainer) -> None:
@@ -138,8 +138,10 @@ class GracefulStop(Checkpoint):
         self._save(trainer)
 
     def _agreed(self, own: int | None = None) -> int:
-        """Why any rank has to stop, 0 for no reason; the same on all of them. `own`: this one's reason, if not the
-        signal that it has received."""
+        """Return why any rank has to stop, the same on all of them; 0 for no reason. Collective.
+
+        `own`: this rank's reason, if not the signal that it has received.
+        """
         return collectives.largest(own or self._signals.received or 0)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The most GPU memory that training and validation have used, apart."""
+"""The peak GPU memory of training and of validation, measured separately."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 class PeakMemory(pl.Callback):
     """`training_gb` and `validation_gb`: peaks of allocated memory so far, GiB; None on a CPU, or before the first.
 
-    A validation's peak has what training keeps meanwhile in it: weights, moments, recorded graphs.
+    A validation's peak includes what training keeps meanwhile: weights, optimizer state, recorded graphs.
     """
 
     def __init__(self) -> None:
@@ -20,18 +20,18 @@ class PeakMemory(pl.Callback):
 
     @property
     def peak_gb(self) -> float | None:
-        """The larger of the two, what is under way included."""
+        """Return the larger of the two, up to now."""
         self._training()
         return max((x for x in (self.training_gb, self.validation_gb) if x is not None), default=None)
 
     def on_validation_start(self, *_: Any) -> None:
-        """What was until now is training's."""
+        """Take the peak so far as training's, and reset it."""
         self._training()
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
 
     def on_validation_end(self, *_: Any) -> None:
-        """What was since is validation's."""
+        """Take the peak since the start as validation's, and reset it."""
         if torch.cuda.is_initialized():
             self.validation_gb = max(self.validation_gb or 0.0, _allocated())
             torch.cuda.reset_peak_memory_stats()

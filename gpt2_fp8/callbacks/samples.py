@@ -1,4 +1,4 @@
-"""A text sample after each validation: what the loss means, to the eye."""
+"""A text sample after each validation, to show what the loss means."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Samples(pl.Callback):
         self.prompt, self.tokens, self.seed = prompt, tokens, seed
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Draw one sample; the same seed each time, so that samples differ by the model alone."""
+        """Draw one sample. The seed is the same each time, so that samples differ only by the model."""
         if not trainer.is_global_zero or trainer.sanity_checking:
             return
         tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The training log: loss, rate, gradient, speed, waiting, memory, read from the GPU once an interval."""
+"""The training log: loss, rate, gradient, speed, waiting and memory, read from the GPU once an interval."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from gpt2_fp8.model.gpt2 import padded_vocabulary
 
 
 class Throughput(pl.Callback):
-    """Logs every `trainer.log_every_n_steps` steps, to the loggers and the progress bar:
+    """Logs every `trainer.log_every_n_steps` steps, to the loggers and the progress bar.
 
-    `train_loss` (this rank's, mean over the interval's steps that were not skipped), `lr`, `grad_norm`, `clip_ratio`,
+    `train_loss` (this rank's mean over the interval's steps that were not skipped), `lr`, `grad_norm`, `clip_ratio`,
     `skipped_steps` and `bf16_reruns` (so far), `tokens`, `tokens_per_second` (all ranks), `step_time` (s), `data_wait`
-    (part of the time spent waiting for the loader), `mfu_bf16` (`model/flops.py`; for GPUs whose peak is known) and
-    `memory_gb` (peak allocated, GiB). Validation, sampling and the first step (compilation, calibration) are not in the
-    time.
+    (the part of the time spent waiting for the loader), `mfu_bf16` (`model/flops.py`; for GPUs whose peak is known) and
+    `memory_gb` (peak allocated, GiB).
+
+    The time leaves out validation, sampling and the first step (compilation, calibration).
     """
 
     def __init__(self, config: RunConfig, vocab_size: int):
@@ -41,15 +42,15 @@ class Throughput(pl.Callback):
 
     @property
     def median_rate(self) -> float | None:
-        """Tokens per second: the median over the run's intervals, or None before the first."""
+        """Return tokens per second: the median over the run's intervals, or None before the first."""
         return statistics.median(self.rates) if self.rates else None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Ask to be told of each settled step."""
+        """Subscribe to each settled step."""
         pl_module.step.on_settled.append(self._add)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start from nothing."""
+        """Reset the interval."""
         self._clock, self._steps, self._kept = None, 0, 0
         self._losses = torch.zeros((), device=pl_module.device)
 
@@ -64,7 +65,7 @@ class Throughput(pl.Callback):
             self._losses += result.loss
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """At the end of an interval, read the device and log."""
+        """Read the device and log, at the end of an interval."""
         step = trainer.global_step
         if step % self.every_n_steps and step < trainer.max_steps and self._clock is not None:
             return
@@ -103,7 +104,7 @@ class Throughput(pl.Callback):
             peak = peak_bf16_flops(torch.cuda.get_device_name())
             if peak is not None:
                 metrics["mfu_bf16"] = rate / trainer.world_size * self.flops_per_token / peak
-            self._peak_gb = max(self._peak_gb, torch.cuda.max_memory_allocated() / 2**30)  # others reset it
+            self._peak_gb = max(self._peak_gb, torch.cuda.max_memory_allocated() / 2**30)  # `PeakMemory` resets it
             metrics["memory_gb"] = self._peak_gb
         return metrics
 
@@ -114,7 +115,7 @@ class Throughput(pl.Callback):
         self._paused = time.perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start it again where it stood."""
+        """Start the clock again, without the time of the validation."""
         if self._clock is not None and self._paused is not None:
             self._clock += time.perf_counter() - self._paused
         self._paused = None

@@ -1,1 +1,1 @@
-"""Checkpoints: folders of safetensors and JSON that nothing has to unpickle."""
+"""Checkpoints: folders of safetensors and JSON, without pickles."""

@@ -1,7 +1,7 @@
 """Whether the numbers in a run's state agree: with its step, and with each other.
 
-Each may be one that some run has written, and all together be no run's: Lightning's loops would then wait for ever for
-a step that does not come, or end before they have begun.
+Each number may be possible in some run, while no run can have all of them. Lightning's loops would then wait forever
+for a step that does not come, or end before they begin.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def disagreements(state: dict[str, Any]) -> Iterator[str]:
-    """In what a state, whose form is a run's (`run_state.RUN`), is not that of the step which it names."""
+    """Yield what in a state contradicts the step that it names. Its form must be a run's (`run_state.RUN`)."""
     step = state["global_step"]
     yield from _other_than(step, _equal_to_step(state))
     yield from _beyond(step, "the state's step", _at_most_step(state))
@@ -42,7 +42,7 @@ def _at_most_step(state: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 def _loops(step: int, loops: dict[str, Any]) -> Iterator[str]:
     batches, validation = loops["epoch_loop.batch_progress"], loops["epoch_loop.val_loop.batch_progress"]
-    if batches["total"]["completed"] not in (step - 1, step):  # the last one's end is what the state was saved in
+    if batches["total"]["completed"] not in (step - 1, step):  # the state may be saved at the end of the last one
         yield f"batch_progress.total.completed is {batches['total']['completed']}, and the state's step {step}"
     for name, counts in (("batch_progress", batches), ("val_loop.batch_progress", validation)):
         for part in ("total", "current"):
@@ -51,14 +51,14 @@ def _loops(step: int, loops: dict[str, Any]) -> Iterator[str]:
                 yield f"{name}.{part} has finished more than it has begun: {found}"
     current = {f"batch_progress.current.{key}": count for key, count in batches["current"].items()}
     yield from _beyond(step, "the state's step", current.items())
-    # An epoch of Lightning's is a run to `max_steps`, so that one which was made longer has a few of them.
+    # For Lightning an epoch is a run to `max_steps`, so a run that was extended has several.
     epochs = {f"epoch_progress.{part}.{key}": n for part in ("total", "current")
               for key, n in loops["epoch_progress"][part].items()}  # fmt: skip
     yield from _beyond(2 * step + 2, "twice the steps", epochs.items())
 
 
 def _lanes(step: int, data: dict[str, Any]) -> Iterator[str]:
-    """A lane cannot have come further than all tokens of all steps lead, nor within its text than its share of them."""
+    """Check each lane's position: it cannot exceed the tokens of all steps, nor its offset the lane's share of them."""
     size, length = (data["fingerprint"].get(key) for key in ("global_batch_size", "n_positions"))
     if not (type(size) is type(length) is int):
         yield "TokenDataModule.fingerprint has no batch size and length of sequences"

@@ -1,6 +1,6 @@
-"""Reading small files that a stranger may have made: regular files alone, of bounded size. Stdlib only.
+"""Reading small files that a stranger may have made: only regular files of bounded size. Stdlib only.
 
-A checkpoint may come from elsewhere. A link in it could lead to any file of this machine, a pipe would block, and JSON
+A checkpoint may come from elsewhere. A link in it could lead to any file of this machine, and a pipe would block. JSON
 takes up to 27 times its size in memory.
 """
 
@@ -12,12 +12,12 @@ import stat
 from pathlib import Path
 from typing import Any
 
-LARGEST = 32 * 2**20  # bytes of JSON; a run's state has some 100 kB, and 16 kB more for each rank
-MOST_VALUES = 2_000_000  # in it; each takes up to 80 bytes once it is read
+LARGEST_BYTES = 32 * 2**20  # of JSON; a run's state has some 100 kB, and 16 kB more for each rank
+MOST_VALUES = 2_000_000  # in a file; each takes up to 80 bytes once it is read
 
 
 def regular_file(path: Path) -> os.stat_result:
-    """What `path` is on the disk. Raises OSError for anything but a regular file, links among them."""
+    """Return the `lstat` of `path`. Raises OSError for anything but a regular file, so also for a link."""
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode):
         raise OSError("it is a link, and links are not followed")
@@ -27,13 +27,18 @@ def regular_file(path: Path) -> os.stat_result:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file. Raises OSError as `regular_file`, and ValueError for what is too much or no JSON."""
+    """Return the value in a JSON file.
+
+    Raises:
+        OSError: as `regular_file`.
+        ValueError: the file is too large, has too many values, or is not JSON.
+    """
     size = regular_file(path).st_size
     if size == 0:
         raise ValueError("it is empty")
     refuse_large(size)
     with open(path, "rb") as file:
-        data = file.read(LARGEST + 1)
+        data = file.read(LARGEST_BYTES + 1)
     check(data)
     try:
         return json.loads(data.decode("utf-8"))
@@ -42,7 +47,7 @@ def read_json(path: Path) -> Any:
 
 
 def check(data: bytes) -> None:
-    """Raise ValueError for JSON of more than `LARGEST` bytes or `MOST_VALUES` values, before anything parses it."""
+    """Raise ValueError for JSON of more than `LARGEST_BYTES` or `MOST_VALUES`, before anything parses it."""
     refuse_large(len(data))
     values = 1 + sum(map(data.count, (b",", b"[", b"{")))  # at most: a comma may also be part of a string
     if values > MOST_VALUES:
@@ -50,6 +55,6 @@ def check(data: bytes) -> None:
 
 
 def refuse_large(size: int) -> None:
-    """Raise ValueError for a file of more than `LARGEST` bytes."""
-    if size > LARGEST:
-        raise ValueError(f"it has {size:,} bytes, and at most {LARGEST:,} are read")
+    """Raise ValueError for a file of more than `LARGEST_BYTES`."""
+    if size > LARGEST_BYTES:
+        raise ValueError(f"it has {size:,} bytes, and at most {LARGEST_BYTES:,} are read")

@@ -1,4 +1,4 @@
-"""SHA-256 of files. It shows that bytes are what was written, not who wrote them."""
+"""SHA-256 of files. It shows that the bytes are those that were written, not who wrote them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gpt2_fp8.checkpoint.bounded import regular_file
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """{name: SHA-256 in 64 hexadecimal digits} of files in `folder`, read side by side, some 1.5 GB/s each.
+    """Return {name: SHA-256 in 64 hexadecimal digits} of files in `folder`, read in parallel, about 1.5 GB/s each.
 
     Raises OSError, also for a link.
     """
     names = list(names)
-    with ThreadPoolExecutor(max_workers=4) as pool:  # hashlib lets go of the interpreter
+    with ThreadPoolExecutor(max_workers=4) as pool:  # hashlib releases the GIL
         return dict(zip(names, pool.map(lambda name: _sha256(folder / name), names), strict=True))
 
 

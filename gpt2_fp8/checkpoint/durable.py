@@ -1,6 +1,6 @@
 """Writing small files so that a crash or a power cut leaves the old one or the new one, never half. Stdlib only.
 
-A run's folder may come from elsewhere: nothing here follows a link or waits for a pipe that somebody planted in it.
+A run's folder may come from elsewhere. Nothing here follows a link in it, or waits for a pipe in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def fsync(path: Path) -> None:
-    """Ask the disk to keep a file's bytes, or the names in a folder. Raises OSError when it cannot."""
+    """Ask the disk to keep a file's bytes, or the names in a folder. Raises OSError if it cannot."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -25,15 +25,15 @@ def fsync(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON, atomically and durably. Raises OSError, leaving what was there before.
+    """Replace `path` by `value` as JSON, atomically and durably. After an OSError the old file is still there.
 
-    Non-finite floats are refused (ValueError): they are not JSON, and other languages' readers choke on them.
+    Raises ValueError for a non-finite float: it is not JSON, and readers in other languages fail on it.
     """
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text`, likewise."""
+    """Replace `path` by `text`, atomically and durably. After an OSError the old file is still there."""
     temporary = path.with_name(f".{path.name}.tmp")
     with create(temporary) as file:
         try:
@@ -48,7 +48,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def create(path: Path) -> IO[str]:
-    """Open a new file for text, in place of what a killed process left there or a stranger planted. Raises OSError."""
+    """Open a new file for text. It replaces what a killed process or a stranger left there. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
         put_aside(path)
     path.unlink(missing_ok=True)
@@ -57,7 +57,10 @@ def create(path: Path) -> IO[str]:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of a regular file, which `flags` may have made. Raises OSError for a link and for anything else."""
+    """Open a regular file, which `flags` may create, and return its descriptor. Raises OSError for anything else.
+
+    A link is refused too.
+    """
     try:
         descriptor = os.open(path, flags | _SAFE, 0o666)
     except OSError as error:
@@ -71,7 +74,7 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename what is there to the first free `NAME.aside-1`, `NAME.aside-2`, ...; returns that. Raises OSError."""
+    """Rename `path` to the first free of `NAME.aside-1`, `NAME.aside-2`, ..., and return it. Raises OSError."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.aside-{number}")):
         number += 1
@@ -80,7 +83,7 @@ def put_aside(path: Path) -> Path:
 
 
 def _replace(temporary: Path, path: Path) -> None:
-    """Rename, also where a folder stands in the place: it is put aside."""
+    """Rename `temporary` to `path`. A folder at `path` is put aside first."""
     if path.is_dir() and not path.is_symlink():
         put_aside(path)
     os.replace(temporary, path)

@@ -1,12 +1,12 @@
 """A checkpoint is a folder: safetensors for the numbers, JSON for everything else, and a manifest that ties them.
 
-    model.safetensors      the module's parameters under their own names: readable with safetensors alone
-    optimizer.safetensors  the optimizers' tensors
-    state.safetensors      any other tensors (random number generators, FP8 scales); absent when there are none
+    model.safetensors      the module's parameters under their names: readable with safetensors only
+    optimizer.safetensors  the tensors of the optimizer state
+    state.safetensors      all other tensors (random number generators, FP8 scales); absent if there are none
     state.json             everything that is not a tensor, and where each tensor belongs (`tree`)
     manifest.json          the format and its version, the step, what wrote it, the files' sizes and digests
 
-It is written under another name beside its place, made durable, and renamed: who finds it, finds all of it.
+It is written under a temporary name in the same folder, made durable, and renamed. So it is never seen in parts.
 """
 
 from __future__ import annotations
@@ -29,15 +29,19 @@ __all__ = ["CheckpointError", "is_checkpoint", "read", "read_manifest", "read_we
 
 
 class _Name(str):
-    """A tensor's name, told apart from the strings of a state dict."""
+    """A tensor's name, distinguished from the strings of a state dict."""
 
 
 def write(path: Path | str, checkpoint: dict[str, Any]) -> None:
     """Write a Lightning checkpoint dictionary as the folder `path`, durably; an older folder there is replaced.
 
-    A crash leaves the old folder, the new one, or (between two renames) the old one as `.NAME.old`, which `sweep` puts
-    back. Raises OSError when the disk will not take it, TypeError for a value that cannot be kept, ValueError for more
-    values beside the tensors than `bounded` reads.
+    A crash leaves the old folder or the new one. Between two renames it leaves the old one as `.NAME.old`, which
+    `sweep` puts back.
+
+    Raises:
+        OSError: the disk does not take it.
+        TypeError: a value cannot be kept.
+        ValueError: it has more values, not counting the tensors, than `bounded` reads.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,9 +68,9 @@ def write(path: Path | str, checkpoint: dict[str, Any]) -> None:
 
 
 def remove(path: Path | str) -> None:
-    """Delete a checkpoint so that no half of it can be taken for a whole. Raises OSError.
+    """Delete a checkpoint; a crash never leaves half of it under its name. Raises OSError.
 
-    A folder without a manifest is not ours to delete: it is left alone.
+    A folder without a manifest is not ours, and is not deleted.
     """
     path = Path(path)
     if (path / MANIFEST).is_file() and not path.is_symlink():
@@ -79,8 +83,8 @@ def remove(path: Path | str) -> None:
 def sweep(folder: Path) -> None:
     """Clear what a killed writer left in `folder`; a checkpoint that it had moved aside goes back to its place.
 
-    One whose place holds something that cannot be read stays aside, where `find` sees it. Links are not followed: a
-    link goes, what it leads to stays.
+    If something unreadable is in that place, the checkpoint stays aside, where `find` sees it. Links are not followed:
+    a link is deleted, but not what it leads to.
     """
     for left in [*folder.glob(".*.tmp"), *folder.glob(".*.old")]:
         home = left.with_name(left.stem.removeprefix("."))
@@ -94,7 +98,7 @@ def sweep(folder: Path) -> None:
 
 
 def _fill(folder: Path, checkpoint: dict[str, Any]) -> None:
-    # The weights come first, so that a tensor which is also held elsewhere is found in model.safetensors.
+    # The weights come first: a tensor that also belongs to another part is then stored in model.safetensors.
     first = {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}
     skeleton, tensors = tree.flatten(first | {key: value for key, value in checkpoint.items() if key not in first})
     parts: dict[str, dict[str, Tensor]] = {MODEL: {}}
@@ -105,19 +109,19 @@ def _fill(folder: Path, checkpoint: dict[str, Any]) -> None:
         ties = _ties(skeleton["state_dict"]) if file == MODEL else {}
         try:
             save_file(part, folder / file, metadata={"format": "pt", **ties})
-        except SafetensorError as error:  # its own class, also for a full disk
+        except SafetensorError as error:  # safetensors raises this class also for a full disk
             raise OSError(f"{folder / file}: {error}") from error
-        os.chmod(folder / file, folder.stat().st_mode & 0o666)  # safetensors 0.8 lets its owner alone read it
+        os.chmod(folder / file, folder.stat().st_mode & 0o666)  # safetensors 0.8 lets only its owner read it
         durable.fsync(folder / file)
     durable.write_json(folder / SKELETON, skeleton)
-    bounded.check((folder / SKELETON).read_bytes())  # or else nobody could read it
+    bounded.check((folder / SKELETON).read_bytes())  # otherwise nobody could read it
     precision = (checkpoint.get("precision") or {}).get("ran")
     manifest = describe(folder, (*parts, SKELETON), checkpoint.get("global_step", 0), precision)
     durable.write_json(folder / MANIFEST, manifest)
 
 
 def _ties(state_dict: Any) -> dict[str, str]:
-    """{a tied name: the name its tensor is stored under}; what `safetensors.torch.save_model` notes as well."""
+    """Return {a tied name: the name its tensor is stored under}, as `safetensors.torch.save_model` notes it."""
     names = {key: name for key, name in tree.unflatten(state_dict, _Name).items() if isinstance(name, _Name)}
     return {key: stored for key, name in names.items() if (stored := place(name)[1]) != key}
 

@@ -18,17 +18,18 @@ log = logging.getLogger(__name__)
 
 
 def resolve(ckpt_path: str, checkpoints_dir: Path, check: Check = verified) -> Path | None:
-    """The checkpoint that `ckpt_path` means for the run whose checkpoints lie in `checkpoints_dir`.
+    """Return the checkpoint that `ckpt_path` means for the run whose checkpoints are in `checkpoints_dir`.
 
-    It has passed `check`, which raises CheckpointError for a folder that cannot be used; "whole" below means that.
+    It has passed `check`, which raises CheckpointError for a folder that cannot be used. Below, "whole" means that.
 
-    last: where `last.json` points; if that is damaged, the highest step before it that is whole; then those after it,
-    which are of a branch that the run left behind. Without a usable `last.json`, the highest step that is whole. Each
-    that is passed over is named in the log, with the reason. None: there is no checkpoint at all, so that the run
-    starts afresh.
-    best: where `best.json` points. Anything else is a path.
+    last: the one that `last.json` names. If that is damaged, it is the highest whole step before it, then the highest
+    whole step after it. The latter belong to a branch that the run has left. Without a usable `last.json` it is the
+    highest whole step. The log names each one that is skipped, with the reason. None: there is no checkpoint at all,
+    and the run starts from the beginning.
+    best: the one that `best.json` names. Anything else is a path.
 
-    Raises CheckpointError: nothing whole is left, there is no best or it is damaged, or the path is no checkpoint.
+    Raises:
+        CheckpointError: no whole one is left, there is no best or it is damaged, or the path is not a checkpoint.
     """
     if ckpt_path == "last":
         return _last(checkpoints_dir, check)
@@ -45,24 +46,24 @@ def _last(folder: Path, check: Check) -> Path | None:
     if not candidates and not os.path.lexists(folder / "last.json"):
         return None
     if problem:
-        log.warning("%s is passed over: %s", escaped(str(folder / "last.json")), problem)
+        log.warning("%s is skipped: %s", escaped(str(folder / "last.json")), problem)
     reasons = []
     for path in candidates:
         try:
             _check_here(path, check)
         except CheckpointError as error:
             reasons.append(error.problems[0].cause)
-            log.warning("passed over: %s", reasons[-1])
+            log.warning("skipped: %s", reasons[-1])
             continue
         if problem or reasons:
             log.warning("%s is the newest checkpoint that is whole", escaped(str(path)))
         if pointer and _step(path) <= pointer.step:
             for later in (other.name for other in candidates if _step(other) > pointer.step):
-                log.info("passed over: %s, of a branch left behind, as last.json names step %d", later, pointer.step)
+                log.info("skipped: %s, of a branch left behind, as last.json names step %d", later, pointer.step)
         return path
     raise CheckpointError.of(
         f"{folder} has no whole checkpoint left: {'; '.join(reasons) or problem}",
-        "restore one from a copy, or start afresh under another run_name",
+        "restore one from a copy, or start from the beginning under another run_name",
     )
 
 
@@ -83,7 +84,7 @@ def _best(folder: Path, check: Check) -> Path:
 
 
 def _pointer(folder: Path) -> tuple[Pointer | None, str | None]:
-    """What `last.json` says; where it is of no use, why."""
+    """Return what `last.json` says, and why it is of no use, if it is not."""
     try:
         pointer = pointers.follow(folder, "last")
     except FileNotFoundError:
@@ -95,7 +96,7 @@ def _pointer(folder: Path) -> tuple[Pointer | None, str | None]:
 
 
 def _candidates(folder: Path, pointer: Pointer | None) -> list[Path]:
-    """What is named as a checkpoint, the best choice first; one that a killed writer moved aside counts too."""
+    """Return the folders named as checkpoints, the best choice first, with those that a killed writer moved aside."""
     found = [path for path in folder.iterdir() if _step(path) >= 0] if folder.is_dir() else []
 
     def rank(path: Path) -> tuple[bool, int, bool]:
@@ -106,7 +107,7 @@ def _candidates(folder: Path, pointer: Pointer | None) -> list[Path]:
 
 
 def _step(path: Path) -> int:
-    """The step of `step-00000004` and of `.step-00000004.old`; -1 for any other name."""
+    """Return the step of `step-00000004` and of `.step-00000004.old`; -1 for any other name."""
     step = names.step_of(path.name)
     step = names.step_aside(path.name) if step is None else step
     return -1 if step is None else step

@@ -1,7 +1,7 @@
-"""Whether a checkpoint's weights are numbers at all. A run leaves out every update that would make them anything else.
+"""Whether a checkpoint's weights are finite. A run skips every update that would make them anything else.
 
-What is not finite in a checkpoint was put there, by a fault of the hardware or by a person, and spoils every step from
-it on.
+So what is not finite was put into the checkpoint, by a fault of the hardware or by a person. It would spoil every later
+step.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.checkpoint.load import look_at_weights, read_weights
 from gpt2_fp8.config.errors import Problem
 
-_SHOWN = 3  # names; a list of them all helps nobody
+_SHOWN = 3  # names; a list of all of them helps nobody
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether each of its numbers is."""
-    return bool(torch.isfinite(tensor.float() if tensor.is_floating_point() else tensor).all())  # FP8 cannot say
+    """Return whether each number of the tensor is finite."""
+    return bool(torch.isfinite(tensor.float() if tensor.is_floating_point() else tensor).all())  # FP8 has no isfinite
 
 
 def check_weights(path: Path) -> None:
-    """Look at each weight of the checkpoint `path`, one at a time. Raises CheckpointError where one is not finite."""
+    """Check each weight of the checkpoint `path`, one at a time. Raises CheckpointError if one is not finite."""
     refuse(path, look_at_weights(path, is_finite))
 
 
 def finite_weights(path: Path) -> dict[str, Tensor]:
-    """The weights of the checkpoint `path`, likewise."""
+    """Return the weights of the checkpoint `path`. Raises CheckpointError if one is not finite."""
     weights = read_weights(path)
     refuse(path, {name: is_finite(weight) for name, weight in weights.items()})
     return weights

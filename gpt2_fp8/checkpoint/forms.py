@@ -1,8 +1,12 @@
-"""What values may be like, as a table, and in what a value is not like it. Plain Python, but for tensors' dtypes.
+"""What form a value must have, as a table, and how a value differs from it. Plain Python, except for tensors' dtypes.
 
-A form is a type; a tuple of forms, any of which will do; `Whole`, `Real`, `Line`, `Word`, `Numbers`, `Maybe`,
-`Some`, `Row` or `Exactly`; [form], a list of any length; or {key: form}, a dict with these keys at least, where the key
-... stands for all others.
+A form is one of these:
+
+    a type
+    a tuple of forms, any of which will do
+    `Whole`, `Real`, `Line`, `Word`, `Numbers`, `Maybe`, `Some`, `Row` or `Exactly`
+    [form]: a list of any length
+    {key: form}: a dict with at least these keys, where the key ... stands for all others
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from torch import Tensor
 from gpt2_fp8.config.shown import printable
 
 Form = Any
-_LARGEST = 2**53  # what every reader of JSON tells from its neighbours
+_LARGEST = 2**53  # up to here every reader of JSON keeps ints exact
 
 
 class Whole(NamedTuple):
@@ -27,6 +31,7 @@ class Whole(NamedTuple):
     most: int = _LARGEST
 
     def why_not(self, value: Any) -> str | None:
+        """Return what `value` should be, or None if it is that."""
         if type(value) is int and self.least <= value <= self.most:
             return None
         return f"an int from {self.least} on" if self.most == _LARGEST else f"an int from {self.least} to {self.most}"
@@ -39,6 +44,7 @@ class Real(NamedTuple):
     most: float
 
     def why_not(self, value: Any) -> str | None:
+        """Return what `value` should be, or None if it is that."""
         finite = type(value) is int or (type(value) is float and math.isfinite(value))
         return None if finite and self.least <= value <= self.most else f"a number from {self.least:g} to {self.most:g}"
 
@@ -49,6 +55,7 @@ class Line(NamedTuple):
     most: int = 1000  # characters
 
     def why_not(self, value: Any) -> str | None:
+        """Return what `value` should be, or None if it is that."""
         if isinstance(value, str) and len(value) <= self.most and value.isprintable():
             return None
         return f"a line of at most {self.most} printable characters" if isinstance(value, str) else "str"
@@ -63,16 +70,18 @@ class Word(NamedTuple):
     words: tuple[str, ...]
 
     def why_not(self, value: Any) -> str | None:
+        """Return what `value` should be, or None if it is that."""
         return None if isinstance(value, str) and value in self.words else " or ".join(self.words)
 
 
 class Numbers(NamedTuple):
-    """A tensor of this dtype, and of this shape if there is one; of its numbers nothing is said."""
+    """A tensor of this dtype, and of this shape if one is given. Its numbers are not checked."""
 
     dtype: torch.dtype
     shape: tuple[int, ...] | None = None
 
     def why_not(self, value: Any) -> str | None:
+        """Return what `value` should be, or None if it is that."""
         if isinstance(value, Tensor) and value.dtype == self.dtype and self.shape in (None, tuple(value.shape)):
             return None
         return f"a tensor of {self.dtype}" + (f" and of shape {self.shape}" if self.shape is not None else "")
@@ -105,7 +114,7 @@ class Row(NamedTuple):
 
 
 def problems(value: Any, form: Form, name: str = "") -> Iterator[str]:
-    """In what `value`, which is called `name`, is not of `form`."""
+    """Yield how `value`, which is called `name`, differs from `form`."""
     if isinstance(form, (dict, Exactly)):
         yield from _of_dict(value, form, name)
     elif isinstance(form, list):
@@ -168,7 +177,7 @@ def _join(name: str, key: Any) -> str:
 
 
 def kind(value: Any) -> str:
-    """What a value is, in a word or two: it may be of any size."""
+    """Return a word or two for a value, which may be of any size."""
     if value is None or (type(value) in (bool, int) and abs(value) < 10**18):
         return str(value)
     if type(value) is int:

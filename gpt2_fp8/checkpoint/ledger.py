@@ -1,8 +1,8 @@
-"""What every rank knows of a run's checkpoints: which are taken, and what has become of them on the disk.
+"""What every rank knows of a run's checkpoints: which ones were requested, and what has reached the disk.
 
-The latter is known to rank 0's writer alone, and later than it is asked for. It goes to all ranks with what they do
-together anyway, a save or a validation, so that they decide alike and a step without a checkpoint costs nothing. Until
-then a checkpoint that is taken counts as one that will be there.
+Only rank 0's writer knows what reached the disk, and it knows late. The result is broadcast with the next collective
+operation (a save or a validation), so all ranks decide alike at no extra cost. Until then a requested checkpoint is
+assumed to succeed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from gpt2_fp8.checkpoint.writer import Outcome, Writer
 
 log = logging.getLogger(__name__)
 
-Broadcast = Callable[[Any], Any]  # a value to rank 0's, on every rank
+Broadcast = Callable[[Any], Any]  # returns rank 0's value on every rank
 
 
 class Ledger:
-    """Asks `writer` for what is to be written, on rank 0, and learns what was, on every rank.
+    """Asks `writer` for what must be written, on rank 0, and learns what was written, on every rank.
 
     Attributes:
-        taken_step: of the newest checkpoint that is saved or will be, or None; set by who takes one.
-        saved_step: of the newest that is known to be on the disk, or None.
-        best: the best validation so far: the one on the disk, or the newer one that was asked for; None: none yet.
+        taken_step: of the newest checkpoint that is saved or will be, or None; set by the code that requests one.
+        saved_step: of the newest checkpoint that is known to be on the disk, or None.
+        best: the best validation so far, on the disk or requested; None: none yet.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -37,12 +37,12 @@ class Ledger:
         self.taken_step: int | None = None
         self.saved_step: int | None = None
         self.best: Pointer | None = None
-        self._on_disk: Pointer | None = None  # the best there, as far as this rank knows
-        self._best_pending = False  # `best` was asked for, and is not known to be on the disk
+        self._on_disk: Pointer | None = None  # the best on the disk, as far as this rank knows
+        self._best_pending = False  # `best` was requested, and is not known to be on the disk
         self._leaving = False
 
     def resume(self, step: int) -> None:
-        """The run continues from the folder's checkpoint of `step`."""
+        """Note that the run continues from the folder's checkpoint of `step`."""
         self.taken_step = self.saved_step = step
 
     # ---- on rank 0 -----------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ class Ledger:
     def save(self, checkpoint: dict[str, Any], pointer: Pointer, flush: Callable[[], None]) -> None:
         """Have `checkpoint` written, after `flush`, which puts the logs of the steps before it on the disk.
 
-        An OSError of `flush` is one of the checkpoint. Raises what the writer raises.
+        An OSError of `flush` counts as one of the checkpoint. Raises what the writer raises.
         """
         try:
             flush()
@@ -62,7 +62,7 @@ class Ledger:
                 self.writer.close()
 
     def note(self, pointer: Pointer, better: bool, flush: Callable[[], None]) -> None:
-        """Have the validation of a step that is taken written down, after `flush`; see `Writer.note`."""
+        """Have the validation of a requested step written down, after `flush`; see `Writer.note`."""
         try:
             flush()
         except OSError as error:
@@ -74,28 +74,28 @@ class Ledger:
     # ---- on every rank -------------------------------------------------------------------------------------------
 
     def share(self, broadcast: Broadcast, value: Any = None) -> Any:
-        """Take rank 0's word for what has been written; returns its `value`, which travels along.
+        """Learn from rank 0 what has been written. Collective. Returns rank 0's `value`, which is sent along.
 
-        A step that could not be is to be taken again when it is due, or at the end.
+        A step that could not be written is saved again when it is due, or at the end.
         """
         value, outcome = broadcast((value, self.writer.outcome))
         self._learn(outcome)
         return value
 
     def sync(self, broadcast: Broadcast, value: Any = None) -> Any:
-        """`share`, where all that was asked for is done: the best is the one on the disk."""
+        """Do as `share`, when all requests are done: the best is then the one on the disk."""
         value = self.share(broadcast, value)
         self.best, self._best_pending = self._on_disk, False
         return value
 
     def is_best_missing(self) -> bool:
-        """Whether the best was asked for and is not on the disk yet: `writer.wait` before anything is compared."""
+        """Return whether the requested best is not on the disk yet. Then call `writer.wait` before comparing."""
         return self._best_pending and self.writer.outcome.best != self.best
 
     def expect_best(self, best: Pointer, save: Callable[[], bool]) -> bool:
-        """Have `best` for the best while `save` saves its step, with it in the state; whether that will be there.
+        """Take `best` as the best while `save` saves its step, which includes it. Returns whether the save succeeded.
 
-        If not, the best is the one before still.
+        If not, the best is again the one before.
         """
         before, self.best = self.best, best
         self._best_pending = save()
@@ -104,9 +104,9 @@ class Ledger:
         return self._best_pending
 
     def leave(self) -> None:
-        """By an exception: finish what is being written, and let nothing that goes wrong with it hide the exception.
+        """Finish what is being written when an exception ends the run. An error of the writer does not hide it.
 
-        What is saved after this, by somebody who leaves later, is written at once: nobody would wait for it.
+        Anything saved after this, by code that leaves later, is written at once, since nothing would wait for it.
         """
         self._leaving = True
         try:

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's folder. Everything in it may be a stranger's: nothing is unpickled, imported or called."""
+"""Reading a checkpoint's folder, which may be a stranger's: nothing in it is unpickled, imported or called."""
 
 from __future__ import annotations
 
@@ -31,47 +31,53 @@ _CODES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
-_LARGEST_HEADER = 16 * 2**20  # bytes; 100 for each tensor are usual, and reading takes 16 times as many
+_LARGEST_HEADER_BYTES = 16 * 2**20  # 100 for each tensor are usual; reading takes 16 times as much memory
 
 
 def read(path: Path | str, map_location: Any = None, only: Collection[str] | None = None) -> dict[str, Any]:
-    """The dictionary that `files.write` was given, its tensors on `map_location` (a device or its name; else the CPU).
+    """Return the dictionary that `files.write` was given. Its tensors are on `map_location` (default: the CPU).
 
-    `only`: the keys to read; those that the checkpoint has not are left out. Every file is verified before any tensor
-    is made. Raises CheckpointError.
+    `map_location` is a device or its name. `only`: the keys to read; keys that the checkpoint lacks are left out. Every
+    file is verified before any tensor is made. Raises CheckpointError.
     """
     return _assemble(Path(path), _device(map_location), only)
 
 
 def read_weights(path: Path | str, map_location: Any = None) -> dict[str, Tensor]:
-    """The module's state dict alone, tied names included. Raises CheckpointError."""
+    """Return only the module's state dict, with its tied names. Raises CheckpointError."""
     weights = _assemble(Path(path), _device(map_location), only=["state_dict"])["state_dict"]
     return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
 def look_at_weights(path: Path | str, look: Callable[[Tensor], Any]) -> dict[str, Any]:
-    """What `look` says of each tensor of the module's state dict, which are in memory one at a time. Raises as
-    `read`."""
+    """Return what `look` returns for each tensor of the module's state dict, with one in memory at a time.
+
+    Raises CheckpointError, as `read`.
+    """
     weights: dict[str, Any] = _assemble(Path(path), "cpu", only=["state_dict"], look=look)["state_dict"]
     return weights
 
 
 def read_structure(path: Path | str) -> dict[str, Any]:
-    """The dictionary of `read` with tensors of no numbers (on the device `meta`, of their shapes and dtypes). Raises as
-    `read`."""
+    """Return the dictionary of `read` with tensors on the device `meta`: their shapes and dtypes without numbers.
+
+    Raises CheckpointError, as `read`.
+    """
     return _assemble(Path(path), "meta")
 
 
 def read_plain(path: Path | str, key: str) -> Any:
-    """What a checkpoint's state has under `key`, with None for tensors; {} where it has nothing. For a checkpoint that
-    has been read before: nothing is verified. Raises CheckpointError."""
+    """Return what a checkpoint's state has under `key`, with None for tensors; {} if it has nothing.
+
+    It is for a checkpoint that has been read before: nothing is verified. Raises CheckpointError.
+    """
     return tree.unflatten(upgraded(read_json(Path(path), SKELETON)).get(key, {}), lambda name: None)
 
 
 def _assemble(
     path: Path, device: str, only: Collection[str] | None = None, look: Callable[[Tensor], Any] | None = None
 ) -> dict[str, Any]:
-    """The checkpoint, or what it holds under the names `only`; with what `look` says in the place of each tensor."""
+    """Return the checkpoint, or its part under the names `only`. With `look`, its results replace the tensors."""
     manifest = verified(path)
     skeleton = read_json(path, SKELETON)
     try:
@@ -95,9 +101,9 @@ def _names(skeleton: dict[str, Any], only: Collection[str] | None) -> list[str]:
 
 @contextmanager
 def _tensors(path: Path, files: Collection[str], device: str) -> Iterator[Callable[[str], Tensor]]:
-    """A function from a tensor's path to the tensor, each read on demand out of its memory-mapped file.
+    """Return a function from a tensor's path to the tensor, which it reads from its memory-mapped file.
 
-    `files` are those that were verified: no other is opened.
+    `files` are those that were verified: no other one is opened.
     """
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
@@ -116,27 +122,27 @@ def _tensors(path: Path, files: Collection[str], device: str) -> Iterator[Callab
             tensor = opened[file].get_tensor(key)
             if tensor.dtype not in tree.DTYPES:
                 raise ValueError(f"{name!r} is of {tensor.dtype}, which no checkpoint holds")
-            # On the CPU it is a view of the map: owning a copy frees the file, whatever happens to it later.
+            # On the CPU it is a view of the map. A copy does not depend on what later happens to the file.
             return tensor.clone() if device == "cpu" else tensor
 
         yield load
 
 
 def _dtype(name: str, code: str) -> torch.dtype:
-    """A tensor's dtype by the name that safetensors has for it. Raises ValueError for one that is not ours."""
+    """Return a tensor's dtype by its name in safetensors. Raises ValueError for a dtype that no checkpoint holds."""
     if code not in _CODES:
         raise ValueError(f"{name!r} is of {code}, which no checkpoint holds")
     return _CODES[code]
 
 
 def _check_header(path: Path) -> None:
-    """Raise ValueError for a header that would take much memory; the library sees to all else in it."""
+    """Raise ValueError for a header that would take much memory. The library checks the rest of it."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
-    if size > _LARGEST_HEADER:
+    if size > _LARGEST_HEADER_BYTES:
         raise ValueError(f"{path.name} is no safetensors file of ours: its header would have {size:,} bytes")
 
 
 def _device(map_location: Any) -> str:
-    """The device as safetensors wants it. Lightning may pass a function or a dict for pickles: then the CPU."""
+    """Return the device as safetensors wants it. A function or a dict, which Lightning may pass, means the CPU."""
     return str(map_location) if isinstance(map_location, (str, torch.device)) else "cpu"

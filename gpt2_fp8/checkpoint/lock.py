@@ -1,4 +1,4 @@
-"""One run in a folder: a lock that the kernel takes away from a process that dies."""
+"""One run in a folder: a lock that the kernel releases when its process dies."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAME = ".lock"  # in the run's folder
-# Seconds to look again in: the last holder may have deleted the file between another's opening and locking it.
-_PATIENCE, _PAUSE = 0.2, 0.02
+# For how long to retry: the last holder may have deleted the file after another process opened it, before it locked it.
+_RETRY_SECONDS, _PAUSE_SECONDS = 0.2, 0.02
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class RunLock:
-    """Holds the folder of a run as a context; a second run in it, in this process or another, is refused.
+    """Holds the folder of a run as a context. A second run in it, in this process or another, is refused.
 
     The lock is filelock's `flock` on the file `.lock`, whose JSON says who holds it and since when. It ends with the
-    process, however that ends, so that a file that was left is taken over; over NFS, Linux passes it on to the other
-    hosts. Programs that the process starts do not inherit it. One process of a run takes it, that of rank 0.
+    process in any case, so the next run takes over a file that was left. Over NFS, Linux extends it to the other hosts.
+    Programs that the process starts do not inherit it. Only rank 0's process takes it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / NAME
-        self._lock: BaseFileLock | None = None  # held; None also where this filesystem has no locks
+        self._lock: BaseFileLock | None = None  # held; None also if this filesystem has no locks
         self._file: os.stat_result | None = None  # the file that this run wrote
 
     def __enter__(self) -> RunLock:
-        """Take the lock. Raises UserError where another holds it, or nothing can be written there."""
+        """Take the lock. Raises UserError if another run holds it, or if nothing can be written there."""
         try:
             self._take()
         except OSError as error:
@@ -52,12 +52,14 @@ class RunLock:
         return self
 
     def _take(self) -> None:
-        from filelock import FileLock, Timeout  # takes a moment, and `--help` needs no lock
+        from filelock import FileLock, Timeout  # slow to import, and `--help` needs no lock
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(durable.open_regular(self.path, os.O_RDWR | os.O_CREAT))  # filelock would take a pipe
+        os.close(durable.open_regular(self.path, os.O_RDWR | os.O_CREAT))  # filelock would open a pipe too
         # A marker file instead of a lock would outlive its process.
-        lock = FileLock(self.path, _PATIENCE, poll_interval=_PAUSE, thread_local=False, fallback_to_soft=False)
+        lock = FileLock(
+            self.path, _RETRY_SECONDS, poll_interval=_PAUSE_SECONDS, thread_local=False, fallback_to_soft=False
+        )
         try:
             lock.acquire()
             self._lock = lock
@@ -73,8 +75,10 @@ class RunLock:
         self._file = _write_holder(self.path)
 
     def __exit__(self, *_: object) -> None:
-        """Delete the file while it is still held, and let go. Raises nothing: how the run ended is what counts, and a
-        file that stays, as in a folder that can no longer be written, locks nothing."""
+        """Delete the file while it is still locked, then release the lock. Raises nothing.
+
+        How the run ended counts more. A file that stays, as in a folder that became read-only, locks nothing.
+        """
         lock, self._lock = self._lock, None
         file, self._file = self._file, None
         try:
@@ -90,7 +94,7 @@ class RunLock:
 
 
 def _write_holder(path: Path) -> os.stat_result:
-    """Say in the file who holds it; returns which file that is. Raises OSError."""
+    """Write into the file who holds it, and return its `fstat`. Raises OSError."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}) + "\n"
     descriptor = durable.open_regular(path, os.O_WRONLY | os.O_CREAT)
@@ -103,7 +107,7 @@ def _write_holder(path: Path) -> os.stat_result:
 
 
 def _holder(path: Path) -> str:
-    """Who the file says holds the lock; whoever writes into it is not ours to trust."""
+    """Return who holds the lock according to the file, which a stranger may have written."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return f"process {int(found['pid'])} on {found['host']!a}, since {found['since']!a}"

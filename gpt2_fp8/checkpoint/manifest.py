@@ -1,7 +1,7 @@
-"""What a checkpoint's folder says about itself, and whether it is all there.
+"""What a checkpoint's folder says about itself, and whether it is complete.
 
-Version 1 gave each file's size. Version 2 adds each file's SHA-256, and one of the manifest itself, so that no bit of
-either can change unnoticed; `verify` compares the files with it. Version 3 renames keys of the state (`upgrade`).
+Version 1 gave each file's size. Version 2 adds the SHA-256 of each file, and that of the manifest itself, so that no
+changed bit goes unnoticed. `verify` compares the files with it. Version 3 renames keys of the state (`upgrade`).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ FORMAT = "gpt2_fp8 checkpoint"
 VERSION = 3
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
 SKELETON, MANIFEST = "state.json", "manifest.json"
-SEAL = "sha256"  # the manifest's own digest
-_PLACES = {"state_dict.": MODEL, "optimizer_states.": OPTIMIZER, "": STATE}  # by how a tensor's path begins
+SEAL = "sha256"  # the key of the manifest's own digest
+_PLACES = {"state_dict.": MODEL, "optimizer_states.": OPTIMIZER, "": STATE}  # by the beginning of a tensor's path
 
 
 def place(name: str) -> tuple[str, str]:
-    """(file, key inside it) of a tensor named by its path in the checkpoint."""
+    """Return (file, key in that file) of a tensor named by its path in the checkpoint."""
     prefix = next(prefix for prefix in _PLACES if name.startswith(prefix))
     return _PLACES[prefix], name.removeprefix(prefix)
 
 
 def describe(folder: Path, names: Iterable[str], step: int, precision: str | None) -> dict[str, Any]:
-    """The manifest of a checkpoint of `step` whose files `names` lie in `folder`; `precision`: what it was trained in.
+    """Return the manifest of a checkpoint of `step` whose files `names` are in `folder`.
 
-    Each file has an object of its own, so that later versions can say more about it.
+    `precision`: what it was trained in. Each file has an object, so that later versions can say more about it.
     """
     written_by = {"gpt2_fp8": __version__, "python": platform.python_version()}
     for package in ("torch", "lightning", "transformer_engine"):
@@ -54,14 +54,17 @@ def describe(folder: Path, names: Iterable[str], step: int, precision: str | Non
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """`manifest` with its own digest: that of the rest as JSON with sorted keys and no spaces."""
+    """Return `manifest` with its own digest: that of the rest as JSON with sorted keys and no spaces."""
     rest = {key: value for key, value in manifest.items() if key != SEAL}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     return {**rest, SEAL: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def seal_of(path: Path) -> str | None:
-    """The digest of the manifest in the folder `path`; None where it has none that fits: `read_manifest` says why."""
+    """Return the digest of the manifest in the folder `path`; None if there is none or it is wrong.
+
+    `read_manifest` then says why.
+    """
     try:
         manifest = bounded.read_json(path / MANIFEST)
     except (OSError, ValueError):
@@ -71,10 +74,10 @@ def seal_of(path: Path) -> str | None:
 
 
 def read_manifest(path: Path | str) -> dict[str, Any]:
-    """The manifest, after seeing that it is unchanged, its format known, its step the one that the folder is named for,
-    and every file that it lists there at full length.
+    """Return the manifest. It is unchanged, of a known format, and of the step in the folder's name.
 
-    Not that the files hold what was written: `verify.verified` sees to that. Raises CheckpointError.
+    Every file that it lists is there at full length. Their content is not checked here, but in `verify.verified`.
+    Raises CheckpointError.
     """
     path = Path(path)
     try:
@@ -90,7 +93,7 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
 
 
 def is_checkpoint(path: Path | str) -> bool:
-    """Whether `path` is a checkpoint of a format that this version reads, all of whose files have their full length."""
+    """Return whether `path` is a checkpoint of a format that this version reads, with all files at full length."""
     try:
         read_manifest(path)
     except CheckpointError:
@@ -99,7 +102,7 @@ def is_checkpoint(path: Path | str) -> bool:
 
 
 def read_json(path: Path, name: str) -> Any:
-    """The JSON file `name` of the checkpoint `path`. Raises CheckpointError."""
+    """Return the value in the JSON file `name` of the checkpoint `path`. Raises CheckpointError."""
     try:
         return bounded.read_json(path / name)
     except FileNotFoundError:
@@ -109,7 +112,7 @@ def read_json(path: Path, name: str) -> Any:
 
 
 def _check(path: Path, manifest: Any) -> None:
-    """Raise CheckpointError for a manifest that is not one of ours, unchanged, in a version that is known here."""
+    """Raise CheckpointError for a manifest that is not ours, was changed, or has a version not known here."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise unreadable(path, f"{MANIFEST} is not one of a gpt2_fp8 checkpoint")
     version, files = manifest.get("version"), manifest.get("files")
@@ -134,7 +137,7 @@ def _check(path: Path, manifest: Any) -> None:
         raise unreadable(path, f"{MANIFEST} does not list {name}")
     for name, entry in files.items():
         if name not in (MODEL, OPTIMIZER, STATE, SKELETON):
-            raise unreadable(path, f"{MANIFEST} lists {name!r}, which is no part of a checkpoint")
+            raise unreadable(path, f"{MANIFEST} lists {name!r}, which is not part of a checkpoint")
         whole = isinstance(entry, dict) and type(entry.get("size")) is int
         if not whole or (version > 1 and not isinstance(entry.get("sha256"), str)):
             raise unreadable(path, f"{MANIFEST} does not give the size and the SHA-256 of {name}")

@@ -1,8 +1,8 @@
 """Host memory that a GPU writes to at the full speed of its bus: page-locked by a thread, ahead of need.
 
-Locking pages takes several times as long as the copies that it makes fast, and is done where nobody waits for it. The
-memory is mapped and registered here. Torch's own allocator (`pin_memory=True`) rounds up to a power of two, 1.5 GB to
-2 GiB and 18.7 GB to 32, and gives nothing back while the process lives, which may have a sweep's next run to train.
+Locking pages takes several times as long as the copies that it makes fast, so it is done while nothing waits for it.
+The memory is mapped and registered here. Torch's own allocator (`pin_memory=True`) rounds up to a power of two: 1.5 GB
+to 2 GiB, and 18.7 GB to 32. It returns nothing while the process lives, which may train a sweep's next run.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-_ALIGNMENT = 256  # bytes: a multiple of every dtype's size, and of what copies like
+_ALIGNMENT_BYTES = 256  # a multiple of every dtype's size, and a good alignment for copies
 
 
 def room(tensor: Tensor) -> int:
-    """The bytes that `Pinned.empty_like` takes for `tensor`."""
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    """Return the bytes that `Pinned.empty_like` takes for `tensor`."""
+    return -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class Pinned:
-    """Tensors in one region of page-locked memory, handed out one behind the other.
+    """Tensors in one region of page-locked memory, handed out one after the other.
 
-    Where no pages can be locked, one warning says so, and the tensors are in ordinary memory. `close`, or the end of
-    this object, unlocks the region; its memory lives as long as tensors in it do.
+    If no pages can be locked, one warning says so, and the tensors are in ordinary memory. `close`, or the end of this
+    object, unlocks the region. Its memory lives as long as the tensors in it.
     """
 
     def __init__(self) -> None:
@@ -42,23 +42,23 @@ class Pinned:
     def reserve(self, size: int, device: torch.device) -> None:
         """Begin to lock `size` bytes (at least one) for the GPU `device`; returns at once.
 
-        Nothing happens where a region is there or in the making, or was refused before. Not to be called while another
-        thread records a CUDA graph in its default, "global" mode: locking would spoil the recording.
+        Nothing happens if a region exists, is being made, or was refused before. Do not call it while another thread
+        records a CUDA graph in its default, "global" mode: locking would spoil the recording.
         """
         if self._thread is None and not self._refused:
             self._thread = threading.Thread(target=self._lock, args=(size, device), name="page locking", daemon=True)
             self._thread.start()
 
     def rewind(self) -> None:
-        """Wait until the region is there, and take all of it for free: the tensors handed out so far are done with."""
+        """Wait until the region is there, and mark all of it as free: the earlier tensors are no longer needed."""
         if self._thread is not None:
             self._thread.join()
         self._used = 0
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """A contiguous CPU tensor of the shape and dtype of `tensor`, of any content, with a storage of its own.
+        """Return a contiguous CPU tensor of the shape and dtype of `tensor`, with a storage of its own.
 
-        It is in ordinary memory where there is no region, or no room in it.
+        Its content is arbitrary. It is in ordinary memory if there is no region, or no room in it.
         """
         start, end = self._used, self._used + room(tensor)
         if self._region is None or not tensor.nbytes or end > len(self._region):
@@ -75,11 +75,11 @@ class Pinned:
         self._thread = self._region = self._unlock = None
 
     def _lock(self, size: int, device: torch.device) -> None:
-        # In a thread of its own also because CUDA keeps an error for the thread's next launch: here there is none.
+        # A separate thread also because CUDA keeps an error for the thread's next launch, and this one has none.
         try:
             region = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             memory = torch.frombuffer(region, dtype=torch.uint8)
-            # Makes the pages: less is left to the driver, for which other threads' calls may have to wait.
+            # Allocates the pages, so that the driver has less to do: other threads' calls may wait for the driver.
             memory[:: mmap.PAGESIZE].zero_()
             register(memory, device)
         except Exception as error:
@@ -87,14 +87,14 @@ class Pinned:
             reason = str(error).partition("\n")[0]
             log.warning("checkpoints are copied through ordinary memory, which is slower: %s", reason)
         else:
-            self._unlock = weakref.finalize(self, unregister, memory)  # which keeps the memory until then
+            self._unlock = weakref.finalize(self, unregister, memory)  # it keeps the memory until then
             self._unlock.atexit = False  # the process's end unlocks it too
             self._region = region
 
 
 def register(memory: Tensor, device: torch.device) -> None:
     """Lock the pages of a CPU tensor for CUDA, in the context of the GPU `device`. Raises RuntimeError."""
-    with torch.cuda.device(device):  # a thread begins with the first GPU, where this process may have no context
+    with torch.cuda.device(device):  # a new thread is on the first GPU, where this process may have no context
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
 
 

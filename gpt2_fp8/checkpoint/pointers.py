@@ -1,7 +1,7 @@
-"""`last.json` and `best.json`: which of a run's checkpoints is which; `validation.json`, which each of them may have.
+"""`last.json` and `best.json`, which name two of a run's checkpoints, and the `validation.json` of a checkpoint.
 
-Each carries a digest of its own and that of its checkpoint's manifest: a flipped bit, or a folder in another's place,
-would else choose another checkpoint in silence, or a best that nothing beats. Those of earlier versions have neither.
+Each has a digest of itself and one of its checkpoint's manifest. Without them, a flipped bit or an exchanged folder
+would silently select another checkpoint, or a best that nothing beats. Files of earlier versions have neither.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from gpt2_fp8.checkpoint.names import folder_name, step_of
 __all__ = ["Kind", "Pointer", "folder_name", "follow", "note", "noted", "read", "remove", "step_of", "steps", "write"]
 
 Kind = Literal["last", "best"]
-VALIDATION = "validation.json"  # in a checkpoint's folder: the validation of its step is done, and what it gave
-_OF = "manifest_sha256"  # of the checkpoint that is meant
+VALIDATION = "validation.json"  # in a checkpoint's folder: the validation of its step is done, with this result
+_OF = "manifest_sha256"  # of the checkpoint that is named
 
 log = logging.getLogger(__name__)
-_told: set[Path] = set()  # files without a digest
+_warned: set[Path] = set()  # files without a digest
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """A checkpoint of the folder that the pointer's file lies in. `val_loss` is None where nothing was validated."""
+    """A checkpoint of the folder that holds the pointer's file. `val_loss` is None if nothing was validated."""
 
     checkpoint: str
     step: int
@@ -38,17 +38,18 @@ class Pointer:
 
 
 def steps(folder: Path) -> dict[int, Path]:
-    """Every checkpoint-like folder in `folder`, whole or not, by its step, oldest first."""
+    """Return every folder in `folder` that is named as a checkpoint, whole or not, by its step, oldest first."""
     entries = folder.iterdir() if folder.is_dir() else ()
     found = {step: entry for entry in entries if (step := step_of(entry.name)) is not None and entry.is_dir()}
     return dict(sorted(found.items()))
 
 
 def follow(folder: Path, kind: Kind) -> Pointer:
-    """The pointer of that kind. Raises FileNotFoundError where there is none; OSError or ValueError, each saying why,
-    where its file holds anything else, was changed after it was written, or means a checkpoint that was.
+    """Return the pointer of that kind. It names only a folder beside it, and no link is followed.
 
-    Its name is a bare folder's, and no link is followed: a pointer cannot lead out of its folder.
+    Raises:
+        FileNotFoundError: there is none.
+        OSError, ValueError: its file holds anything else, was changed, or names a checkpoint that was changed.
     """
     path = folder / f"{kind}.json"
     value = bounded.read_json(path)
@@ -62,7 +63,7 @@ def follow(folder: Path, kind: Kind) -> Pointer:
 
 
 def read(folder: Path, kind: Kind) -> Pointer | None:
-    """The pointer of that kind; None where there is none, or its file holds anything but one."""
+    """Return the pointer of that kind; None if there is none, or if its file holds anything else."""
     try:
         return follow(folder, kind)
     except (OSError, ValueError):
@@ -70,25 +71,27 @@ def read(folder: Path, kind: Kind) -> Pointer | None:
 
 
 def write(folder: Path, kind: Kind, pointer: Pointer) -> None:
-    """Move the pointer, atomically. To be called once the checkpoint is durable. Raises OSError."""
+    """Move the pointer, atomically. Call it after the checkpoint is durable. Raises OSError."""
     _write(folder / f"{kind}.json", asdict(pointer), folder / pointer.checkpoint)
 
 
 def remove(folder: Path, kind: Kind) -> None:
-    """Take the pointer away, durably, if it is there. Raises OSError."""
+    """Delete the pointer, durably, if it is there. Raises OSError."""
     (folder / f"{kind}.json").unlink(missing_ok=True)
     durable.fsync(folder)
 
 
 def note(folder: Path, pointer: Pointer) -> None:
-    """Write down the validation of a checkpoint, beside it. Raises OSError."""
+    """Write the validation of a checkpoint into its folder. Raises OSError."""
     path = folder / pointer.checkpoint
     _write(path / VALIDATION, {"step": pointer.step, "val_loss": pointer.val_loss}, path)
 
 
 def noted(path: Path) -> Pointer | None:
-    """What `note` wrote into the checkpoint `path`; None where it wrote nothing. Raises OSError or ValueError, each
-    saying why, where the file holds anything else, or was changed after it was written."""
+    """Return what `note` wrote into the checkpoint `path`; None if it wrote nothing.
+
+    Raises OSError or ValueError if the file holds anything else, or was changed after it was written.
+    """
     try:
         value = bounded.read_json(path / VALIDATION)
     except FileNotFoundError:
@@ -114,10 +117,10 @@ def _write(path: Path, value: dict[str, Any], checkpoint: Path) -> None:
 
 
 def _check_digests(path: Path, value: dict[str, Any], keys: set[str], checkpoint: Path) -> None:
-    """Raise ValueError where one of the two digests does not fit; say so, once, where there is none to fit."""
+    """Raise ValueError if one of the two digests does not fit. Log, once a file, that there is none."""
     if value.keys() == keys:
-        if path not in _told:
-            _told.add(path)
+        if path not in _warned:
+            _warned.add(path)
             log.warning("%s is of an earlier version, without digest: whether it changed cannot be checked", path.name)
         return
     if value.keys() != keys | {_OF, SEAL} or sealed(value)[SEAL] != value[SEAL]:

@@ -1,4 +1,4 @@
-"""A run's state, copied to host memory: what is written later, while training changes the original."""
+"""A copy of a run's state in host memory. It is written later, while training changes the original."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from gpt2_fp8.checkpoint.pinned import Pinned, room
 
-_SLACK = 1 << 20  # bytes, for what is on a GPU besides what was counted: scales, counters
+_SLACK_BYTES = 1 << 20  # for what is on a GPU and was not counted: scales, counters
 
 
 class Snapshots:
-    """Takes snapshots, one after the other: each overwrites the GPU's tensors in the one before it.
+    """Takes snapshots, one after the other. Each overwrites the GPU's tensors in the one before it.
 
-    These are copied into page-locked memory, 1.5 GB (GPT-2 124M with both moments of AdamW) in well under 0.1 s, if
-    `prepare` was called before; into ordinary memory, which is many times slower, if not.
+    If `prepare` was called before, these are copied into page-locked memory: 1.5 GB (GPT-2 124M with both moments of
+    AdamW) in well under 0.1 s. Otherwise the copy is in ordinary memory, and many times slower.
     """
 
     def __init__(self) -> None:
@@ -28,18 +28,18 @@ class Snapshots:
     def prepare(self, value: Any) -> None:
         """Begin to lock as much memory as snapshots of the size of `value` take; returns at once.
 
-        Nothing happens for a value without tensors on a GPU. Not to be called while a CUDA graph is being recorded.
+        Nothing happens for a value without tensors on a GPU. Do not call it while a CUDA graph is being recorded.
         """
         tensors = list({_place(tensor): tensor for tensor in _gpu_tensors(value)}.values())
         if tensors:
-            self._pinned.reserve(sum(map(room, tensors)) + _SLACK, tensors[0].device)
+            self._pinned.reserve(sum(map(room, tensors)) + _SLACK_BYTES, tensors[0].device)
 
     def take(self, value: Any) -> Any:
-        """A copy of `value` that shares nothing with it; its tensors are detached, contiguous and on the CPU.
+        """Return a copy of `value` that shares nothing with it. Its tensors are detached, contiguous and on the CPU.
 
-        `value` is what `tree.flatten` takes. A tensor that is met twice is copied once, and found twice in the copy.
-        The copy is complete when this returns; the host waits for each GPU once. Raises nothing of its own: a value
-        that a checkpoint cannot keep is refused when it is written.
+        `value` is what `tree.flatten` takes. A tensor that occurs twice is copied once, and occurs twice in the copy.
+        The copy is complete when this returns; the host waits for each GPU once. It does not refuse values that a
+        checkpoint cannot keep: the later write does.
         """
         self._pinned.rewind()
         snapshot = _Snapshot(self._pinned)
@@ -49,7 +49,7 @@ class Snapshots:
         return copied
 
     def close(self) -> None:
-        """Give the page-locked memory back. Snapshots that are still held stay what they are."""
+        """Release the page-locked memory. Snapshots that are still held stay valid."""
         self._pinned.close()
 
 
@@ -84,7 +84,7 @@ class _Snapshot:
 
 
 def _place(tensor: Tensor) -> tuple:
-    """Where a tensor's memory is and how it is read, as in `tree`."""
+    """Return a key for a tensor's memory and how it is read, as in `tree`."""
     bits = (tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), bits)
 

@@ -1,4 +1,4 @@
-"""Whether a run's checkpoints will find room, and a folder that can be written: asked before anything is loaded."""
+"""Whether a run's checkpoints have room, and a folder that can be written. It is checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ _ELSEWHERE = "another folder: hydra.run.dir=FOLDER"
 
 
 def checkpoint_bytes(parameters: int) -> int:
-    """The size of one checkpoint: each parameter and AdamW's two moments in float32, and 1 MB for all else."""
+    """Return the size of one checkpoint: each parameter and AdamW's two moments in float32, and 1 MB for the rest."""
     return 12 * parameters + 10**6
 
 
 def peak_bytes(parameters: int, keep: int, permanent: int = 0) -> int:
-    """The most that a run's checkpoints take: the newest `keep`, the best, the `permanent` ones that stay for good, and
-    the one that is being written while none of them is deleted yet."""
+    """Return the most bytes that a run's checkpoints take together.
+
+    These are the newest `keep`, the best, the `permanent` ones, and the one that is being written before any is
+    deleted.
+    """
     return (max(1, keep) + 1 + permanent + 1) * checkpoint_bytes(parameters)
 
 
 def require(folder: Path, bytes_needed: int) -> None:
-    """Raise UserError where the filesystem of `folder` has less room than checkpoints of `bytes_needed` in all take.
+    """Raise UserError if the filesystem of `folder` has less room than checkpoints of `bytes_needed` together take.
 
-    Checkpoints that lie there already count towards it, since they are kept or deleted like new ones; but one more has
-    to fit before anything is deleted. A quota is not seen. The folder need not exist.
+    Checkpoints that are already there count towards it, since they are kept or deleted like new ones. But one more must
+    fit before anything is deleted. A quota is not seen. The folder need not exist.
     """
     held = [_size(path) for path in pointers.steps(folder).values()]
     missing = max(bytes_needed - sum(held), max(held, default=0))
@@ -45,9 +48,9 @@ def require(folder: Path, bytes_needed: int) -> None:
 
 
 def require_inodes(folder: Path) -> None:
-    """Raise UserError where the filesystem of `folder` has no room for the names of so many files as a run makes."""
+    """Raise UserError if the filesystem of `folder` has too few inodes for the files that a run makes."""
     found = os.statvfs(_existing(folder))
-    if found.f_files and found.f_favail < FILES:  # 0 of 0 where there is no such limit
+    if found.f_files and found.f_favail < FILES:  # both are 0 if there is no such limit
         raise UserError.of(
             f"{folder}: its filesystem has {found.f_favail} inodes free, and a run makes some {FILES} files",
             f"delete files there that are not needed, or give {_ELSEWHERE}",
@@ -55,7 +58,7 @@ def require_inodes(folder: Path) -> None:
 
 
 def require_large_files(parameters: int) -> None:
-    """Raise UserError where a limit on the size of files (ulimit -f) keeps every checkpoint from being written."""
+    """Raise UserError if a limit on the size of files (ulimit -f) would prevent every checkpoint."""
     limit, largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0], 8 * parameters  # bytes: AdamW's moments, in one file
     if limit != resource.RLIM_INFINITY and limit < largest:
         raise UserError.of(
@@ -65,7 +68,7 @@ def require_large_files(parameters: int) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Raise UserError where files cannot be written into `folder`, or it cannot be made. Leaves nothing behind."""
+    """Raise UserError if `folder` cannot be made or written. Leaves nothing there."""
     existing = _existing(folder)
     if not existing.is_dir():
         raise UserError.of(f"{folder}: {existing} {run_folder.no_folder(existing)}", f"remove it, or give {_ELSEWHERE}")
@@ -76,7 +79,7 @@ def require_writable(folder: Path) -> None:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder itself, or the nearest of those above it that there is (a file and a dangling link count as there)."""
+    """Return the folder itself, or its nearest parent that exists. A file and a dangling link count as existing."""
     return next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
 
 

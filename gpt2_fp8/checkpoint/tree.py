@@ -1,12 +1,12 @@
-"""Nested Python values <-> a JSON-able skeleton and named tensors, without losing a type on the way.
+"""Nested Python values <-> a skeleton for JSON and named tensors, with every type kept.
 
 The skeleton is plain JSON: null, booleans, strings, numbers, lists and objects mean themselves. What JSON lacks is an
-object of a single key that starts with "$":
+object with a single key that starts with "$":
 
     {"$tensor": name}    {"$tuple": [...]}    {"$dict": [[key, value], ...]}    {"$ordered": [[key, value], ...]}
     {"$int": "0x..."}    {"$float": "nan"}
 
-A value of any other type is refused, with its path, so that nothing is dropped or changed in silence.
+A value of any other type is refused, with its path. So nothing is dropped or changed in silence.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _NAMES = (
     *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
 )
 DTYPES = frozenset(getattr(torch, name) for name in _NAMES)
-_JSON_INTS = range(-(2**63), 2**63)  # other programs read these; and json.loads refuses more than 4300 digits
+_JSON_INTS = range(-(2**63), 2**63)  # other programs read these; json.loads refuses more than 4300 digits
 
 
 def flatten(value: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Take `value` apart into (skeleton, tensors by name).
+    """Split `value` into (skeleton, tensors by name).
 
-    `value` is made of dict (str or int keys), OrderedDict, list, tuple, None, bool, int, float, str and tensors of any
-    shape, device and strides. The tensors come back detached, contiguous, on the CPU and named by their path; one that
-    is met twice (tied weights) is there once. A `Parameter` counts as a plain tensor.
+    `value` is made of dict (str or int keys), OrderedDict, list, tuple, None, bool, int, float, str and tensors. These
+    may have any shape, device and strides. The tensors are returned detached, contiguous, on the CPU and named by their
+    path. One that occurs twice (tied weights) is there once. A `Parameter` counts as a plain tensor.
 
-    Raises TypeError naming the path of a value, a dict key or a dtype that cannot be kept exactly.
+    Raises TypeError with the path of a value, a dict key or a dtype that cannot be kept exactly.
     """
     flattener = _Flattener()
     return flattener.encode(value, ()), flattener.tensors
 
 
 def unflatten(skeleton: Any, load: Callable[[str], Any]) -> Any:
-    """The value that `flatten` took apart; `load` gives the tensor of a name and is called once for each.
+    """Return the value that `flatten` split; `load` gives the tensor of a name and is called once for each.
 
     Raises ValueError for a skeleton that `flatten` cannot have made.
     """
@@ -54,7 +54,7 @@ class _Flattener:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._storages: set[int] = set()
-        self._names: dict[tuple, str] = {}  # where a tensor's memory is and how it is read -> its name
+        self._names: dict[tuple, str] = {}  # a tensor's memory and how it is read -> its name
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
         kind = type(value)
@@ -102,7 +102,7 @@ class _Flattener:
             name += "~"
         self._names[key] = name
         kept = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        # Other views of the same memory (a fused buffer's pieces) are written apart: safetensors refuses shared memory.
+        # Other views of the same memory (parts of a fused buffer) are copied: safetensors refuses shared memory.
         storage = kept.untyped_storage().data_ptr()
         self.tensors[name] = kept.clone() if storage in self._storages else kept
         self._storages.add(storage)
@@ -122,7 +122,7 @@ def _decode(skeleton: Any, load: Callable[[str], Any], loaded: dict[str, Any]) -
     if not tags:
         return {key: _decode(entry, load, loaded) for key, entry in skeleton.items()}
     if len(skeleton) != 1:
-        raise ValueError(f"{tags[0]} stands beside other keys")
+        raise ValueError(f"{tags[0]} occurs together with other keys")
     tag, content = tags[0], skeleton[tags[0]]
     if tag in ("$tensor", "$int", "$float") and not isinstance(content, str):
         raise ValueError(f"{tag} holds no string")
@@ -139,4 +139,4 @@ def _decode(skeleton: Any, load: Callable[[str], Any], loaded: dict[str, Any]) -
     if tag in ("$dict", "$ordered") and isinstance(content, list):
         pairs = ((_decode(key, load, loaded), _decode(entry, load, loaded)) for key, entry in content)
         return dict(pairs) if tag == "$dict" else OrderedDict(pairs)
-    raise ValueError(f"{tag} is not known here, or holds something else than it should")
+    raise ValueError(f"{tag} is not known here, or does not hold what it should")

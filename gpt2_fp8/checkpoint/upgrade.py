@@ -1,6 +1,6 @@
-"""The keys of a run's state in earlier formats, brought to the present ones.
+"""The keys of a run's state in earlier formats, changed to the present ones.
 
-Format 3 put what a training step begins with under one key, and named two callbacks anew:
+Format 3 put the state of a training step under one key, and renamed two callbacks:
 
     FP8Precision.scaling      training_step.scaling.settings
     FP8Precision.*            training_step.scaling.*
@@ -17,9 +17,9 @@ _CALLBACKS = {"Tiers": "Checkpointing", "Fallback": "DivergenceGuard"}
 
 
 def upgraded(skeleton: dict[str, Any]) -> dict[str, Any]:
-    """Return a state's skeleton with the keys of the present format; one that has them already as it is.
+    """Return a state's skeleton with the keys of the present format. One that has them already stays as it is.
 
-    Values may be a stranger's: they are moved, and not looked into.
+    Values may be a stranger's: they are moved, and not read.
     """
     state, step = dict(skeleton), {}
     if "micro_batch_size" in state:

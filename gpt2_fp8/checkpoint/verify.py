@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds the very bytes that were written, asked once a process for each file."""
+"""Whether a checkpoint holds exactly the bytes that were written. A process checks each file once."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from gpt2_fp8.checkpoint.manifest import read_manifest
 
 log = logging.getLogger(__name__)
 
-# A file that was written to again within its time stamp's resolution would look unchanged.
+# A file that was written again within the resolution of its time stamp would look unchanged.
 _SETTLED_SECONDS = 2.0
-_seen: set[tuple[int | str, ...]] = set()  # what a file was on the disk, and its digest
-_told: set[Path] = set()  # checkpoints of version 1
+_seen: set[tuple[int | str, ...]] = set()  # `_identity` of a file, and its digest
+_warned: set[Path] = set()  # checkpoints of version 1
 
 
 def verified(path: Path | str) -> dict[str, Any]:
-    """The manifest of the checkpoint `path`, after comparing every file that it lists with its size and SHA-256.
+    """Return the manifest of the checkpoint `path`, after comparing every file with its listed size and SHA-256.
 
-    A file whose digest this process has computed, and which has not changed since, is not read again. A checkpoint of
-    version 1 has no digests: its sizes are compared, which a line of the log says. Raises CheckpointError naming the
-    files that differ.
+    A file that this process has already read, and that has not changed since, is not read again. A checkpoint of
+    version 1 has no digests: only its sizes are compared, and the log says so. Raises CheckpointError naming the files
+    that differ.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -51,13 +51,13 @@ def verified(path: Path | str) -> dict[str, Any]:
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    """Device, inode, size and the times of the last change (of bytes, of anything) in ns: other bytes, another one."""
+    """Return device, inode, size and the times of the last change (of bytes, of anything) in ns."""
     found = regular_file(path)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _say_unchecked(path: Path) -> None:
-    if path not in _told:
-        _told.add(path)
+    if path not in _warned:
+        _warned.add(path)
         name = escaped(str(path))
         log.warning("%s is of checkpoint format 1, without digests: whether its bytes changed cannot be checked", name)

@@ -1,7 +1,7 @@
 """What is written into a run's checkpoint folder, in one order: a checkpoint, its pointer, then the deletions.
 
-A folder becomes durable, then the pointer moves, then what is superseded goes: at no moment is there nothing to resume
-from. That holds in the step as in a thread beside it, because both run the same jobs, one after the other.
+A folder becomes durable, then the pointer moves, then superseded folders are deleted. So a run can be resumed at any
+moment. That holds for writing in the step and in a thread, because both run the same jobs, one after the other.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ REMINDER = 5  # failures in a row after which the warning is repeated
 class Outcome(NamedTuple):
     """What has become of the jobs so far."""
 
-    saved_step: int | None = None  # the newest checkpoint that is durable and pointed at
-    failed_step: int | None = None  # the newest one, where it could not be written
+    saved_step: int | None = None  # the newest checkpoint that is durable and that `last` names
+    failed_step: int | None = None  # the newest checkpoint, if it could not be written
     best: Pointer | None = None  # what `best.json` says
 
 
 class Writer:
-    """Writes the checkpoints of one run, on the one process that does.
+    """Writes the checkpoints of one run, in the one process that writes them.
 
     Args:
-        folder: where the checkpoints and their pointers lie.
-        keep: how many of the newest stay (at least one); the best stays besides.
-        keep_every_n_steps: those of every so many steps stay for good; 0: none do.
-        asynchronous: write in a thread, from a copy in host memory. Each copy is made where the one before it was, so
-            that a checkpoint waits for the one before it; where it has to, the log says so once.
+        folder: holds the checkpoints and their pointers.
+        keep: how many of the newest are kept (at least one), in addition to the best.
+        keep_every_n_steps: checkpoints at multiples of this are kept for good; 0: none are.
+        asynchronous: write in a thread, from a copy in host memory. Each copy overwrites the one before, so a
+            checkpoint waits for the one before it. The log says so once if it has to wait.
 
-    A disk that will not take a checkpoint costs that checkpoint: it is a warning, `outcome.failed_step`, and nothing
-    else, however often it happens. A process that leaves without `close` may lose the newest one, but no older one.
+    A disk that does not take a checkpoint costs only that checkpoint: a warning and `outcome.failed_step`, however
+    often it happens. A process that leaves without `close` may lose the newest checkpoint, but no older one.
     """
 
     def __init__(self, folder: Path, keep: int, keep_every_n_steps: int = 0, asynchronous: bool = True) -> None:
@@ -53,7 +53,7 @@ class Writer:
         self.keep_every_n_steps = keep_every_n_steps
         self.asynchronous = asynchronous
         self.outcome = Outcome()
-        self.written: set[int] = set()  # the steps of all that this object has put on the disk, deleted or not
+        self.written: set[int] = set()  # the steps that this object has written, deleted or not
         self._snapshots = Snapshots()
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
@@ -61,10 +61,10 @@ class Writer:
         self._said_slow = False
 
     def begin(self, saved_step: int | None, best: Pointer | None) -> None:
-        """Make the folder, tidy it, and take its `best.json` for the truth: a checkpoint's `best` may be older.
+        """Make the folder, tidy it, and trust its `best.json` before the `best` of a checkpoint, which may be older.
 
-        `saved_step` is that of the checkpoint in the folder which the run continues from, or None. Raises
-        UserError where nothing can be written there.
+        `saved_step` is that of the folder's checkpoint from which the run continues, or None. Raises UserError if
+        nothing can be written there.
         """
         self.wait()
         try:
@@ -79,17 +79,17 @@ class Writer:
         self._failures = 0
 
     def prepare(self, state: Any) -> None:
-        """Have host memory locked for copies of what is on a GPU, of which `state` is nearly all; returns at once.
+        """Have host memory locked for copies of what is on a GPU; returns at once. `state` is nearly all of that.
 
-        Without it a `save` is slower. Not to be called while a CUDA graph is being recorded.
+        Without it a `save` is slower. Do not call it while a CUDA graph is being recorded.
         """
         if self.asynchronous:
             self._snapshots.prepare(state)
 
     def save(self, checkpoint: dict[str, Any], pointer: Pointer) -> None:
-        """Write `checkpoint` as the folder that `pointer` names, and point `last` there.
+        """Write `checkpoint` as the folder that `pointer` names, and let `last` name it.
 
-        It may change as soon as this returns. Raises what a job before it raised (`wait`).
+        The caller may change it as soon as this returns. Raises what an earlier job raised (`wait`).
         """
         if self.asynchronous:
             if not self._said_slow and any(not job.done() for job in self._jobs):
@@ -98,18 +98,18 @@ class Writer:
                 self._said_slow = True
             self.wait()
             checkpoint = self._snapshots.take(checkpoint)
-        self.outcome = self.outcome._replace(failed_step=None)  # or this one, tried again, would be taken for failed
+        self.outcome = self.outcome._replace(failed_step=None)  # this may be a retry of the step that failed
         self._do(self._save, checkpoint, pointer)
 
     def note(self, pointer: Pointer, better: bool) -> None:
-        """Write down the validation of a step that was saved before, and point `best` to it where it is `better`.
+        """Write the validation of a saved step, and let `best` name it if it is `better`.
 
-        `pointer.val_loss` is None for a loss that is not finite. Nothing happens where the step could not be saved.
+        `pointer.val_loss` is None for a loss that is not finite. Nothing happens if the step could not be saved.
         """
         self._do(self._note, pointer, better)
 
     def fail(self, step: int, error: Exception) -> None:
-        """Count a checkpoint that could not be written; say so the first time, and now and then."""
+        """Count a checkpoint that could not be written. The log says so the first time, and every `REMINDER` times."""
         self._failures += 1
         self.outcome = self.outcome._replace(failed_step=step)
         if self._failures == 1:
@@ -120,17 +120,17 @@ class Writer:
                         step, self._failures, newest, error)  # fmt: skip
 
     def check(self) -> None:
-        """Raise what a finished job raised, without waiting. A full disk is not among that."""
+        """Raise what a finished job raised, without waiting. A full disk raises nothing."""
         while self._jobs and self._jobs[0].done():
             self._jobs.pop(0).result()
 
     def wait(self) -> None:
-        """Return when everything that was handed over is done. Raises what a job raised; the others stay queued."""
+        """Return when all jobs are done. Raises what a job raised; the others stay queued."""
         while self._jobs:
             self._jobs.pop(0).result()
 
     def close(self) -> None:
-        """Finish everything, end the thread, and give locked memory back; a later `save` begins another thread.
+        """Finish everything, end the thread, and release locked memory. A later `save` starts another thread.
 
         Raises what a job raised.
         """
@@ -167,9 +167,9 @@ class Writer:
         self._prune(pointer.step)
 
     def _give_up_best(self, step: int) -> None:
-        """After a step back: the folder of the best is about to hold other weights, which never had its loss."""
+        """Give the best up if its step is written again after a rollback: the new weights never had its loss."""
         if self.outcome.best is not None and self.outcome.best.step == step:
-            log.warning("step %d, the best so far, is reached once more and written anew", step)
+            log.warning("step %d, the best so far, is reached once more and written again", step)
             pointers.remove(self.folder, "best")
             self.outcome = self.outcome._replace(best=None)
 
@@ -188,7 +188,7 @@ class Writer:
         self._prune(step)
 
     def _prune(self, step: int) -> None:
-        """Delete what newer checkpoints supersede. Later steps than this one (of a branch left behind) stay."""
+        """Delete what newer checkpoints supersede. Later steps, of a branch left behind, stay."""
         found = {s: path for s, path in pointers.steps(self.folder).items() if s <= step}
         kept = set(sorted(found)[-self.keep :])
         if self.keep_every_n_steps:
@@ -210,14 +210,14 @@ class Writer:
             pass
         except (OSError, ValueError) as error:
             best = min([*self._noted(), *([best] if best else [])], key=_val_loss, default=None)
-            log.warning("best.json is written anew, from what is noted beside the checkpoints: %s", escaped(str(error)))
+            log.warning("best.json is written again, from the checkpoints' validation.json: %s", escaped(str(error)))
         if best and files.is_checkpoint(self.folder / best.checkpoint):
             pointers.write(self.folder, "best", best)
             return best
-        return None  # this folder's run starts its own: the state may be another run's
+        return None  # this folder's run has no best yet: the state may be another run's
 
     def _noted(self) -> Iterator[Pointer]:
-        """The validations that are written down beside the folder's whole checkpoints."""
+        """Yield the validations that are noted in the folder's whole checkpoints."""
         for path in pointers.steps(self.folder).values():
             with suppress(OSError, ValueError):
                 noted = pointers.noted(path)
@@ -230,5 +230,5 @@ def _val_loss(pointer: Pointer) -> float:
 
 
 def finite(value: float | None) -> float | None:
-    """A validation loss as a pointer holds it."""
+    """Return a validation loss as a pointer holds it: None if it is not finite."""
     return value if value is not None and math.isfinite(value) else None

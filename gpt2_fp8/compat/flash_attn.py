@@ -1,7 +1,7 @@
 """FlashAttention 4's backward without its forward. Holds for `flash-attn-4==4.0.0b36`.
 
 Its public functions are one autograd function for both. The name `flash_attn` also belongs to FlashAttention 2, which
-has no part `cute`.
+has no module `cute`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ARGUMENTS = {"q", "k", "v", "out", "dout", "lse", "causal", "deterministic", "dq
 
 @cache
 def flash_backward() -> Callable[..., Any] | None:
-    """Return the backward, which takes `ARGUMENTS`; None where `why_no_flash` says why.
+    """Return the backward, which takes `ARGUMENTS`; None if `why_no_flash` gives a reason.
 
     q, k, v, out, dout and the results dq, dk, dv: bfloat16 [batch, tokens, heads, head size]. lse: float32 [batch,
     heads, tokens], the natural logarithm of each row's sum of exponentials.
@@ -27,17 +27,17 @@ def flash_backward() -> Callable[..., Any] | None:
 
 @cache
 def why_no_flash() -> str | None:
-    """Say why it cannot be called, or None.
+    """Return why it cannot be called, or None.
 
-    It is not installed, does not load, or has another interface than the beta that this was written for.
+    It may be missing, fail to load, or have another interface than the beta that this was written for.
     """
     try:
         known = set(inspect.signature(_imported()).parameters) >= ARGUMENTS
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "flash_attn":  # not there, or only FlashAttention 2
+        if (error.name or "").partition(".")[0] == "flash_attn":  # not installed, or only FlashAttention 2
             return NOT_INSTALLED
         return f"flash-attn-4 does not load: {error}"
-    except Exception as error:  # a compiler of another version
+    except Exception as error:  # for example from a compiler of another version
         return f"flash-attn-4 does not load: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None if known else "flash-attn-4 has another interface than 4.0.0b36"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 
 def default_client() -> Any:
-    """Return a new client as huggingface_hub makes it, with its hooks for offline mode and for what a request is named.
+    """Return a new client as huggingface_hub makes it, with its hooks for offline mode and for request ids.
 
-    `set_client_factory` is public and replaces the factory; the one that it replaces has no public name.
+    `set_client_factory` is public and replaces the factory. The replaced factory has no public name.
     """
     from huggingface_hub.utils import _http
 

@@ -1,4 +1,4 @@
-"""How Lightning takes up a checkpoint that it has read. Holds for `lightning>=2.6.6,<2.7`."""
+"""How Lightning restores a checkpoint that it has read. Holds for `lightning>=2.6.6,<2.7`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Restoring = Callable[[Any], AbstractContextManager[Any]]
 
 
 def restore_within(trainer: pl.Trainer, restoring: Restoring) -> None:
-    """Have `trainer` take up a checkpoint inside `restoring(path)`, which can say whose fault an error is.
+    """Have `trainer` restore a checkpoint inside `restoring(path)`, which can explain an error.
 
-    Lightning does so in two parts of `fit`, before and after the strategy's own setup. No hook is called around them.
+    Lightning does it in two parts of `fit`, before and after the strategy's setup. No hook is called around them.
     """
     trainer._checkpoint_connector = _Connector(trainer, restoring)
 

@@ -1,4 +1,4 @@
-"""Lightning's CSV log, what it logs last, what `validate` returns, and what it hangs on callbacks.
+"""Lightning's CSV log, the last step's metrics, what `validate` returns, and what `fit` sets on callbacks.
 
 Holds for `lightning>=2.6.6,<2.7`.
 """
@@ -14,30 +14,30 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 
 class KeepingWriter(ExperimentWriter):
-    """Writes a CSV log without deleting the one that is there. Lightning's own deletes it when it is made."""
+    """Writes a CSV log and keeps an existing one. Lightning's own writer deletes that when it is made."""
 
     def _check_log_dir_exists(self) -> None:
         """Leave the folder as it is."""
 
 
 class CSVLoggerOf(CSVLogger):
-    """A CSVLogger whose writer a subclass makes. Lightning's own writer is fixed, in a private attribute."""
+    """A CSVLogger whose subclass makes the writer. Lightning's own writer is fixed, in a private attribute."""
 
     def make_writer(self) -> KeepingWriter:
-        """Return the writer. It is called once, on rank zero alone, when the first row is logged."""
+        """Return the writer. It is called once, only on rank zero, when the first row is logged."""
         raise NotImplementedError
 
     @property
     @rank_zero_experiment
     def experiment(self) -> KeepingWriter:
-        """Return the writer, made when it is first asked for."""
+        """Return the writer, made at the first request."""
         if not isinstance(self._experiment, KeepingWriter):
             self._experiment = self.make_writer()
         return self._experiment
 
 
 def log_last_step(trainer: pl.Trainer) -> None:
-    """Hand the metrics of the step that has just ended to the loggers.
+    """Send the metrics of the step that has just ended to the loggers.
 
     Lightning does so after `on_train_batch_end`. An exception in that hook skips it, and a resumed run will not do it.
     """
@@ -61,9 +61,9 @@ def return_only(trainer: pl.Trainer, name: str) -> None:
 
 
 def detach_logging(trainer: pl.Trainer) -> None:
-    """Take the module's `log` and `log_dict` off the callbacks.
+    """Remove the module's `log` and `log_dict` from the callbacks.
 
-    `fit` hangs them there as attributes. Callbacks that outlive the module would keep it, and its weights, in memory.
+    `fit` sets them there as attributes. Callbacks that outlive the module would keep it, and its weights, in memory.
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:

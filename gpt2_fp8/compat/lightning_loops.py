@@ -1,6 +1,6 @@
-"""What Lightning's loops count, and what a checkpoint is to say of it, so that a resumed run validates when it should.
+"""What Lightning's loops count, and what a checkpoint must say of it so that a resumed run validates when it should.
 
-All of it is private to Lightning, whose counters are its only account of what a resumed run is to do next. Holds for
+All of it is private to Lightning. Its counters are the only record of what a resumed run does next. Holds for
 `lightning>=2.6.6,<2.7`.
 """
 
@@ -12,10 +12,11 @@ from typing import Any
 def resume_into_validation(fit_loop: dict[str, Any]) -> None:
     """Change a fit loop's saved state so that resuming begins with the whole validation of the saved step.
 
-    Lightning 2.6 takes a checkpoint of `on_train_batch_end`, or of the midst of a validation, for one whose validation
-    is done, and trains on: `_TrainingEpochLoop.advance` fast-forwards the counters. The only state from which it does
-    validate first is "in the midst of the evaluation" (`_EvaluationLoop.update_restart_stage`) after a finished
-    training batch (`_TrainingEpochLoop.update_restart_stage`), so this is what the counters are made to say.
+    Lightning 2.6 believes of a checkpoint from `on_train_batch_end`, or from the middle of a validation, that its
+    validation is done. It trains on: `_TrainingEpochLoop.advance` fast-forwards the counters.
+
+    Only one state makes it validate first: "in the middle of the evaluation" (`_EvaluationLoop.update_restart_stage`)
+    after a finished training batch (`_TrainingEpochLoop.update_restart_stage`). So the counters are made to say this.
     """
     trained = fit_loop["epoch_loop.batch_progress"]
     for count in (trained["total"], trained["current"]):
@@ -27,19 +28,19 @@ def resume_into_validation(fit_loop: dict[str, Any]) -> None:
 
 
 def limit_steps(trainer: Any, max_steps: int) -> None:
-    """Give a Trainer that was told of no `max_steps` one. Its own attribute cannot be set."""
+    """Set the `max_steps` of a Trainer that was made without one. Its own attribute cannot be set."""
     if trainer.max_steps == -1:
         trainer.fit_loop.epoch_loop.max_steps = max_steps
 
 
 def is_validation_due(trainer: Any) -> bool:
-    """Whether the step that was trained last is to be validated; also in the midst of that validation."""
+    """Return whether the last trained step must be validated; also in the middle of that validation."""
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     return fetcher is not None and loop._should_check_val_fx(fetcher)
 
 
 def uncount_step(trainer: Any) -> None:
-    """Leave the step out that was counted last: its update was not made, and it is given up."""
+    """Remove the last counted step from the counters: its update was not made, and the step is given up."""
     loop = trainer.fit_loop.epoch_loop
     stepped = loop.manual_optimization.optim_step_progress
     for count in (stepped.total, stepped.current):
@@ -50,17 +51,17 @@ def uncount_step(trainer: Any) -> None:
 
 
 def set_back_to_last_step(trainer: Any) -> None:
-    """Between two steps, make the counters what they were at the last hook of the step, or of its validation.
+    """Between two steps, set the counters back to the last hook of the step, or of its validation.
 
-    They have gone on since: to a step that is complete, and perhaps to the next one, made ready or begun. What they say
-    decides whether a resumed run validates.
+    They have moved since: to a step that is complete, and perhaps to the next one, ready or started. They decide
+    whether a resumed run validates.
     """
     loop = trainer.fit_loop.epoch_loop
     counts = (loop.batch_progress.total, loop.batch_progress.current)
     if not counts[1].processed:
         return
     loop._batches_that_stepped = counts[0].processed - 1
-    loop.batch_progress.is_last_batch = False  # the next one may be
+    loop.batch_progress.is_last_batch = False  # the next one may be the last
     for count in counts:
         count.ready = count.started = count.processed
     if not is_validation_due(trainer):

@@ -1,4 +1,4 @@
-"""What Lightning does to its process: its rank, the processes it starts, what it warns of.
+"""What Lightning does to its process: its rank, the processes it starts, and its warnings.
 
 Holds for `lightning>=2.6.6,<2.7`.
 """
@@ -13,12 +13,12 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
 
 _WARNINGS = (
-    # Our loader is sized, reads in processes of its own, and its position is in the data module's state. Lightning
-    # takes it for one that forgot all three.
+    # Our loader is sized, reads in its own worker processes, and its position is in the data module's state. Lightning
+    # cannot see any of the three.
     ".*does not have many workers.*",
     "Your `IterableDataset` has `__len__` defined.*",
     ".*your dataloader is not resumable.*",
-    ".*recommended to use `self.log\\('val_loss'.*",  # it is the same on every rank already
+    ".*recommended to use `self.log\\('val_loss'.*",  # it is already the same on every rank
     ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.11 and later
 )
 
@@ -32,22 +32,22 @@ def rank() -> int:
 
 
 def ignore_warnings() -> None:
-    """Hide what Lightning warns of and what is no fault here. Their texts are all that they can be known by."""
+    """Hide warnings of Lightning that are no fault here. Only their texts identify them."""
     for message in _WARNINGS:
         warnings.filterwarnings("ignore", message=message)
 
 
 def starts_processes(launcher: object) -> bool:
-    """Tell whether a strategy's launcher starts the other ranks of this machine, as it does without torchrun."""
+    """Return whether a strategy's launcher starts the other ranks of this machine, as it does without torchrun."""
     return isinstance(launcher, _SubprocessScriptLauncher)
 
 
 def take_processes(launcher: object) -> Iterator[subprocess.Popen[bytes]]:
     """Take the processes that a launcher has started so far out of its list, one by one, in order of rank.
 
-    Lightning watches its list, and kills this process without a word when one of them has failed. A launcher that
-    starts none has none to give.
+    Lightning watches its list, and kills this process without a message if one of them fails. A launcher that starts no
+    processes yields none.
     """
     if isinstance(launcher, _SubprocessScriptLauncher):
-        while launcher.procs:  # which may be growing
+        while launcher.procs:  # the list may be growing
             yield launcher.procs.pop(0)

@@ -1,4 +1,4 @@
-"""Parts of torch without a public name, each for what the public one costs. Holds for `torch>=2.11,<2.14`."""
+"""Parts of torch without a public name, each with the reason. Holds for `torch>=2.11,<2.14`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 
 def copy_all(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
-    """Copy each tensor of `of` into its fellow in `to`: a launch or two for hundreds of tensors, not one each."""
+    """Copy each tensor of `of` into its counterpart in `to`: one or two launches for hundreds of tensors."""
     torch._foreach_copy_(list(to), list(of))
 
 
 def divide_all(tensors: Sequence[Tensor], divisor: float) -> None:
-    """Divide each tensor in place, likewise."""
+    """Divide each tensor in place, with one or two launches for all of them."""
     torch._foreach_div_(list(tensors), divisor)
 
 
@@ -24,20 +24,20 @@ def _public_stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-# The address of a device's current stream, without a Stream object around it, which costs more than a launch. Triton
-# and Inductor take it from here too. A torch without CUDA does not have it.
+# The address of a device's current stream without a Stream object, which costs more than a launch. Triton and Inductor
+# use the same function. A torch without CUDA does not have it.
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
 
 
 def default_store() -> Any:
-    """Return the store through which the ranks have met. torch gives it to nobody, and a second one needs a port."""
+    """Return the store through which the ranks have met. torch does not expose it, and a second one needs a port."""
     return distributed.distributed_c10d._get_default_store()
 
 
 def start_compile_workers() -> None:
-    """Start the processes in which Inductor compiles. By itself it does so in the midst of the first compilation.
+    """Start the processes in which Inductor compiles. Inductor itself starts them in the middle of the first compile.
 
-    Raises whatever a torch of another version raises, where they are started in another way.
+    Raises what another version of torch raises if they are started in another way.
     """
     from torch._inductor.async_compile import AsyncCompile  # its import may start them
 
@@ -45,7 +45,7 @@ def start_compile_workers() -> None:
 
 
 def skip_where(optimizer: Optimizer, found_inf: Tensor) -> None:
-    """Have a fused optimizer leave its next steps out where `found_inf`, float32 with one element on its device, is 1.
+    """Have a fused optimizer skip its next steps if `found_inf`, float32 with one element on its device, is 1.
 
     It is the protocol between `torch.amp.GradScaler` and the fused optimizers. The scaler would also scale the loss.
     """
@@ -53,16 +53,16 @@ def skip_where(optimizer: Optimizer, found_inf: Tensor) -> None:
 
 
 def scheduler_counts(step: int, rates: Sequence[float | Tensor]) -> dict[str, Any]:
-    """Return what a `LambdaLR` saves of where it stands: after `step` optimizer steps, at these learning rates."""
+    """Return what a `LambdaLR` saves of its position: after `step` optimizer steps, at these learning rates."""
     return {"last_epoch": step, "_step_count": step + 1, "_last_lr": list(rates)}
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Compute causal attention by cuDNN, without a gradient.
 
-    q, k, v: [batch, heads, tokens, head size], bfloat16 on CUDA. Returns a tensor like q, and of each row the natural
-    logarithm of its sum of exponentials, float32 [batch, heads, tokens, 1]. The public `scaled_dot_product_attention`
-    keeps the latter to itself, and another kernel's backward needs it.
+    q, k, v: [batch, heads, tokens, head size], bfloat16 on CUDA. Returns a tensor like q, and for each row the natural
+    logarithm of its sum of exponentials, float32 [batch, heads, tokens, 1]. Another kernel's backward needs the latter,
+    and the public `scaled_dot_product_attention` does not return it.
     """
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, compute_log_sumexp=True, dropout_p=0.0, is_causal=True
@@ -73,6 +73,6 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool) -> Tensor:
     """Multiply a [M, K] with b [K, N], float8 on CUDA, by torch's own cuBLASLt call; returns [M, N] bfloat16.
 
-    Scales are float32 with one element. `fast` sums in the tensor cores alone. torch 2.11 has no public name for it.
+    Scales are float32 with one element. `fast` sums only in the tensor cores. torch 2.11 has no public name for it.
     """
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)

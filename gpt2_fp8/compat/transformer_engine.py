@@ -1,7 +1,7 @@
-"""Transformer Engine's state of delayed scaling, which it shows nobody. Holds for `transformer-engine>=2.20.2,<2.22`.
+"""Transformer Engine's state of delayed scaling, which is private. Holds for `transformer-engine>=2.20.2,<2.22`.
 
 Its public way to save it, `get_extra_state`, is a pickle that it refuses to load since 2.18 (TransformerEngine#3123).
-Importing this module needs nothing, and its functions import Transformer Engine only where it is in use already.
+Importing this module needs nothing. Its functions import Transformer Engine only if it is already in use.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import nn
 
 
 def scaling_state(module: nn.Module, direction: str) -> Any | None:
-    """Return a layer's state of delayed scaling: `scale` [n] and `amax_history` [length, n], float32, both.
+    """Return a layer's state of delayed scaling: `scale` [n] and `amax_history` [length, n], both float32.
 
-    `direction` is "scaling_fwd" or "scaling_bwd". None: the layer has no FP8, has not run in it yet, or runs under a
-    recipe that keeps none.
+    `direction` is "scaling_fwd" or "scaling_bwd". None: the layer has no FP8, has not run in it yet, or its recipe
+    keeps no state.
     """
     state = getattr(module, "fp8_meta", {}).get(direction)
     return state if hasattr(state, "amax_history") else None
@@ -27,7 +27,7 @@ def scaling_state(module: nn.Module, direction: str) -> Any | None:
 def allocate_scaling(module: Any, products: int, region: AbstractContextManager[Any]) -> None:
     """Make a layer's state now, as its first FP8 forward would, if it has none. Call it inside `te.autocast`.
 
-    `products`: how many matrix products it computes. `region`: what its forward enters within the outer region.
+    `products`: how many GEMMs it computes. `region`: the context that its forward enters within the outer region.
     """
     if "scaling_fwd" not in module.fp8_meta:
         with region:
@@ -35,7 +35,7 @@ def allocate_scaling(module: Any, products: int, region: AbstractContextManager[
 
 
 def entered_recipe() -> Any | None:
-    """Return the recipe of the `te.autocast` that this is called in; None outside of any, or where it is off."""
+    """Return the recipe of the `te.autocast` around this call; None if there is none, or if it is off."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
@@ -63,9 +63,9 @@ def reset() -> None:
 def unfinished_passes() -> Callable[[], None]:
     """Return a function that forgets the forwards from here on whose backward never comes.
 
-    To be called outside of regions. Where a layer is computed again in the backward, the scales of each forward wait
-    in a queue: one too many, and every later backward takes another forward's. And such a backward sets the region by
-    hand, which an error leaves set: bf16 layers would compute in FP8.
+    Call both outside of regions. If a layer is computed again in the backward, the scales of each forward wait in a
+    queue. With one too many, every later backward would take another forward's scales. Such a backward also sets the
+    region itself, and an error leaves it set: bf16 layers would then compute in FP8.
     """
     if "transformer_engine.pytorch" not in sys.modules:
         return lambda: None

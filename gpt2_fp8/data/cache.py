@@ -1,10 +1,11 @@
-"""Tokenised units on disk, so that a later pass reads 2 or 4 bytes a token and no network.
+"""Tokenised units on disk. A later pass reads 2 or 4 bytes a token, and needs no network.
 
-A unit is two files. `<key>.u16` has its tokens as little-endian uint16 and behind them the documents' ends as int64;
-it is `<key>.u32`, with uint32, for a vocabulary of more than 65,536 ids. `<key>.json` has the dtype, how many there
-are of both, the counts and a sha256. Both are written under another name and moved into place, the
-JSON last: what is there is whole, whoever was killed while writing. A file that does not fit its checksum is made anew,
-and so is one that holds what this tokenizer cannot have given, wherever it comes from.
+A unit is two files. `<key>.u16` has its tokens as little-endian uint16, followed by the documents' ends as int64. With
+a vocabulary of more than 65,536 ids it is `<key>.u32`, and the tokens are uint32. `<key>.json` has the dtype, the
+number of tokens and of documents, the counts, and a sha256.
+
+Both are written under a temporary name and then renamed, the JSON last. So a writer that is killed never leaves half a
+unit. A file is made again if its checksum differs. It is also made again if this tokenizer cannot have made it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gpt2_fp8.data.units import DocumentCounts, Unit
 
 log = logging.getLogger(__name__)
 
-FORMAT = "1"  # raise it when the same text comes to other tokens or another layout
+FORMAT = "1"  # raise it when the same text gives other tokens, or when the layout changes
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class UnitCache:
 
     folder: Path
     tokenizer: str  # its fingerprint
-    vocab_size: int  # how many ids it has
+    vocab_size: int  # the number of its ids
 
     def check(self) -> None:
-        """Make the folder. Raises UserError where nothing can be written to it."""
+        """Make the folder. Raises UserError if nothing can be written to it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder).close()
@@ -48,12 +49,12 @@ class UnitCache:
             ) from error
 
     def load(self, unit: Unit) -> TokenisedUnit | None:
-        """The unit as it was stored; None where it is not there, or is damaged (which is logged)."""
+        """Return the unit as it was stored; None if it is not there or is damaged. Damage is logged."""
         path = self._path(unit)
         try:
             about = json.loads(_content(path.with_suffix(".json")))
-            if (stated := about.get("dtype", "uint16")) != self._dtype.name:  # none: of before it was stated
-                raise ValueError(f"it has {stated!a:.40} tokens, where this vocabulary takes {self._dtype.name}")
+            if (stated := about.get("dtype", "uint16")) != self._dtype.name:  # old entries do not state it
+                raise ValueError(f"it has {stated!a:.40} tokens, but this vocabulary takes {self._dtype.name}")
             content = _content(path.with_suffix(self._suffix))
             if (sha256 := hashlib.sha256(content).hexdigest()) != about["sha256"]:
                 raise ValueError("the checksum differs")
@@ -67,11 +68,11 @@ class UnitCache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            log.warning("data: the cached %s is damaged (%s) and is made anew", path.name, error)
+            log.warning("data: the cached %s is damaged (%s) and is made again", path.name, error)
             return None
 
     def store(self, unit: Unit, tokenised: TokenisedUnit) -> None:
-        """Keep the unit. A failure (a full disk) is logged and costs no more than the next pass's time."""
+        """Keep the unit. A failure (a full disk) is logged; the next pass then tokenises the unit again."""
         assert tokenised.tokens.dtype == self._dtype, "the unit is of another vocabulary"
         content = little_endian(tokenised.tokens).tobytes() + tokenised.ends.astype("<i8").tobytes()
         about = {

@@ -1,5 +1,7 @@
-"""What is read before training starts: enough of the training text to know that there is some, and the validation
-sequences."""
+"""What is read before training starts.
+
+That is enough of the training text to know that there is some, and all validation sequences.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import numpy as np
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.ids import Tokens
 from gpt2_fp8.data.prefetch import UnitPool
-from gpt2_fp8.data.progress_log import Looking
+from gpt2_fp8.data.progress_log import ProgressLog
 from gpt2_fp8.data.units import DocumentCounts, Unit
 
 
@@ -16,10 +18,10 @@ def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None
     """Read `units` until they make one block.
 
     Raises:
-        UserError: they do not: the corpus is empty, or shorter than one sequence.
+        UserError: all of them make less than one block: the corpus is empty, or shorter than one sequence.
     """
     tokens, counts = 0, DocumentCounts()
-    looking = Looking("looking for text to train on, units", len(units))
+    looking = ProgressLog("looking for text to train on, units", len(units))
     for done, unit in enumerate(units):
         looking.at(done)
         tokenised = pool.take(pool.ask(unit))
@@ -29,13 +31,13 @@ def check_trainable(units: list[Unit], pool: UnitPool, n_positions: int) -> None
     skipped = ", ".join(f"{n} {name}" for name, n in counts.as_dict().items() if n and name != "read")
     raise UserError.of(
         f"the training text is too short: {tokens} tokens in {counts.read} documents"
-        f"{f' (and {skipped})' if skipped else ''}, where one sequence takes model.n_positions + 1 = {n_positions + 1}",
+        f"{f' (and {skipped})' if skipped else ''}, but one sequence takes model.n_positions + 1 = {n_positions + 1}",
         "give more text, or make model.n_positions smaller",
     )
 
 
 def validation_blocks(units: list[Unit], pool: UnitPool, n_positions: int, count: int) -> Tokens:
-    """The first `count` blocks of `units` in natural order: [<= count, n_positions + 1], uint16 or uint32.
+    """Return the first `count` blocks of `units` in natural order: [<= count, n_positions + 1], uint16 or uint32.
 
     Raises:
         UserError: there is not even one.
@@ -44,7 +46,7 @@ def validation_blocks(units: list[Unit], pool: UnitPool, n_positions: int, count
     ahead = [pool.ask(unit) for unit in units[: pool.num_workers + 1]]
     parts: list[Tokens] = []
     length = 0
-    looking = Looking(f"reading {count:,} validation sequences, units", len(units))
+    looking = ProgressLog(f"reading {count:,} validation sequences, units", len(units))
     for i in range(len(units)):
         looking.at(i)
         if length >= wanted:
@@ -58,7 +60,7 @@ def validation_blocks(units: list[Unit], pool: UnitPool, n_positions: int, count
     n_blocks = min(count, (length - 1) // n_positions)
     if n_blocks < 1:
         raise UserError.of(
-            f"the validation text is too short: {length} tokens in {len(units)} units, where one sequence takes "
+            f"the validation text is too short: {length} tokens in {len(units)} units, but one sequence takes "
             f"model.n_positions + 1 = {n_positions + 1}",
             "hold out more (data.val_fraction or data.val_files), or do without: data.val_sequences=0",
         )

@@ -1,9 +1,9 @@
-"""What each unit's tokens were when a run first read them, so that text which changed under it is noticed.
+"""A digest of each unit's tokens when a run first read them, so that a change of the text is noticed.
 
-The names, sizes and ranges of a corpus say which text a run is about, not what stands in it. Whatever reads a unit
-again, in a second epoch, after a resume, on another rank or out of the token cache, finds the same digest or ends the
-run. Text that was never read is nobody's loss: what it comes to be is what is trained on. The text to validate on is
-not here: its sequences have a checksum of their own (`progress`).
+The names, sizes and ranges of a corpus say which text a run uses, but not its content. A unit may be read again: in a
+second epoch, after a resume, on another rank, or from the token cache. Its digest must then be the same, or the run
+ends. Text that was not read before cannot have changed for the run. The validation text is not here: its sequences
+have a checksum (`progress`).
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from gpt2_fp8.data.units import Corpus, Unit
 
 log = logging.getLogger(__name__)
 
-LARGEST = 1 << 20  # bytes of a checkpoint; where there are more units than that, a byte for each
-WIDEST = 8  # bytes of a unit's digest; with n units LARGEST / n, where that is less
+TABLE_BYTES = 1 << 20  # of a checkpoint; with more units than that, one byte for each
+DIGEST_BYTES = 8  # of a unit's digest; with n units at most TABLE_BYTES / n
 _SHOWN = 5
 
 Table = npt.NDArray[np.uint64]  # by unit; 0: not known
 
 
 class Digests:
-    """The digests of a corpus' training units: of all that were read, and of those that training has come to."""
+    """The digests of a corpus' training units: of all that were read, and of those that were trained on."""
 
     def __init__(self, corpus: Corpus):
         self._units = corpus.train
         self._index = {unit: i for i, unit in enumerate(self._units)}
         self._width = _width(len(self._units))
-        self._read: Table = np.zeros(len(self._units), np.uint64)  # here, or by the run that is continued
-        self._saved: Table = np.zeros(len(self._units), np.uint64)  # of these, those that a checkpoint is to have
+        self._read: Table = np.zeros(len(self._units), np.uint64)  # read here, or by the run that is continued
+        self._saved: Table = np.zeros(len(self._units), np.uint64)  # the part of these that a checkpoint needs
 
     def check(self, unit: Unit, sha256: str) -> None:
-        """The unit was read. Raises UserError where its tokens are not those that it had before."""
+        """Compare a unit that was read. Raises UserError if its tokens are not the ones that it had before."""
         if (i := self._index.get(unit)) is None:
             return
         digest = int(sha256[: 2 * self._width], 16) or 1
@@ -50,30 +50,30 @@ class Digests:
         self._read[i] = digest
 
     def trained_on(self, units: Iterable[int]) -> None:
-        """Training has come to these, by their index among the training units; they were read."""
+        """Note that training has reached these units, by their index among the training units. They were read."""
         for i in units:
             self._saved[i] = self._read[i]
 
     def known(self) -> Table:
-        """What a checkpoint is to have, as this rank knows it."""
+        """Return the part of a checkpoint's table that this rank knows."""
         return self._saved
 
     def merge(self, tables: Iterable[Table]) -> None:
-        """Take over what the other ranks know. Raises UserError where two have read a unit differently."""
+        """Take over what the other ranks know. Raises UserError if two have read a unit differently."""
         for table in tables:
             self._refuse((table != 0) & (self._saved != 0) & (table != self._saved))
             self._saved = np.where(table != 0, table, self._saved)
 
     def state_dict(self) -> dict[str, str]:
-        """For JSON."""
+        """Return the digests for JSON."""
         return {"train": _pack(self._saved, self._width)}
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Hold this run's text to what a `state_dict` says, None where an earlier version has written no such.
+        """Compare this run's text with what `state_dict` gave; None: an earlier version has saved no digests.
 
         Raises:
-            UserError: what was read here already is another text (each unit).
-            ValueError: it is no state of this corpus.
+            UserError: some text that was already read here is another text (one problem a unit).
+            ValueError: this is not a state of this corpus.
         """
         if state is None:
             log.warning("data: an earlier version wrote this checkpoint, without digests of its text: "
@@ -92,17 +92,17 @@ class Digests:
 
 
 def _width(n_units: int) -> int:
-    """How many bytes a digest has where there are so many."""
-    return max(1, min(WIDEST, LARGEST // max(n_units, 1)))
+    """Return the number of bytes of a digest if there are `n_units` units."""
+    return max(1, min(DIGEST_BYTES, TABLE_BYTES // max(n_units, 1)))
 
 
 def _pack(table: Table, width: int) -> str:
     content = table.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width].tobytes()
-    return base64.b64encode(zlib.compress(content, 1)).decode()  # units that were not read take no room
+    return base64.b64encode(zlib.compress(content, 1)).decode()  # compressed, units that were not read take no room
 
 
 def _unpack(text: str, n_units: int) -> Table:
-    """Raises ValueError for what `_pack` has not given for so many units."""
+    """Return the table that `_pack` was given. Raises ValueError for text that is not of `n_units` units."""
     width = _width(n_units)
     unpacker = zlib.decompressobj()
     try:

@@ -1,6 +1,6 @@
 """From raw documents to tokens: what is skipped, what is repaired, and the count of each.
 
-A unit's tokens are its documents in their natural order, each followed by the end-of-text id, as nanoGPT has it.
+A unit's tokens are its documents in their natural order. Each is followed by the end-of-text id, as in nanoGPT.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from gpt2_fp8.data.units import DocumentCounts, Unit
 if TYPE_CHECKING:
     import tiktoken
 
-PIECE = 1 << 20  # characters encoded in one go: bounds the memory and the time that one document can take
+PIECE_CHARACTERS = 1 << 20  # characters encoded in one go: bounds the memory and the time that one document can take
 
-# So many broken lines of a unit are passed over, and so large a part of its lines; beyond both it is no text.
+# A unit may have this many broken lines, or this part of its lines. With more than both, the file is no text.
 MAX_BROKEN = 100
 MAX_BROKEN_PART = 0.1
 
@@ -35,16 +35,16 @@ MAX_BROKEN_PART = 0.1
 class TokenisedUnit:
     """A unit's documents in natural order.
 
-    `tokens`: uint16 or uint32 [n]. `ends`: int64 [documents], one past each one's last.
+    `tokens`: uint16 or uint32 [n]. `ends`: int64 [documents], the index after each document's last token.
     """
 
     tokens: Tokens
     ends: npt.NDArray[np.int64]
     counts: DocumentCounts
-    sha256: str  # `checksum` of the two
+    sha256: str  # `checksum` of tokens and ends
 
     def permuted(self, order: npt.NDArray[np.int64]) -> Tokens:
-        """The tokens with the documents in `order` (int64 [documents])."""
+        """Return the tokens with the documents in `order` (int64 [documents])."""
         assert len(order) == len(self.ends)
         if len(order) < 2:
             return self.tokens
@@ -55,13 +55,13 @@ class TokenisedUnit:
 def tokenise(
     documents: Iterable[bytes | str | object], unit: Unit, encoding: tiktoken.Encoding, counts: DocumentCounts
 ) -> TokenisedUnit:
-    """Encode those of `documents` that are text and on the unit's side of a held-out split.
+    """Encode the `documents` that are text and on the unit's side of a held-out split.
 
-    Raises UserError where too many lines are broken, or the encoding gives an id that it does not have.
+    Raises UserError if too many lines are broken, or if the encoding gives an id that it does not have.
     """
     end_of_text = np.array([encoding.eot_token], dtype=dtype_of(encoding.n_vocab))
     pieces: list[Tokens] = []
-    whole: list[Tokens] = []  # of many pieces each: an array takes a hundred bytes beside its tokens
+    whole: list[Tokens] = []  # of many pieces each: an array takes a hundred bytes in addition to its tokens
     ends = array("q")
     length = rows = 0
     for document in documents:
@@ -70,7 +70,7 @@ def tokenise(
         if text is None or not on_side(text, unit):
             continue
         counts.read += 1
-        counts.long += len(text) > PIECE
+        counts.long += len(text) > PIECE_CHARACTERS
         for piece in cut(text):
             pieces.append(encode(encoding, piece, unit.name))
             length += len(pieces[-1])
@@ -91,14 +91,14 @@ def tokenise(
 
 
 def checksum(tokens: Tokens, ends: npt.NDArray[np.int64]) -> str:
-    """The sha256 of a unit's tokens, as the cache has them on disk."""
+    """Return the sha256 of a unit's tokens and ends, in the cache's byte order."""
     digest = hashlib.sha256(little_endian(tokens).data)
     digest.update(ends.astype("<i8", copy=False).data)
     return digest.hexdigest()
 
 
 def clean(document: bytes | str | object, counts: DocumentCounts) -> str | None:
-    """`document` as valid unicode, or None where there is nothing to train on; either way it is counted."""
+    """Return `document` as valid unicode, or None if there is nothing to train on. Either way it is counted."""
     if not isinstance(document, bytes | str):
         counts.not_text += 1
         return None
@@ -112,7 +112,7 @@ def clean(document: bytes | str | object, counts: DocumentCounts) -> str | None:
         text = document
         try:
             text.encode()
-        except UnicodeEncodeError:  # lone surrogates: bytes that were no UTF-8, or a "\\ud800" that JSON lets through
+        except UnicodeEncodeError:  # lone surrogates: from bytes that were no UTF-8, or from a "\\ud800" in JSON
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             counts.invalid_utf8 += 1
     if not text or text.isspace():
@@ -122,7 +122,7 @@ def clean(document: bytes | str | object, counts: DocumentCounts) -> str | None:
 
 
 def on_side(text: str, unit: Unit) -> bool:
-    """Whether the document belongs to the unit's split: by its content, so that copies are never on both sides."""
+    """Return whether the document belongs to the unit's split. Its content decides, so all copies are on one side."""
     if unit.side == "all":
         return True
     held_out = zlib.crc32(text.encode()) < unit.val_fraction * 2**32
@@ -130,14 +130,15 @@ def on_side(text: str, unit: Unit) -> bool:
 
 
 def cut(text: str) -> Iterator[str]:
-    """`text` in pieces of at most `PIECE` characters, before a space or a newline where there is one.
+    """Cut `text` into pieces of at most `PIECE_CHARACTERS` characters, before a space or a newline if there is one.
 
-    Before a single space is where GPT-2's own splitting would cut, so that such a cut leaves no trace in the tokens.
+    GPT-2's own splitting also cuts before a single space, so such a cut does not change the tokens.
     """
     start = 0
-    while len(text) - start > PIECE:
-        stop = max(text.rfind(" ", start + 1, start + PIECE), text.rfind("\n", start + 1, start + PIECE))
-        stop = stop if stop > start else start + PIECE
+    while len(text) - start > PIECE_CHARACTERS:
+        most = start + PIECE_CHARACTERS
+        stop = max(text.rfind(" ", start + 1, most), text.rfind("\n", start + 1, most))
+        stop = stop if stop > start else most
         yield text[start:stop]
         start = stop
     yield text[start:]

@@ -1,4 +1,4 @@
-"""What the user has to mend about a file of text before it can be read: found in its first bytes, or in its footer."""
+"""What the user has to repair in a text file before it can be read: found in its first bytes, or in its footer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import formats, limits, parquet
 from gpt2_fp8.data.units import Unit
 
-_HEAD = 4096  # bytes
-_MARKS = {  # of a file that is no text, whatever its name says: what it is, and what makes text of it
+_HEAD_BYTES = 4096
+_MARKS = {  # first bytes of files that are not text, whatever their name: what it is, and how to make it text
     b"\x1f\x8b": ("compressed by gzip", "unpack it: gunzip"),
     b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it: unzstd; JSON lines may also be called .jsonl.zst"),
     b"BZh": ("compressed by bzip2", "unpack it: bunzip2"),
@@ -29,7 +29,7 @@ _MARKS = {  # of a file that is no text, whatever its name says: what it is, and
 
 
 def problems(path: Path, column: str) -> list[Problem]:
-    """What is wrong with a file that is there; empty when nothing."""
+    """Return what is wrong with a file that exists; empty if nothing is."""
     kind = formats.ending(path)
     if kind is None:
         return [Problem(f"unknown kind of file: {path}", f"give files that end in {', '.join(formats.ENDINGS)}")]
@@ -42,7 +42,7 @@ def problems(path: Path, column: str) -> list[Problem]:
             parquet.check_declared(path, column)
     except UserError as error:
         return error.problems
-    except (OSError, ValueError, TypeError, NotImplementedError, MemoryError) as error:  # Arrow's are of these types
+    except (OSError, ValueError, TypeError, NotImplementedError, MemoryError) as error:  # Arrow raises these types
         return formats.unreadable(path, error).problems
     if names is None or column in names:  # None: not one JSON object; its lines are skipped and counted
         return []
@@ -52,14 +52,14 @@ def problems(path: Path, column: str) -> list[Problem]:
 
 def _no_text(path: Path) -> Problem | None:
     with path.open("rb") as file:
-        head = file.read(_HEAD)
+        head = file.read(_HEAD_BYTES)
     for mark, (what, remedy) in _MARKS.items():
         if head.startswith(mark):
             return Problem(f"{path} is no text: it is {what}", f"{remedy}; or leave it out")
-    text = head.rstrip(b"\0")  # a file that a crash has cut short ends in these
+    text = head.rstrip(b"\0")  # a file that was cut short by a crash ends in these
     if not text or text.count(0) * 8 > len(text):
         return Problem(
-            f"{path} is no text: its first bytes are {'NUL alone' if not text else 'full of NUL'}",
+            f"{path} is no text: its first bytes are {'only NUL' if not text else 'full of NUL'}",
             "give its text in UTF-8 (UTF-16 without a mark looks like this: iconv -f UTF-16LE -t UTF-8); "
             "or leave it out",
         )
@@ -67,7 +67,7 @@ def _no_text(path: Path) -> Problem | None:
 
 
 def _first_keys(path: Path) -> set[str] | None:
-    """The keys of the first JSON object among the first hundred lines; None where there is none."""
-    most = min(path.stat().st_size, limits.LINE) if formats.ending(path) == ".jsonl" else path.stat().st_size
+    """Return the keys of the first JSON object among the first hundred lines; None if there is none."""
+    most = min(path.stat().st_size, limits.LINE_BYTES) if formats.ending(path) == ".jsonl" else path.stat().st_size
     rows = map(formats.row, itertools.islice(formats.lines(Unit(path.name, str(path), 0, most)), 100))
     return next((set(row) for row in rows if row is not None), None)

@@ -1,4 +1,4 @@
-"""Local files: which there are, what is wrong with them, and which part of them is held out."""
+"""Local files: which ones exist, what is wrong with them, and which part of them is held out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpt2_fp8.config import globs
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.parsing import show
 from gpt2_fp8.data import file_check, formats
-from gpt2_fp8.data.progress_log import Looking
+from gpt2_fp8.data.progress_log import ProgressLog
 from gpt2_fp8.data.retry import LOCAL_WAITS
 from gpt2_fp8.data.units import Corpus, DocumentCounts, Unit
 
@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class FilesSource:
-    """Files by path or glob (`**` goes into folders), told apart by their names' endings (see `formats`).
+    """Files by path or glob (`**` enters folders). The ending of a file's name gives its format (see `formats`).
 
-    Without `val_files`, `val_fraction` is held out: of each .txt its tail; of the others the documents whose hash falls
-    into the fraction, so that exact copies are on the same side whatever the files' order.
+    Without `val_files`, `val_fraction` is held out. Of a .txt that is its tail. Of the others it is the documents whose
+    hash falls into the fraction. Exact copies are then on the same side, in any order of the files.
     """
 
     train_files: list[str]
@@ -34,11 +34,13 @@ class FilesSource:
     waits: tuple[float, ...] = LOCAL_WAITS
 
     def corpus(self) -> Corpus:
-        """The units of all files, in the order of the patterns and of the sorted names within each.
+        """Return the units of all files, in the order of the patterns and of the sorted names within each.
+
+        Empty files are skipped, and logged.
 
         Raises:
-            UserError: every pattern that matches nothing, name with control characters, ending that is unknown, and
-                file without a text column. Empty files are passed over, and logged.
+            UserError: every pattern without a match, every name with control characters, every unknown ending, and
+                every file without a text column.
         """
         problems: list[Problem] = []
         if not self.train_files:
@@ -48,7 +50,7 @@ class FilesSource:
         val = self._resolve(self.val_files, problems)
         held_out = {path.resolve() for path in val}
         train = [path for path in self._resolve(self.train_files, problems) if path.resolve() not in held_out]
-        looking = Looking("looking into files", len(train) + len(val))
+        looking = ProgressLog("looking into files", len(train) + len(val))
         for done, path in enumerate([*train, *val]):
             looking.at(done)
             problems += file_check.problems(path, self.text_column)
@@ -66,16 +68,16 @@ class FilesSource:
         return Corpus([u for t, _ in parts for u in t], [u for _, v in parts for u in v], about)
 
     def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[object]:
-        """The unit's documents."""
+        """Return the unit's documents."""
         return formats.read(unit, self.text_column, counts)
 
     def is_current(self, unit: Unit) -> bool:
-        """Whether the file has the size and the time that it had at the start."""
+        """Return whether the file has the size and modification time that it had at the start."""
         return unit.version.startswith(formats.version(Path(unit.path)))
 
     @staticmethod
     def _resolve(patterns: list[str], problems: list[Problem]) -> list[Path]:
-        """The files that `patterns` name, each once."""
+        """Return the files that `patterns` name, each once."""
         found: dict[Path, None] = {}
         for pattern in patterns:
             matches = globs.find(pattern)
@@ -93,7 +95,7 @@ class FilesSource:
         empty = {path: None for path in found if path.stat().st_size == 0 and formats.ending(path)}
         if empty:
             first = ", ".join(map(str, [*empty][:5]))
-            log.warning("data: %d files are empty and are passed over: %s", len(empty), first)
+            log.warning("data: %d files are empty and are skipped: %s", len(empty), first)
         return [path for path in found if path not in empty]
 
 
@@ -102,7 +104,7 @@ def _whole(paths: list[Path]) -> list[Unit]:
 
 
 def _each(paths: list[Path]) -> Iterator[Path]:
-    looking = Looking("cutting files into units", len(paths))
+    looking = ProgressLog("cutting files into units", len(paths))
     for done, path in enumerate(paths):
         looking.at(done)
         yield path

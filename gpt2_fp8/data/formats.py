@@ -1,11 +1,11 @@
 """The four kinds of text file: .txt, .jsonl, .jsonl.zst and .parquet. How each is cut into units, and read.
 
-.txt      a document each; a file of more than `RANGE` bytes is cut at newlines into documents of about that size
-.jsonl    a document a line, under the text column's key; units are ranges of about `RANGE` bytes
-.jsonl.zst  the same; a unit is the whole file, since it cannot be entered in the middle
-.parquet  a document a row; a unit is a row group
+.txt      one document; a file of more than `RANGE_BYTES` is cut at newlines into documents of about that size
+.jsonl    one document a line, under the text column's key; units are ranges of about `RANGE_BYTES`
+.jsonl.zst  the same; a unit is the whole file, since no read can start in the middle of it
+.parquet  one document a row; a unit is a row group
 
-Files come from strangers: what a small one unfolds to is bounded, and so is the memory that a line takes.
+Files may come from strangers. So the size that a small file unpacks to is bounded, and so is the memory for a line.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import limits, parquet
 from gpt2_fp8.data.units import DocumentCounts, Unit
 
-RANGE = 8 << 20  # bytes
-LINES = 8  # as long as the longest that is read: so far the end of a longer one is looked for
+RANGE_BYTES = 8 << 20
+SEARCHED_LINES = 8  # times the longest line that is read: the end of a longer line is searched for in that many bytes
 ENDINGS = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
 
 
 def ending(path: str | Path) -> str | None:
-    """Which of `ENDINGS` the name has."""
+    """Return which of `ENDINGS` the name has; None for another one."""
     return next((e for e in ENDINGS if str(path).lower().endswith(e)), None)
 
 
 def units(path: Path) -> list[Unit]:
-    """The whole file, in units."""
+    """Cut the whole file into units."""
     kind, size = ending(path), path.stat().st_size
     if kind == ".parquet":
         cuts = list(range(parquet.metadata(path).num_row_groups + 1))
@@ -44,22 +44,22 @@ def units(path: Path) -> list[Unit]:
     else:
         with path.open("rb") as file:
             cuts = [len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0]
-            for at in range(RANGE, size - RANGE // 2, RANGE):
-                if at > cuts[-1]:  # or else that cut is where the first line from here on starts
+            for at in range(RANGE_BYTES, size - RANGE_BYTES // 2, RANGE_BYTES):
+                if at > cuts[-1]:  # otherwise the first line from `at` on starts at that cut
                     cuts.append(cut_after_newline(file, at, hard=kind == ".txt"))
             cuts = sorted({*cuts, size})
-    about = version(path) + (" marks" if kind == ".jsonl.zst" else "")  # which were no part of the text once
+    about = version(path) + (" marks" if kind == ".jsonl.zst" else "")  # once, marks were not part of such text
     return [Unit(f"{path.name} {size} [{a}:{b}]", str(path), a, b, about) for a, b in pairwise(cuts)]
 
 
 def version(path: Path) -> str:
-    """What changes when somebody writes to the file."""
+    """Return a text that changes if somebody writes to the file."""
     stat = path.stat()
     return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
 def held_out(path: Path, fraction: float) -> tuple[list[Unit], list[Unit]]:
-    """The units to train on and those to validate with, where `fraction` of the file is for the latter."""
+    """Return the units to train on and those to validate with. `fraction` of the file is for the latter."""
     whole = units(path)
     if ending(path) != ".txt":
         sides = ([replace(u, side=side, val_fraction=fraction) for u in whole] for side in ("train", "val"))
@@ -71,26 +71,26 @@ def held_out(path: Path, fraction: float) -> tuple[list[Unit], list[Unit]]:
 
 
 def _between(whole: list[Unit], start: int, stop: int) -> list[Unit]:
-    """The units of a .txt, clipped to a range of bytes."""
+    """Return the units of a .txt, clipped to a range of bytes."""
     clipped = (replace(u, start=max(u.start, start), stop=min(u.stop, stop)) for u in whole)
     return [replace(u, name=f"{u.name} [{u.start}:{u.stop}]") for u in clipped if u.start < u.stop]
 
 
 def cut_after_newline(file: BinaryIO, at: int, *, hard: bool) -> int:
-    """The first start of a line from byte `at` on; the file's size where there is none.
+    """Return the first start of a line from byte `at` on; the file's size if there is none.
 
-    With `hard`, `at` itself (moved on to where a UTF-8 character starts) where no line starts within 1 MiB.
-    Raises UserError for a hole, and where a line is without an end.
+    With `hard`, and no start of a line within 1 MiB, it is `at` itself, moved on to the start of a UTF-8 character.
+    Raises UserError for a hole (a MiB of NUL bytes), and for a line that does not end.
     """
     if at <= 0:
         return 0
-    file.seek(at - 1)  # where a newline makes `at` itself the start of a line
+    file.seek(at - 1)  # a newline there makes `at` itself the start of a line
     window = first = file.readline(1 << 20)
     if len(first) == 1 << 20 and not first.strip(b"\0"):
-        remedy = "it was not written to its end, or has a hole: make it anew"
+        remedy = "it was not written to its end, or has a hole: make it again"
         raise _no_lines(file, at, "only NUL bytes in the MiB", remedy)
     while window and not window.endswith(b"\n") and not hard:
-        if file.tell() - at > (most := LINES * limits.LINE):
+        if file.tell() - at > (most := SEARCHED_LINES * limits.LINE_BYTES):
             raise _no_lines(file, at, f"no line's end in the {most >> 20} MiB", "JSON lines end in newlines: repair it")
         window = file.readline(1 << 20)
     if window.endswith(b"\n") or not hard:
@@ -103,13 +103,13 @@ def _no_lines(file: BinaryIO, at: int, what: str, remedy: str) -> UserError:
 
 
 def read(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[object]:
-    """The documents of a unit: bytes, str, or whatever else stands in their place.
+    """Return the documents of a unit: bytes, str, or what a file has in their place.
 
-    Raises UserError where the file is damaged; OSError where the system cannot read it, which may pass.
+    Raises UserError if the file is damaged. Raises OSError if the system cannot read it, which may pass.
     """
     try:
         yield from _read(unit, column, counts)
-    except (ValueError, TypeError, NotImplementedError, MemoryError) as error:  # Arrow's are of these types
+    except (ValueError, TypeError, NotImplementedError, MemoryError) as error:  # Arrow raises these types
         raise unreadable(unit.path, error) from error
     except OSError as error:
         if error.errno is not None:
@@ -118,7 +118,7 @@ def read(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[object]:
 
 
 def unreadable(path: str | Path, error: Exception) -> UserError:
-    """What is said of a file that does not hold what its name says."""
+    """Return the error for a file whose content does not fit its name."""
     reason = " ".join(printable(str(error)).split())[:300] or type(error).__name__
     return UserError.of(f"cannot read {path}: {reason}", "repair the file or leave it out")
 
@@ -136,7 +136,7 @@ def _read(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[object]:
 
 
 def json_documents(found: Iterable[bytes | None], column: str, counts: DocumentCounts) -> Iterator[object]:
-    """The text of each line. Those that are no JSON object, or too long, are counted as broken; blank ones are not."""
+    """Return the text of each line. A line that is too long or no JSON object counts as broken, a blank one not."""
     for line in found:
         if line is not None and not line.strip():
             continue
@@ -149,11 +149,11 @@ def json_documents(found: Iterable[bytes | None], column: str, counts: DocumentC
 
 
 def row(line: bytes | None) -> dict[str, object] | None:
-    """The JSON object in a line, or None where there is none."""
+    """Return the JSON object in a line, or None if there is none."""
     if line is None:
         return None
-    # surrogateescape: bytes that are no UTF-8 reach `documents.clean`, which repairs and counts them
-    text = line.removeprefix(BOM_UTF8).decode(errors="surrogateescape")  # files with marks may have been put together
+    # surrogateescape: bytes that are no UTF-8 reach `documents.clean`, which repairs and counts them.
+    text = line.removeprefix(BOM_UTF8).decode(errors="surrogateescape")  # joined files have marks at inner lines too
     try:
         values = _parsed(text)
     except (ValueError, RecursionError):
@@ -162,17 +162,17 @@ def row(line: bytes | None) -> dict[str, object] | None:
 
 
 def _parsed(text: str) -> object:
-    """JSON's value of a text. Raises ValueError or RecursionError."""
+    """Return JSON's value of a text. Raises ValueError or RecursionError."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
         raise
-    except ValueError:  # an integer of more digits than Python takes
+    except ValueError:  # an integer with more digits than Python accepts
         return json.loads(text, parse_int=float)
 
 
 def lines(unit: Unit) -> Iterator[bytes | None]:
-    """The lines of a unit; None in place of one of more than `bounds.LINE` bytes. Raises UserError for too many."""
+    """Return the lines of a unit, with None for one of more than `limits.LINE_BYTES`. Raises UserError for too many."""
     if ending(unit.path) == ".jsonl":
         with open(unit.path, "rb") as file:
             file.seek(unit.start)
@@ -183,7 +183,7 @@ def lines(unit: Unit) -> Iterator[bytes | None]:
     with pa.OSFile(unit.path) as raw, pa.CompressedInputStream(raw, "zstd") as stream:  # reads files of many frames too
         left = limits.allowed(raw.size())
         for line, length in limits.lines(io.BufferedReader(stream, 1 << 20), left):
-            left -= limits.ROW + length
+            left -= limits.ROW_BYTES + length
             if left < 0:
                 raise limits.unfolds(unit.path)
             yield line

@@ -1,7 +1,7 @@
 """A data set of the Hugging Face hub, streamed through `datasets`. A unit is a parquet row group, or another file.
 
-What the hub was found to hold is kept in `data.cache_dir` beside the tokens, so that a run whose units are all there
-needs no hub: with HF_HUB_OFFLINE=1, or where it does not answer.
+The list of the hub's files is kept in `data.cache_dir`, with the tokens. A run whose units are all there needs no hub:
+with HF_HUB_OFFLINE=1, or while the hub does not answer.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Result = TypeVar("Result")
 class HubSource:
     """Files of the data set `repo` at `revision`; `val_files` are taken out of `train_files`.
 
-    `corpus()` resolves the revision to a commit, the globs to files, and the files to units, and keeps the resulting
-    `datasets` objects: they are pickled along to the workers, which then ask the hub for nothing but the text.
+    `corpus()` resolves the revision to a commit, the globs to files, and the files to units. It keeps the resulting
+    `datasets` objects. They are pickled for the workers, which then ask the hub only for the text.
     """
 
     repo: str
@@ -46,7 +46,7 @@ class HubSource:
     _splits: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def corpus(self) -> Corpus:
-        """Ask the hub what there is; where it is out of reach, what there was when it was asked last.
+        """Ask the hub which files there are. If it is out of reach, use its last answer.
 
         Raises:
             UserError: the hub knows no such data set, revision, file or column, or does not let this user read it.
@@ -68,11 +68,11 @@ class HubSource:
         return Corpus(self._units("train", known), self._units("val", known), about)
 
     def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[object]:
-        """The rows of one shard, read anew from its start."""
+        """Read the rows of one shard again from its start."""
         import_datasets()  # in a worker, before an unpickled data set is used
         split, listing = unit.path, self._listing
         assert listing is not None, "corpus() comes first"
-        if split not in self._splits:  # the hub was out of reach
+        if split not in self._splits:  # the hub was out of reach at the start
             self._splits[split] = self._guarded(lambda: self._open(listing.commit, listing.files[split]))
         shards = self._splits[split]
         tables = shards.shard(shards.num_shards, unit.start).with_format("arrow").iter(batch_size=1024)
@@ -82,12 +82,12 @@ class HubSource:
             yield from as_documents(table.column(self.text_column))
 
     def is_current(self, unit: Unit) -> bool:
-        """A commit's files do not change."""
+        """Return True: a commit's files do not change."""
         return True
 
     def _ask(self) -> Listing:
-        """What the hub holds now."""
-        first = self.waits[:4]  # nothing is lost yet: the user is told soon, and not after the long waits of a run
+        """Ask for what the hub holds now."""
+        first = self.waits[:4]  # nothing is lost yet, so the user learns soon, without the long waits of a run
         (commit, files), _ = with_retries(lambda: self._guarded(self._files), f"the list of {self.repo}", first)
         for split, paths in files.items():
             if paths:
@@ -99,11 +99,11 @@ class HubSource:
         return Listing(commit, files, {split: opened.num_shards for split, opened in self._splits.items()})
 
     def _files(self) -> tuple[str, dict[str, list[str]]]:
-        """The commit that the revision names, and the files of each split at that commit."""
+        """Return the commit that the revision names, and the files of each split at that commit."""
         from huggingface_hub import HfApi, HfFileSystem
 
         import_datasets()
-        commit = HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub_client.TIMEOUT).sha
+        commit = HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub_client.TIMEOUT_SECONDS).sha
         assert commit
         root, fs = f"datasets/{self.repo}@{commit}/", HfFileSystem()
         problems: list[Problem] = []
@@ -122,7 +122,7 @@ class HubSource:
         if problems:
             raise UserError(problems)
         if empty:
-            log.warning("data: %d files of %s are empty and are passed over", empty, self.repo)
+            log.warning("data: %d files of %s are empty and are skipped", empty, self.repo)
         held_out = set(found["val"])
         found["train"] = [path for path in found["train"] if path not in held_out]
         if not found["train"]:
@@ -130,7 +130,7 @@ class HubSource:
         return commit, found
 
     def _open(self, commit: str, paths: list[str]) -> Any:
-        """The files as a streaming data set of one shard a unit."""
+        """Open the files as a streaming data set of one shard a unit."""
         datasets = import_datasets()
         only_text = {"columns": [self.text_column]} if all(path.endswith(".parquet") for path in paths) else {}
         datasets.disable_progress_bars()
@@ -156,7 +156,7 @@ class HubSource:
         )
 
     def _guarded(self, action: Callable[[], Result]) -> Result:
-        """`action()`, with the errors that no waiting mends turned into a UserError."""
+        """Return `action()`. Errors that no waiting can solve become a UserError."""
         try:
             return action()
         except Exception as error:
@@ -174,7 +174,7 @@ def _is_offline() -> bool:
 
 
 def _remedy(error: BaseException) -> str | None:
-    """What the user can do about an error of the hub's client; None where it may pass by itself."""
+    """Return what the user can do about an error of the hub's client; None if it may pass by itself."""
     import_datasets()
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RevisionNotFoundError
@@ -188,7 +188,7 @@ def _remedy(error: BaseException) -> str | None:
         return "set data.revision to a commit, branch or tag that the data set has"
     if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
         return (
-            "check data.repo; where access has to be asked for, accept the terms on its page and set HF_TOKEN to a "
+            "check data.repo; if access has to be requested, accept the terms on its page and set HF_TOKEN to a "
             "token of that account"
         )
     if isinstance(error, DatasetNotFoundError | DataFilesNotFoundError):

@@ -1,4 +1,4 @@
-"""The Hugging Face hub's client, with bounds on how long it waits: for an answer, and because a server says so."""
+"""The Hugging Face hub's client, with bounds on its waits: for an answer, and when a server asks for a wait."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from gpt2_fp8.data import retry
 
 log = logging.getLogger(__name__)
 
-TIMEOUT = 10.0  # seconds without a byte, after which a request has failed; the hub's client waits for ever in places
+TIMEOUT_SECONDS = 10.0  # without a byte before a request fails; the hub's client has waits without an end
 
 
 def import_datasets() -> ModuleType:
-    """`datasets` with a client that does not wait for ever, and without its torch part, which keeps a tensor in every
-    data set: unpickling one would import torch in every worker, for seconds and 300 MB each."""
+    """Import `datasets` with a client whose waits end, and without its torch part.
+
+    The torch part keeps a tensor in every data set. Unpickling one would import torch in every worker, for seconds and
+    300 MB each.
+    """
     before = os.environ.get("USE_TORCH")
     os.environ["USE_TORCH"] = "0"
     try:
@@ -38,19 +41,19 @@ def _bound_waits() -> None:
 
     def factory() -> Any:
         client = hub.default_client()
-        client.timeout = TIMEOUT
+        client.timeout = TIMEOUT_SECONDS
         hooks = client.event_hooks
-        client.event_hooks = hooks | {"response": [*hooks["response"], wait_as_told]}
+        client.event_hooks = hooks | {"response": [*hooks["response"], wait_as_asked]}
         return client
 
     set_client_factory(factory)
 
 
-def wait_as_told(response: Any) -> None:
-    """Wait as long as a server asks that has refused an answer (HTTP 429 or 5xx), up to the longest of our own waits.
+def wait_as_asked(response: Any) -> None:
+    """Wait as long as a server asks after refusing an answer (HTTP 429 or 5xx), at most our own longest wait.
 
-    huggingface_hub 1.x and 2.x would wait any time, for a day if told so, and without a sign of life, so that a worker
-    would be taken for stuck. What it finds afterwards is an answer that asks for nothing: it tries again within 8 s.
+    huggingface_hub 1.x and 2.x would wait any time, even a day, without a sign of life. The worker would then count as
+    stuck. The headers that ask for a wait are removed, so the client tries again within 8 s.
     """
     asked = _asked(response.headers) if response.status_code == 429 or response.status_code >= 500 else None
     if asked is None:
@@ -65,9 +68,9 @@ def wait_as_told(response: Any) -> None:
 
 
 def _asked(headers: Any) -> int | None:
-    """Seconds, by `Retry-After: N` or by a used-up `RateLimit: "name";r=0;t=N`; None where neither is there."""
-    told = headers.get("retry-after", "").strip()
-    if told.isascii() and told.isdigit():
-        return int(told[:9])
+    """Return the seconds in `Retry-After: N`, or in a used-up `RateLimit: "name";r=0;t=N`; None without either."""
+    after = headers.get("retry-after", "").strip()
+    if after.isascii() and after.isdigit():
+        return int(after[:9])
     used_up = re.search(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d{1,9})", headers.get("ratelimit", ""))
     return int(used_up[1]) if used_up else None

@@ -1,4 +1,4 @@
-"""What a data set of the hub was found to hold, kept on disk for when the hub is out of reach."""
+"""The list of a hub data set's files, kept on disk for the time when the hub is out of reach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Listing:
-    """The commit that a revision stood for; and of each split the files, and into how many shards they are cut."""
+    """The commit of a revision, and for each split its files and their number of shards."""
 
     commit: str
     files: dict[str, list[str]]
@@ -24,7 +24,7 @@ class Listing:
 
     @staticmethod
     def load(folder: Path | None, asked: list[str]) -> Listing | None:
-        """What was stored for the same question; None where there is nothing, or nothing of this form."""
+        """Return what was stored for the same question; None if there is nothing, or nothing of this form."""
         if folder is None or not (path := _path(folder, asked)).is_file():
             return None
         try:
@@ -36,7 +36,7 @@ class Listing:
             return None
 
     def store(self, folder: Path | None, asked: list[str]) -> None:
-        """Keep it. A failure is logged, and costs a later run that has no hub."""
+        """Keep the listing. A failure is logged; a later run without the hub then has none."""
         if folder is None:
             return
         try:
@@ -48,14 +48,14 @@ class Listing:
             log.warning("data: cannot keep a listing in data.cache_dir: %s", error)
 
     def _check(self) -> None:
-        """Raises ValueError, TypeError or AttributeError where a stored listing is none."""
+        """Check what was stored. Raises ValueError, TypeError or AttributeError if it is not a valid listing."""
         names = [name for paths in self.files.values() for name in paths]
         if not re.fullmatch(r"[0-9a-f]{40}", self.commit) or not {"train", "val"} <= self.files.keys():
-            raise ValueError("no listing")
+            raise ValueError("the commit or the splits are invalid")
         if not all(name.isprintable() for name in names) or not self.shards.keys() <= self.files.keys():
-            raise ValueError("no listing")
+            raise ValueError("the files are invalid")
         if not all(type(count) is int and 0 <= count < 1 << 24 for count in self.shards.values()):
-            raise ValueError("no listing")
+            raise ValueError("the numbers of shards are invalid")
 
 
 def _path(folder: Path, asked: list[str]) -> Path:

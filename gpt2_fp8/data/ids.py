@@ -1,7 +1,7 @@
-"""Token ids: how wide they are kept, and that none is beyond the vocabulary.
+"""Token ids: their dtype, and the check that none is outside the vocabulary.
 
-On a GPU such an id would be read, and written, past the end of a table. The dtype follows from the number of ids alone,
-and everything that makes, keeps or reads tokens asks here.
+A GPU would read, and write, past the end of a table for such an id. The number of ids determines the dtype, and all
+code that makes, keeps or reads tokens asks here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Tokens = npt.NDArray[np.unsignedinteger]  # uint16 or uint32, as `dtype_of` says
 
 
 def dtype_of(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """Return the dtype of the ids 0 to `vocab_size` - 1: uint16 where all fit, uint32 beyond.
+    """Return the dtype of the ids 0 to `vocab_size` - 1: uint16 if all fit, else uint32.
 
     A batch has them as int32, so no vocabulary has more than 2^31. Raises ValueError for a larger one.
     """
@@ -28,19 +28,19 @@ def dtype_of(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 def narrowed(ids: npt.NDArray[np.integer], vocab_size: int, unit: str) -> Tokens:
     """Return `ids` in the dtype of their vocabulary. Raises UserError for an id of `unit` that is not in it.
 
-    The look comes first: a cast alone would make another id, and a valid one, of what is too large.
+    The check comes first: a cast would turn an id that is too large into another one, and a valid one.
     """
     check_unit(ids, vocab_size, unit)
     return ids.astype(dtype_of(vocab_size), copy=False)
 
 
 def little_endian(tokens: Tokens) -> Tokens:
-    """Return `tokens` with the byte order of files and digests, whatever this machine's is."""
+    """Return `tokens` in the byte order of files and digests, on any machine."""
     return tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
 
 
 def check_unit(tokens: npt.NDArray[np.integer], vocab_size: int, unit: str) -> None:
-    """Raises UserError for a unit's tokens that no tokenizer of `vocab_size` ids can have given."""
+    """Check a unit's tokens. Raises UserError for an id that no tokenizer of `vocab_size` ids can give."""
     if (odd := _beyond(tokens, 0, vocab_size)) is not None:
         raise UserError.of(
             f"{printable(unit)}: its tokens have the id {odd} of a vocabulary of {vocab_size:,}",
@@ -49,9 +49,11 @@ def check_unit(tokens: npt.NDArray[np.integer], vocab_size: int, unit: str) -> N
 
 
 def check_batch(ids: npt.NDArray[np.int32], vocab_size: int, lowest: int = 0) -> None:
-    """Raises RunError for a batch with an id below `lowest` or beyond the vocabulary. Its units had none when they were
-    read, so this is of the memory in which they have waited; a batch's numbers take a tenth of a millisecond to look
-    at, while the GPU still has the last step's update to do."""
+    """Check a batch. Raises RunError for an id below `lowest` or outside the vocabulary.
+
+    Its units had no such id when they were read, so the memory in which they waited is at fault. The check takes a
+    tenth of a millisecond, while the GPU is still busy with the last step's update.
+    """
     if (odd := _beyond(ids, lowest, vocab_size)) is not None:
         raise RunError(
             f"a batch has the id {odd} of a vocabulary of {vocab_size:,}, and the text had none: this machine's memory "
@@ -63,6 +65,6 @@ def _beyond(ids: npt.NDArray[np.integer], lowest: int, vocab_size: int) -> int |
     if not ids.size:
         return None
     if lowest == 0 and ids.dtype == np.int32 and ids.view(np.uint32).max() < vocab_size:
-        return None  # in one pass: a negative one is large
+        return None  # one pass is enough: as uint32, a negative id is large
     smallest, largest = int(ids.min()), int(ids.max())
     return smallest if smallest < lowest else largest if largest >= vocab_size else None

@@ -1,4 +1,4 @@
-"""What a file of a stranger's may cost: how long a line is, and how much a small file may unfold to."""
+"""What a file from a stranger may cost: the length of a line, and the size that a small file unpacks to."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from gpt2_fp8.config.errors import UserError
 
-LINE = 128 << 20  # bytes; a longer line is no document
-# Text compresses to a tenth, and to a hundredth where it repeats itself.
-FREE = 64 << 20  # bytes that a unit may come to, however small its file
-RATIO = 200  # and for each byte of the file, besides
-ROW = 256  # bytes that a row counts for beside its own, since it takes as long
+LINE_BYTES = 128 << 20  # a longer line is no document
+# Text compresses to a tenth, and to a hundredth if it repeats itself.
+FREE_BYTES = 64 << 20  # that a unit's text may have, however small its file
+RATIO = 200  # bytes of text in addition, for each byte of the file
+ROW_BYTES = 256  # that count for a row in addition to its own, since it takes as long
 
 
 def lines(file: Any, size: int) -> Iterator[tuple[bytes | None, int]]:
-    """Each line, or None for one of more than `LINE` bytes, and its length; of the next `size` bytes."""
+    """Return the lines of the next `size` bytes, each with its length; None for a line of more than `LINE_BYTES`."""
     left = size
-    while left > 0 and (line := file.readline(min(left, LINE))):
+    while left > 0 and (line := file.readline(min(left, LINE_BYTES))):
         length = len(line)
-        if length < LINE or line.endswith(b"\n"):
+        if length < LINE_BYTES or line.endswith(b"\n"):
             left -= length
             yield line, length
             continue
@@ -32,12 +32,13 @@ def lines(file: Any, size: int) -> Iterator[tuple[bytes | None, int]]:
 
 
 def allowed(stored: int) -> int:
-    """How many bytes the text of a unit may come to of which `stored` bytes are in the file."""
-    return FREE + RATIO * stored
+    """Return how many bytes of text a unit may have if it takes `stored` bytes in its file."""
+    return FREE_BYTES + RATIO * stored
 
 
 def unfolds(path: str | Path) -> UserError:
+    """Return the error for a file whose text is larger than `allowed`."""
     return UserError.of(
-        f"{path} is small, and unfolds to more than {RATIO} times its size",
+        f"{path} is small, and unpacks to more than {RATIO} times its size",
         "leave it out; if it is what it should be, unpack it to .jsonl",
     )

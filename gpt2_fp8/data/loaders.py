@@ -1,7 +1,7 @@
 """What Lightning iterates over: the steps of a run, and the validation sequences. Both are sized and iterable.
 
-Sized, because Lightning fetches one item ahead of an unsized loader to know which is the last, and a checkpoint would
-then be one item ahead. Iterable, so that Lightning does not deal the items out to the ranks a second time.
+Sized: Lightning fetches one item ahead of an unsized loader to know which item is the last. A checkpoint would then be
+one item ahead. Iterable: Lightning then does not distribute the items over the ranks a second time.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from gpt2_fp8.data.ids import Tokens, check_batch
 from gpt2_fp8.data.packing import Batches, LaneState
 from gpt2_fp8.runtime.collectives import rank_and_world
 
-PADDING = -1  # the id of every token of a row that only fills up a validation batch; its targets are ignored
+PADDING = -1  # the id of every token of a row that only fills up a validation batch; the loss ignores its targets
 
 
 class Cursor(TypedDict):
-    """Where the order stands after a step: for JSON, and for `TokenDataModule.advance`."""
+    """Where the order stands after a step. It goes into JSON, and to `TokenDataModule.advance`."""
 
     step: int
-    lanes: dict[str, LaneState]  # those that this rank reads
-    units: list[int]  # those that this step is the first to have text of
+    lanes: dict[str, LaneState]  # the lanes that this rank reads
+    units: list[int]  # the units whose first text is in this step
 
 
 class Steps(IterableDataset[dict[str, Any]]):
-    """The steps of a run that are left; `len` is the whole run's, as Lightning counts on after a resume.
+    """The remaining steps of a run. `len` is of the whole run, since Lightning continues its count after a resume.
 
     Args:
-        start: gives, when iteration starts, the number of steps done, and the batches from there on.
-        max_steps: where the run ends.
-        overfit_batches: repeat the first N batches for ever (then `start` gives the very first ones); 0: off.
+        start: called when iteration starts; returns the number of steps done, and the batches from there on.
+        max_steps: the step after which the run ends.
+        overfit_batches: repeat the first N batches without end (then `start` gives the very first ones); 0: off.
     """
 
     def __init__(self, start: Callable[[], tuple[int, Batches]], max_steps: int, overfit_batches: int):
@@ -58,7 +58,7 @@ class Steps(IterableDataset[dict[str, Any]]):
 
     def _items(self) -> Iterator[dict[str, Any]]:
         step, batches = self.start()
-        assert step < self.max_steps, "nothing is left to train on"  # Lightning would ask again, for ever
+        assert step < self.max_steps, "nothing is left to train on"  # Lightning would ask again without end
         try:
             kept = [torch.from_numpy(batches.next()) for _ in range(self.overfit_batches)]
             while step < self.max_steps:
@@ -70,7 +70,7 @@ class Steps(IterableDataset[dict[str, Any]]):
             batches.close()
             remedy = "when it answers again: under the same run_name, ckpt_path=last continues"
             raise DataSourceLost(f"{error}\n{remedy}") from error
-        except RunError:  # or else the exit would wait for workers that are in the middle of their own retries
+        except RunError:  # otherwise the exit would wait for workers that are in the middle of their own retries
             batches.close()
             raise
 
@@ -78,7 +78,7 @@ class Steps(IterableDataset[dict[str, Any]]):
 class Validation(IterableDataset[dict[str, Tensor]]):
     """One rank's rows of the validation sequences `blocks`, uint16 or uint32 [n, n_positions + 1].
 
-    Every rank has the same number of items of the same shape: rows of `PADDING` fill up where sequences lack.
+    Every rank has the same number of items, all of one shape: rows of `PADDING` take the place of missing sequences.
     """
 
     def __init__(self, blocks: Tokens, micro_batch_size: int, vocab_size: int):

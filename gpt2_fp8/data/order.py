@@ -1,7 +1,8 @@
 """The one order of samples, as pure arithmetic: nothing here reads text or depends on the machine.
 
-The units of an epoch are permuted and dealt to L lanes; position j of every global batch is filled by lane j mod L.
-So the order depends on the seed, the units, the global batch and L alone, and on no number of ranks or workers.
+The units of an epoch are permuted and dealt to L lanes. Lane j mod L gives the sequence at position j of every global
+batch. So the order depends only on the seed, the units, the global batch and L, and not on the number of ranks or
+workers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_LANES = 16  # each holds about two tokenised units in memory
-UNITS_A_LANE = 16  # at least, so that the lanes' shares of an epoch are about equal
+UNITS_A_LANE = 16  # at least, so that all lanes have about the same share of an epoch
 
 Permutation = npt.NDArray[np.int64]
 
@@ -35,41 +36,41 @@ class Order:
         self._units = lru_cache(maxsize=4)(lambda epoch: permutation(n_units, seed, 0, epoch))
 
     def epoch(self, epoch: int) -> Permutation:
-        """Every unit of an epoch, int64 [n_units]: lane l owns [l::lanes]."""
+        """Return every unit of an epoch, int64 [n_units]: lane l owns [l::lanes]."""
         return self._units(epoch)
 
     def length(self, lane: int) -> int:
-        """How many units a lane has in an epoch."""
+        """Return how many units a lane has in an epoch."""
         return len(range(lane, self.n_units, self.lanes))
 
     def unit(self, lane: int, place: Place) -> int:
-        """The index of the unit at `place` of `lane`."""
+        """Return the index of the unit at `place` of `lane`."""
         return int(self.epoch(place.epoch)[lane :: self.lanes][place.position])
 
     def after(self, lane: int, place: Place) -> Place:
-        """The next place of `lane`, in the next epoch where this one is over."""
+        """Return the next place of `lane`, in the next epoch if this one is over."""
         epoch, position = place.epoch, place.position + 1
         return Place(epoch, position) if position < self.length(lane) else Place(epoch + 1, 0)
 
     def documents(self, epoch: int, unit: int, n: int) -> Permutation:
-        """The order of a unit's `n` documents in an epoch."""
+        """Return the order of a unit's `n` documents in an epoch."""
         return permutation(n, self.seed, 1, epoch, unit)
 
     def blocks(self, lane: int, place: Place, n: int) -> Permutation:
-        """The order of the `n` blocks of the segment that starts at `place`."""
+        """Return the order of the `n` blocks of the segment that starts at `place`."""
         return permutation(n, self.seed, 2, lane, place.epoch, place.position)
 
 
 def permutation(n: int, *key: int) -> Permutation:
-    """A permutation of n by `key`, int64 [n].
+    """Return a permutation of n by `key`, int64 [n].
 
-    By sorting raw 64-bit draws: numpy promises these to be the same in every release, and `Generator.permutation` not.
+    It sorts raw 64-bit draws: numpy keeps these the same in every release, but not `Generator.permutation`.
     """
     draws = np.random.PCG64(np.random.SeedSequence(key)).random_raw(n)
     return np.argsort(draws, kind="stable")
 
 
 def lane_count(global_batch_size: int, n_units: int) -> int:
-    """L: the largest divisor of the global batch that is at most `MAX_LANES` and leaves a lane `UNITS_A_LANE` units."""
+    """Return L: the largest divisor of the global batch up to `MAX_LANES` that gives a lane `UNITS_A_LANE` units."""
     most = min(MAX_LANES, n_units // UNITS_A_LANE)
     return max((lanes for lanes in range(1, most + 1) if global_batch_size % lanes == 0), default=1)

@@ -1,9 +1,9 @@
 """From units to sequences. A lane is an endless row of tokens; a batch takes its sequences from the lanes in turn.
 
-A lane is consumed in *segments*: the tokens of a unit from some offset on, and of whole further units until they make
-one block at least. A segment is cut into blocks of n_positions + 1 tokens that start n_positions apart, so that every
-token is an input once (and a target once); the blocks are permuted, and what is left begins the next segment. Where a
-lane stands is therefore four integers.
+A lane is consumed in *segments*. A segment has the tokens of a unit from some offset on, and whole further units until
+there is at least one block. It is cut into blocks of n_positions + 1 tokens that start n_positions apart. So every
+token is an input once, and a target once. The blocks are permuted, and the tokens that are left begin the next segment.
+Four integers therefore say where a lane stands.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class LaneState(TypedDict):
     epoch: int
     position: int  # in the lane's list of units
     offset: int  # of the segment's first token in that unit
-    block: int  # of the segment: the next one
-    documents: dict[str, int]  # of the units that have their first token in a segment begun
+    block: int  # the index of the segment's next block
+    documents: dict[str, int]  # counts of the units whose first token is in a segment that was begun
 
 
 def lane_start() -> LaneState:
-    """The state of a lane of which nothing was read."""
+    """Return the state of a lane that was not read yet."""
     return {"epoch": 0, "position": 0, "offset": 0, "block": 0, "documents": DocumentCounts().as_dict()}
 
 
@@ -46,12 +46,12 @@ class Segment:
     blocks: Permutation
     next: tuple[Place, int]  # place and offset of the next segment
     counts: DocumentCounts
-    units: list[int]  # of which it is made
+    units: list[int]  # the units that it is made of
 
 
 @dataclass
 class Lane:
-    """Lane `index` of `order`, from `state` on. Asks for its next unit while it still deals out this one."""
+    """Lane `index` of `order`, from the state `start` on. Asks for its next unit while it still deals out this one."""
 
     index: int
     order: Order
@@ -63,7 +63,7 @@ class Lane:
     _asked: deque[tuple[Place, Ticket]] = field(default_factory=deque)
     _last: tuple[Place, Tokens, DocumentCounts] | None = None  # the unit in which the next segment starts
     _segment: Segment | None = None
-    _begun: list[int] = field(default_factory=list)  # units, since `begun` was asked last
+    _begun: list[int] = field(default_factory=list)  # units since the last call of `begun`
 
     def __post_init__(self) -> None:
         self._place = Place(self.start["epoch"], self.start["position"])
@@ -76,7 +76,7 @@ class Lane:
         self._asked.append((place, self.pool.ask(self.units[self.order.unit(self.index, place)])))
 
     def next(self) -> Tokens:
-        """The next block: uint16 or uint32 [n_positions + 1], a view."""
+        """Return the next block: uint16 or uint32 [n_positions + 1], a view."""
         if self._segment is None:
             self._segment = self._load()
             self._begun += self._segment.units
@@ -91,7 +91,7 @@ class Lane:
         return segment.tokens[start : start + self.n_positions + 1]
 
     def state(self) -> LaneState:
-        """What a lane needs to go on from here."""
+        """Return the state from which a lane can continue here."""
         return {
             "epoch": self._place.epoch,
             "position": self._place.position,
@@ -101,7 +101,7 @@ class Lane:
         }
 
     def begun(self) -> list[int]:
-        """The units of which something was dealt out for the first time since this was asked last."""
+        """Return the units from which a first block was dealt out since the last call."""
         begun, self._begun = self._begun, []
         return begun
 
@@ -125,7 +125,7 @@ class Lane:
         n_blocks = (length - 1) // self.n_positions
         if self._block >= n_blocks:
             raise self._changed(f"{self._block} sequences", str(n_blocks))
-        # All units but the last came to n_positions tokens at most: the next segment's first token is in the last.
+        # All units but the last have n_positions tokens together at most: the next segment starts in the last one.
         offset = n_blocks * self.n_positions - before + (self._offset if len(parts) == 1 else 0)
         # A unit is counted by the segment in which its first token is an input.
         counted = counts[1 if self._offset else 0 : -1 if offset == 0 else None]
@@ -150,7 +150,7 @@ class Lane:
         )
 
     def _read(self, place: Place) -> tuple[Tokens, DocumentCounts]:
-        """The unit at `place`, its documents in the epoch's order."""
+        """Return the unit at `place`, with its documents in the epoch's order."""
         if self._last is None or self._last[0] != place:
             if not self._asked:
                 self.ask()
@@ -167,10 +167,10 @@ class Lane:
 
 
 class Batches:
-    """One rank's shares of the global batches: those of their sequences j with j mod `world` = `rank`.
+    """One rank's shares of the global batches: their sequences j with j mod `world` = `rank`.
 
-    When `world` divides the number of lanes a rank reads its own lanes alone; otherwise some lanes are read by several
-    ranks, each of which passes over the others' sequences.
+    If `world` divides the number of lanes, a rank reads only its own lanes. Otherwise several ranks read the same lane,
+    and each of them skips the others' sequences.
     """
 
     def __init__(
@@ -188,13 +188,13 @@ class Batches:
         self.lanes, self.n_lanes, self.global_batch_size = lanes, n_lanes, global_batch_size
         self.n_positions, self.rank, self.world, self.vocab_size = n_positions, rank, world, vocab_size
         for depth in range(1 + max(lane.ahead for lane in lanes.values())):
-            for lane in lanes.values():  # what every lane needs now comes before what any of them needs next
+            for lane in lanes.values():  # first what every lane needs now, then what they need next
                 if depth <= lane.ahead:
                     lane.ask()
 
     def next(self) -> npt.NDArray[np.int32]:
-        """int32 [global_batch_size // world, n_positions + 1]. Raises RunError for an id that is none."""
-        with interruptible():  # nothing of a step that was not trained on is kept
+        """Return the next share: int32 [global_batch_size // world, n_positions + 1]. Raises RunError for a bad id."""
+        with interruptible():  # the state of a step that was not trained on is not kept
             ids = np.empty((self.global_batch_size // self.world, self.n_positions + 1), dtype=np.int32)
             for j in range(self.global_batch_size):
                 if lane := self.lanes.get(j % self.n_lanes):
@@ -210,14 +210,14 @@ class Batches:
             lane.pool.close()
 
     def state(self) -> dict[str, LaneState]:
-        """Every lane that this rank reads."""
+        """Return the state of every lane that this rank reads."""
         return {str(index): lane.state() for index, lane in self.lanes.items()}
 
     def begun(self) -> list[int]:
-        """The units that were begun since this was asked last."""
+        """Return the units that were begun since the last call."""
         return [unit for lane in self.lanes.values() for unit in lane.begun()]
 
 
 def lanes_of(rank: int, world: int, n_lanes: int, global_batch_size: int) -> list[int]:
-    """The lanes from which the sequences of `rank` come. After `n_lanes` of its sequences they are the same again."""
+    """Return the lanes that the sequences of `rank` come from. They repeat after `n_lanes` of its sequences."""
     return sorted({j % n_lanes for j in range(rank, min(global_batch_size, rank + n_lanes * world), world)})

@@ -1,4 +1,4 @@
-"""Parquet files: footers, bounded and read once; what they declare; the documents of a row group."""
+"""Parquet files: bounded footers that are read once, the sizes that they declare, and the documents of a row group."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import limits
 
-FOOTER = 256 << 20  # bytes; that is a million row groups, and seconds to read
-SAID = 16 << 20  # bytes of a footer that takes long enough to be announced
-KEPT = 64 << 20  # bytes of footers, as they are in their files: or a file of many row groups is all footer
+FOOTER_BYTES = 256 << 20  # that is a million row groups, and seconds to read
+ANNOUNCED_BYTES = 16 << 20  # reading a larger footer takes long enough to announce it
+KEPT_BYTES = 64 << 20  # of footers, by their size in the files; a file of many row groups is nearly all footer
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _footers: OrderedDict[tuple[str, int, int], Any] = OrderedDict()
 
 
 def metadata(path: str | Path) -> Any:
-    """The file's footer. Raises UserError for one that is too large, and Arrow's errors (ValueError, OSError)."""
+    """Return the file's footer. Raises UserError if it is too large, and Arrow's errors (ValueError, OSError)."""
     import pyarrow.parquet as pq
 
     stat = Path(path).stat()
@@ -30,13 +30,13 @@ def metadata(path: str | Path) -> Any:
         _check_footer(path, stat.st_size)
         _footers[key] = pq.read_metadata(path)
     _footers.move_to_end(key)
-    while len(_footers) > 1 and sum(footer.serialized_size for footer in _footers.values()) > KEPT:
+    while len(_footers) > 1 and sum(footer.serialized_size for footer in _footers.values()) > KEPT_BYTES:
         _footers.popitem(last=False)
     return _footers[key]
 
 
 def _footer(path: str | Path, size: int) -> int:
-    """How many bytes it has, as the file says."""
+    """Return the footer's bytes by the file's last bytes; 0 if they are not parquet's."""
     with open(path, "rb") as file:
         file.seek(max(size - 8, 0))
         end = file.read(8)
@@ -45,17 +45,17 @@ def _footer(path: str | Path, size: int) -> int:
 
 def _check_footer(path: str | Path, size: int) -> None:
     length = _footer(path, size)
-    if length > FOOTER:
+    if length > FOOTER_BYTES:
         raise UserError.of(
-            f"{path} has a footer of {length >> 20} MiB, and at most {FOOTER >> 20} are read",
+            f"{path} has a footer of {length >> 20} MiB, and at most {FOOTER_BYTES >> 20} are read",
             "write it again in larger row groups, or in several files",
         )
-    if length > SAID:
+    if length > ANNOUNCED_BYTES:
         log.info("data: reading the footer of %s, of %d MiB", path, length >> 20)
 
 
 def text_columns(path: str | Path) -> set[str]:
-    """The names of the columns that are text."""
+    """Return the names of the columns that are text."""
     import pyarrow as pa
 
     t = pa.types
@@ -66,36 +66,42 @@ def text_columns(path: str | Path) -> set[str]:
 
 
 def check_declared(path: Path, column: str) -> None:
-    """Raises UserError where a file announces more than `read` would give, before anything is made ready for it."""
+    """Check the sizes that a footer declares. Raises UserError if they exceed what `read` would return.
+
+    It runs before any memory is allocated for the text.
+    """
     footer, size = metadata(path), path.stat().st_size
     places = _places(footer, column)
     for group in range(footer.num_row_groups):
         about = footer.row_group(group)
         stored, unpacked = _chunk(about, places)
         rows, most = about.num_rows, limits.allowed(stored)
-        if not (0 <= stored <= size and 0 <= unpacked <= most and 0 <= rows * limits.ROW <= most):
+        if not (0 <= stored <= size and 0 <= unpacked <= most and 0 <= rows * limits.ROW_BYTES <= most):
             raise limits.unfolds(path)
 
 
 def read(path: str, groups: range, column: str) -> Iterator[bytes | None]:
-    """The documents of some row groups."""
+    """Read the documents of some row groups. Raises UserError if they unpack to more than is allowed."""
     import pyarrow.parquet as pq
 
     footer = metadata(path)
     places = _places(footer, column)
     left = max(limits.allowed(_chunk(footer.row_group(group), places)[0]) for group in groups)
     with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True) as file:
-        # Few rows at once: where a long value is repeated, the file has it once, and a batch as often as it occurs.
+        # Few rows at once: a long value that is repeated is in the file once, but in a batch each time.
         for batch in file.iter_batches(batch_size=16, row_groups=list(groups), columns=[column]):
             for document in as_documents(batch.column(0)):
-                left -= limits.ROW + len(document or b"")
+                left -= limits.ROW_BYTES + len(document or b"")
                 if left < 0:
                     raise limits.unfolds(path)
                 yield document
 
 
 def as_documents(column: Any) -> list[bytes | None]:
-    """The values of an Arrow column of text. As bytes: Arrow checks no UTF-8 until it makes a str, and then raises."""
+    """Return the values of an Arrow column of text, as bytes.
+
+    Arrow checks UTF-8 only when it makes a str, and then it raises.
+    """
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):
@@ -104,11 +110,11 @@ def as_documents(column: Any) -> list[bytes | None]:
 
 
 def _places(footer: Any, column: str) -> list[int]:
-    """Which of a row group's chunks are the column's."""
+    """Return which of a row group's chunks are the column's."""
     return [i for i in range(footer.num_columns) if footer.schema.column(i).path == column]
 
 
 def _chunk(row_group: Any, places: list[int]) -> tuple[int, int]:
-    """The bytes that a column of a row group takes in its file, and unpacked, as the file has it."""
+    """Return the bytes that a column of a row group takes in its file, and unpacked, as the footer declares them."""
     own = [row_group.column(i) for i in places]
     return sum(c.total_compressed_size for c in own), sum(c.total_uncompressed_size for c in own)

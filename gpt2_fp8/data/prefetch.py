@@ -1,7 +1,7 @@
-"""Reading and tokenising units ahead of need, in processes of their own or in this one.
+"""Reading and tokenising units ahead of need, in worker processes or in this one.
 
-Workers are asked for units and give back tokens; what is done with them is decided elsewhere, so that neither their
-number nor their death can change the order of samples.
+Workers get units and return tokens. The use of the tokens is decided elsewhere, so neither the number of workers nor
+their death can change the order of samples.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from gpt2_fp8.data.digests import Digests
 from gpt2_fp8.data.documents import TokenisedUnit
 from gpt2_fp8.data.reader import UnitReader, WorkCounts
 from gpt2_fp8.data.units import Unit
-from gpt2_fp8.data.worker_pool import Crew
+from gpt2_fp8.data.worker_pool import WorkerPool
 from gpt2_fp8.data.worker_process import Done, SpoolLost
 from gpt2_fp8.runtime.signals import interruptible
 
 log = logging.getLogger(__name__)
 
-KEEP_BYTES = 64 << 20  # of tokens: a corpus below 32 M tokens is tokenised once and not every epoch
+KEEP_BYTES = 64 << 20  # of tokens: a corpus below 32 M tokens is tokenised once, and not in every epoch
 
 
 @dataclass(eq=False)
@@ -42,26 +42,26 @@ class UnitPool:
 
     reader: UnitReader
     num_workers: int
-    digests: Digests | None = None  # what each unit was before; None: nothing to compare
+    digests: Digests | None = None  # the units' earlier digests; None: nothing to compare
     counts: WorkCounts = field(default_factory=WorkCounts)
-    _crew: Crew | None = None
+    _workers: WorkerPool | None = None
     _kept: OrderedDict[Unit, TokenisedUnit] = field(default_factory=OrderedDict)
     _said_lost: bool = False
 
     def ask(self, unit: Unit) -> Ticket:
-        """Have `unit` read; does not wait for it. Every ticket is to be taken or dropped, once."""
+        """Have `unit` read, without waiting. Every ticket must be taken or dropped once."""
         if not self.num_workers or unit in self._kept:
             return Ticket(unit)
-        self._crew = self._crew or Crew(self.reader, self.num_workers, self.counts)
-        return Ticket(unit, self._crew.submit(unit))
+        self._workers = self._workers or WorkerPool(self.reader, self.num_workers, self.counts)
+        return Ticket(unit, self._workers.submit(unit))
 
     def take(self, ticket: Ticket) -> TokenisedUnit:
-        """The tokens of the ticket's unit; waits for them, and a signal may end that wait.
+        """Return the tokens of the ticket's unit. It waits for them, and a signal may end the wait.
 
         Raises:
-            UserError: the unit cannot be read, or is not what it was when it was read before.
+            UserError: the unit cannot be read, or differs from what was read before.
             DataSourceLost: its source does not answer.
-            RunError: workers die of it, time and again.
+            RunError: workers died repeatedly while reading it.
             Interrupted: a signal came.
         """
         unit = ticket.unit
@@ -80,7 +80,7 @@ class UnitPool:
         return self._keep(unit, tokenised)
 
     def _received(self, unit: Unit, future: Future[Done]) -> tuple[TokenisedUnit, WorkCounts]:
-        """What a worker has read; read once more here where the temporary folder did not hold it."""
+        """Return what a worker has read. If the temporary folder did not hold it, read the unit again here."""
         try:
             with interruptible():
                 done = future.result()
@@ -90,7 +90,7 @@ class UnitPool:
             return tokenised, done.work
         except (SpoolLost, OSError, zipfile.BadZipFile) as error:
             if isinstance(error, OSError) and future.exception() is error:
-                raise  # the reader's
+                raise  # the reader's error
             if not self._said_lost:
                 log.warning(
                     "data: the workers' temporary folder loses tokens, and this process reads them again, which is "
@@ -102,18 +102,18 @@ class UnitPool:
             return self.reader(unit)
 
     def drop(self, ticket: Ticket) -> None:
-        """The unit is not needed after all."""
+        """Cancel the ticket: its unit is not needed."""
         if ticket.future is not None:
             ticket.future.cancel()
 
     def close(self) -> None:
-        """End the worker processes, without waiting for what they are reading. The pool can be used again."""
-        crew, self._crew = self._crew, None
-        if crew is not None:
-            crew.close()
+        """End the worker processes, without waiting for their reads. The pool can be used again."""
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.close()
 
     def _keep(self, unit: Unit, tokenised: TokenisedUnit) -> TokenisedUnit:
-        """Remember the units that were used last, up to `KEEP_BYTES`."""
+        """Keep the units that were used last, up to `KEEP_BYTES`."""
         self._kept[unit] = tokenised
         self._kept.move_to_end(unit)
         while sum(u.tokens.nbytes for u in self._kept.values()) > KEEP_BYTES:

@@ -1,4 +1,4 @@
-"""How far a run has trained, as it is saved: the same for every number of ranks, and refused for other data."""
+"""How far a run has trained, in the form that is saved: equal for any number of ranks, refused for other data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Fingerprint = dict[str, str | int]
 
 
 class Progress:
-    """The steps trained and where each lane stands. A rank keeps its own lanes current, and gathers the others'."""
+    """The steps trained, and where each lane stands. A rank updates its own lanes, and gathers the others'."""
 
     def __init__(
         self,
@@ -31,38 +31,38 @@ class Progress:
     ):
         self.fingerprint = fingerprint
         self.digests = digests
-        self.validation = validation  # a checksum of the sequences that are validated on; None: there are none
-        self._validated_before: str | None = None  # the same of the run that this one continues
+        self.validation = validation  # a checksum of the validation sequences; None: there are none
+        self._validated_before: str | None = None  # the same checksum of the run that this one continues
         self.global_batch_size = global_batch_size
         self.step = 0
         self.lanes: dict[str, LaneState] = {str(lane): lane_start() for lane in range(n_lanes)}
 
     def advance(self, cursor: Cursor) -> None:
-        """The step that this cursor came with was trained on."""
+        """Note that the step of this cursor was trained on."""
         self.step = cursor["step"]
         self.lanes.update(cursor["lanes"])
         self.digests.trained_on(cursor["units"])
 
     def state_dict(self) -> dict[str, Any]:
-        """For JSON, the same on every rank. To be called on all ranks at once.
+        """Return the progress for JSON, the same on every rank. Collective.
 
-        Raises UserError where two ranks have read the same text differently.
+        Raises UserError if two ranks have read the same text differently.
         """
         rank, world = rank_and_world()
         own = {str(lane) for lane in lanes_of(rank, world, len(self.lanes), self.global_batch_size)}
         lanes = {lane: state for lane, state in self.lanes.items() if lane in own}
-        told: list[Any] = [(self.step, lanes, self.digests.known(), self.validation)]
+        gathered: list[Any] = [(self.step, lanes, self.digests.known(), self.validation)]
         if world > 1:
-            mine, told = told[0], [None] * world
-            distributed.all_gather_object(told, mine)
-        for step, lanes, *_ in told:
-            assert step == self.step, f"ranks stand at the steps {[step for step, _ in told]}"
+            mine, gathered = gathered[0], [None] * world
+            distributed.all_gather_object(gathered, mine)
+        for step, lanes, *_ in gathered:
+            assert step == self.step, f"ranks stand at the steps {[step for step, _ in gathered]}"
             self.lanes.update(lanes)
-        assert all(self.lanes[lane] == state for _, lanes, *_ in told for lane, state in lanes.items()), (
+        assert all(self.lanes[lane] == state for _, lanes, *_ in gathered for lane, state in lanes.items()), (
             "ranks disagree"
         )
-        self.digests.merge(table for _, _, table, _ in told)
-        if any(validation != self.validation for *_, validation in told):
+        self.digests.merge(table for _, _, table, _ in gathered)
+        if any(validation != self.validation for *_, validation in gathered):
             raise UserError.of("the validation text changed while the ranks read it", "let it be, and start again")
         return {
             "fingerprint": dict(self.fingerprint),
@@ -74,23 +74,27 @@ class Progress:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`. Raises UserError with everything in which its text or order was another;
-        ValueError or TypeError for what is no state of this order."""
+        """Continue from a `state_dict`.
+
+        Raises:
+            UserError: its text or its order was another one, with every difference.
+            ValueError, TypeError: it is not a state of this order.
+        """
         if changed := list(self.other_settings(state)):
             raise UserError(changed)
         if state["lanes"].keys() != self.lanes.keys():
             raise ValueError(f"it has {len(state['lanes'])} lanes that are not the {len(self.lanes)} of this text")
-        _documents(state["lanes"])  # or their counts would not fit later
+        _documents(state["lanes"])  # raises now for counts that would not fit later
         self.digests.restore(state.get("digests"))
         self._validated_before = state.get("validation")
         self.step, self.lanes = state["step"], copy.deepcopy(state["lanes"])
 
     def other_settings(self, state: dict[str, Any]) -> Iterator[Problem]:
-        """Everything in which a `state_dict` is of another text or order than this."""
+        """Return every setting in which the text or order of a `state_dict` differs from this one."""
         was, now = dict(state["fingerprint"]), dict(self.fingerprint)
         own, theirs = self.validation, state.get("validation")
         if own and theirs and all(was.get(key) == now[key] for key in ("data", "tokenizer", "n_positions")):
-            was["validation"], now["validation"] = theirs, own  # else it follows
+            was["validation"], now["validation"] = theirs, own  # otherwise it differs because the others do
         for key in now:
             if was.get(key) != now[key]:
                 yield Problem(
@@ -101,7 +105,7 @@ class Progress:
                 )
 
     def documents(self) -> DocumentCounts:
-        """Of all units that training has come to, over every epoch."""
+        """Return the counts of all units that training has reached, over every epoch."""
         return _documents(self.lanes)
 
 

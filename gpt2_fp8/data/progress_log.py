@@ -1,4 +1,4 @@
-"""What start-up is busy with, said where it takes more than moments: a corpus may have a million files."""
+"""A log line for parts of the start-up that take more than moments: a corpus may have a million files."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import time
 
 log = logging.getLogger(__name__)
 
-FIRST = 3.0  # seconds of silence
-EVERY = 15.0
+FIRST_SECONDS = 3.0  # before the first line
+EVERY_SECONDS = 15.0  # between two lines
 
 
-class Looking:
-    """Says how far `what` has come of `total`; nothing where it is done in `FIRST` seconds."""
+class ProgressLog:
+    """Logs how many of `total` are done; nothing if all are done within `FIRST_SECONDS`."""
 
     def __init__(self, what: str, total: int):
         self.what, self.total = what, total
-        self._next = time.monotonic() + FIRST
+        self._next = time.monotonic() + FIRST_SECONDS
 
     def at(self, done: int) -> None:
-        """So many are done."""
+        """Log that `done` are done, if a line is due."""
         now = time.monotonic()
         if now >= self._next:
-            self._next = now + EVERY
+            self._next = now + EVERY_SECONDS
             log.info("data: %s: %s of %s", self.what, f"{done:,}", f"{self.total:,}")

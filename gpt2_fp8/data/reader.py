@@ -1,4 +1,4 @@
-"""One unit, from wherever it is to its tokens. This is what runs in a worker process."""
+"""From one unit to its tokens. This is what runs in a worker process."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class WorkCounts:
 
 @dataclass(frozen=True)
 class UnitReader:
-    """From a unit to its tokens: from the cache, or from the source (with its retries) and into the cache."""
+    """Reads a unit's tokens from the cache, or from the source (with its retries) and into the cache."""
 
     source: Source
     tokenizer: TokenizerName
     cache: UnitCache | None
-    plugins: tuple[str, ...] = ()  # modules of the user's, which a worker process imports too
+    plugins: tuple[str, ...] = ()  # the user's modules, which a worker process imports too
 
     def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
-        """Raises UserError or DataSourceLost where the source ends in one."""
+        """Read `unit`. Raises UserError or DataSourceLost if the source does."""
         if self.cache and (stored := self.cache.load(unit)):
             return stored, WorkCounts(units=1, cache_hits=1)
         tokenised, retries = with_retries(lambda: self._tokenise(unit), unit.name, self.source.waits)
@@ -41,8 +41,8 @@ class UnitReader:
         return tokenised, WorkCounts(units=1, retries=retries)
 
     def _tokenise(self, unit: Unit) -> TokenisedUnit:
-        counts = DocumentCounts()  # a failed attempt's counts go with it
+        counts = DocumentCounts()  # new for each attempt, so a failed one is not counted
         encoding = load_tokenizer(self.tokenizer)
         made = tokenise(self.source.read(unit, counts), unit, encoding, counts)
-        check_unit(made.tokens, encoding.n_vocab, unit.name)  # the cache looks at its own, and makes them anew
+        check_unit(made.tokens, encoding.n_vocab, unit.name)  # the cache checks its own units
         return made

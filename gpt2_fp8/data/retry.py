@@ -15,13 +15,13 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_jitter = random.SystemRandom()  # not the seeded generator, which is the same on every rank
+_jitter = random.SystemRandom()  # the seeded generator would give every rank the same jitter
 
-LOCAL_WAITS = (0.5, 2.0)  # seconds: a disk or a network mount that hiccups
-HUB_WAITS = (2.0, 5.0, 15.0, 30.0, 60.0, 120.0, 240.0)  # on top of the hub client's own five tries of 1 to 8 s each
+LOCAL_WAITS = (0.5, 2.0)  # seconds: for a passing error of a disk or a network mount
+HUB_WAITS = (2.0, 5.0, 15.0, 30.0, 60.0, 120.0, 240.0)  # seconds, in addition to the client's five tries of 1 to 8 s
 
-# Errors that waiting does not mend: the user's, ours, and memory. Everything else (OSError, the HTTP client's and
-# Arrow's errors, a decompressor's) may be the source's passing trouble.
+# Errors that waiting cannot solve: the user's, ours, and lack of memory. All others (OSError, the errors of the HTTP
+# client, of Arrow or of a decompressor) may pass.
 _FINAL = (RunError, AssertionError, LookupError, TypeError, AttributeError, NameError, ImportError, MemoryError)
 
 
@@ -29,16 +29,16 @@ _waiting = False
 
 
 def is_waiting() -> bool:
-    """Whether this process waits before another attempt: it is alive then, although it does nothing."""
+    """Return whether this process waits before another attempt: it is then alive, although it does nothing."""
     return _waiting
 
 
 def with_retries(action: Callable[[], Result], what: str, waits: tuple[float, ...]) -> tuple[Result, int]:
-    """`action()` and how many attempts failed before it worked; each attempt starts from nothing.
+    """Return the result of `action` and the number of failed attempts before it. Each attempt starts from nothing.
 
     Raises:
-        DataSourceLost: it still fails after the last of `waits` (seconds, each with up to a quarter of jitter, so that
-            the ranks and workers of a large run do not come back all at once).
+        DataSourceLost: it still fails after the last of `waits`. These are in seconds. Each gets up to a quarter of
+            jitter, so that the ranks and workers of a large run do not all try again at once.
     """
     failures = 0
     while True:
@@ -59,7 +59,7 @@ def with_retries(action: Callable[[], Result], what: str, waits: tuple[float, ..
 
 
 def sleep(seconds: float) -> None:
-    """Wait so that `is_waiting` tells of it."""
+    """Wait, with `is_waiting` true."""
     global _waiting
     _waiting = True
     try:
@@ -69,5 +69,5 @@ def sleep(seconds: float) -> None:
 
 
 def _said(error: Exception) -> str:
-    """A server's words, without what a terminal would obey."""
+    """Return a server's words in printable characters, at most 300."""
     return printable(str(error))[:300]

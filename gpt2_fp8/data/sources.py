@@ -17,9 +17,9 @@ DataSettings = StdlibData | FilesData | HubData | FileOrHubData | RegisteredData
 
 
 def build_source(config: DataSettings) -> Source:
-    """The source that `config` names. Reads nothing yet but whether a `file_or_hub`'s file is there.
+    """Return the source that `config` names. It reads nothing yet, but looks for a `file_or_hub`'s file.
 
-    Raises UserError where no plugin has registered it.
+    Raises UserError if no plugin has registered the source.
     """
     if isinstance(config, RegisteredData):
         return cast("Source", registry.make("data.source", config.source, Source, config))

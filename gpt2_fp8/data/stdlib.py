@@ -1,4 +1,4 @@
-"""The source of Python's standard library: about 3 MB of real text that is on every machine. A module is a unit."""
+"""Python's standard library as a source: about 3 MB of real text on every machine. A module is a unit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpt2_fp8.data.units import Corpus, DocumentCounts, Unit
 
 log = logging.getLogger(__name__)
 
-# Pure-Python modules that CPython 3.11 to 3.14 all have, in Debian's split packages too.
+# Pure-Python modules that are in all of CPython 3.11 to 3.14, also in Debian's split packages.
 TRAIN_MODULES = """
 _collections_abc.py _pydecimal.py _pyio.py _strptime.py _weakrefset.py abc.py argparse.py ast.py
 asyncio/base_events.py asyncio/events.py asyncio/futures.py asyncio/locks.py asyncio/queues.py
@@ -40,16 +40,16 @@ VAL_MODULES = ["bisect.py", "difflib.py", "heapq.py", "mailbox.py", "statistics.
 
 @dataclass
 class StdlibSource:
-    """The modules above, found through `sysconfig`; `folder` is for tests."""
+    """The modules above, found through `sysconfig`. Tests give another `folder`."""
 
     folder: str = sysconfig.get_path("stdlib")
     waits: tuple[float, ...] = ()  # a local read that fails once fails again
 
     def corpus(self) -> Corpus:
-        """One unit a module.
+        """Return one unit a module.
 
         Raises:
-            UserError: half of the modules or more are missing, as where Python is installed without its source.
+            UserError: half of the modules or more are missing, as in a Python installed without its source.
         """
         train, val = ([unit for name in names if (unit := self._unit(name))] for names in (TRAIN_MODULES, VAL_MODULES))
         missing = len(TRAIN_MODULES) + len(VAL_MODULES) - len(train) - len(val)
@@ -64,11 +64,11 @@ class StdlibSource:
         return Corpus(train, val, {"kind": "stdlib", "modules": len(train) + len(val)})
 
     def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[bytes]:
-        """The module's source, one document."""
+        """Return the module's source, as one document."""
         yield Path(unit.path).read_bytes()
 
     def is_current(self, unit: Unit) -> bool:
-        """Whether the module is what it was at the start, by its content."""
+        """Return whether the module still has the content that it had at the start."""
         return unit.name.endswith(f"@{_content(Path(unit.path))}")
 
     def _unit(self, name: str) -> Unit | None:

@@ -1,6 +1,6 @@
 """The two tokenizers: GPT-2's byte-pair encoding, and plain bytes. Both are `tiktoken.Encoding`s.
 
-Text that spells a special token (`<|endoftext|>`) inside a document is encoded as plain text: a document cannot end
+A special token (`<|endoftext|>`) that is spelled inside a document is encoded as plain text: a document cannot end
 itself.
 """
 
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 TokenizerName = Literal["gpt2", "bytes"]
 
 END_OF_TEXT = "<|endoftext|>"
-NETWORK_TIMEOUT = 4.0  # seconds to find out that the vocabulary cannot be fetched; tiktoken itself waits for ever
+NETWORK_TIMEOUT_SECONDS = 4.0  # until the vocabulary counts as out of reach; tiktoken itself waits without an end
 
 
 @cache
 def load_tokenizer(name: TokenizerName) -> tiktoken.Encoding:
-    """The encoding called `name`; `n_vocab` is 50,257 for gpt2 and 257 for bytes, `eot_token` 50,256 and 256.
+    """Return the encoding `name`; `n_vocab` is 50,257 for gpt2 and 257 for bytes, `eot_token` is 50,256 and 256.
 
     Raises:
-        UserError: GPT-2's vocabulary is neither in tiktoken's cache nor to be had from the network.
+        UserError: GPT-2's vocabulary is not in tiktoken's cache, and cannot be fetched.
     """
     return _bytes_encoding() if name == "bytes" else _gpt2_encoding()
 
 
 def encode(encoding: tiktoken.Encoding, text: str, unit: str = "the text") -> Tokens:
-    """Return the ids of `text`, [n] of the dtype that `ids.dtype_of` gives the vocabulary.
+    """Return the ids of `text`, [n], in the dtype that `ids.dtype_of` gives the vocabulary.
 
     `text` must be valid unicode (no lone surrogates). Raises UserError, naming `unit`, for an id that the vocabulary
     does not have.
     """
-    if encoding.name == "bytes":  # the same ids as `encoding` gives, at the speed of a copy
+    if encoding.name == "bytes":  # the ids that `encoding` would give, as fast as a copy
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype_of(encoding.n_vocab))
     return narrowed(encoding.encode_to_numpy(text, disallowed_special=()), encoding.n_vocab, unit)
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """A sha256 over the name, every token with its id, and the special tokens: what makes two encodings the same."""
+    """Return a sha256 over the name, every token with its id, and the special tokens. Equal encodings share it."""
     digest = hashlib.sha256(encoding.name.encode())
     for token in encoding.token_byte_values():  # sorted by bytes
         digest.update(b"%d:%d:" % (encoding.encode_single_token(token), len(token)) + token)
@@ -61,7 +61,7 @@ def _bytes_encoding() -> tiktoken.Encoding:
 
     return tiktoken.Encoding(
         name="bytes",
-        pat_str=r"[\s\S]{1,64}",  # any cut will do where nothing merges
+        pat_str=r"[\s\S]{1,64}",  # any pattern will do, since nothing is merged
         mergeable_ranks={bytes([value]): value for value in range(256)},
         special_tokens={END_OF_TEXT: 256},
     )
@@ -73,7 +73,7 @@ def _gpt2_encoding() -> tiktoken.Encoding:
 
     try:
         if not has_gpt2():
-            requests.head(next(iter(GPT2_FILES.values())), timeout=NETWORK_TIMEOUT).raise_for_status()
+            requests.head(next(iter(GPT2_FILES.values())), timeout=NETWORK_TIMEOUT_SECONDS).raise_for_status()
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; ValueError: what came has another hash
         reason = str(error).split("(Caused by")[0].strip() or type(error).__name__

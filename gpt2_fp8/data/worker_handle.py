@@ -1,4 +1,4 @@
-"""A worker process as its parent has it: started, given a job, listened to, ended."""
+"""A worker process as its parent sees it: start it, give it a job, listen to it, end it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpt2_fp8.data.worker_process import READY, Done, Failed, run
 
 @dataclass(eq=False)
 class Job:
-    """A unit to be read. `deaths`: of workers that were to read it."""
+    """A unit to be read. `deaths`: how many workers died while they had it."""
 
     unit: Unit
     future: Future[Done] = field(default_factory=Future)
@@ -26,36 +26,36 @@ class Job:
 
 @dataclass(eq=False)
 class Worker:
-    """A process, this end of its pipe, and what it is doing."""
+    """A process, the parent's end of its pipe, and its job."""
 
     process: SpawnProcess
     pipe: connection.Connection
     job: Job | None = None
     ready: bool = False
-    silence: float = 0.0  # seconds since it last showed life, while it had something to do
+    silence: float = 0.0  # seconds since its last message, while it has something to do
 
     @classmethod
     def start(cls, reader: bytes, spool: str) -> Worker:
-        """A new process; `reader` and `spool` as `worker_process.run` takes them. It is `ready` once it says so."""
+        """Start a process, with `reader` and `spool` for `worker_process.run`. It is `ready` once it says so."""
         context = multiprocessing.get_context("spawn")  # never fork: CUDA and threads do not survive it
         ours, its = context.Pipe()
         process = context.Process(target=run, args=(its, reader, spool), daemon=True)
         process.start()
-        its.close()  # or its end would not be noticed
+        its.close()  # with this copy open, the end of the process would not be noticed
         return cls(process, ours)
 
     def give(self, job: Job) -> None:
-        """Have it read a job, unless that was cancelled. It is to be ready and without one."""
+        """Have it read a job, unless that was cancelled. It must be ready and without a job."""
         if job.deaths == 0 and not job.future.set_running_or_notify_cancel():
             return
         self.job, self.silence = job, 0.0
-        with suppress(OSError):  # it has ended, which is heard in a moment
+        with suppress(OSError):  # the process has ended, which `listen` notices soon
             self.pipe.send(job.unit)
 
     def listen(self, passed: float) -> str | None:
-        """Take what it has sent, which may end its job; how its process ended, in words, or None while it has not.
+        """Take the messages that it has sent; one may end its job. Returns how its process ended, or None if it runs.
 
-        `passed`: seconds since the last time.
+        `passed`: seconds since the last call.
         """
         silence = self.silence + passed
         try:
@@ -70,7 +70,7 @@ class Worker:
         return None
 
     def end(self, seconds: float) -> None:
-        """Kill it, and wait so long at most: one in an uninterruptible read stays until that ends."""
+        """Kill it, and wait at most `seconds`: in an uninterruptible read it stays until that ends."""
         self.process.kill()
         self.process.join(seconds)
         self.pipe.close()

@@ -1,7 +1,7 @@
-"""Several workers, and the thread that looks after them: it hands out units, has answers taken, and replaces the dead.
+"""Several workers, and the thread that manages them: it hands out units, takes answers, and replaces dead workers.
 
-A worker that is killed, ends, or shows no life for `LIFE_SECONDS` costs no more than the unit that it was reading being
-read again, by a new one. A unit that this happens to time and again is given up, with what it died of.
+A worker may be killed, end, or show no life for `LIFE_SECONDS`. A new one then reads its unit again, and nothing else
+is lost. A unit on which several workers died is given up, with the cause of the last death.
 """
 
 from __future__ import annotations
@@ -26,48 +26,48 @@ from gpt2_fp8.runtime.spool import Spool
 
 log = logging.getLogger(__name__)
 
-LIFE_SECONDS = 60.0  # that a worker may show no life
-START_SECONDS = 300.0  # likewise, until it is ready: its imports may come over a slow network
-MAX_DEATHS = 3  # of workers that were to read one and the same unit
-_TICK = 1.0
+LIFE_SECONDS = 60.0  # without a message, after which a worker counts as dead
+START_SECONDS = 300.0  # the same until it is ready: its imports may come over a slow network
+MAX_DEATHS = 3  # of workers on one unit
+_TICK_SECONDS = 1.0
 
 
-class Crew:
-    """Up to `number` workers, started as there is work; `counts.worker_deaths` counts those that were replaced.
+class WorkerPool:
+    """Up to `number` workers, started when there is work. `counts.worker_deaths` counts the replaced ones.
 
-    `close` is to be called in the end; the interpreter's exit does, if nobody has.
+    Call `close` at the end; the interpreter's exit does it too.
     """
 
     def __init__(self, reader: UnitReader, number: int, counts: WorkCounts):
         self.number, self.counts = number, counts
         self._spool = _spool()
-        self.spool = self._spool.path  # where workers put the tokens
+        self.spool = self._spool.path  # the folder where workers put the tokens
         self.workers: list[Worker] = []
         self._reader = pickle.dumps(reader)
-        self._jobs: deque[Job] = deque()  # those that no worker has
-        self._bell, self._ring = multiprocessing.Pipe(duplex=False)
+        self._jobs: deque[Job] = deque()  # the jobs that no worker has
+        self._wake_receiver, self._wake_sender = multiprocessing.Pipe(duplex=False)
         self._closing = False
-        self._refused: RunError | None = None  # why no worker can be had
+        self._refused: RunError | None = None  # why no worker can be started
         self._failed_starts = 0
-        resource_tracker.ensure_running()  # by this thread: it unblocks signals in the one that starts it
+        resource_tracker.ensure_running()  # in this thread: starting it unblocks signals in the thread that does so
         self._thread = threading.Thread(target=self._manage, name="data workers", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # before multiprocessing's own, which would wait for the workers
+        atexit.register(self.close)  # runs before multiprocessing's own, which would wait for the workers
 
     def submit(self, unit: Unit) -> Future[Done]:
-        """Have `unit` read. The future's exceptions: those of the reader, and RunError where workers die of it."""
+        """Have `unit` read. The future raises the reader's errors, and RunError if workers die of the unit."""
         job = Job(unit)
         self._jobs.append(job)
-        self._ring.send_bytes(b"!")
+        self._wake_sender.send_bytes(b"!")
         return job.future
 
     def close(self) -> None:
-        """End the processes, whatever they are reading."""
+        """End the processes without waiting for their reads."""
         if self._closing:
             return
         self._closing = True
         atexit.unregister(self.close)
-        self._ring.send_bytes(b"!")
+        self._wake_sender.send_bytes(b"!")
         self._thread.join()
         self._refuse(RunError("the worker processes were ended"))
         for worker in self.workers:
@@ -79,23 +79,23 @@ class Crew:
     # ---- the thread ----------------------------------------------------------------------------------------------
 
     def _manage(self) -> None:
-        # Inherited by the processes that this thread starts: a terminal's Ctrl-C, or a scheduler's signal to the whole
-        # group, is not for them, not even before they can say so themselves.
+        # The processes that this thread starts inherit the mask. A Ctrl-C, or a scheduler's signal to the whole group,
+        # must not reach them, even before they can ignore it themselves.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
         before = time.monotonic()
         try:
             while not self._closing:
                 self._hand_out()
-                connection.wait([self._bell, *(w.pipe for w in self.workers)], timeout=_TICK)
-                while self._bell.poll():
-                    self._bell.recv_bytes()
+                connection.wait([self._wake_receiver, *(w.pipe for w in self.workers)], timeout=_TICK_SECONDS)
+                while self._wake_receiver.poll():
+                    self._wake_receiver.recv_bytes()
                 now = time.monotonic()
-                passed = min(now - before, 2 * _TICK)  # and not the night that a whole job was stopped
+                passed = min(now - before, 2 * _TICK_SECONDS)  # without the hours for which a whole job may be stopped
                 before = now
                 for worker in list(self.workers):
-                    self._look_after(worker, passed)
-        except Exception as error:  # ours: whoever waits for an answer is to have it
-            log.exception("data: the workers cannot be looked after")
+                    self._listen_to(worker, passed)
+        except Exception as error:  # a fault of this file: the waiting futures must get it
+            log.exception("data: the workers cannot be managed")
             self._refuse(RunError(f"the data workers' thread failed: {type(error).__name__}: {error}"))
 
     def _hand_out(self) -> None:
@@ -110,7 +110,7 @@ class Crew:
             if worker.ready and self._jobs:
                 worker.give(self._jobs.popleft())
 
-    def _look_after(self, worker: Worker, passed: float) -> None:
+    def _listen_to(self, worker: Worker, passed: float) -> None:
         was_ready = worker.ready
         lost = worker.listen(passed)
         if worker.ready and not was_ready:
@@ -118,10 +118,10 @@ class Crew:
         if lost is None and worker.silence > (LIFE_SECONDS if worker.ready else START_SECONDS):
             lost = f"showed no life for {worker.silence:.0f} s"
         if lost is not None:
-            self._bury(worker, lost)
+            self._after_death(worker, lost)
 
-    def _bury(self, worker: Worker, how: str) -> None:
-        """After the end of a worker: say so, and have its unit read again, unless that is hopeless."""
+    def _after_death(self, worker: Worker, how: str) -> None:
+        """Clean up after the end of a worker: log it, and have its unit read again, unless that is hopeless."""
         worker.end(1.0)
         self.workers.remove(worker)
         self.counts.worker_deaths += 1
@@ -140,7 +140,7 @@ class Crew:
                 self._jobs.appendleft(job)
 
     def _refuse(self, error: RunError) -> None:
-        """There will be no workers: tell whoever waits, now and later."""
+        """Refuse all jobs, now and later: no worker can be started."""
         self._refused = error
         for job in [worker.job for worker in self.workers if worker.job] + list(self._jobs):
             if not job.future.done():

@@ -1,8 +1,8 @@
 """What runs in a worker process: read the units that come through a pipe, answer with their tokens, and show life.
 
-Life is work: every second in which the process has used time on the CPU, or waits before another attempt, is reported
-by a thread of its own. A process that is stopped, or stuck in a read that never ends, reports nothing. Waiting for a
-network is life, since its clients give up and try again well within the time that is allowed (`crew.LIFE_SECONDS`).
+Life is work. A thread reports every second in which the process has used CPU time, or waits before another attempt. A
+process that is stopped, or stuck in a read that never ends, reports nothing. Waiting for a network counts as life: the
+network's clients give up and try again well within `worker_pool.LIFE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from gpt2_fp8.data.retry import is_waiting
 from gpt2_fp8.data.units import DocumentCounts, Unit
 from gpt2_fp8.runtime import registry
 
-READY, ALIVE = "ready", "alive"  # what a worker sends besides its answers
+READY, ALIVE = "ready", "alive"  # what a worker sends in addition to its answers
 BEAT_SECONDS = 1.0
-_WORK = 0.001  # seconds of CPU time in a beat's; the interpreter itself needs less
+_WORK_SECONDS = 0.001  # of CPU time in a beat that count as life; an idle interpreter uses less
 
 
 class Done(NamedTuple):
     """A unit was read; its tokens are in the file `name`.
 
-    They go by a file because a process that is stopped in the middle of megabytes in a pipe would hold up whoever reads
-    them.
+    Through the pipe they could block the parent: a process may be stopped in the middle of writing megabytes.
     """
 
     name: str
@@ -56,12 +55,12 @@ class Failed(NamedTuple):
 
 
 class SpoolLost(RunError):
-    """The tokens of a unit found no room in the temporary folder; its text could be read."""
+    """The temporary folder had no room for the tokens of a unit. Its text could be read."""
 
 
 def run(connection: Connection, reader: bytes, spool: str) -> None:
-    """Read units until the pipe closes. `reader`: a pickled UnitReader; `spool`: where tokens go."""
-    # The group's: what ends workers is their parent.
+    """Read units until the pipe closes. `reader`: a pickled UnitReader; `spool`: the folder for tokens."""
+    # These signals go to the whole process group. Only the parent ends its workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     os.environ["USE_TORCH"] = "0"  # for `datasets`, see `hub_client.import_datasets`; hence the inner pickle
@@ -74,7 +73,7 @@ def run(connection: Connection, reader: bytes, spool: str) -> None:
         while True:
             unit = connection.recv()
             _send(connection, lock, _answer(read, unit, spool))
-    except (EOFError, OSError):  # the parent is gone, or has closed its end
+    except (EOFError, OSError):  # the parent has ended, or has closed its end
         _end(spool)
 
 
@@ -87,12 +86,12 @@ def _answer(read: UnitReader, unit: Unit, spool: str) -> Done | Failed:
         error.__cause__ = error.__context__ = None
         try:
             return Failed(pickle.loads(pickle.dumps(error)), where)
-        except Exception:  # an exception is made again from its message, which not every one can be
+        except Exception:  # unpickling calls the exception with its message, which not every class accepts
             return Failed(RuntimeError(f"{type(error).__name__}: {error}"), where)
 
 
 def _kept(tokenised: TokenisedUnit, spool: str) -> str:
-    """Write the tokens into a file of the spool; returns its path. Raises SpoolLost, leaving nothing."""
+    """Write the tokens into a file of the spool and return its path. Raises SpoolLost, and then leaves no file."""
     name = None
     try:
         handle, name = tempfile.mkstemp(dir=spool, suffix=".npz")
@@ -116,8 +115,8 @@ def _show_life(connection: Connection, lock: threading.Lock, spool: str) -> None
     assert parent is not None
     last = 0.0
     while not wait([parent.sentinel], timeout=BEAT_SECONDS):
-        used = time.process_time() - time.thread_time()  # without this thread's own
-        if used - last > _WORK or is_waiting():
+        used = time.process_time() - time.thread_time()  # without this thread's part
+        if used - last > _WORK_SECONDS or is_waiting():
             last = used
             try:
                 _send(connection, lock, ALIVE)
@@ -127,6 +126,6 @@ def _show_life(connection: Connection, lock: threading.Lock, spool: str) -> None
 
 
 def _end(spool: str) -> None:
-    """A parent that is killed leaves no one to tidy up."""
+    """Remove the spool and end: the parent may have been killed, and cannot do it."""
     shutil.rmtree(spool, ignore_errors=True)
     os._exit(1)

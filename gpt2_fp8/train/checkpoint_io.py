@@ -1,4 +1,4 @@
-"""Lightning's door to the checkpoint folders: how a Trainer reads and writes one."""
+"""How Lightning's Trainer reads and writes the checkpoint folders."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from gpt2_fp8.checkpoint import files
 
 class FolderCheckpointIO(CheckpointIO):
     """Saves and loads checkpoints as folders of safetensors and JSON, for `Trainer(plugins=[FolderCheckpointIO()])`.
-    Nothing is pickled or unpickled."""
+
+    Nothing is pickled or unpickled.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write `checkpoint` as the folder `path`, or hand it to `storage_options`, a function (path, checkpoint).
+        """Write `checkpoint` as the folder `path`, or give it to `storage_options`, a function (path, checkpoint).
 
-        Lightning calls it on global rank zero alone, and passes on what `Trainer.save_checkpoint` was given. Without a
-        function it is `files.write`: complete and durable when it returns.
+        Lightning calls it only on global rank zero, with the `storage_options` of `Trainer.save_checkpoint`. Without a
+        function, `files.write` does it: complete and durable when it returns.
         """
         if storage_options is not None and not callable(storage_options):
             raise TypeError("FolderCheckpointIO's storage_options is a function of a path and a checkpoint, or None")

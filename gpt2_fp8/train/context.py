@@ -1,4 +1,4 @@
-"""The end of a run, of whatever kind: what it needs to know of the run is kept here from the start."""
+"""The end of a run of any kind. It keeps what that end needs to know, from the start of the run."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ log = logging.getLogger(__name__)
 
 
 class RunContext:
-    """Ends a run in `folder`: its summary, its other ranks, what it leaves in this process.
+    """Ends a run in `folder`: its summary, its other ranks, and what it has changed in this process.
 
-    Attributes: `checkpointing`, `divergence` and `watchdog` are the callbacks that outlive a rollback; `parts` are
-    those of the present `fit`, None where there are none (yet).
+    Attributes: `checkpointing`, `divergence` and `watchdog` are the callbacks that outlive a rollback. `parts` are
+    those of the present `fit`; None if there are none.
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.folder = folder
         self.checkpointing = Checkpointing.from_config(folder / "checkpoints", config.callbacks)
         self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save)
-        self.watchdog = RankWatchdog(self._farewell)
+        self.watchdog = RankWatchdog(self._write_lost)
         self.parts: Parts | None = None
         precision = Precision(asked=config.precision.name)
         self._summary = Summary(precision=precision, recipe=_recipe(config), tags=config.tags, notes=config.notes)
         self._launcher: object = None
 
     def chosen(self, config: RunConfig, choice: Choice | None) -> None:
-        """The settings are settled; `choice`: what `precision=auto` has come to, if it was asked for."""
+        """Note the final settings; `choice`: the result of `precision=auto`, if it was asked for."""
         self._summary.recipe, self._summary.precision.choice = _recipe(config), asdict(choice) if choice else None
 
     def built(self, parts: Parts) -> Parts:
-        """The parts of a `fit` that is about to begin."""
+        """Note the parts of a `fit` that is about to begin, and return them."""
         self.parts = parts
         if self._launcher is None:  # the first one starts the other ranks
             self._launcher = parts.trainer.strategy.launcher
@@ -53,31 +53,31 @@ class RunContext:
         return parts
 
     def rolled_back(self) -> None:
-        """Note what the last `fit` was like, and let go of its parts: their memory is needed. The caller keeps none."""
+        """Note the result of the last `fit`, and drop its parts: their memory is needed. The caller keeps none."""
         self._fill()
         self.parts = None
         clean_up()
 
     def close(self, error: BaseException | None) -> None:
-        """End the run, by `error` or well. To be called once, whatever happened before."""
+        """End the run, with `error` or well. Call it once, in any case."""
         if self.parts is not None:
             self.parts.data.say_documents()
-            self.parts.data.teardown()  # Lightning leaves it out where `fit` raises
-            with nullcontext() if error is None else suppress(Exception):  # a GPU that has failed answers nothing more
+            self.parts.data.teardown()  # Lightning does not call it if `fit` raises
+            with nullcontext() if error is None else suppress(Exception):  # a GPU that has failed does not answer
                 self._fill()
         self._summary.finish(error)
         refused = isinstance(error, UserError) and pointers.steps(self.checkpointing.folder)
-        if rank() == 0 and not refused:  # what a run has reached is not replaced by a line that was not accepted
+        if rank() == 0 and not refused:  # a refused command line does not replace the summary of an earlier run
             self._summary.take_over(self.folder)
             self._write()
         if error is not None:
-            self.watchdog.take_over(self._launcher)  # where the run did not come so far
+            self.watchdog.take_over(self._launcher)  # the run may have ended before `setup`
             self.watchdog.end_children()
         self.watchdog.close()
         clean_up()
 
-    def _farewell(self, lost: RunError) -> None:
-        """The summary of a run whose main thread hangs in a collective."""
+    def _write_lost(self, lost: RunError) -> None:
+        """Write the summary of a run whose main thread hangs in a collective."""
         self._fill()
         self._summary.finish(lost)
         if rank() == 0:
@@ -86,11 +86,11 @@ class RunContext:
     def _write(self) -> None:
         try:
             log.info("%s: %s", self._summary.status, self._summary.write(self.folder))
-        except OSError as error:  # a full disk: the run's own end and exit code count
+        except OSError as error:  # a full disk: the run's end and exit code stay what they are
             log.error("%s; the summary cannot be written: %s", self._summary.status, error)
 
     def _fill(self) -> None:
-        if (parts := self.parts) is not None:  # also read by a thread, in a farewell
+        if (parts := self.parts) is not None:  # a thread of the watchdog reads it too
             fill(self._summary, parts, self.divergence, self.checkpointing)
 
 

@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, folder: Path, typed: bool = False) -> float | None:
-    """Train as `config` says, in `folder`; returns the last validation loss (what a sweep compares). `typed`: its
-    micro-batch was, and is not to become another one.
+    """Train as `config` says, in `folder`; returns the last validation loss (what a sweep compares).
 
-    Writes `summary.json` at every end, good or bad. Raises the errors of `config.errors` for ends of a known kind.
+    `typed`: the user has typed the micro-batch, which then must not change. Writes `summary.json` at every end, good or
+    bad. Raises the errors of `config.errors` for ends of a known kind.
     """
     quiet()
-    alone = rank() == 0 and not config.trainer.fast_dev_run
+    locked = rank() == 0 and not config.trainer.fast_dev_run
     spool.clear()
-    with RunLock(folder) if alone else nullcontext():
+    with RunLock(folder) if locked else nullcontext():
         return _run(config, folder, typed)
 
 
@@ -52,7 +52,7 @@ def _run(config: RunConfig, folder: Path, typed: bool) -> float | None:
             parts = _train(_prepare(config, folder, context, typed), folder, context, stop)
         return last_val_loss(parts, context.checkpointing)
     except BaseException as caught:
-        error = context.watchdog.explain(caught)  # a torn connection is another rank's end
+        error = context.watchdog.explain(caught)  # a torn connection means that another rank has ended
         if error is not caught:
             raise error from None
         raise
@@ -61,17 +61,17 @@ def _run(config: RunConfig, folder: Path, typed: bool) -> float | None:
 
 
 class _Start(NamedTuple):
-    """What a run begins with: its settings without any `auto`, what they mean here, and what it continues from."""
+    """What a run begins with: its settings without any `auto`, what they mean here, and its checkpoint."""
 
     config: RunConfig
     plan: Plan
     checkpoint: Path | None
     world_size: int
-    asked: int  # as a micro-batch
+    asked: int  # the micro-batch that was asked for, in sequences
 
 
 def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: bool) -> _Start:
-    """From settings to what they mean on this machine, with everything refused that can be before anything is built."""
+    """Find what the settings mean on this machine. Everything that can be refused before the build is refused here."""
     device = devices.device(config)
     world_size = devices.devices(config, device) * config.trainer.num_nodes
     check_batch(config, world_size)
@@ -86,7 +86,7 @@ def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: bool) 
 
 
 def _train(start: _Start, folder: Path, context: RunContext, stop: GracefulStop) -> Parts:
-    """Build and fit, again after each rollback; returns the parts of the last `fit`, which came to its end."""
+    """Build and fit, again after each rollback; returns the parts of the last `fit`, which has finished."""
     config, plan, checkpoint, world_size, asked = start
     ends = [context.watchdog, context.checkpointing, stop]
     while True:
@@ -106,32 +106,32 @@ def _train(start: _Start, folder: Path, context: RunContext, stop: GracefulStop)
 
 
 def _check_end(parts: Parts, context: RunContext) -> None:
-    """Raise Diverged, on all ranks together, where `fit` has come to its end and to no model."""
+    """Raise Diverged if `fit` has finished with weights that are not finite. Collective."""
     finite = all(is_finite(weight) for weight in parts.module.parameters())
     finite = parts.trainer.strategy.reduce_boolean_decision(finite, all=True)
     context.divergence.policy.end(parts.trainer.global_step, finite)
 
 
 def _stop_here(trainer: Any, checkpointing: Checkpointing) -> None:
-    """Save the run for a signal, which may have come in the midst of a validation."""
+    """Save the run for a signal, which may have come in the middle of a validation."""
     checkpointing.save_now(trainer)
 
 
 def _fit(parts: Parts, checkpoint: Path | None) -> RollBack | None:
-    """Train to the end; or to where the run has to go back, and why."""
+    """Train to the end, or return the rollback that is needed."""
     try:
         parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=False)
     except RollBack as back:
-        return back.with_traceback(None)  # which holds the model
+        return back.with_traceback(None)  # the traceback holds the model
     return None
 
 
 def _go_back(
     back: RollBack, config: RunConfig, parts: Parts, checkpoint: Path | None, context: RunContext
 ) -> tuple[Plan, Path | None]:
-    """What to go on with after a rollback, and from where; the same on all ranks, whose checkpoints rank 0 reads.
+    """Return the plan and the checkpoint to continue with after a rollback, the same on all ranks. Collective.
 
-    `checkpoint`: what the run has continued from so far.
+    Rank 0 reads the checkpoints. `checkpoint`: what the run has continued from so far.
     """
     parts.data.teardown()
     saved = context.checkpointing.writer.written
@@ -143,8 +143,10 @@ def _go_back(
 
 
 def _plan(config: RunConfig, device: Literal["cuda", "cpu"], choice: Choice | None, checkpoint: Path | None) -> Plan:
-    """What will run; `precision=auto` was asked for where there was a `choice`, and why comes with it. A run that has
-    fallen back to bf16 stays there."""
+    """Return what will run, with the reason if `precision=auto` has made a `choice`.
+
+    A run that has fallen back to bf16 stays there.
+    """
     plan = resolve(config, device)
     if choice is not None:
         reason = choice.reason if plan.reason is None else f"{choice.reason}; {plan.reason}"

@@ -1,7 +1,7 @@
-"""What training on a CPU takes of the host's memory, and which micro-batch fits; and, on a GPU too, a step's text.
+"""The host memory of training on a CPU, and which micro-batch fits it; also the memory of a step's text, for a GPU too.
 
-A GPU says by itself what does not fit. A CPU's memory ends in the swap of the system, or in a process that the kernel
-kills without a word, so what fits is estimated before anything is built.
+A GPU reports by itself what does not fit. A CPU starts to swap, or the kernel kills the process without a message. So
+the memory is estimated before anything is built.
 """
 
 from __future__ import annotations
@@ -19,64 +19,65 @@ from gpt2_fp8.runtime import memory_limits
 
 log = logging.getLogger(__name__)
 
-PROCESS = 400 << 20  # bytes: libraries, text, the processes that read it
-PARAMETER = 4 * (4 + 3)  # in float32: it, its gradient, two moments; all but the gradient also while they are saved
-BLOCK, MLP = 4 * 17, 4 * 9  # of a token and a channel: what a block keeps for its backward, and the MLP's part of it
-LOGITS = 4 * 4  # of a logit: it, without the padding, its softmax, its gradient
-SCORES = 4 * 4  # of a pair of tokens and a head: attention with dropout keeps them all
-ID = 4  # of a token
-STEPS_HELD = {"cpu": 2, "cuda": 4}  # this step's ids, and the next one's while they are read; on a GPU page-locked too
+PROCESS_BYTES = 400 << 20  # libraries, text, and the processes that read it
+PARAMETER_BYTES = 4 * (4 + 3)  # in float32: it, its gradient, two moments; in a save all but the gradient once more
+BLOCK_BYTES, MLP_BYTES = 4 * 17, 4 * 9  # a token and channel: what a block keeps for its backward; the MLP's part
+LOGIT_BYTES = 4 * 4  # a logit: with padding, without it, its softmax, its gradient
+SCORE_BYTES = 4 * 4  # a pair of tokens and a head: attention with dropout keeps them all
+ID_BYTES = 4  # a token
+STEPS_HELD = {"cpu": 2, "cuda": 4}  # this step's ids and the next one's while they are read; a GPU's also page-locked
 USED = 0.9  # of what is left now
-USED_BY_RANKS = 0.75  # of the whole, which all of them see alike
-LEAST_FIXED, LEAST_SEQUENCE = 0.55, 0.75  # of the estimate: what a run takes that saves nothing while it trains
+USED_BY_RANKS = 0.75  # of the whole, which is the same for all ranks
+LEAST_FIXED, LEAST_SEQUENCE = 0.55, 0.75  # of the estimate: the least that any run was measured to take
 
 
 class Footprint(NamedTuple):
-    """Bytes of a process: whatever the micro-batch, and for each of its sequences."""
+    """Bytes of a process: a fixed part, and a part for each sequence of the micro-batch."""
 
     fixed: int
     sequence: int
 
     def of(self, sequences: int) -> int:
-        """With a micro-batch of so many."""
+        """Return the bytes with a micro-batch of `sequences`."""
         return self.fixed + sequences * self.sequence
 
     def least(self, sequences: int) -> float:
-        """The same, less than which no run was seen to take."""
+        """Return the least bytes that any run was measured to take with a micro-batch of `sequences`."""
         return LEAST_FIXED * self.fixed + LEAST_SEQUENCE * sequences * self.sequence
 
     def most(self, left: float) -> int:
-        """The most sequences that `left` bytes are enough for; 0: not even one."""
+        """Return the most sequences for which `left` bytes are enough; 0: not even one."""
         return max(int((left - self.fixed) // self.sequence), 0)
 
 
 def footprint(config: RunConfig, vocab_size: int) -> Footprint:
-    """Of a run on a CPU; an upper bound, 1.2 to 1.6 times what was measured."""
-    model, rows = config.model, padded_vocabulary(vocab_size)
-    parameters = parameter_count(model, rows)
+    """Estimate a run on a CPU: an upper bound, 1.2 to 1.6 times what was measured."""
+    model, padded_vocab_size = config.model, padded_vocabulary(vocab_size)
+    parameters = parameter_count(model, padded_vocab_size)
     tokens, recompute = model.n_positions, config.activation_checkpointing == "mlp"
-    block = tokens * model.n_embd * (BLOCK - MLP if recompute else BLOCK)
+    block = tokens * model.n_embd * (BLOCK_BYTES - MLP_BYTES if recompute else BLOCK_BYTES)
     if model.dropout:
-        block += SCORES * model.n_head * tokens**2
-    kept = model.n_layer * block + (tokens * model.n_embd * MLP if recompute else 0)
+        block += SCORE_BYTES * model.n_head * tokens**2
+    kept = model.n_layer * block + (tokens * model.n_embd * MLP_BYTES if recompute else 0)
     casts = 2 * parameters if config.precision.name == "bf16" else 0
-    return Footprint(PROCESS + PARAMETER * parameters + casts, kept + LOGITS * tokens * rows)
+    logits = LOGIT_BYTES * tokens * padded_vocab_size
+    return Footprint(PROCESS_BYTES + PARAMETER_BYTES * parameters + casts, kept + logits)
 
 
 def step_bytes(config: RunConfig, share: int, on: Literal["cuda", "cpu"]) -> int:
-    """What a process holds of the text: its `share` of a step's sequences, some steps of it."""
-    return (STEPS_HELD[on] + config.trainer.overfit_batches) * share * (config.model.n_positions + 1) * ID
+    """Return the bytes of text that a process holds: some steps, of `share` sequences each."""
+    return (STEPS_HELD[on] + config.trainer.overfit_batches) * share * (config.model.n_positions + 1) * ID_BYTES
 
 
 def check_step(config: RunConfig, vocab_size: int, ranks: int, share: int, on: Literal["cuda", "cpu"]) -> None:
-    """Raises UserError where the host has no memory for a step's text, beside a model for which it has."""
+    """Raise UserError if a step's text does not fit the host's memory, while the model alone would."""
     limit = memory_limits.narrowest()
     if limit is None:
         return
     left = _left(limit, ranks) + memory_limits.swap_bytes() / ranks
     room = left - (footprint(config, vocab_size).least(1) if on == "cpu" else 0)
     held = step_bytes(config, share, on)
-    if held <= room or room <= 0:  # or what there is to say is said by `fitted`
+    if held <= room or room <= 0:  # room <= 0: `fitted` says it better
         return
     micro = config.micro_batch if config.micro_batch < share else 1
     fits = max(int(room * USED / held * share) // micro, 1) * micro * (config.global_batch_size // share)
@@ -89,10 +90,10 @@ def check_step(config: RunConfig, vocab_size: int, ranks: int, share: int, on: L
 
 
 def fitted(config: RunConfig, vocab_size: int, ranks: int, share: int, typed: bool) -> RunConfig:
-    """`config` with a micro-batch that the memory which `ranks` processes can have allows: a divisor of `share`, and
-    never more than there was. Said so in the log.
+    """Return `config` with a micro-batch that fits the memory of `ranks` processes: a divisor of `share`.
 
-    `typed`: somebody wants this one and no other. Raises UserError where that one cannot fit, or none.
+    It is never larger than before, and the log says if it is smaller. `typed`: the user wants this one and no other.
+    Raises UserError if that one cannot fit, or none.
     """
     limit, needed, asked = memory_limits.narrowest(), footprint(config, vocab_size), config.micro_batch
     if limit is None:
@@ -123,7 +124,7 @@ def fitted(config: RunConfig, vocab_size: int, ranks: int, share: int, typed: bo
 
 
 def _left(limit: memory_limits.Limit, ranks: int) -> float:
-    """What each of a machine's ranks may take."""
+    """Return the bytes that each of a machine's ranks may take."""
     return (limit.left if ranks == 1 else limit.whole * USED_BY_RANKS) / ranks
 
 

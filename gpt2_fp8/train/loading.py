@@ -1,4 +1,4 @@
-"""Torch comes in: the training program imported, and whatever ends that in the run's summary."""
+"""The import of torch and the training program. If something ends it, the run's summary says so."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import memory_limits, registry, signals, slurm
 from gpt2_fp8.train import summary
 
-LEAST_DATA = 128 << 20  # bytes; with less, what torch loads ends the process itself
+LEAST_DATA_BYTES = 128 << 20  # with a smaller limit, a library that torch loads ends the process
 
 
 def training(config: RunConfig, folder: Path, here: Path) -> Callable[[RunConfig, Path, bool], float | None]:
-    """`train.run`, for a run of `config` in `folder`, with its plugins imported. `here`: where they are looked for.
+    """Import and return `fit.run`, for a run of `config` in `folder`, and import its plugins.
 
-    Raises UserError where the process may not have the memory for torch, or a plugin cannot be imported, and Stopped
-    for a signal.
+    `here`: the folder where plugins are searched for. Raises UserError if the process may not have the memory for
+    torch, or if a plugin cannot be imported, and Stopped for a signal.
     """
     with signals.handled() as handlers:
         try:
@@ -26,8 +26,8 @@ def training(config: RunConfig, folder: Path, here: Path) -> Callable[[RunConfig
             registry.load(config.plugins, here)
             return run
         except BaseException as caught:
-            handlers.hold()  # what follows is the end already
-            if handlers.received is not None:  # whatever it has become in an import, where it would be thrown next
+            handlers.hold()  # only the end follows
+            if handlers.received is not None:  # the import may have turned the signal's error into another one
                 stopped = slurm.ended(handlers.received)
                 summary.write_unbegun(config, folder, stopped)
                 raise stopped from None
@@ -37,7 +37,7 @@ def training(config: RunConfig, folder: Path, here: Path) -> Callable[[RunConfig
 
 def _imported() -> Callable[[RunConfig, Path, bool], float | None]:
     try:
-        if 0 <= resource.getrlimit(resource.RLIMIT_DATA)[0] < LEAST_DATA:
+        if 0 <= resource.getrlimit(resource.RLIMIT_DATA)[0] < LEAST_DATA_BYTES:
             raise MemoryError("it takes more")
         from gpt2_fp8.train.fit import run
     except (ImportError, MemoryError, OSError) as error:
@@ -52,7 +52,7 @@ def _imported() -> Callable[[RunConfig, Path, bool], float | None]:
 
 
 def _reason(error: BaseException) -> str:
-    """What an error came of, in a line: numpy has a page of advice, which is of no use here."""
+    """Return the first cause of an error in one line. numpy's message is a page of advice, which is of no use here."""
     while error.__cause__ is not None:
         error = error.__cause__
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

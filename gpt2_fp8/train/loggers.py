@@ -1,4 +1,4 @@
-"""The logs in a run's folder: `metrics.csv` and `tensorboard/`, in which every step stands once, resumed or not."""
+"""The logs in a run's folder: `metrics.csv` and `tensorboard/`. Every step is there once, also after a resume."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from gpt2_fp8.train.metrics_csv import COLUMNS, renew
 
 log = logging.getLogger(__name__)
 
-MOST_ROWS = 10_000  # kept for a file that cannot be written
+MOST_ROWS = 10_000  # kept in memory while the file cannot be written
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def build_loggers(config: LoggerConfig, folder: Path, resume_step: int | None) -> list[Logger]:
-    """The loggers that `config` asks for, writing into `folder`, without those of plugins.
+    """Build the loggers that `config` asks for, writing into `folder`, without those of plugins.
 
     `resume_step` is the optimizer step of the checkpoint that the run continues from; what was logged for later steps
-    is dropped. None starts the logs afresh. Steps count from 1: pass `step=trainer.global_step` after the update.
+    is dropped. None starts new logs. Steps count from 1: pass `step=trainer.global_step` after the update.
     """
     loggers: list[Logger] = []
     if config.tensorboard:
-        # Readers drop everything at or after `purge_step` that an earlier event file says.
+        # Readers drop everything of earlier event files at or after `purge_step`.
         purge_step = 0 if resume_step is None else resume_step + 1
         loggers.append(
             EventFile(folder, name="tensorboard", version="", default_hp_metric=False, purge_step=purge_step)
@@ -45,7 +45,7 @@ def build_loggers(config: LoggerConfig, folder: Path, resume_step: int | None) -
 
 
 class _Lossy:
-    """A logger whose row, where the disk does not take it, costs a warning: the first of several in a row says so."""
+    """A logger that loses a row if the disk does not take it. The first of several in a row logs a warning."""
 
     _failing = False
 
@@ -54,7 +54,7 @@ class _Lossy:
         try:
             yield
         except (OSError, ValueError) as error:
-            cause = error.__cause__ if isinstance(error, ValueError) else error  # Lightning takes any for a bad value
+            cause = error.__cause__ if isinstance(error, ValueError) else error  # Lightning turns it into a ValueError
             if not isinstance(cause, OSError) or cause.errno in unless:
                 raise
             if not self._failing:
@@ -65,39 +65,43 @@ class _Lossy:
 
 
 class EventFile(_Lossy, TensorBoardLogger):
-    """A TensorBoardLogger whose every row is in the file when it returns: what is older than a checkpoint must be there
-    when a killed run continues from that. By itself TensorBoard writes every two minutes."""
+    """A TensorBoardLogger that writes every row into the file at once. TensorBoard itself does so every two minutes.
+
+    A killed run continues from a checkpoint, and the rows before it must be in the file then.
+    """
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write a row. A disk that does not take it costs a warning, and this and all later rows: TensorBoard's writer
-        does not recover."""
+        """Write a row. If the disk does not take it, a warning is logged, and this and all later rows are lost.
+
+        TensorBoard's writer does not recover.
+        """
         with self._losing_rows("TensorBoard's log"):
             super().log_metrics(metrics, step)
             self.experiment.flush()
 
     @rank_zero_only
     def log_text(self, tag: str, text: str, step: int) -> None:
-        """Write a text, likewise."""
+        """Write a text. If the disk does not take it, a warning is logged."""
         with self._losing_rows("TensorBoard's log"):
             self.experiment.add_text(tag, text, step)
             self.experiment.flush()
 
     @rank_zero_only
     def save(self) -> None:
-        """Lightning calls it now and then; nothing is left to write."""
+        """Do what Lightning asks for now and then; nothing is left to write."""
         with self._losing_rows("TensorBoard's log"):
             super().save()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Close the file, likewise."""
+        """Close the file. If the disk does not take it, a warning is logged."""
         with self._losing_rows("TensorBoard's log"):
             super().finalize(status)
 
 
 class MetricsFile(_Lossy, CSVLoggerOf):
-    """A CSVLogger that writes `folder/metrics.csv` and, where Lightning's deletes it, continues it.
+    """A CSVLogger that writes `folder/metrics.csv`, and continues an existing file, which Lightning's would delete.
 
     Hyper-parameters are not written: the run's folder holds its configuration.
     """
@@ -108,15 +112,15 @@ class MetricsFile(_Lossy, CSVLoggerOf):
 
     @property
     def log_dir(self) -> str:
-        """The run's folder itself."""
+        """Return the run's folder itself."""
         return self.save_dir
 
     def make_writer(self) -> KeepingWriter:
-        """The writer; it touches the file when it is made."""
+        """Return the writer. It touches the file when it is made."""
         return _Writer(self.log_dir, self._resume_step)
 
     def log_hyperparams(self, params: Any = None) -> None:
-        """Nothing to do."""
+        """Do nothing: the run's folder holds its configuration."""
 
     @rank_zero_only
     def save(self) -> None:
@@ -126,8 +130,10 @@ class MetricsFile(_Lossy, CSVLoggerOf):
 
     @rank_zero_only
     def flush(self) -> None:
-        """Write what is left: before a checkpoint, which is not taken without it while the disk is full. Raises
-        OSError then; whatever else is wrong with the log is no reason to lose a checkpoint."""
+        """Write what is left, before a checkpoint. While the disk is full, the checkpoint is not taken either.
+
+        Raises OSError for a full disk. Any other fault of the log only costs a warning.
+        """
         with self._losing_rows("metrics.csv", unless=_FULL):
             super().save()
 
@@ -137,15 +143,15 @@ class _Writer(KeepingWriter):
         super().__init__(log_dir)
         self.metrics_keys = ["step"]
         self._resume_step = resume_step
-        self._left_out: set[str] = set()  # columns of plugins, each told once
+        self._left_out: set[str] = set()  # columns of plugins, each logged once
         self._there: set[str] = set()  # the columns that have a value at `resume_step`
         self._path = Path(self.metrics_file_path)
         self._begun = False
-        with suppress(OSError):  # `save` tries again, and says so
+        with suppress(OSError):  # `save` tries again, and logs the error
             self._begin()
 
     def _begin(self) -> None:
-        """Keep the rows up to the step that the run continues from, or start afresh. Raises OSError."""
+        """Keep the rows up to the step that the run continues from, or start a new file. Raises OSError."""
         kept = None if self._resume_step is None else renew(self._path, last=self._resume_step)
         if kept and kept.rows:
             self.metrics_keys, self._there = kept.columns, kept.at_last
@@ -156,9 +162,10 @@ class _Writer(KeepingWriter):
         self._begun = True
 
     def log_metrics(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
-        """Record a row, without what a plugin's callback logs besides: a log that is continued knows its columns.
+        """Record a row, without the columns of plugins and without values that the file has for the resumed step.
 
-        A validation that is done once more, since a kill came between it and the note of it, has its row already.
+        A continued log knows its columns. A kill may come between a validation's row and its note; the validation is
+        then done again, and its row is there already.
         """
         if step == self._resume_step:
             metrics_dict = {key: value for key, value in metrics_dict.items() if key not in self._there}
@@ -172,7 +179,7 @@ class _Writer(KeepingWriter):
     def save(self) -> None:
         """Append the recorded rows, the newest `MOST_ROWS` of them. Raises OSError.
 
-        A new column has the file rewritten, whole or not at all.
+        For a new column the file is written again, whole or not at all.
         """
         if not self.metrics:
             return

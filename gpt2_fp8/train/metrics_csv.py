@@ -1,4 +1,4 @@
-"""The rows of a `metrics.csv`, which may have been torn, damaged or replaced: copied a line at a time. Stdlib only."""
+"""The rows of a `metrics.csv`, which may be torn, damaged or replaced: copied a line at a time. Stdlib only."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from gpt2_fp8.checkpoint import durable
 
 log = logging.getLogger(__name__)
 
-# What a run logs. A header with any other name is not the project's, and who knows what its numbers are of.
+# What a run logs. A header with any other name is not this project's, and the meaning of its numbers is unknown.
 COLUMNS = {
     *("step", "train_loss", "val_loss", "lr", "grad_norm", "clip_ratio", "skipped_steps", "bf16_reruns", "tokens"),
     *("tokens_per_second", "step_time", "data_wait", "mfu_bf16", "memory_gb"),
 }
-LARGEST = 4 << 30  # bytes of a file that is read: a hundred times what a long run logs
-LONGEST = 1 << 16  # of a line
-SLOW = 3.0  # seconds of reading after which the log says so
+LARGEST_BYTES = 4 << 30  # of a file that is read: a hundred times what a long run logs
+LONGEST_LINE_BYTES = 1 << 16
+SLOW_SECONDS = 3.0  # of reading, after which the log says so
 _CELL = r"(?:-?(?:[0-9]{1,40}(?:\.[0-9]{1,40})?(?:e[-+]?[0-9]{1,3})?|inf)|nan)?"
-_LOOK_AT_THE_CLOCK = 1 << 14  # lines
+_CLOCK_LINES = 1 << 14  # lines between two looks at the clock
 
 
 class Renewed(NamedTuple):
@@ -32,16 +32,17 @@ class Renewed(NamedTuple):
 
     columns: list[str]
     rows: int
-    at_last: set[str]  # the columns, but for the step, with a value at the last step that was asked for
+    at_last: set[str]  # the columns, except the step, with a value at the step `last`
 
 
 def renew(path: Path, wanted: Sequence[str] = (), last: int | None = None) -> Renewed:
-    """Write `path` anew, whole or not at all: its complete rows up to the step `last` (None: all), and the columns
-    `wanted` beside its own. Where there is neither row nor wanted column, what is there stays.
+    """Write `path` again, whole or not at all, with its complete rows up to the step `last` (None: all).
 
-    A last line without its end, which a killed process left, is dropped: it may hold half a number. Where more is
-    damaged, or something else stands in the place, what was there is put aside and stays, and the log says so. Raises
-    OSError where it cannot be, or for a file that cannot be written.
+    The columns `wanted` are added to its own. Without any row or wanted column, the file stays as it is. A last line
+    without its end, which a killed process left, is dropped: it may hold half a number.
+
+    If more is damaged, or `path` is not a regular file, what was there is renamed and kept, and the log says so. Raises
+    OSError if that fails, or if the new file cannot be written.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     with durable.create(temporary) as file:
@@ -73,7 +74,7 @@ def _copy(source: _Source, file: IO[str], columns: list[str], more: str, last: i
 
 
 class _Source:
-    """A file's columns, none where it has none; its good lines; and from their end on what is wrong with it."""
+    """A file's columns (empty: it has none), its good lines, and after these, what is wrong with it."""
 
     def __init__(self, path: Path) -> None:
         self.columns: list[str] = []
@@ -89,12 +90,12 @@ class _Source:
 
     def _begin(self) -> None:
         file = os.fdopen(durable.open_regular(self._path, os.O_RDONLY), "rb")
-        if (size := os.fstat(file.fileno())[stat.ST_SIZE]) > LARGEST:
+        if (size := os.fstat(file.fileno())[stat.ST_SIZE]) > LARGEST_BYTES:
             file.close()
             self.damage = f"it has {size:,} bytes"
             return
         self._file = file
-        first = file.readline(LONGEST)
+        first = file.readline(LONGEST_LINE_BYTES)
         columns = first.decode("ascii", "replace").removesuffix("\n").removesuffix("\r").split(",")
         if (
             first.endswith(b"\n")
@@ -103,36 +104,36 @@ class _Source:
             and len(set(columns)) == len(columns)
         ):
             self.columns = columns
-        elif first.endswith(b"\n") or len(first) == LONGEST:
+        elif first.endswith(b"\n") or len(first) == LONGEST_LINE_BYTES:
             self.damage = "its first line names no columns, or others than a run's"
 
     def lines(self) -> Iterator[str]:
-        """The lines that are rows, without their ends."""
+        """Yield the lines that are rows, without their line ends."""
         if self._file is None:
             return
         with self._file as file:
             if self.columns:
                 try:
                     yield from self._rows(file)
-                except OSError as error:  # of the reading: what is done with a line raises in its own place
+                except OSError as error:  # only from reading: an error of the caller is raised in the caller
                     self.damage = error.strerror or str(error)
 
     def _rows(self, file: IO[bytes]) -> Iterator[str]:
         row = re.compile(rf"[0-9]{{1,15}}(?:,{_CELL}){{{len(self.columns) - 1}}}\r?\n".encode())
         said, since = False, time.monotonic()
         bad, first_bad, number, whole = 0, 0, 1, True
-        while line := file.readline(LONGEST):
+        while line := file.readline(LONGEST_LINE_BYTES):
             began, whole = whole, line.endswith(b"\n")
-            if not whole and len(line) < LONGEST:
+            if not whole and len(line) < LONGEST_LINE_BYTES:
                 break  # torn by a kill
             if not began:
-                continue  # of a line that is too long
+                continue  # the rest of a line that is too long
             number += 1
             if row.fullmatch(line):
                 yield line.decode().rstrip("\r\n")
             else:
                 bad, first_bad = bad + 1, first_bad or number
-            if number % _LOOK_AT_THE_CLOCK == 0 and not said and time.monotonic() - since > SLOW:
+            if number % _CLOCK_LINES == 0 and not said and time.monotonic() - since > SLOW_SECONDS:
                 said = True
                 log.info("%s is long: its rows are being read (%d so far)", self._path, number)
         self.damage = f"{bad} lines, the first of them line {first_bad}" if bad else None

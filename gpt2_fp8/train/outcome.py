@@ -1,4 +1,4 @@
-"""What a run has come to, at any moment: for its summary, and for a sweep."""
+"""The results of a run, at any moment: for its summary, and for a sweep."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from gpt2_fp8.train.summary import DivergenceReport, Summary
 
 
 def validation_missing(parts: Parts, checkpointing: Checkpointing) -> bool:
-    """Whether the process before this one ended between the last step and its validation."""
+    """Return whether the process before this one ended between the last step and its validation."""
     if parts.trainer.limit_val_batches == 0 or parts.trainer.fast_dev_run:  # type: ignore[attr-defined]
         return False
     return checkpointing.validated_step != parts.trainer.global_step
 
 
 def last_val_loss(parts: Parts, checkpointing: Checkpointing) -> float | None:
-    """The newest validation loss, or None where there was no validation."""
+    """Return the newest validation loss, or None if there was no validation."""
     if parts.module.val_loss is None and (last := pointers.read(checkpointing.folder, "last")):
         return last.val_loss
     return parts.module.val_loss
 
 
 def fill(summary: Summary, parts: Parts, divergence: DivergenceGuard, checkpointing: Checkpointing) -> None:
-    """What a run was like, into its summary; at any moment, also after a failure."""
+    """Write a run's results into its summary, at any moment, also after a failure."""
     trainer, throughput, best = parts.trainer, parts.throughput, checkpointing.best
     summary.precision.ran, summary.precision.reason = parts.plan.ran, parts.plan.reason
     summary.recipe = parts.plan.recipe

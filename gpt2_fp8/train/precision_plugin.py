@@ -1,4 +1,4 @@
-"""The precision plugin that Lightning is given, whatever computes.
+"""The precision plugin for Lightning, the same for every backend.
 
 Lightning wraps a whole `training_step` in `train_step_context`. With manual optimization that step holds several
 forwards, backwards and the update. Transformer Engine wants each forward in a region of its own, since leaving the
@@ -30,9 +30,9 @@ class FP8Precision(MixedPrecision):
 
     @classmethod
     def from_config(cls, config: RunConfig) -> FP8Precision:
-        """Build the plugin of a configuration for this machine: a GPU where there is one, unless it says otherwise.
+        """Build the plugin of a configuration for this machine: a GPU if there is one, unless it says otherwise.
 
-        Raises UserError where this machine cannot compute what was asked for, and no fallback is allowed.
+        Raises UserError if this machine cannot compute what was asked for, and no fallback is allowed.
         """
         return cls(resolve(config, devices.device(config)))
 

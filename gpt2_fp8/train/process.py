@@ -1,4 +1,4 @@
-"""What a run changes in its process, and leaves to the next one."""
+"""What a run changes in its process, and how the next run finds it unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpt2_fp8.runtime import output
 
 
 def quiet() -> None:
-    """Leave the log to what this run has to say, once."""
+    """Leave the log to this run, on one rank."""
     output.forgive_outputs()
     if rank():
         logging.getLogger("gpt2_fp8").setLevel(logging.WARNING)
@@ -24,7 +24,7 @@ def quiet() -> None:
 
 
 def clean_up() -> None:
-    """Leave nothing of what ran to what runs next in the process: the run after a rollback, or a sweep's next job."""
+    """Free what ran before: the next run in the process may follow a rollback, or be a sweep's next job."""
     gc.collect()
     torch.use_deterministic_algorithms(False)
     torch.compiler.reset()

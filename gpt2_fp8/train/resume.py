@@ -1,4 +1,4 @@
-"""What a run takes from a checkpoint and what it does not: another model, settings that are its own. Plain torch."""
+"""What a run takes from a checkpoint, and what it refuses or sets itself. Plain torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import ModelConfig, OptimConfig
 from gpt2_fp8.engine.optim import build_optimizer, build_schedule, check_moments
 
-_SHOWN = 5  # weights that differ; a list of them all helps nobody
+_SHOWN = 5  # weights that differ; a list of all of them helps nobody
 
 
 def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:
-    """Every difference between a checkpoint's architecture, `given`, and this one: weights of equal shapes may mean
-    something else. Of format 1 nothing is given."""
+    """Yield every difference between a checkpoint's architecture, `given`, and this one.
+
+    Weights of equal shapes may still mean something else. A checkpoint of format 1 gives nothing.
+    """
     for key, own in asdict(model).items():
         if key not in ("name", "dropout") and key in given and given[key] != own:
             cause = f"the checkpoint is of another model: model.{key} is {given[key]} there, {own} here"
@@ -28,13 +30,13 @@ def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Proble
 
 
 def refuse(differences: list[Problem]) -> None:
-    """Raise CheckpointError with every difference, where there are any."""
+    """Raise CheckpointError with every difference, if there are any."""
     if differences:
         raise CheckpointError(differences)
 
 
 def refuse_longer(path: Path, step: int, max_steps: int) -> None:
-    """Raise UserError where the checkpoint `path`, of `step`, lies behind the end of the run."""
+    """Raise UserError if the checkpoint `path`, of `step`, is after the end of the run."""
     if step > max_steps:
         raise UserError.of(
             f"trainer.max_steps={max_steps} ends before {path}, of step {step}", f"trainer.max_steps={step} or more"
@@ -42,8 +44,10 @@ def refuse_longer(path: Path, step: int, max_steps: int) -> None:
 
 
 def refuse_other_weights(model: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError with the first differences where two state dicts have not the same names, shapes and
-    dtypes: torch would cast weights of another one in silence, to what they were not."""
+    """Raise CheckpointError with the first differences between two state dicts in names, shapes and dtypes.
+
+    torch would silently cast weights of another dtype, and change them.
+    """
     here = {name: tuple(tensor.shape) for name, tensor in model.items()}
     there = {name: tuple(tensor.shape) for name, tensor in given.items()}
     names = [name for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]
@@ -63,10 +67,9 @@ def _difference(name: str, own: Any, given: Any, remedy: str) -> Problem:
 
 
 def keep_own_settings(checkpoint: dict[str, Any], model: nn.Module, config: OptimConfig, max_steps: int) -> None:
-    """Let the configuration, not the checkpoint, say what optimizer and schedule are set to: of the saved states, in
-    place, the moments and the step stay.
+    """Replace the settings in the saved optimizer and schedule states by the configuration's, in place.
 
-    Raises ValueError for moments that are not the model's.
+    The moments and the step stay. Raises ValueError for moments that are not the model's.
     """
     optimizer = build_optimizer(model, config)
     schedule = build_schedule(optimizer, config, max_steps)

@@ -1,4 +1,4 @@
-"""Where a run goes on after a rollback: the newest checkpoint of its own that is sound and older than the trouble."""
+"""Where a run continues after a rollback: its newest checkpoint that is sound and older than the divergence."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 def checkpoint_before(back: RollBack, folder: Path, saved: Collection[int], origin: Path | None) -> Path | None:
-    """The checkpoint in `folder` to go back to, said so in the log; None: the run starts again.
+    """Return the checkpoint in `folder` to go back to, and log it; None: the run starts again.
 
-    `saved`: the steps that this process has written there; others may be another run's. `origin`: what the run went on
-    from, and so its own too, as those before it in the same folder are. Where none is older than the trouble, one of
-    its midst serves, the oldest, if no update was made in it.
+    `saved`: the steps that this process has written there; other steps may be another run's. `origin`: the checkpoint
+    that the run continued from. It counts as the run's own, and so do those before it in the same folder. If none is
+    older than the divergence, the oldest one after its beginning will do, provided no update was made since.
     """
     found = pointers.steps(folder)
     before_origin = pointers.step_of(origin.name) if origin and origin.parent.resolve() == folder.resolve() else None
@@ -37,8 +37,10 @@ def checkpoint_before(back: RollBack, folder: Path, saved: Collection[int], orig
 
 
 def is_sound(path: Path) -> bool:
-    """Whether a checkpoint can be read, and its weights and moments are finite: a weight that is not finite spoils no
-    loss before the next step, and may have been saved meanwhile."""
+    """Return whether a checkpoint can be read, with finite weights and moments.
+
+    A weight that is not finite shows in no loss before the next step, and may have been saved meanwhile.
+    """
     try:
         checkpoint = files.read(path)
     except (files.CheckpointError, OSError):

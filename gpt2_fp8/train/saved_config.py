@@ -28,7 +28,7 @@ def to_plain(config: RunConfig) -> dict[str, Any]:
 def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> RunConfig:
     """Return the configuration that the checkpoint `path` was trained with, without the weights it began from.
 
-    Raises CheckpointError, with every problem, where it holds none or one that is not of this version.
+    Raises CheckpointError, with every problem, if it holds none, or one of another version.
     """
     if KEY not in checkpoint:
         raise CheckpointError([Problem(f"{path} does not hold the configuration that it was trained with", _REMEDY)])
@@ -40,9 +40,9 @@ def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> RunConfig:
 
 
 def check_size(config: RunConfig, weights: dict[str, Tensor], path: Path) -> None:
-    """Raise CheckpointError where weights are not as many as the configuration's model has.
+    """Raise CheckpointError if the number of weights is not that of the configuration's model.
 
-    To be asked before the model is built: a stranger's configuration may name one of any size.
+    Call it before the model is built: a stranger's configuration may name one of any size.
     """
     wanted = parameter_count(config.model, padded_vocabulary(vocabulary(config)))
     held = sum(weight.numel() for weight in weights.values())

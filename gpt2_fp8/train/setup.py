@@ -1,4 +1,4 @@
-"""From a checked configuration to what it means here: which device, how many, which checkpoint; and saying so."""
+"""What a checked configuration means on this machine: devices, micro-batch and checkpoint. The log says so."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from gpt2_fp8.train.footprint import check_step, fitted
 from gpt2_fp8.train.resume import refuse_longer
 
 log = logging.getLogger(__name__)
-ON_CPU = 8  # sequences
+MOST_ON_CPU = 8  # sequences of a micro-batch that `auto` chooses
 
 
 class Batch(NamedTuple):
-    """A configuration with a number for its micro-batch, and the one that was asked for before memory had its say."""
+    """A configuration with a number for its micro-batch, and the number that was asked for before it had to fit."""
 
     config: RunConfig
     asked: int
@@ -37,15 +37,15 @@ class Batch(NamedTuple):
 def resolve_micro_batch(
     config: RunConfig, world_size: int, on: Literal["cuda", "cpu"], typed: bool, start: Path | None
 ) -> Batch:
-    """Settle a run's micro-batch, which was `typed` or stands in a file of settings.
+    """Choose a run's micro-batch, which was `typed` or is in a file of settings.
 
-    A GPU begins with what was asked for (`auto`: its whole share of a step) and takes the largest part of it that fits.
-    A CPU begins with no more than memory allows (`footprint`), and where it continues from `start`, with what that was
-    trained with. Raises UserError where what was typed cannot fit, or a step's text.
+    A GPU begins with what was asked for (`auto`: its whole share of a step), and takes the largest part of it that
+    fits. A CPU begins with no more than memory allows (`footprint`). If it continues from `start`, it begins with the
+    micro-batch of that. Raises UserError if what was typed cannot fit, or a step's text.
     """
     share, auto = config.global_batch_size // world_size, config.micro_batch_size == "auto"
     if auto:
-        most = share if on == "cuda" else min(share, ON_CPU)
+        most = share if on == "cuda" else min(share, MOST_ON_CPU)
         config = replace(config, micro_batch_size=largest_divisor(share, most))
     asked, ranks = config.micro_batch, world_size // config.trainer.num_nodes
     check_step(config, vocabulary(config), ranks, share, on)
@@ -58,13 +58,12 @@ def resolve_micro_batch(
 
 
 def check_room(config: RunConfig, checkpoints: Path) -> None:
-    """Raises UserError where the run's checkpoints cannot be written, or will not find room."""
+    """Raise UserError if the run's checkpoints cannot be written, or will not have room."""
     if config.trainer.fast_dev_run:
         return
     space.require_writable(checkpoints)
     space.require_inodes(checkpoints)
-    rows = padded_vocabulary(vocabulary(config))
-    parameters = parameter_count(config.model, rows)
+    parameters = parameter_count(config.model, padded_vocabulary(vocabulary(config)))
     space.require_large_files(parameters)
     kept, every = config.callbacks.keep_checkpoints, config.callbacks.keep_every_n_steps
     permanent = config.trainer.max_steps // every if every else 0
@@ -72,9 +71,9 @@ def check_room(config: RunConfig, checkpoints: Path) -> None:
 
 
 def checkpoint(config: RunConfig, folder: Path) -> Path | None:
-    """The checkpoint to continue from, or None for a fresh start, said so where `last` found nothing.
+    """Return the checkpoint to continue from, or None for a fresh start. The log says so if `last` found nothing.
 
-    Its files' digests are checked, and that it holds a run's state. Raises UserError where none is whole, or it does
+    Its files' digests are checked, and whether it holds a run's state. Raises UserError if none is whole, or if it does
     not fit the run.
     """
     if config.ckpt_path is None:
@@ -88,24 +87,24 @@ def checkpoint(config: RunConfig, folder: Path) -> Path | None:
     if found:
         refuse_longer(found, int(read_manifest(found)["global_step"]), config.trainer.max_steps)
     if found is None:
-        log.info("ckpt_path=%s: no checkpoint in %s yet, so this run starts afresh", config.ckpt_path, folder)
+        log.info("ckpt_path=%s: no checkpoint in %s yet, so this is a fresh start", config.ckpt_path, folder)
     return found
 
 
 def step_of(checkpoint: Path | None) -> int | None:
-    """The optimizer step of a checkpoint."""
+    """Return the optimizer step of a checkpoint."""
     return None if checkpoint is None else int(read_manifest(checkpoint)["global_step"])
 
 
 def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, folder: Path, start: Path | None) -> None:
-    """What was chosen and why, in under a dozen lines of the run's log."""
-    model, rows = config.model, padded_vocabulary(vocab_size)
+    """Log what was chosen and why, in at most a dozen lines."""
+    model, padded_vocab_size = config.model, padded_vocabulary(vocab_size)
     tokens = config.global_batch_size * model.n_positions
     name = torch.cuda.get_device_name() if plan.device == "cuda" else "the CPU"
     peak = peak_bf16_flops(name)
     log.info(
         "model      %s: %s parameters, vocabulary %d padded to %d",
-        model.name, f"{parameter_count(model, rows):,}", vocab_size, rows,
+        model.name, f"{parameter_count(model, padded_vocab_size):,}", vocab_size, padded_vocab_size,
     )  # fmt: skip
     log.info("device     %s x %d", name, world_size)
     ran = f"{plan.ran}, recipe {plan.recipe}" if plan.fp8 else plan.ran
@@ -115,16 +114,16 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
         log.info("precision  %s: %s", ran, plan.reason)
     else:
         log.info("precision  %s instead of %s: %s", ran, plan.asked, plan.reason)
-    behind = plan.backend.slower()
-    level = logging.WARNING if behind else logging.INFO
-    log.log(level, "layers     %s", _layers(plan.backend.kernels(vocab_size), behind))
+    slower = plan.backend.slower()
+    level = logging.WARNING if slower else logging.INFO
+    log.log(level, "layers     %s", _layers(plan.backend.kernels(vocab_size), slower))
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
     log.info(
         "steps      %d of %d x %d = %d tokens, in micro-batches of %d sequences",
         config.trainer.max_steps, config.global_batch_size, model.n_positions, tokens, config.micro_batch_size,
     )  # fmt: skip
     if peak:
-        per_token = flops_per_token(model, rows)
+        per_token = flops_per_token(model, padded_vocab_size)
         log.info("mfu_bf16   %.2f GFLOP a token over %.0f TFLOP/s dense bf16", per_token / 1e9, peak / 1e12)
     if start:
         log.info("continues  %s (step %d)", start, step_of(start))
@@ -133,7 +132,7 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     log.info("folder     %s", folder)
 
 
-def _layers(kernels: dict[str, str], behind: list[str]) -> str:
-    """Which layers compute a run, and by which kernels, for people."""
+def _layers(kernels: dict[str, str], slower: list[str]) -> str:
+    """Return in words which layers compute a run, and by which kernels."""
     parts = [words if part == "layers" else f"{part} {words}" for part, words in kernels.items()]
-    return "; ".join(parts + ([f"slower than it could be: {', '.join(behind)}"] if behind else []))
+    return "; ".join(parts + ([f"slower than it could be: {', '.join(slower)}"] if slower else []))

@@ -1,4 +1,4 @@
-"""`summary.json`: what a run was, how it ended, and what it reached. Written at every end, good or bad."""
+"""`summary.json`: what a run was, how it ended, and its results. Written at every end, good or bad."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_
 
 @dataclass(kw_only=True)
 class Precision:
-    """What was asked for, what ran, and why that differs (None: it does not)."""
+    """What was asked for, what ran, and why the two differ (None: they do not)."""
 
     asked: str
     ran: str | None = None
     reason: str | None = None
-    choice: dict[str, Any] | None = None  # of precision=auto: what it chose, and the figures of all that competed
+    choice: dict[str, Any] | None = None  # of precision=auto: what it chose, and the figures of all candidates
 
 
 @dataclass(kw_only=True)
 class Checkpoints:
-    """Paths of the two checkpoints that matter; None where there is none."""
+    """Paths of the two checkpoints that matter; None if there is none."""
 
     last: str | None = None
     best: str | None = None
@@ -47,43 +47,43 @@ class DivergenceReport:
 
     events: list[dict[str, Any]] = field(default_factory=list)  # step, what, reason
     reruns: int = 0  # steps run again in bf16
-    skipped: int = 0  # whose update was left out all the same
+    skipped: int = 0  # steps whose update was skipped even after the rerun
     rollbacks: int = 0
 
 
 @dataclass(kw_only=True)
 class Summary:
-    """A run, as `summary.json` tells it. The run fills it while it goes; `finish` and `write` end it.
+    """A run, as `summary.json` describes it. The run fills it as it goes; `finish` and `write` end it.
 
-    Until `finish` is called it says "failed", so that whatever is written on the way out is not taken for success.
+    Until `finish` is called its status is "failed", so that a summary of an unexpected end never reads as success.
     """
 
-    tags: dict[str, Any] = field(default_factory=dict)  # as `+tags.KEY=VALUE` said
+    tags: dict[str, Any] = field(default_factory=dict)  # from `+tags.KEY=VALUE`
     notes: str | None = None
     precision: Precision
-    recipe: str | None  # what scaled; None where nothing ran in FP8
+    recipe: str | None  # the scaling recipe; None if nothing ran in FP8
     status: Status = "failed"
     exit_code: int = 1
     message: str = ""
     started: str = field(default_factory=lambda: _now())
     ended: str | None = None
     duration_s: float | None = None
-    steps: int = 0  # optimizer steps of the whole run, those before a resume included
-    tokens: int = 0  # likewise
+    steps: int = 0  # optimizer steps of the whole run, including those before a resume
+    tokens: int = 0  # of these steps
     last_train_loss: float | None = None
     last_val_loss: float | None = None
     best_val_loss: float | None = None
     best_val_loss_step: int | None = None
     tokens_per_second: float | None = None  # the median over this process's steps
     peak_memory_gb: float | None = None  # of GPU memory; None on a CPU
-    training_memory_gb: float | None = None  # the peaks of training and of validation apart
+    training_memory_gb: float | None = None  # the peaks of training and of validation, separately
     validation_memory_gb: float | None = None
-    checkpoint_stall_seconds: float | None = None  # the longest of this process; None where none was taken
+    checkpoint_stall_seconds: float | None = None  # the longest of this process; None if no checkpoint was taken
     skipped_steps: int = 0
     divergence: DivergenceReport = field(default_factory=DivergenceReport)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     data: dict[str, Any] = field(default_factory=dict)
-    kernels: dict[str, str] = field(default_factory=dict)  # what computed: layers, and the fused ones' kernels by part
+    kernels: dict[str, str] = field(default_factory=dict)  # the layers, and the kernels of the fused ones by part
     versions: dict[str, str | None] = field(default_factory=lambda: _versions())
     device: str | None = None
     command: list[str] = field(default_factory=lambda: list(sys.argv))
@@ -92,7 +92,7 @@ class Summary:
         self._began = time.monotonic()  # the wall clock may be set back meanwhile
 
     def finish(self, error: BaseException | None = None) -> int:
-        """Say how the run ended: None for well, else what ended it. Returns the process's exit code."""
+        """Note how the run ended: `error`, or None if it ended well. Returns the process's exit code."""
         self.ended = _now()
         self.duration_s = time.monotonic() - self._began
         if error is None:
@@ -106,7 +106,7 @@ class Summary:
         return self.exit_code
 
     def take_over(self, folder: Path) -> None:
-        """From the summary in `folder`, what a process that took no step of its own cannot know. Raises nothing."""
+        """Copy from the summary in `folder` what a process without a step cannot know. Raises nothing."""
         if self.tokens_per_second is not None:
             return
         with suppress(OSError, ValueError):
@@ -127,8 +127,10 @@ class Summary:
 
 
 def write_unbegun(config: RunConfig, folder: Path, error: BaseException) -> None:
-    """The summary of a run that has ended before anything of it was built. Not where another run is at work, nor where
-    a word that was not accepted would replace what the run has reached. Raises nothing."""
+    """Write the summary of a run that has ended before anything was built. Raises nothing.
+
+    It is not written while another run is at work there, or if it would replace earlier results by a refusal.
+    """
     rank = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0")
     refused = isinstance(error, UserError) and (folder / "summary.json").exists()
     if rank != "0" or refused:
@@ -147,7 +149,7 @@ def _now() -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    """Versions as installed, without importing anything; None for what is not."""
+    """Return versions as installed, without importing anything; None for what is not installed."""
     versions: dict[str, str | None] = {"gpt2_fp8": __version__, "python": platform.python_version()}
     for name in ("torch", "lightning", "transformer_engine"):
         try:

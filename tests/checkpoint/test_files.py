@@ -78,7 +78,7 @@ def test_the_manifest_says_what_it_was_trained_in(tmp_path):
 
 
 def test_a_state_too_large_to_be_read_is_not_written(saved, monkeypatch):
-    monkeypatch.setattr(bounded, "LARGEST", 1000)
+    monkeypatch.setattr(bounded, "LARGEST_BYTES", 1000)
     with pytest.raises(ValueError, match="at most 1,000 are read"):
         files.write(saved, checkpoint(4))
     monkeypatch.undo()

@@ -51,7 +51,7 @@ def test_a_branch_left_behind_comes_after_what_is_whole(tmp_path, caplog):
     save(tmp_path, 2, 6, 8, 4)
     with caplog.at_level(logging.INFO):
         assert resolve("last", tmp_path).name == "step-00000004"
-    assert [message.split()[2] for message in caplog.messages] == ["step-00000008,", "step-00000006,"]
+    assert [message.split()[1] for message in caplog.messages] == ["step-00000008,", "step-00000006,"]
     corrupt(tmp_path / "step-00000004")
     assert resolve("last", tmp_path).name == "step-00000002"
     corrupt(tmp_path / "step-00000002")

@@ -313,7 +313,7 @@ def test_after_a_step_back_the_best_that_is_written_anew_is_the_best_no_more(tmp
     again.close()
     assert pointers.read(tmp_path, "best") is None
     assert again.outcome.best is None
-    assert "step 8, the best so far, is reached once more and written anew" in caplog.text
+    assert "step 8, the best so far, is reached once more and written again" in caplog.text
 
 
 def test_it_knows_what_it_has_written(tmp_path, monkeypatch):

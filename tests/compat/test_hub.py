@@ -35,8 +35,8 @@ def test_the_factory_is_asked_for_each_client():
             huggingface_hub.close_session()  # as the hub's client does after a connection has broken
             made.append(huggingface_hub.get_session())
         assert made[0] is not made[1]
-        assert all(client.timeout.read == hub_client.TIMEOUT for client in made)
-        assert all(hub_client.wait_as_told in client.event_hooks["response"] for client in made)
+        assert all(client.timeout.read == hub_client.TIMEOUT_SECONDS for client in made)
+        assert all(hub_client.wait_as_asked in client.event_hooks["response"] for client in made)
     finally:
         huggingface_hub.set_client_factory(before)
         huggingface_hub.close_session()

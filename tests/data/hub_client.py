@@ -50,7 +50,7 @@ def main(changes: dict[str, object], steps: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    hub_client.TIMEOUT = 1.0
+    hub_client.TIMEOUT_SECONDS = 1.0
     slept, waits, log = time.sleep, [], []
 
     def sleep(seconds: float) -> None:

@@ -14,7 +14,7 @@ import pytest
 from gpt2_fp8.config.errors import DataSourceLost, UserError
 from gpt2_fp8.config.schema import FileOrHubData
 from gpt2_fp8.data import formats
-from gpt2_fp8.data.documents import PIECE, cut, tokenise
+from gpt2_fp8.data.documents import PIECE_CHARACTERS, cut, tokenise
 from gpt2_fp8.data.files import FilesSource
 from gpt2_fp8.data.retry import with_retries
 from gpt2_fp8.data.sources import build_source
@@ -52,7 +52,7 @@ def write(path: Path, texts: list[Any]) -> Path:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet"])
 def test_rows_and_their_held_out_part(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "RANGE", 1000)
+    monkeypatch.setattr(formats, "RANGE_BYTES", 1000)
     path = write(tmp_path / name, [*TEXTS, *TEXTS[:50]])  # with exact copies
     whole = FilesSource([str(path)], [], 0.0)
     units = whole.corpus().train
@@ -68,7 +68,7 @@ def test_rows_and_their_held_out_part(tmp_path: Path, name: str, monkeypatch: py
 
 
 def test_txt_is_cut_at_newlines_and_its_tail_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "RANGE", 1000)
+    monkeypatch.setattr(formats, "RANGE_BYTES", 1000)
     path = tmp_path / "a.txt"
     path.write_text("".join(f"{text}\n" for text in TEXTS))
     source = FilesSource([str(path)], [], 0.1)
@@ -81,7 +81,7 @@ def test_txt_is_cut_at_newlines_and_its_tail_held_out(tmp_path: Path, monkeypatc
 
 
 def test_txt_without_newlines_is_cut_between_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "RANGE", 1000)
+    monkeypatch.setattr(formats, "RANGE_BYTES", 1000)
     path = tmp_path / "a.txt"
     path.write_text("é" * 2501)
     source = FilesSource([str(path)], [], 0.1)
@@ -141,10 +141,10 @@ def test_hostile_rows(tmp_path: Path) -> None:
 
 
 def test_cut_leaves_no_trace_in_the_text() -> None:
-    text = ("word " * (PIECE // 2)) + "x" * (2 * PIECE + 5)
+    text = ("word " * (PIECE_CHARACTERS // 2)) + "x" * (2 * PIECE_CHARACTERS + 5)
     pieces = list(cut(text))
     assert "".join(pieces) == text
-    assert max(map(len, pieces)) <= PIECE
+    assert max(map(len, pieces)) <= PIECE_CHARACTERS
     assert pieces[1].startswith(" ")
 
 

@@ -17,7 +17,7 @@ from tests.data.corpora import files_config, items, module, write_jsonl
 
 
 def workers_of(made: object) -> list[int]:
-    return [worker.process.pid for worker in made._pool._crew.workers]  # type: ignore[attr-defined]
+    return [worker.process.pid for worker in made._pool._workers.workers]  # type: ignore[attr-defined]
 
 
 def alive(pid: int) -> bool:
@@ -69,7 +69,7 @@ def test_a_users_error_comes_out_of_a_worker_whole(tmp_path: Path) -> None:
     made._pool.close()
     with pytest.raises(Exception, match=r"cannot read a.jsonl .*after 3 attempts: FileNotFoundError"):
         items(made, 1)
-    assert made._pool._crew is None  # ended with the error
+    assert made._pool._workers is None  # ended with the error
     made.teardown()
 
 
@@ -81,8 +81,8 @@ def test_no_orphans_when_the_parent_is_killed(many_units: Path) -> None:
         "if __name__ == '__main__':\n"
         f"    made = module(files_config({str(many_units)!r}, num_workers=2))\n"
         "    made._pool._kept.clear(); items(made, 3)\n"
-        "    crew = made._pool._crew\n"
-        "    print(crew.spool, *(w.process.pid for w in crew.workers), flush=True); time.sleep(60)\n"
+        "    workers = made._pool._workers\n"
+        "    print(workers.spool, *(w.process.pid for w in workers.workers), flush=True); time.sleep(60)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -110,7 +110,7 @@ def test_a_cache_of_another_dtype_is_made_anew(tmp_path: Path, stated: Any, capl
     stored.write_text(json.dumps(json.loads(stored.read_bytes()) | {"dtype": stated}))
     with caplog.at_level(logging.WARNING):
         again = items(module(config), 5)
-    assert f"it has {stated!a} tokens, where this vocabulary takes uint16" in caplog.text
+    assert f"it has {stated!a} tokens, but this vocabulary takes uint16" in caplog.text
     assert all(np.array_equal(a, b) for a, b in zip(again, whole, strict=True))
     assert json.loads(stored.read_bytes())["dtype"] == "uint16"
 

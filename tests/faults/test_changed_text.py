@@ -284,7 +284,7 @@ def test_110_digests_take_bounded_room(n: int, monkeypatch: pytest.MonkeyPatch) 
     made.trained_on(range(n))
     packed = made.state_dict()["train"]
     assert len(empty) < 6000
-    assert len(packed) < 1.4 * digests.LARGEST
+    assert len(packed) < 1.4 * digests.TABLE_BYTES
     again = Digests(Corpus(units, []))
     again.restore(made.state_dict())
     assert again.state_dict() == made.state_dict()

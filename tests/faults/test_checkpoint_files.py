@@ -131,7 +131,7 @@ def point(path, name, step):
 def test_08_a_pointer_that_is_none_is_passed_over(run, caplog, damage, reason):
     damage(run / "checkpoints" / "last.json")
     assert resolve(run) == checkpoint(run, 8)
-    (line,) = [message for message in caplog.messages if "last.json is passed over" in message]
+    (line,) = [message for message in caplog.messages if "last.json is skipped" in message]
     assert reason in line
 
 

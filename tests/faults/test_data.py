@@ -98,8 +98,8 @@ def test_56_a_document_of_100_mb_in_one_line_is_read_in_pieces(tmp_path: Path, s
 
 
 def test_56_a_longer_line_is_passed_over_without_being_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "LINE", 5000)
-    monkeypatch.setattr(formats, "RANGE", 2000)
+    monkeypatch.setattr(limits, "LINE_BYTES", 5000)
+    monkeypatch.setattr(formats, "RANGE_BYTES", 2000)
     good = [json.dumps({"text": f"{i} {TEXT}"}) for i in range(40)]
     lines = [*good[:20], json.dumps({"text": "x" * 20_000}), *good[20:]]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -142,7 +142,7 @@ def test_59_an_empty_file_is_passed_over(tmp_path: Path, ending: str, caplog: py
     (tmp_path / f"empty{ending}").write_bytes(b"")
     with caplog.at_level(logging.WARNING):
         made = module(files_config([tmp_path / "a.jsonl", tmp_path / f"empty{ending}"]))
-    assert "1 files are empty and are passed over" in caplog.text
+    assert "1 files are empty and are skipped" in caplog.text
     assert all(np.array_equal(a, b) for a, b in zip(items(made, 3), whole, strict=True))
     assert "the training text is too short: 0 tokens" in refusal(files_config(tmp_path / f"empty{ending}"))
 
@@ -299,14 +299,14 @@ def repeated(path: Path, text: str, rows: int) -> Path:
     return path
 
 
-UNFOLDS = "unfolds to more than 200 times its size"
+UNFOLDS = "unpacks to more than 200 times its size"
 
 
 @pytest.mark.parametrize("line", ["\n", '{"text": "aaaa"}\n'], ids=["blank", "short"])
 def test_hostile_a_zip_bomb_of_many_lines(
     tmp_path: Path, canary: Path, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "FREE", 4 * MEGABYTE)
+    monkeypatch.setattr(limits, "FREE_BYTES", 4 * MEGABYTE)
     path = bomb(tmp_path / "bomb.jsonl.zst", line.encode() * (MEGABYTE // len(line)), 200)
     assert UNFOLDS in refusal(files_config(path))
 
@@ -349,7 +349,7 @@ def test_hostile_a_row_group_larger_than_its_file(tmp_path: Path, canary: Path) 
     declare(path, rows, 130_000_000)
     assert path.stat().st_size < 100_000
     assert pq.read_metadata(path).row_group(0).num_rows == 130_000_000
-    assert "unfolds to more than 200 times its size" in refusal(files_config(path))
+    assert "unpacks to more than 200 times its size" in refusal(files_config(path))
 
 
 def test_hostile_a_column_larger_than_its_file(tmp_path: Path, canary: Path) -> None:
@@ -357,7 +357,7 @@ def test_hostile_a_column_larger_than_its_file(tmp_path: Path, canary: Path) -> 
     pq.write_table(pa.table({"text": [TEXT * 20 + str(i) for i in range(500)]}), path, compression="none")
     size = pq.read_metadata(path).row_group(0).column(0).total_compressed_size
     declare(path, size, 1_000_000)
-    assert "unfolds to more than" in refusal(files_config(path))
+    assert "unpacks to more than" in refusal(files_config(path))
 
 
 def arguments(*files: object) -> list[str]:
@@ -456,8 +456,8 @@ def test_hostile_a_vocabulary_of_anothers_merges(tmp_path: Path, canary: Path, m
 
 
 def test_cuts_are_the_same_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units are what a resumed run is held to: each cut is the first start of a line from a multiple of RANGE on."""
-    monkeypatch.setattr(formats, "RANGE", 100)
+    """Units are what a resumed run is held to: each cut is the first line's start from a multiple of the range on."""
+    monkeypatch.setattr(formats, "RANGE_BYTES", 100)
     rng = np.random.default_rng(0)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(b"x" * int(n) + b"\n" for n in rng.integers(0, 260, 80)))

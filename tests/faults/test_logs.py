@@ -150,7 +150,7 @@ def test_96_a_run_logs_columns_that_its_log_may_have(tmp_path: Path) -> None:
 
 
 def test_96_the_end_of_an_endless_line_is_no_row(tmp_path: Path) -> None:
-    rest = b"9" * (metrics_csv.LONGEST - 2) + b"3,0.5\n"
+    rest = b"9" * (metrics_csv.LONGEST_LINE_BYTES - 2) + b"3,0.5\n"
     (tmp_path / "metrics.csv").write_bytes(b"step,train_loss\n2," + rest + b"4,0.25\n")
     MetricsFile(tmp_path, 5).log_metrics({"train_loss": 0.5}, step=6)
     assert (tmp_path / "metrics.csv").read_text() == "step,train_loss\n4,0.25\n6,0.5\n"
@@ -162,7 +162,7 @@ def test_96_a_long_log_is_copied_in_little_memory_and_said(
 ) -> None:
     path, n = tmp_path / "metrics.csv", 100_000
     path.write_text("step,train_loss\n" + "".join(f"{step},{1 / step}\n" for step in range(1, n + 1)))
-    monkeypatch.setattr(metrics_csv, "SLOW", -1.0)
+    monkeypatch.setattr(metrics_csv, "SLOW_SECONDS", -1.0)
     tracemalloc.start()
     with caplog.at_level(logging.INFO):
         renewed = metrics_csv.renew(path, ["step", "train_loss", "val_loss"], n - 1)

@@ -72,14 +72,14 @@ def test_a_short_wait_is_granted_whole(client: Client) -> None:
 @pytest.mark.parametrize("told", ["Wed, 21 Oct 2025 07:28:00 GMT", "soon", "-1", "\u00b2", ""])
 def test_what_is_no_number_of_seconds_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
     monkeypatch.setattr(retry, "sleep", lambda seconds: pytest.fail("it waits"))
-    hub_client.wait_as_told(SimpleNamespace(status_code=503, headers={"retry-after": told}))
+    hub_client.wait_as_asked(SimpleNamespace(status_code=503, headers={"retry-after": told}))
 
 
 def test_a_wait_that_a_server_asked_for_is_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a worker that waits for longer than a minute would be taken for stuck."""
     alive = []
     monkeypatch.setattr(retry.time, "sleep", lambda seconds: alive.append((seconds, retry.is_waiting())))
-    hub_client.wait_as_told(SimpleNamespace(status_code=429, headers={"retry-after": "100"}))
+    hub_client.wait_as_asked(SimpleNamespace(status_code=429, headers={"retry-after": "100"}))
     assert alive == [(100.0, True)]
     assert not retry.is_waiting()
 

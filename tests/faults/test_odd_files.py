@@ -72,8 +72,8 @@ def test_113_a_file_of_a_hole_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_113_a_line_without_an_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "LINE", 1 << 20)
-    monkeypatch.setattr(formats, "RANGE", 1 << 20)
+    monkeypatch.setattr(limits, "LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(formats, "RANGE_BYTES", 1 << 20)
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(10) + b"x" * (20 << 20))
     told = refusal(files_config(path))
@@ -99,11 +99,11 @@ def test_113_a_footer_is_read_once_however_many_row_groups_there_are(
 def test_113_a_footer_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": [TEXT] * 300}), path, row_group_size=1)
-    monkeypatch.setattr(parquet, "SAID", 1)
+    monkeypatch.setattr(parquet, "ANNOUNCED_BYTES", 1)
     with caplog.at_level(logging.INFO):
         module(files_config(path))
     assert caplog.text.count("reading the footer of") == 1
-    monkeypatch.setattr(parquet, "FOOTER", 10_000)
+    monkeypatch.setattr(parquet, "FOOTER_BYTES", 10_000)
     parquet._footers.clear()
     assert "has a footer of" in refusal(files_config(path))
     huge = tmp_path / "b.parquet"
@@ -113,7 +113,7 @@ def test_113_a_footer_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytes
 
 def test_113_footers_that_are_kept_take_bounded_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet._footers.clear()
-    monkeypatch.setattr(parquet, "KEPT", 3000)
+    monkeypatch.setattr(parquet, "KEPT_BYTES", 3000)
     for i in range(20):
         pq.write_table(pa.table({"text": [TEXT] * 3}), tmp_path / f"{i}.parquet")
         parquet.metadata(tmp_path / f"{i}.parquet")
@@ -121,8 +121,8 @@ def test_113_footers_that_are_kept_take_bounded_room(tmp_path: Path, monkeypatch
 
 
 def test_113_what_takes_long_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr(progress_log, "FIRST", 0.0)
-    monkeypatch.setattr(progress_log, "EVERY", 0.0)
+    monkeypatch.setattr(progress_log, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(progress_log, "EVERY_SECONDS", 0.0)
     for i in range(20):
         write_jsonl(tmp_path / f"{i}.jsonl", [f"{i}.{j} {TEXT}" for j in range(4)])
     with caplog.at_level(logging.INFO):
@@ -142,7 +142,7 @@ from gpt2_fp8.data import file_check, progress_log
 from gpt2_fp8.runtime import signals
 from tests.data.corpora import files_config, module
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-progress_log.FIRST = 0.1
+progress_log.FIRST_SECONDS = 0.1
 sound = file_check.problems
 def slow(*arguments):
     import time; time.sleep(0.02)

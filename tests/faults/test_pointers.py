@@ -66,7 +66,7 @@ def test_105_a_best_that_was_changed_is_found_again_beside_the_checkpoints(run, 
     with pytest.raises(CheckpointError, match=r"best\.json cannot be used: it was changed after it was written"):
         find.resolve("best", run / "checkpoints")
     train(run, "ckpt_path=last", *STEPS, "trainer.max_steps=9")
-    assert "best.json is written anew" in caplog.text
+    assert "best.json is written again" in caplog.text
     losses = metrics(run)["val_loss"]
     step = min(losses, key=losses.get)
     assert pointers.follow(run / "checkpoints", "best") == Pointer(
@@ -152,7 +152,7 @@ def test_106_a_folder_in_another_s_place_is_not_what_the_pointer_means(run, tmp_
     with pytest.raises(ValueError, match="it means another step-00000008 than is there"):
         pointers.follow(run / "checkpoints", "last")
     assert find.resolve("last", run / "checkpoints") == checkpoint(run, 8)
-    assert "last.json is passed over: it means another step-00000008" in caplog.text
+    assert "last.json is skipped: it means another step-00000008" in caplog.text
 
 
 def test_106_digits_of_other_scripts_name_no_step():

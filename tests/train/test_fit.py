@@ -149,7 +149,7 @@ def test_recomputed_activations_train_the_same_model(tmp_path):
 def test_last_without_a_checkpoint_starts_afresh_and_says_so(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     train(tmp_path / "run", "ckpt_path=last")
-    assert "starts afresh" in caplog.text
+    assert "fresh start" in caplog.text
     assert summary(tmp_path / "run")["steps"] == 12
 
 
