@@ -83,6 +83,7 @@ class Job:
         self.composer, self.number, self.whole = composer, number, whole
         self.request = composer.request
         self.words = list(words)
+        self.typed = {word.key_or_group for word in self.words}
         self.dropped: set[str] = set()
         self.folder: str | None = None  # where it will write
         self.plain: dict[str, Any] = {}  # as it is written, `${...}` and all
@@ -142,7 +143,7 @@ class Job:
 
     def given(self, key: str) -> bool:
         """Whether a word sets a key."""
-        return any(word.key_or_group == key for word in self.words)
+        return key in self.typed
 
     def _doubts(self, key: str) -> bool:
         """Whether the value that a check saw may not be the one that was meant."""

@@ -22,7 +22,7 @@ def _of(hint, key, range_=None):
         yield from ranges(hint, f"{key}.")
     elif hint in (int, float):
         yield key, range_
-    elif typing.get_origin(hint) is not typing.Literal:
+    elif typing.get_origin(hint) not in (typing.Literal, dict):  # tags are no settings
         for member in typing.get_args(hint):
             yield from _of(member, key)
 

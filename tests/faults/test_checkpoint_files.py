@@ -215,7 +215,7 @@ def test_12_a_run_continues_from_version_1(run):
     (path / "manifest.json").write_text(json.dumps(older | {"version": 1, "files": sizes}))
     train(run, *STEPS, "trainer.max_steps=12", "ckpt_path=last")
     assert files.read_manifest(path)["version"] == 1
-    assert files.read_manifest(checkpoint(run, 12))["version"] == 2
+    assert files.read_manifest(checkpoint(run, 12))["version"] == 3
 
 
 @pytest.mark.parametrize("pointed", [True, False])

@@ -86,17 +86,26 @@ FORMS = {
     "rng of no rank": (at("rng", []), "rng is an empty list"),
     "rng that is a word": (at("rng", "seed"), "rng is of type str, not a list"),
     "no generator of torch": (at("rng/0/torch"), "rng.0.torch is missing"),
-    "FP8 scales that are words": (at("FP8Precision", {"scaling": "x", "blocks": "y"}), "FP8Precision.blocks is of ty"),
-    "FP8 scales in a list": (at("FP8Precision", []), "FP8Precision is an empty list, not a dict"),
+    "FP8 scales that are words": (
+        at("training_step/scaling", {"settings": "x", "blocks": "y"}),
+        "scaling.blocks is of type",
+    ),
+    "FP8 scales in a list": (at("training_step/scaling", []), "training_step.scaling is an empty list, not a dict"),
     "no data": (at("TokenDataModule"), "TokenDataModule is missing"),
     "data without lanes": (at("TokenDataModule/lanes"), "TokenDataModule.lanes is missing"),
     "no digests": (at("TokenDataModule/digests", {}), "TokenDataModule.digests.train is missing"),
     "data at a word": (at("TokenDataModule/lanes/3", {}), "TokenDataModule.lanes.3.epoch is missing"),
     "a precision that is a list": (at("precision", []), "precision is an empty list, not a dict"),
     "random numbers of another kind": (at("rng/0/python", (3, (1, 2), None)), "rng.0.python.1 is of type tuple, not a"),
-    "a micro-batch of nothing": (at("micro_batch_size", {"asked": 4, "fits": 0}), "fits is 0, not an int from 1 on"),
+    "a micro-batch of nothing": (
+        at("training_step/micro_batch_size", {"asked": 4, "fits": 0}),
+        "fits is 0, not an int from 1 on",
+    ),
     "a version of no number": (at("pytorch-lightning_version", "evil"), "of type str, not a version from 2.0 on"),
-    "a micro-batch that is a word": (at("micro_batch_size", {"asked": 4, "fits": "4"}), "micro_batch_size.fits is of"),
+    "a micro-batch that is a word": (
+        at("training_step/micro_batch_size", {"asked": 4, "fits": "4"}),
+        "micro_batch_size.fits is of",
+    ),
 }
 # What no type tells: seen when it is put in its place.
 FITS = {
