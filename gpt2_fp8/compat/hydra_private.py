@@ -1,4 +1,4 @@
-"""What this program uses of Hydra that Hydra does not document. Holds for hydra-core 1.3.8 and later 1.3 releases.
+"""What is private in Hydra, and yet used. Holds for `hydra-core>=1.3.8,<1.4`.
 
 Each function says why the public interface is not enough. `tests/compat/test_hydra_private.py` holds what is believed
 of each one. Imports no torch.

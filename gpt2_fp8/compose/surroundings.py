@@ -46,7 +46,7 @@ class Surroundings:
         by_name = "${run_name}" in str(lookup(self.plain, setting)[1])
         if not (by_name and "run_name" in bad):
             yield from self._folder(setting, "run_name" if by_name else setting)
-        fresh = by_name and not self.given("run_name") and "${now:" in self.plain["run_name"]
+        fresh = by_name and not self.given("run_name") and "${now:" in str(self.plain["run_name"])
         if self.config.ckpt_path in ("last", "best") and fresh:
             path = self.config.ckpt_path
             cause = f"ckpt_path={path}: of which run? A run without a name starts in a new, empty folder"
@@ -78,7 +78,8 @@ class Surroundings:
     def _resolved(self, setting: str) -> str:
         """Where Hydra will put the job. Raises OmegaConfBaseException."""
         before = HydraConfig.instance().cfg
-        if "${hydra:" in str(self.plain["hydra"]["sweep"]) + str(self.plain["hydra"]["run"]) + self.plain["run_name"]:
+        hydra = self.plain["hydra"]
+        if "${hydra:" in f"{hydra['sweep']}{hydra['run']}{self.plain['run_name']}":
             HydraConfig.instance().set_config(self.cfg)  # slow, and rare
         try:
             folder = str(OmegaConf.select(self.cfg, setting))

@@ -25,7 +25,7 @@ UNDOCUMENTED = {
     *("FP8GlobalStateManager", "init_fp8_metadata", "quantization_state", "SplitAlongDim"),
     *("is_fp8_enabled", "get_fp8_recipe", "get_autocast_state", "set_autocast_state", "fp8_tensors_recompute_buffer"),
 }
-HYDRA = {"compose.catalog", "compose.commandline"}  # they use `hydra._internal`
+HYDRA = {"compose.commandline"}  # they use `hydra._internal`
 
 
 def private(name):

@@ -157,7 +157,7 @@ ARTEFACTS = {
     "a manifest listing ../../x": (lambda p: listing(p, "../../x"), "lists '../../x'"),
     "a manifest listing /etc/passwd": (lambda p: listing(p, "/etc/passwd"), "lists '/etc/passwd'"),
     "a manifest listing escapes": (lambda p: listing(p, ESCAPE), r"lists '\x1b]0;owned\x07\x1b[2J'"),
-    "a manifest by an escape": (lambda p: forge(p, version=3, written_by={"gpt2_fp8": ESCAPE}), r"use gpt2_fp8 \x1b]0"),
+    "a manifest by an escape": (lambda p: forge(p, version=4, written_by={"gpt2_fp8": ESCAPE}), r"use gpt2_fp8 \x1b]0"),
     "a tensor's name of escapes": (lambda p: with_weight(p, ESCAPE), r"\x1b]0;owned"),
     "a tensor's name of 10^6 letters": (lambda p: with_weight(p, "w" * 10**6), "do not fit together"),
     "a link to weights elsewhere": (lambda p: linked(p, MODEL, None), "model.safetensors: it is a link"),
@@ -322,7 +322,8 @@ CALLS = {
 ALLOWED = {
     ("data/worker_pool.py", "pickle"): "hands this process's own reader to the workers that it starts",
     ("data/worker_process.py", "pickle"): "takes it there, out of the pipe from that process; nothing from a file",
-    ("layers/__init__.py", "import_module"): "of a module of ours, by a name from the plan",
+    ("__init__.py", "import_module"): "of a module of ours, by a public name",
+    ("runtime/registry.py", "import_module"): "of a user's own module, named on the command line",
     ("measure/timing.py", "import_module"): "of a package whose name stands in the source, to see whether it is there",
 }
 

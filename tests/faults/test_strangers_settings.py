@@ -177,7 +177,7 @@ def test_84_what_cannot_be_shown_is_told_in_two_lines(tmp_path: Path) -> None:
         "--cfg job -p nope": "--package nope",
         "--cfg job --resolve run_name=${nope}": "Interpolation key 'nope' not found",
         "--cfg job seed=1,2": "several values",
-        "--cfg all precision=fp32 precision.backend=te": "precision.backend belongs to precision=fp8_hybrid",
+        "--cfg all precision=fp32 precision.fallback=error": "precision.fallback belongs to precision=fp8_hybrid",
         f"--cfg job {mine} global_batch_size=4 seed=x": "none of the files that were chosen has global_batch_size",
         f"{mine} global_batch_size=16": "fix: +global_batch_size=16, to add it",
         "--help data=stdlib data.train_files=[a]": "data.train_files belongs to data=text_files",
@@ -372,6 +372,7 @@ def test_89_no_number_of_the_settings_is_absurd(number: str) -> None:
     for choice, groups in (
         ([], ()),
         (["precision=auto"], ("precision", "recipe")),
+        (["recipe=delayed"], ("recipe",)),
         (["data=tinyshakespeare"], ("data",)),
     ):
         keys = [key for key in RANGES if not groups or key.partition(".")[0] in groups]
@@ -384,7 +385,7 @@ def test_89_no_number_of_the_settings_is_absurd(number: str) -> None:
 @pytest.mark.parametrize("key", LIMITS)
 def test_89_some_numbers_have_limits_of_their_own(key: str) -> None:
     most, what = LIMITS[key]
-    choice = ["precision=auto"] if key.startswith("recipe.delayed.") else []  # of recipe=auto
+    choice = ["recipe=delayed"] if key.count(".") == 1 and key.startswith("recipe.") else []
     told = causes(*choice, f"{key}={most + 1}")
     assert any(f"{key}={most + 1}: is beyond {most:,} {what}" in cause for cause in told)
 
