@@ -40,6 +40,10 @@ class NoScaling:
         """See `Scaling`."""
         return lambda: None
 
+    def trial(self) -> Undo:
+        """See `Scaling`."""
+        return lambda: None
+
     def agree(self) -> None:
         """See `Scaling`."""
 
@@ -128,6 +132,18 @@ class Scaling:
         For a step that begins again or is left out.
         """
         return state.kept(self.model)
+
+    def trial(self) -> Undo:
+        """Return a function that forgets the scales found meanwhile: training finds its own, or a checkpoint's."""
+        if self.ready:
+            return lambda: None
+        saved = self.state_dict()
+
+        def undo() -> None:
+            self.ready = False
+            self.load_state_dict(saved)
+
+        return undo
 
     def agree(self) -> None:
         """Give all ranks the same state. Collective: see `state.agree`."""

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from gpt2_fp8.backends.resolve import Plan, unaccelerated
-from gpt2_fp8.callbacks.throughput import Throughput
-from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.finite import finite_weights
-from gpt2_fp8.checkpoint.run_state import check_state, restoring
-from gpt2_fp8.compat import lightning_logging
+from gpt2_fp8.checkpoint.run_state import restoring
 from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.training_step import TrainingStep
-from gpt2_fp8.runtime import rng
-from gpt2_fp8.train import own_trainer, resume, saved_config
+from gpt2_fp8.train import module_checkpoint, own_trainer, resume, saved_config
+from gpt2_fp8.train.metric_log import MetricLog
+from gpt2_fp8.train.module_checkpoint import Restored
 
 
 class GPT2Module(pl.LightningModule):
@@ -55,10 +50,7 @@ class GPT2Module(pl.LightningModule):
         self.val_loss: float | None = None
         self.asked_micro_batch_size: int | None = None
         self._weights = finite_weights(Path(config.init_from)) if weights is None and config.init_from else weights
-        self._saved_step: Mapping[str, Any] = {}  # what a checkpoint says a step begins with
-        self._rng: list[Any] | None = None
-        self._restored_from: Any = None  # the checkpoint that the run continues from
-        self._logs_train_loss = self._settles_at_once = False
+        self._restored = Restored()
         self.save_hyperparameters(saved_config.to_plain(config))
 
     # Building
@@ -72,12 +64,9 @@ class GPT2Module(pl.LightningModule):
         Its layers are plain torch in float32 until a Trainer's FP8Precision says otherwise. `config` is for a
         checkpoint that does not hold its own. Raises CheckpointError where they do not fit.
         """
-        path = Path(checkpoint_path)
-        checkpoint = files.read(path, map_location, ("state_dict", "training_step", saved_config.KEY))
-        config = config or saved_config.from_checkpoint(checkpoint, path)
-        saved_config.check_size(config, checkpoint["state_dict"], path)
-        module = cls(config, weights=checkpoint["state_dict"])
-        module._saved_step = checkpoint.get("training_step", {})
+        config, weights, step = module_checkpoint.read(Path(checkpoint_path), map_location, config)
+        module = cls(config, weights=weights)
+        module._restored = Restored(step=step)
         device = torch.device(map_location)
         with device:
             module._build(unaccelerated(config, "cuda" if device.type == "cuda" else "cpu"))
@@ -98,7 +87,8 @@ class GPT2Module(pl.LightningModule):
         if hasattr(self, "model"):
             if self.step.plan.computes_as(plan):
                 return
-            self._weights, self._saved_step = self.state_dict(), self._saved_step or self.step.state_dict()
+            self._weights = self.state_dict()
+            self._restored.step = self._restored.step or self.step.state_dict()
         self._build(plan)
 
     def _build(self, plan: Plan) -> None:
@@ -112,14 +102,14 @@ class GPT2Module(pl.LightningModule):
             asked_micro_batch_size=self.asked_micro_batch_size,
         )
         self.step.on_given_up = lambda: loops.uncount_step(self.trainer)
-        self.step.restoring = lambda: restoring(self._restored_from)
+        self.step.restoring = lambda: restoring(self._restored.path)
         self.model = self.step.model
         if self._weights is None:
             self.step.initialise()
         else:
             self.load_state_dict(self._weights)
             self._weights = None
-        self.step.load_state_dict(self._saved_step)
+        self.step.load_state_dict(self._restored.step)
 
     def configure_optimizers(self) -> Any:
         """Return fused AdamW with warm-up and cosine decay."""
@@ -129,42 +119,21 @@ class GPT2Module(pl.LightningModule):
     # Training
 
     def on_train_start(self) -> None:
-        """Put the random numbers where the checkpoint left them, and see who is there to be told of a step."""
-        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        self._logs_train_loss = not any(isinstance(callback, Throughput) for callback in callbacks)
-        rates = any(isinstance(callback, LearningRateMonitor) for callback in callbacks)
-        self._settles_at_once = self._logs_train_loss or rates  # what they read is the next step's
-        if self._rng is not None:
-            with restoring(self._restored_from):
-                rng.restore_rank(self._rng)
-            self._rng = None
+        """Put the random numbers where the checkpoint left them."""
+        self._metrics = MetricLog(self)
+        self._restored.begin_training()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Compute one optimizer step."""
         optimizer = cast(LightningOptimizer, self.optimizers())
         advance = self.trainer.datamodule.advance  # type: ignore[attr-defined]  # Lightning sets it in `fit`
         self.step(batch["ids"], optimizer.step, partial(advance, batch["cursor"]))
-        if self._settles_at_once:
-            self.step.settle()
-        if self._logs_train_loss:
-            assert self.step.last is not None
-            self._log("train_loss", self.step.last.loss, self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        self._metrics.step_ended(self.step)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Make Lightning validate after the last step, whatever the interval."""
         if self.trainer.global_step >= self.trainer.max_steps:
             self.trainer.should_stop = True
-
-    def _log(self, name: str, value: float | Tensor, every_n_steps: int = 1) -> None:
-        """Show a metric to callbacks and the progress bar at every step, and at intervals to the loggers."""
-        fitting = self.trainer.state.fn == TrainerFn.FITTING
-        if not fitting:
-            lightning_logging.return_only(self.trainer, name)
-        self.log(name, value, prog_bar=True, logger=not fitting)  # `Trainer.validate` returns what it logs
-        step = self.trainer.global_step
-        for logger in self.trainer.loggers if step % every_n_steps == 0 else ():
-            # By ourselves: Lightning would count this step from 0.
-            logger.log_metrics({name: float(value)}, step=step)
 
     # Validation
 
@@ -172,7 +141,7 @@ class GPT2Module(pl.LightningModule):
         """Start the sums."""
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.trainer.sanity_checking:
-            self._scaling = self.step.scaling.ready, self.step.scaling.state_dict()
+            self._undo_scales = self.step.scaling.trial()
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add one micro-batch of [sequences, n_positions + 1] to the sums."""
@@ -183,13 +152,11 @@ class GPT2Module(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log `val_loss`: the mean over every scored token of every rank. A sanity check leaves nothing behind."""
         if self.trainer.sanity_checking:
-            if not self._scaling[0]:  # training finds its scales in its own text, or in a checkpoint
-                self.step.scaling.ready = False
-                self.step.scaling.load_state_dict(self._scaling[1])
+            self._undo_scales()
             return
         total, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
         self.val_loss = val_loss = (total / count).float().item()  # as Lightning keeps it beside the checkpoints
-        self._log("val_loss", val_loss)
+        MetricLog(self).log("val_loss", val_loss)
 
     # Checkpoints
 
@@ -204,32 +171,9 @@ class GPT2Module(pl.LightningModule):
         return self.model.load_state_dict(state_dict, strict, assign)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add every rank's random numbers, what a step begins with, and what the run computed in."""
-        checkpoint["rng"] = rng.gather()
-        checkpoint["model"] = asdict(self.config.model)
-        checkpoint["training_step"] = self.step.state_dict()
-        plan = self.step.plan
-        checkpoint["precision"] = {
-            "asked": plan.asked, "ran": plan.ran, "recipe": plan.recipe, "reason": plan.reason,
-            "fell_back": plan.fell_back,
-        }  # fmt: skip
+        """Add what a run needs to continue: see `module_checkpoint.add`."""
+        module_checkpoint.add(checkpoint, self.step)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the random numbers; let the configuration, not the checkpoint, say the optimizer's settings.
-
-        Raises UserError where the checkpoint is another model's, or of other text, with every difference.
-        """
-        others = list(resume.other_settings(self.config.model, checkpoint.get("model", {})))
-        if self.trainer.state.fn != TrainerFn.FITTING:
-            resume.refuse(others)
-            self.step.load_state_dict(checkpoint.get("training_step", {}))
-            return
-        path = Path(str(self.trainer.ckpt_path))
-        check_state(path, checkpoint)
-        resume.refuse_longer(path, checkpoint["global_step"], self.config.trainer.max_steps)
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # whose tokenizer gives the weights' shapes
-        resume.refuse([*others, *datamodule.other_settings(checkpoint["TokenDataModule"])])
-        rng.check(checkpoint["rng"])
-        self._rng, self._restored_from = checkpoint["rng"], self.trainer.ckpt_path
-        self.step.load_state_dict(checkpoint.get("training_step", {}))
-        resume.keep_own_settings(checkpoint, self.model, self.config.optim, self.config.trainer.max_steps)
+        """Restore what a run continues from: see `module_checkpoint.take`, and what it raises."""
+        self._restored = module_checkpoint.take(checkpoint, self.trainer, self.step)

@@ -1,0 +1,45 @@
+"""The LightningModule's own metrics: `val_loss`, and `train_loss` in a Trainer that has not our callbacks."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from gpt2_fp8.callbacks.throughput import Throughput
+from gpt2_fp8.compat import lightning_logging
+from gpt2_fp8.engine.training_step import TrainingStep
+
+
+class MetricLog:
+    """Logs a module's metrics under their steps, and settles a step early only if someone reads it.
+
+    Args:
+        module: in a Trainer that has begun.
+    """
+
+    def __init__(self, module: pl.LightningModule):
+        self.module, self.trainer = module, module.trainer
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        self._has_train_loss = any(isinstance(callback, Throughput) for callback in callbacks)
+        self._has_rates = any(isinstance(callback, LearningRateMonitor) for callback in callbacks)
+
+    def step_ended(self, step: TrainingStep) -> None:
+        """Log `train_loss`, unless Throughput does. Its readers, and those of the rate, need the step settled."""
+        if self._has_rates or not self._has_train_loss:
+            step.settle()
+        if not self._has_train_loss:
+            assert step.last is not None
+            self.log("train_loss", step.last.loss, self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
+
+    def log(self, name: str, value: float | Tensor, every_n_steps: int = 1) -> None:
+        """Show a metric to callbacks and the progress bar at every step, and at intervals to the loggers."""
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        if not fitting:
+            lightning_logging.return_only(self.trainer, name)
+        self.module.log(name, value, prog_bar=True, logger=not fitting)  # `Trainer.validate` returns what it logs
+        step = self.trainer.global_step
+        for logger in self.trainer.loggers if step % every_n_steps == 0 else ():
+            # By ourselves: Lightning would count this step from 0.
+            logger.log_metrics({name: float(value)}, step=step)

@@ -1,0 +1,90 @@
+"""What the LightningModule adds to a checkpoint, and how it is restored from one: in a run, and from a folder alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from gpt2_fp8.checkpoint import files
+from gpt2_fp8.checkpoint.run_state import check_state, restoring
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine.training_step import TrainingStep
+from gpt2_fp8.runtime import rng
+from gpt2_fp8.train import resume, saved_config
+
+
+@dataclass
+class Restored:
+    """What a checkpoint holds for later: it cannot be restored at the moment the checkpoint is read.
+
+    Attributes:
+        path: the checkpoint that the run continues from; None without one.
+        random: the generators' states of every rank. They wait until nothing else draws numbers before training.
+        step: what the training step begins with, if there is no step yet.
+    """
+
+    path: Any = None
+    random: list[Any] | None = None
+    step: Mapping[str, Any] = field(default_factory=dict)
+
+    def begin_training(self) -> None:
+        """Put this rank's random numbers where the checkpoint left them. From now on the step's own state is newer."""
+        self.step = {}
+        if self.random is not None:
+            with restoring(self.path):
+                rng.restore_rank(self.random)
+            self.random = None
+
+
+def read(
+    path: Path, map_location: torch.device | str, config: RunConfig | None
+) -> tuple[RunConfig, Mapping[str, Tensor], Mapping[str, Any]]:
+    """Return a checkpoint's configuration, its weights and what its training step begins with.
+
+    `config` is for a checkpoint that does not hold its own. Raises CheckpointError where they do not fit.
+    """
+    checkpoint = files.read(path, map_location, ("state_dict", "training_step", saved_config.KEY))
+    config = config or saved_config.from_checkpoint(checkpoint, path)
+    saved_config.check_size(config, checkpoint["state_dict"], path)
+    return config, checkpoint["state_dict"], checkpoint.get("training_step", {})
+
+
+def add(checkpoint: dict[str, Any], step: TrainingStep) -> None:
+    """Add every rank's random numbers, what a step begins with, and what the run computed in. Collective."""
+    checkpoint["rng"] = rng.gather()
+    checkpoint["model"] = asdict(step.config.model)
+    checkpoint["training_step"] = step.state_dict()
+    plan = step.plan
+    checkpoint["precision"] = {
+        "asked": plan.asked, "ran": plan.ran, "recipe": plan.recipe, "reason": plan.reason, "fell_back": plan.fell_back,
+    }  # fmt: skip
+
+
+def take(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingStep) -> Restored:
+    """Check a checkpoint that Lightning has read, and restore what can be restored now.
+
+    The configuration, not the checkpoint, says the optimizer's settings: they are replaced in place. Raises UserError
+    where the checkpoint is another model's, or of other text, with every difference.
+    """
+    config, own = step.config, checkpoint.get("training_step", {})
+    others = list(resume.other_settings(config.model, checkpoint.get("model", {})))
+    if trainer.state.fn != TrainerFn.FITTING:
+        resume.refuse(others)
+        step.load_state_dict(own)
+        return Restored()
+    path = Path(str(trainer.ckpt_path))
+    check_state(path, checkpoint)
+    resume.refuse_longer(path, checkpoint["global_step"], config.trainer.max_steps)
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # whose tokenizer gives the weights' shapes
+    resume.refuse([*others, *datamodule.other_settings(checkpoint["TokenDataModule"])])
+    rng.check(checkpoint["rng"])
+    step.load_state_dict(own)
+    resume.keep_own_settings(checkpoint, step.model, config.optim, config.trainer.max_steps)
+    return Restored(trainer.ckpt_path, checkpoint["rng"])
