@@ -227,7 +227,7 @@ def test_49_a_child_that_was_killed_is_named():
     watch = rank_watchdog.RankWatchdog()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     watch.children = [child]
-    assert watch._lost() is None
+    assert watch._lost(None) is None
     watch.end_children()
     child.wait()
-    assert f"rank 1 (process {child.pid}) was killed by signal 9" in str(watch._lost())
+    assert f"rank 1 (process {child.pid}) was killed by signal 9" in str(watch._lost(None))
