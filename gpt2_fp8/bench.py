@@ -30,7 +30,7 @@ from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.record import Record
 from gpt2_fp8.measure.sections import measure_sections
 from gpt2_fp8.measure.table import Measured, Row
-from gpt2_fp8.runtime import output, signals
+from gpt2_fp8.runtime import output, process_end
 
 FOLDER = Path("outputs/bench")
 ELSEWHERE = "start the benchmark in a folder that can be written"
@@ -67,7 +67,7 @@ class _Handlers:
 
     def __init__(self) -> None:
         self.code: int | None = None
-        numbers = [number for number in signals.SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        numbers = [number for number in process_end.SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._stop) for number in numbers}
 
     def put_back(self) -> None:
@@ -78,7 +78,7 @@ class _Handlers:
     def _stop(self, signum: int, frame: object) -> None:
         self.code = self.code or (130 if signum == signal.SIGINT else 143)
         if signum == signal.SIGHUP:
-            signals.leave_terminal()
+            process_end.leave_terminal()
         raise KeyboardInterrupt if signum == signal.SIGINT else _Terminated
 
 

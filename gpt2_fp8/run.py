@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import output, signals, slurm
+from gpt2_fp8.runtime import output, process_end, signals, slurm
 from gpt2_fp8.train import loading
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
@@ -162,9 +162,9 @@ def _rank_zero_ends(rank_zero: int | None, patience: float) -> bool:
 def entry() -> None:
     """The `gpt2-fp8` command."""
     output.begin()
-    signals.ignore_at_the_end()
+    process_end.ignore_at_the_end()
     code = main(sys.argv[1:])
-    signals.leave_with(code)
+    process_end.leave_with(code)
     output.end()
     sys.exit(code)
 

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import Callback
 from gpt2_fp8.compat import lightning_process, torch_private
 from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import collectives, signals
+from gpt2_fp8.runtime import collectives, process_end
 from gpt2_fp8.runtime.heartbeats import BEAT_SECONDS, Heartbeats
 from gpt2_fp8.runtime.stragglers import Place, Stragglers
 
@@ -157,12 +157,12 @@ class RankWatchdog(Callback):
             self._follow(ended[0], ended[1].pid, ended[1].returncode)
 
     def _follow(self, rank: int, process: int, code: int) -> None:
-        signum = STOPPED.get(code, -code if -code in signals.SIGNALS else None)  # below 0: it had no handlers yet
+        signum = STOPPED.get(code, -code if -code in process_end.SIGNALS else None)  # below 0: it had no handlers yet
         if signum is not None:
             os.kill(os.getpid(), signum)  # as if this process had received it
             if self._met.wait(GRACE_SECONDS):
                 return
-            self._leave(Stopped(signal.SIGTERM if signum in signals.LIKE_SIGTERM else signum))
+            self._leave(Stopped(signal.SIGTERM if signum in process_end.LIKE_SIGTERM else signum))
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._leave(RankLost(f"rank {rank} (process {process}) {how}", max(code, 1)))
 

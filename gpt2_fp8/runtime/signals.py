@@ -19,7 +19,6 @@ SIGHUP (a closed terminal) and SIGQUIT are treated as SIGTERM. A signal that was
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import sys
@@ -30,10 +29,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from gpt2_fp8.runtime import slurm
+from gpt2_fp8.runtime import process_end, slurm
+from gpt2_fp8.runtime.process_end import LIKE_SIGTERM, SIGNALS
 
-LIKE_SIGTERM = (signal.SIGHUP, signal.SIGQUIT)
-SIGNALS = (signal.SIGINT, signal.SIGTERM, *LIKE_SIGTERM)
 # Ctrl-C reaches the whole process group, and launchers (torchrun, srun) pass it on: one request, two signals.
 ECHO_SECONDS = 0.5
 IMPORT_SECONDS = 3.0  # the longest that a signal waits for an import, or a library's cleanup, to finish
@@ -121,14 +119,14 @@ class Signals:
         if self.received is None:
             self.received, self._received_at = signal.SIGTERM if signum in LIKE_SIGTERM else signum, now
             if signum == signal.SIGHUP:
-                leave_terminal()
+                process_end.leave_terminal()
             with suppress(RuntimeError, MemoryError):  # if no thread can be started
                 threading.Thread(target=self._ask_again, name="signals", daemon=True).start()
                 self._asks = True
             if not self._held:
                 self._throw_from(frame)
                 return
-            say(f"\n{signal.Signals(signum).name}: stopping and saving; once more to leave at once\n")
+            process_end.say(f"\n{signal.Signals(signum).name}: stopping and saving; once more to leave at once\n")
         elif signum == signal.SIGHUP:
             return  # several senders report a terminal's end
         elif self.received == slurm.REQUEUE_SIGNAL and signum != signal.SIGINT:
@@ -176,22 +174,6 @@ def _is_delicate(frame: FrameType | None) -> bool:
     return False
 
 
-def leave_terminal() -> None:
-    """Redirect output to /dev/null if the terminal is gone: writing to it would fail."""
-    for number in (1, 2):
-        try:
-            os.write(number, b"")
-        except OSError:
-            with suppress(OSError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-
-
-def say(text: str) -> None:
-    """Write to stderr, if possible. Not with print(): the signal may have interrupted just that call."""
-    with suppress(OSError):
-        os.write(2, text.encode())
-
-
 _active: Signals | None = None
 
 
@@ -236,28 +218,3 @@ def look() -> None:
     """
     if _active is not None and _active.gives_up and _active.received is not None:
         _active.throw()
-
-
-def leave_with(code: int) -> None:
-    """Make a signal end the process at once with exit code `code`, since it has come to its end.
-
-    In its last moment, when Python removes its handlers, a signal is ignored.
-    """
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: os._exit(code))
-
-
-def ignore_at_the_end() -> None:
-    """Ignore signals at the very end of the process.
-
-    Call this before anything registers with `atexit`, which calls what registered first last. Python then resets
-    handlers to the default, which ends the process by the signal, whatever its exit code is. It leaves ignored signals
-    ignored.
-    """
-    atexit.register(_ignore)
-
-
-def _ignore() -> None:
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
