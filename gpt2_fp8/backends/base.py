@@ -62,6 +62,11 @@ class Backend(ABC):
         """Describe what computes each part of the model, by the part; the first key is `layers`."""
 
     @property
+    def label(self) -> str:
+        """The word for these layers in a table of measurements."""
+        return self.name
+
+    @property
     def fp8(self) -> bool:
         """Whether GEMMs run in FP8."""
         return self.ran.startswith("fp8")
@@ -83,8 +88,10 @@ class Backend(ABC):
     def loss(self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
         """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
 
-        Call it inside `forward_context` or `bf16_context`. `is_first_microbatch`: see `GPT2.forward`.
+        Call it inside `forward_context` or `bf16_context`. `is_first_microbatch`: see `GPT2.forward`; without FP8 it
+        has no effect, and `torch.compile` makes one graph instead of three.
         """
+        is_first_microbatch = is_first_microbatch if self.fp8 else None
         inputs, targets = split(ids)
         x = model.hidden_states(inputs, is_first_microbatch)
         if chunked := getattr(model.head, "loss", None):

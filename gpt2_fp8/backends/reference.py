@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from gpt2_fp8.backends.base import Backend, Device, Ran
 from gpt2_fp8.config.block_spec import block_spec, why_not
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.layers import Family, reference
 from gpt2_fp8.layers.block import Composed
-from gpt2_fp8.model.gpt2 import GPT2
 
 
 class Reference(Backend):
@@ -31,9 +28,10 @@ class Reference(Backend):
         """See `Backend`."""
         return Composed(reference, self.recompute)
 
-    def loss(self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
-        """See `Backend`. The flag has no effect here; as None it gives one compiled graph instead of three."""
-        return super().loss(model, ids, None, scale)
+    @property
+    def label(self) -> str:
+        """See `Backend`."""
+        return "compiled" if self.compiled else "plain"
 
     def kernels(self, vocab_size: int) -> dict[str, str]:
         """See `Backend`."""

@@ -52,8 +52,7 @@ class Gradients:
 
         Call it inside the backend's forward context. `is_first_microbatch`: see `GPT2.forward`.
         """
-        # One compiled graph instead of one for each value of the flag.
-        return self._loss_of(ids, is_first_microbatch if self.plan.fp8 else None, scale)
+        return self._loss_of(ids, is_first_microbatch, scale)
 
     def of_step(self, ids: Tensor, micro_batch_size: int) -> Tensor:
         """Compute the gradients of the mean loss over one optimizer step's `ids`; return that loss.

@@ -47,6 +47,7 @@ class Result:
     ran: str | None = None  # the precision that ran: fp32, bf16, fp8_hybrid, fp8_e4m3
     reason: str | None = None  # why it is not what was asked for, if so
     backend: str | None = None
+    layers: str | None = None  # the backend's word for what it is made of
     compiled: bool | None = None
     tokens_per_second: float | None = None  # the median of the timed steps
     slowest: float | None = None  # tokens per second of the slowest and of the fastest timed step

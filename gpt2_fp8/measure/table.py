@@ -41,9 +41,7 @@ class Measured:
     @property
     def layers(self) -> str | None:
         """The layers that ran."""
-        if self.result.backend == "reference":
-            return "compiled" if self.result.compiled else "plain"
-        return self.result.backend
+        return self.result.layers
 
 
 def baseline(measured: Measured, others: Sequence[Measured]) -> Measured | None:

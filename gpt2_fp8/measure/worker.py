@@ -73,7 +73,12 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
     plan = resolve(config, device)
     known.update(
-        device=name, ran=plan.ran, reason=plan.reason, backend=plan.backend.name, compiled=plan.backend.compiled
+        device=name,
+        ran=plan.ran,
+        reason=plan.reason,
+        backend=plan.backend.name,
+        layers=plan.backend.label,
+        compiled=plan.backend.compiled,
     )
     batches, vocab_size = _batches(config, case.warmup + case.steps + case.profile, device)
     step = _built(config, plan, vocab_size)

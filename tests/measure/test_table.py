@@ -14,7 +14,9 @@ def measured(precision="bf16", size=4, rate=100.0, compiled=True, **result):
     (config,) = compose.preflight([f"precision={precision}", f"micro_batch_size={size}", f"global_batch_size={size}"])
     values = {
         "status": "ok", "ran": precision, "tokens_per_second": rate, "slowest": rate, "fastest": rate,
-        "backend": "reference" if precision == "bf16" else "te", "compiled": compiled and precision == "bf16",
+        "backend": "reference" if precision == "bf16" else "te",
+        "layers": "te" if precision != "bf16" else "compiled" if compiled else "plain",
+        "compiled": compiled and precision == "bf16",
     } | result  # fmt: skip
     return Measured(Case(config=config, steps=2, warmup=1), Result(**values))
 
