@@ -8,8 +8,10 @@ are.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -18,13 +20,14 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from gpt2_fp8.compat import hydra_private
 from gpt2_fp8.compose import folders as settings_folders
 from gpt2_fp8.compose import references
+from gpt2_fp8.compose.commandline import parsed_once
 from gpt2_fp8.config import hints, hydra_policy
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.parsing import show
@@ -34,7 +37,7 @@ from gpt2_fp8.config.shown import printable
 _OWN_TO_A_RUN = {("runtime",), ("overrides",), ("searchpath",)}
 _OWN_TO_A_JOB = {("job", key) for key in ("config_name", "override_dirname", "id", "num")}
 _ONLY_TYPED = "leave it out of the file; give it on the command line"
-_REMEMBERED = 16  # compositions; a large sweep has a thousand
+_REMEMBERED = 64  # compositions; a large sweep has a thousand jobs
 BENCH = "bench"  # bench.yaml: the settings of that program, and no run
 
 
@@ -54,7 +57,8 @@ class Catalog:
 
     def __init__(self, loader: ConfigLoader, config_name: str):
         self._loader = loader
-        self._composed: dict[tuple[str, ...], Composed] = {}
+        self._composed = lru_cache(_REMEMBERED)(self._compose)
+        self._chosen = lru_cache(_REMEMBERED)(_compose)
         self._options: dict[tuple[str, ...], list[str]] = {}
         self._ours: dict[tuple[str, ...], dict[tuple[str, ...], Any]] = {}
         self.config_name = config_name
@@ -118,16 +122,34 @@ class Catalog:
         Raises RefusedError where Hydra does not take the words, and UserError where a file does what only the command
         line may, or where its `${...}` come to more than can be resolved.
         """
-        key = tuple(words)
-        if key not in self._composed:
-            composed = _compose(self.config_name, [*words, *self._search()])
-            self._check_references(composed.plain)
-            if self.folders:
-                self._refuse_changes(words, composed)
-            while len(self._composed) >= _REMEMBERED:
-                del self._composed[next(iter(self._composed))]
-            self._composed[key] = composed
-        return self._composed[key]
+        return self._composed(*words)
+
+    def is_group(self, override: Override) -> bool:
+        """Whether an override chooses from a group, rather than setting a value."""
+        key = override.key_or_group
+        return not key.startswith("hydra/") and ("/" in key or override.package is not None or key in self.groups)
+
+    def _compose(self, *words: str) -> Composed:
+        """Compose the choices, which most jobs of a sweep have in common, and set the values in a copy of that."""
+        parsed = list(map(parsed_once, words))
+        values = list(filter(self._sets_value, parsed))
+        choices = list(itertools.filterfalse(self._sets_value, parsed))
+        chosen = self._chosen(self.config_name, *(str(word.input_line) for word in choices), *self._search())
+        try:
+            cfg = hydra_private.with_values(chosen, choices, values)
+            composed = Composed(cfg, cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=False)))
+        except Exception as error:  # OmegaConf answers some values with an AttributeError
+            raise RefusedError from error
+        self._check_references(composed.plain)
+        if self.folders:
+            self._refuse_changes(list(words), composed)
+        return composed
+
+    def _sets_value(self, override: Override) -> bool:
+        """Whether an override changes nothing of which files Hydra reads, nor of Hydra's own settings."""
+        folders = self.get_group_options("", ObjectType.GROUP)  # for Hydra a group is any folder
+        chooses = self.is_group(override) or override.key_or_group in folders
+        return not (chooses or override.is_hydra_override() or override.is_sweep_override())
 
     def environment(self, name: str, *default: Any) -> Any:
         """`${oc.env:NAME}`, wherever it stands. Raises ValueError where it is a file of the user's that reads it."""
@@ -153,13 +175,14 @@ class Catalog:
         folders = ", ".join(folder.removeprefix("file://") for folder in self.folders)
         if composed.plain.get("plugins") and not any(word.lstrip("+").startswith("plugins=") for word in words):
             raise UserError.of(f"a file in {folders} sets plugins", _ONLY_TYPED)
-        theirs = _settings(composed)
+        theirs = _settings(composed.plain)
         choices = composed.plain["hydra"]["runtime"]["choices"]
         plugins = [f"{group}={choices[group]}" for group in hydra_policy.GROUPS if choices.get(group) is not None]
         typed = [word for word in words if word.lstrip("+").startswith("hydra.")]
         own = (*plugins, *(word for word in typed if "hydra.sweeper.params" not in word))
         if own not in self._ours:
-            self._ours[own] = _settings(_compose("config", list(own)))
+            ours = OmegaConf.to_container(_compose("config", *own), resolve=False)
+            self._ours[own] = _settings(cast("dict[str, Any]", ours))
         ours = self._ours[own]
         changed = [
             ".".join(map(str, path))
@@ -195,17 +218,16 @@ def open_catalog(folder: Path, config_name: str) -> Iterator[Catalog]:
         GlobalHydra.instance().hydra = initialized
 
 
-def _compose(config_name: str, words: list[str]) -> Composed:
+def _compose(config_name: str, *words: str) -> DictConfig:
     try:
-        cfg = compose(config_name, words, return_hydra_config=True)
-        return Composed(cfg, cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=False)))
-    except Exception as error:  # OmegaConf answers some values with an AttributeError, YAML with its own
+        return compose(config_name, list(words), return_hydra_config=True)
+    except Exception as error:  # YAML answers some files with an error of its own
         raise RefusedError from error
 
 
-def _settings(composed: Composed) -> dict[tuple[str, ...], Any]:
+def _settings(plain: dict[str, Any]) -> dict[tuple[str, ...], Any]:
     """Hydra's own settings by their paths, without what is a run's or a job's own."""
-    leaves = _leaves(composed.plain["hydra"], ())
+    leaves = _leaves(plain["hydra"], ())
     return {path: value for path, value in leaves if path[:1] not in _OWN_TO_A_RUN and path not in _OWN_TO_A_JOB}
 
 

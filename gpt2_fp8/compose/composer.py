@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gpt2_fp8.compose import refusals
 from gpt2_fp8.compose.catalog import Catalog, Composed, RefusedError
 from gpt2_fp8.compose.commandline import parsed_once
-from gpt2_fp8.compose.overrides import Request, is_group
+from gpt2_fp8.compose.overrides import Request
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
@@ -62,7 +62,7 @@ class Composer:
         return [new for word in words if (new := self._instead.get(str(word.input_line), word)) is not None]
 
     def _chooses(self, word: Override) -> bool:
-        return is_group(word, self.catalog) or word.key_or_group.startswith("hydra/")
+        return self.catalog.is_group(word) or word.key_or_group.startswith("hydra/")
 
     def _first_refused(
         self, words: list[Override], error: BaseException | None

@@ -62,7 +62,7 @@ def take(overrides: list[Override], request: Request, catalog: Catalog, problems
     for override in overrides:
         hydras = override.is_hydra_override() or override.key_or_group == "hydra"  # or all of them
         found = _hydra_problems(override, catalog) if hydras else _task_problems(override, request, catalog)
-        if found and is_group(override, catalog):
+        if found and catalog.is_group(override):
             request.refused_groups.add(override.key_or_group)
             found = [] if catalog.refused_folder else found  # the choice may be there, in a folder that was refused
         elif not found and override.key_or_group != "hydra.searchpath":
@@ -70,14 +70,8 @@ def take(overrides: list[Override], request: Request, catalog: Catalog, problems
         problems += found
 
 
-def is_group(override: Override, catalog: Catalog) -> bool:
-    """Whether an override chooses from a group, rather than setting a value."""
-    key = override.key_or_group
-    return not key.startswith("hydra/") and ("/" in key or override.package is not None or key in catalog.groups)
-
-
 def _task_problems(override: Override, request: Request, catalog: Catalog) -> list[Problem]:
-    group = is_group(override, catalog)
+    group = catalog.is_group(override)
     if found := _sweep_problems(override, group, request):
         return found
     return _group_problems(override, catalog) if group else _value_problems(override)
