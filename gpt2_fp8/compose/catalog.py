@@ -1,9 +1,9 @@
 """What can be chosen, and its composition by Hydra: our `conf` and the folders that a user adds (`-cd FOLDER`).
 
 Hydra imports and calls what a `_target_` under its own `hydra` node names, whatever file put it there. So the files of
-a folder are read before Hydra reads them (`folders.py`). Since YAML has many ways to spell a thing, the composed node
-is also compared with the one that our files alone compose to. Nor do files read environment variables, where secrets
-are.
+a folder are read before Hydra reads them (`settings_folder`). Since YAML has many ways to spell a thing, the composed
+node is also compared with the one that our files alone compose to. Nor do files read environment variables, where
+secrets are.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.compose import folders as settings_folders
-from gpt2_fp8.compose import references
 from gpt2_fp8.compose.commandline import parsed_once
+from gpt2_fp8.compose.settings_folder import files, references
 from gpt2_fp8.config import hints, hydra_policy
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.parsing import show
@@ -92,7 +91,7 @@ class Catalog:
         `named`: groups besides ours that the command line chooses from.
         """
         problems = []
-        own = settings_folders.Own({*self.groups, *(named or ())}, self.get_group_options)
+        own = files.Own({*self.groups, *(named or ())}, self.get_group_options)
         for folder in folders:
             path = Path(folder.removeprefix("file://")).absolute()  # ~ is for the shell: Hydra takes it as it is
             if "://" in folder.removeprefix("file://"):
@@ -100,7 +99,7 @@ class Catalog:
                 problems.append(Problem(f"{folder} is {what}, and its files cannot be checked", "-cd FOLDER"))
             elif not path.is_dir():
                 problems.append(Problem(f"there is no folder {path} to read settings from", "correct -cd FOLDER"))
-            elif found := settings_folders.problems(path, own):
+            elif found := files.problems(path, own):
                 problems += found
             else:
                 self.folders.append(f"file://{path}")
@@ -166,7 +165,7 @@ class Catalog:
         words = {"overrides": {}, "job": {**hydra["job"], "override_dirname": ""}}  # they repeat what other keys are
         if found := references.refused({**plain, "hydra": hydra | words}):
             groups, paths = set(self.groups), [Path(folder.removeprefix("file://")) for folder in self.folders]
-            named = [place for path in paths if (place := settings_folders.place_of(path, groups, found.key))]
+            named = [place for path in paths if (place := files.place_of(path, groups, found.key))]
             where = f"{printable(named[0])} holds {found.key}" if named else found.key
             raise UserError.of(f"{where}: {found.reason}", "write the values out, or refer to fewer")
 

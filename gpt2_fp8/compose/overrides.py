@@ -13,9 +13,10 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override, Sweep, ValueType
 
-from gpt2_fp8.compose import contents, sweeps
+from gpt2_fp8.compose import sweeps
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.commandline import MAY_BE_NULL, CommandLine, parse
+from gpt2_fp8.compose.settings_folder import contents
 from gpt2_fp8.config import hints, hydra_policy
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.parsing import show

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt2_fp8.compose import contents, yaml_nodes
+from gpt2_fp8.compose.settings_folder import contents, yaml_nodes
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.shown import line, printable
 
