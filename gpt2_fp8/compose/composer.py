@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compose import refusals
 from gpt2_fp8.compose.catalog import Catalog, Composed, RefusedError
-from gpt2_fp8.compose.commandline import parsed_once
+from gpt2_fp8.compose.override_parser import parsed
 from gpt2_fp8.compose.overrides import Request
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Finding, Problem, UserError
@@ -119,7 +119,7 @@ class Composer:
         if (single := _single_value_above(base, key)) is not None:
             self._note(key, Problem(f"there is no key {key}: {single} is a single value", f"{single}=VALUE"))
         elif not (self.request.doubts(key) and key in parsing.key_paths(RunConfig)):  # it may be the refused choice's
-            self._instead[text] = parsed_once(f"++{text}")
+            self._instead[text] = parsed(f"++{text}")
             self.absent.append(word)
 
     def _note(self, key: str, problem: Problem) -> None:

@@ -15,8 +15,9 @@ from hydra.core.override_parser.types import Override, Sweep, ValueType
 
 from gpt2_fp8.compose import sweeps
 from gpt2_fp8.compose.catalog import Catalog
-from gpt2_fp8.compose.commandline import MAY_BE_NULL, CommandLine, parse
-from gpt2_fp8.compose.settings_folder import contents
+from gpt2_fp8.compose.commandline import MAY_BE_NULL, CommandLine
+from gpt2_fp8.compose.override_parser import parse
+from gpt2_fp8.compose.settings_folder import defaults_list
 from gpt2_fp8.config import hints, hydra_policy
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.parsing import show
@@ -150,7 +151,7 @@ def _choice_problems(group: str, value: Any, catalog: Catalog) -> list[Problem]:
     if isinstance(value, dict):
         return [Problem(f"{group} takes a choice, not keys", f"give keys one by one: {group}.KEY=VALUE")]
     folder = str(value).rpartition("/")[0]
-    if folder and not contents.plain_path(folder.replace("/.", "/")):
+    if folder and not defaults_list.plain_path(folder.replace("/.", "/")):
         return [
             Problem(f"{group}={show(value)}: leads out of the group's folder", f"{group}=NAME, or {group}=FOLDER/NAME")
         ]

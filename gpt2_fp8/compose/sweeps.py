@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.compose.commandline import parsed_once
+from gpt2_fp8.compose.override_parser import parsed
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 
 MOST = 1000  # jobs; each is composed and checked before the first begins, by us and by Hydra
@@ -53,8 +53,8 @@ def expand(overrides: list[Override], sweeper: DictConfig) -> list[list[Override
         if (jobs := math.prod(map(length, swept))) > MOST:
             several = [str(word.key_or_group) for word in swept if length(word) > 1]
             raise UserError([too_many(" x ".join(several) + " are", jobs)])
-        return [[*same, *map(parsed_once, job)] for job in hydra_private.job_words(swept)]
-    values = [[parsed_once(word) for (word,) in hydra_private.job_words([override])] for override in swept]
+        return [[*same, *map(parsed, job)] for job in hydra_private.job_words(swept)]
+    values = [[parsed(word) for (word,) in hydra_private.job_words([override])] for override in swept]
     first = [each[0] for each in values]
     others = [[*first[:i], other, *first[i + 1 :]] for i, each in enumerate(values) for other in each[1:]]
     return [[*same, *job] for job in [first, *others]]
@@ -65,7 +65,7 @@ def _start(override: Override) -> Override:
     sweep = override.value()
     if not isinstance(sweep, IntervalSweep):
         return override
-    return parsed_once(f"{override.get_key_element()}={sweep.start}")
+    return parsed(f"{override.get_key_element()}={sweep.start}")
 
 
 def say(jobs: int) -> str | None:

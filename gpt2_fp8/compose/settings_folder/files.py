@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt2_fp8.compose.settings_folder import contents, yaml_nodes
+from gpt2_fp8.compose.settings_folder import contents, defaults_list, yaml_nodes
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.shown import line, printable
 
@@ -26,7 +26,7 @@ class Own(NamedTuple):
     """What of a folder can be chosen from: groups by name; and what Hydra has itself."""
 
     groups: set[str]
-    options: contents.Options
+    options: defaults_list.Options
 
 
 def problems(folder: Path, own: Own) -> list[Problem]:
@@ -66,7 +66,7 @@ def place_of(folder: Path, groups: set[str], key: str) -> str | None:
 
 
 def _problem(
-    folder: Path, file: Path, data: bytes, reason: str | None, options: contents.Options
+    folder: Path, file: Path, data: bytes, reason: str | None, options: defaults_list.Options
 ) -> tuple[Problem | None, set[str]]:
     """What is wrong with a file, and the folders that its defaults list names. `reason`: why it could not be read."""
     shown = printable(str(file))
@@ -77,7 +77,7 @@ def _problem(
             reason = str(error)
     if reason is not None:
         return Problem(f"{shown} cannot be read: {reason}", "correct the file, or take it out"), set()
-    refusal = contents.refused(text, documents, options)
+    refusal = contents.refused(text, documents) or defaults_list.refused(documents, options)
     if file.relative_to(folder).parts[0] == "hydra":
         refusal = contents.Refusal("settings of Hydra's own", contents.CODE)
     if refusal:
@@ -88,7 +88,7 @@ def _problem(
         return Problem(line(cause), remedy), set()
     if not str(file.relative_to(folder)).isprintable():
         return Problem(f"{shown}: its name has control characters, and --help would show it", "rename it"), set()
-    return None, contents.groups_of(documents)
+    return None, defaults_list.groups_of(documents)
 
 
 def _files(folder: Path, groups: set[str]) -> Iterator[Path]:
