@@ -58,9 +58,9 @@ def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]
         words, found = parse([word for word in line.words if word != BENCH], catalog, PROGRAM)
         problems += [_one_by_one(word) for word in line.words if word == BENCH] + found
         own = [o for o in words if o.key_or_group.partition(".")[0] == BENCH]
-        refused = {id(o): problem for o in words if o not in own and (problem := _refusal(o, catalog))}
+        refused = {o.input_line: problem for o in words if o not in own and (problem := _refusal(o, catalog))}
         problems += refused.values()
-        given = [o for o in words if o not in own and id(o) not in refused]
+        given = [o for o in words if o not in own and o.input_line not in refused]
         gpu = gpu and not any(o.input_line in ("trainer=cpu", "trainer.accelerator=cpu") for o in given)
         bench = _settings(own, catalog, gpu, problems)
         configs = benchmark_cases.configs(bench, given, catalog, gpu, problems)

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compose import refusals
@@ -124,15 +122,6 @@ class Composer:
 
     def _note(self, key: str, problem: Problem) -> None:
         self.found.append(Finding((key,), problem))
-
-    def resolved(self, cfg: DictConfig, reads_hydra: bool) -> dict[str, Any]:
-        """The job's own part of a configuration with every `${...}` resolved. Raises OmegaConfBaseException."""
-        if reads_hydra:  # slow, and rare
-            HydraConfig.instance().set_config(cfg)
-        own = [str(key) for key in cfg if key != "hydra"]
-        plain = OmegaConf.to_container(OmegaConf.masked_copy(cfg, own), resolve=True)
-        assert isinstance(plain, dict)
-        return {str(name): value for name, value in plain.items()}
 
     def drop_unresolved(self, words: Sequence[Override], error: OmegaConfBaseException) -> list[Override]:
         """The words without the one whose `${...}` does not resolve. Raises UserError where it is none of them."""

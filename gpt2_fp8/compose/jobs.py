@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compose import surroundings, sweeps
@@ -98,9 +99,10 @@ class Job:
             cfg, self.plain = composed.cfg, composed.plain
             if self.number is not None and self.whole is not None:
                 sweeps.number(cfg, self.number, self.whole)
-            own = {key: value for key, value in self.plain.items() if key != "hydra"}
+            if "${hydra:" in str(self.plain):  # slow, and rare
+                HydraConfig.instance().set_config(cfg)
             try:
-                return cfg, self.composer.resolved(cfg, "${hydra:" in str(own))
+                return cfg, _resolved(cfg)
             except OmegaConfBaseException as error:
                 self.words = self.composer.drop_unresolved(self.words, error)
 
@@ -154,6 +156,12 @@ class Job:
         """The key that another takes its value from (`data.seed: ${seed}`), where it was left to."""
         reference = re.fullmatch(r"\$\{([\w.]+)\}", str(lookup(self.plain, key)[1]))
         return reference[1] if reference and not self.given(key) else None
+
+
+def _resolved(cfg: DictConfig) -> dict[str, Any]:
+    """Return a configuration without Hydra's own node, every `${...}` resolved. Raises OmegaConfBaseException."""
+    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    return cast("dict[str, Any]", OmegaConf.to_container(own, resolve=True))
 
 
 def _lacking(override: Override) -> Problem:

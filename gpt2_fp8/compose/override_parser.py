@@ -57,7 +57,7 @@ def _split_by_blanks(words: list[str]) -> tuple[Problem, int] | None:
     if "=" not in first and first.endswith(":") and second:
         return Problem(f"{first} {second[0]}: not of the form key=value", f"{first[:-1]}={second[0]}"), 2
     opening = first.partition("=")[2][:1]
-    if opening in ("[", "{") and (closing := {"[": "]", "{": "}"}[opening]) not in first:
+    if (closing := _CLOSING.get(opening)) and closing not in first:
         for length in range(2, len(words) + 1):
             if closing in words[length - 1]:
                 whole = " ".join(words[:length])
@@ -101,8 +101,8 @@ def _parse_one(word: str, program: Program) -> Override | Problem:
 
 
 def _quoting(key: str, value: str) -> str:
-    if value[:1] in "[{" and value.count(value[:1]) != value.count({"[": "]", "{": "}"}[value[:1]]):
-        return f"close the bracket, and quote the whole for the shell: '{key}={value}{']' if value[0] == '[' else '}'}'"
+    if (closing := _CLOSING.get(value[:1])) and value.count(value[0]) != value.count(closing):
+        return f"close the bracket, and quote the whole for the shell: '{key}={value}{closing}'"
     plain = value.strip("'\"")
     inner = f'"{plain}"' if '"' not in plain and "'" not in plain else '"..."'
     return f"quote the value for Hydra and the whole for the shell: '{key}={inner}'"

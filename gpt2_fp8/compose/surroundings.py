@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -77,17 +76,10 @@ class Surroundings:
 
     def _resolved(self, setting: str) -> str:
         """Where Hydra will put the job. Raises OmegaConfBaseException."""
-        before = HydraConfig.instance().cfg
-        hydra = self.plain["hydra"]
-        if "${hydra:" in f"{hydra['sweep']}{hydra['run']}{self.plain['run_name']}":
-            HydraConfig.instance().set_config(self.cfg)  # slow, and rare
-        try:
-            folder = str(OmegaConf.select(self.cfg, setting))
-            if self.number is None or not folder:
-                return folder
-            return str(Path(folder, str(OmegaConf.select(self.cfg, "hydra.sweep.subdir"))))
-        finally:
-            HydraConfig.instance().cfg = before
+        folder = str(OmegaConf.select(self.cfg, setting))
+        if self.number is None or not folder:
+            return folder
+        return str(Path(folder, str(OmegaConf.select(self.cfg, "hydra.sweep.subdir"))))
 
     def _file_names(self) -> tuple[str | None, str | None]:
         """What Hydra writes into a run's folder: the log's name, and that of the folder of its settings."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from gpt2_fp8.config import backend_support, paths
 from gpt2_fp8.config.errors import Finding, Problem, UserError
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.parsing import show, value_of
 from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, HubData, RunConfig
 
 VOCABULARY = {"bytes": 257, "gpt2": 50257}  # the tokenizers' n_vocab
@@ -32,13 +32,6 @@ def check_batch(config: RunConfig, world_size: int) -> None:
     """
     if found := list(_batch(config, world_size)):
         raise UserError(finding.problem for finding in found)
-
-
-def value_of(config: object, key: str) -> object:
-    """The value of a dotted key; None where this configuration's classes do not have it."""
-    for part in key.split("."):
-        config = getattr(config, part, None)
-    return config
 
 
 def _finding(config: RunConfig, keys: str, reason: str, remedy: str) -> Finding:

@@ -51,14 +51,15 @@ def folders(top: str) -> Iterator[str]:
             continue
         seen.add((about.st_dev, about.st_ino))
         yield folder
-        below = [entry.name for entry in entries if not entry.name.startswith(".") and _is_folder(entry)]
+        below = [entry.name for entry in entries if not entry.name.startswith(".") and is_folder(entry)]
         left += [os.path.join(folder, name) for name in reversed(below)]
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder, or a link to one. A link to itself is none."""
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself
+    except OSError:
         return False
 
 

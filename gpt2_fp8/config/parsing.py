@@ -49,6 +49,13 @@ def key_paths(cls: type) -> dict[str, tuple[str, ...]]:
     return paths
 
 
+def value_of(config: object, key: str) -> object:
+    """Return the value of a dotted key; None if this configuration's classes do not have it."""
+    for part in key.split("."):
+        config = getattr(config, part, None)
+    return config
+
+
 def show(value: object) -> str:
     """A value as it would be typed on the command line, cut to what fits a line."""
     if value is None or isinstance(value, bool):

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from gpt2_fp8.config import globs, run_folder
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.parsing import key_paths, show
+from gpt2_fp8.config.parsing import key_paths, show, value_of
 from gpt2_fp8.config.schema import FileOrHubData, FilesData, RunConfig
 
 _MAY_HOLD_ANYTHING = (
@@ -89,9 +89,7 @@ def check_untaken(folder: Path) -> list[Finding]:
 def _texts(config: RunConfig) -> Iterator[Finding]:
     """Texts go into paths, requests and messages, where a NUL or a terminal's escape sequence does harm."""
     for key in key_paths(RunConfig):
-        value: object = config
-        for part in key.split("."):
-            value = getattr(value, part, None)
+        value = value_of(config, key)
         texts = value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else [value]
         bad = next((text for text in texts if isinstance(text, str) and not text.isprintable()), None)
         long = next((text for text in texts if isinstance(text, str) and len(text) > _LONGEST), None)

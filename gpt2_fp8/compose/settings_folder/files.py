@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gpt2_fp8.compose.settings_folder import contents, defaults_list, yaml_nodes
+from gpt2_fp8.config import globs
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.shown import line, printable
 
@@ -113,15 +114,8 @@ def _files(folder: Path, groups: set[str]) -> Iterator[Path]:
                 raise _TooMuchError(f"more than {many}")
             if entry.name.endswith((".yaml", ".yml")):
                 yield below / entry.name
-            elif (below != folder or entry.name in groups) and _is_folder(entry):
+            elif (below != folder or entry.name in groups) and globs.is_folder(entry):
                 left.append(below / entry.name)
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
 
 
 def _read(file: Path, left: int) -> tuple[bytes, str | None]:
