@@ -1,7 +1,4 @@
-"""The benchmark's command line: its own settings, and each of its cases as the command line of a run.
-
-A case is composed and checked by what checks runs, so that a key means the same in both programs.
-"""
+"""The benchmark's command line: its own settings, and which of a run's keys it takes."""
 
 from __future__ import annotations
 
@@ -41,16 +38,15 @@ _OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")  # those of its k
 
 
 def defaults(gpu: bool) -> dict[str, Any]:
-    """The settings of `conf/bench.yaml`."""
+    """Return the settings of `conf/bench.yaml`, for a GPU or for a CPU."""
     return dict(yaml.safe_load((conf_dir() / f"{BENCH}.yaml").read_text())["gpu" if gpu else "cpu"])
 
 
 def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]:
-    """What a command line (without the program's name) asks to be measured, on a GPU or on a CPU: the settings, and the
-    configuration of each case. On a GPU, bf16 under torch.compile is among them for each model and micro-batch, unless
-    `bench.baseline=false`.
+    """Return the settings and the configuration of each case that a command line asks for.
 
-    Raises UserError with every problem, each once.
+    `argv` is without the program's name. On a GPU, each model and micro-batch has a case in bf16 under torch.compile,
+    unless `bench.baseline=false`. Raises UserError with every problem, each once.
     """
     line, problems = read(argv, PROGRAM)
     with open_catalog(conf_dir(), "config") as catalog:
@@ -70,7 +66,7 @@ def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]
 
 
 def _refusal(override: Override, catalog: Catalog) -> Problem | None:
-    """Why a word that would be right in a run is not in a benchmark."""
+    """Return why a word that would be right for a run is wrong for a benchmark, or None."""
     key, line = override.key_or_group, str(override.input_line)
     value = line.partition("=")[2]
     if override.is_hydra_override():
@@ -91,7 +87,7 @@ def _refusal(override: Override, catalog: Catalog) -> Problem | None:
 
 
 def _as_list(key: str, value: str, catalog: Catalog) -> str:
-    """What to type instead of a run's `key=value`: the list of what it names, an example where it names nothing."""
+    """Return what to type instead of a run's `key=value`: a list of what it names, or an example."""
     named = [item.strip() for item in value.strip("[]").split(",")]
     if key == "micro_batch_size":
         right = [item for item in named if item.isdecimal() and int(item)]
@@ -102,7 +98,7 @@ def _as_list(key: str, value: str, catalog: Catalog) -> str:
 
 
 def _options(catalog: Catalog, group: str) -> list[str]:
-    """The choices of a group that can be measured. `auto` is none: it measures by itself."""
+    """List the choices of a group that can be measured. `auto` cannot: it measures by itself."""
     return [name for name in catalog.get_group_options(group) if name != "auto"]
 
 
@@ -111,7 +107,7 @@ def _one_by_one(word: str) -> Problem:
 
 
 def _settings(own: list[Override], catalog: Catalog, gpu: bool, problems: list[Problem]) -> BenchConfig:
-    """The `bench` keys. What is wrong with them is added to `problems`, and is as if it had not been said."""
+    """Build the `bench` keys. Problems are added to `problems`, and a wrong key has its default."""
     data = defaults(gpu)
     values = {**data, **_values(own, problems)}
     _, found = parsing.build(BenchConfig, values, BENCH)
@@ -123,7 +119,7 @@ def _settings(own: list[Override], catalog: Catalog, gpu: bool, problems: list[P
 def _leave_out(
     findings: list[Finding], values: dict[str, Any], data: dict[str, Any], problems: list[Problem]
 ) -> BenchConfig:
-    """Say what was found, and take the keys that it speaks of from the file's own values, `data`."""
+    """Add the findings to `problems`, and set the keys that they are about to their defaults, `data`."""
     problems += [finding.problem for finding in findings]
     for key in {key.partition(".")[2] for finding in findings for key in finding.keys}:
         values.pop(key, None)
@@ -134,7 +130,7 @@ def _leave_out(
 
 
 def _values(own: list[Override], problems: list[Problem]) -> dict[str, Any]:
-    """What the words say; a single value stands for a list of one."""
+    """Return the values that the words set. A single value becomes a list of one."""
     values: dict[str, Any] = {}
     for override in own:
         line, key = str(override.input_line), override.key_or_group.removeprefix("bench.")
@@ -150,7 +146,7 @@ def _values(own: list[Override], problems: list[Problem]) -> dict[str, Any]:
 
 
 def _choices(bench: BenchConfig, catalog: Catalog) -> list[Finding]:
-    """Names in the lists that are no choice."""
+    """Find names in the lists that are no choice of their group."""
     found = []
     for group in ("model", "precision", "recipe"):
         options = _options(catalog, group)

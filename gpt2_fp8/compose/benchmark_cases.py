@@ -1,4 +1,7 @@
-"""The cases of a benchmark: each is the command line of a run, composed and checked as a run's."""
+"""The cases of a benchmark: each is the command line of a run, composed and checked as one.
+
+So a key means the same in both programs.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class _Case(NamedTuple):
     extra: tuple[str, ...] = ()  # words that come last
 
     def has(self, key: str) -> bool:
-        """Whether a key changes anything in this case: some belong to one precision or recipe."""
+        """Return whether a key changes anything in this case: some belong to one precision or recipe."""
         tags, group = parsing.key_paths(RunConfig).get(key, ()), key.partition(".")[0]
         if group == "recipe" and self.recipe is None:
             return False
@@ -40,7 +43,7 @@ class _Case(NamedTuple):
         return not tags or group not in ("precision", "recipe") or getattr(self, group) in tags
 
     def words(self, given: Sequence[Override]) -> list[str]:
-        """The command line of a run that would train this."""
+        """Return the command line of a run that would train this."""
         first = [f"model={self.model}", f"precision={self.precision}", *([f"recipe={self.recipe}"] * bool(self.recipe))]
         sizes = [f"{key}={self.micro_batch_size}" for key in ("micro_batch_size", "global_batch_size")]
         return [*first, *(str(o.input_line) for o in given if self.has(o.key_or_group)), *sizes, *self.extra]
@@ -49,7 +52,7 @@ class _Case(NamedTuple):
 def configs(
     bench: BenchConfig, given: list[Override], catalog: Catalog, gpu: bool, problems: list[Problem]
 ) -> list[RunConfig]:
-    """The configuration of each case, in turn. What is wrong with any is added to `problems`."""
+    """Return the configuration of each case. The problems of all cases are added to `problems`."""
     done: list[RunConfig] = []
     used: set[str] = set()
     for model, size in itertools.product(dict.fromkeys(bench.model), dict.fromkeys(bench.micro_batch_size)):
@@ -74,7 +77,7 @@ def configs(
 def _config(
     bench: BenchConfig, case: _Case, given: list[Override], catalog: Catalog, gpu: bool, problems: list[Problem]
 ) -> list[RunConfig]:
-    """A case's configuration, with the sizes that the benchmark gives it; none where something is wrong with it."""
+    """Return a case's configuration with the benchmark's own sizes, or an empty list if it has problems."""
     found: list[Problem] = []
     configs = configs_of(CommandLine(case.words(given)), catalog, found)
     problems += [Problem(*map(in_lists, problem)) for problem in found]
@@ -91,5 +94,5 @@ def _config(
 
 
 def in_lists(text: str) -> str:
-    """What is said of a run's keys, for someone who types lists: precision=bf16 as 'bench.precision=[bf16]'."""
+    """Rewrite a message about a run's keys for the benchmark: precision=bf16 as 'bench.precision=[bf16]'."""
     return _OF_A_RUN.sub(r"'bench.\1=[\2]'", text)

@@ -1,7 +1,4 @@
-"""A command line taken apart as Hydra will take it apart: its flags, and its overrides (`key=value`, `group=choice`).
-
-Hydra stops at the first word that it cannot read; here every such word becomes a problem, and the rest is read on.
-"""
+"""The flags of a command line, as Hydra takes them, and the words that should be overrides (`key=value`)."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from gpt2_fp8.config.schema import RunConfig
 
 
 class Program(NamedTuple):
-    """Whose command line it is."""
+    """A program, and what its command line may have."""
 
     command: str  # as it is typed
     schema: type  # what keys it has
@@ -41,7 +38,7 @@ class CommandLine:
 
 
 def is_help(argv: list[str]) -> bool:
-    """Whether a command line only asks Hydra to show something: no run, so nothing to check."""
+    """Return whether a command line only asks Hydra to show something. Then there is no run to check."""
     if shows_version(argv):
         return True
     try:
@@ -52,19 +49,19 @@ def is_help(argv: list[str]) -> bool:
 
 
 def shows_version(argv: list[str]) -> bool:
-    """Whether argparse would print Hydra's version and exit right where it comes to it."""
+    """Return whether argparse would print Hydra's version and exit as soon as it reads the flag."""
     return "--version" in argv[: argv.index("--") if "--" in argv else None]
 
 
 def flags(argv: list[str]) -> argparse.Namespace:
-    """The flags of a command line, and its overrides. Raises UserError where they cannot be read."""
+    """Parse the flags of a command line. Raises UserError if that fails."""
     args = _flags().parse_known_args(argv)[0]
     _own_folder(args)
     return args
 
 
 def read(argv: list[str], program: Program = RUN) -> tuple[CommandLine, list[Problem]]:
-    """The flags and the words of a command line, and what is wrong with its flags."""
+    """Return the flags and the words of a command line, and what is wrong with the flags."""
     parser = _flags(program)
     try:
         args, left = parser.parse_known_args(argv)
@@ -99,13 +96,16 @@ def read(argv: list[str], program: Program = RUN) -> tuple[CommandLine, list[Pro
 
 
 def flags_first(argv: list[str]) -> list[str]:
-    """A run's command line, checked, with its flags in front: Lightning adds overrides at its end for other ranks."""
+    """Return a checked command line of a run with its flags first.
+
+    Lightning appends overrides to it for the processes of other ranks.
+    """
     args = flags(argv)
     return [*_flag_words(args), *_hydras_words(args.overrides)]
 
 
 def shown_by_hydra(args: argparse.Namespace) -> list[str]:
-    """The command line that only asks Hydra to show something, from its flags."""
+    """Return the command line, of these flags, that only asks Hydra to show something."""
     if args.hydra_help and not args.help:
         return ["--hydra-help"]
     words = ["--help"] if args.help else []
@@ -117,7 +117,7 @@ def shown_by_hydra(args: argparse.Namespace) -> list[str]:
 
 
 def _hydras_words(words: list[str]) -> list[str]:
-    """The words in Hydra's spelling, where people have another: no choice, and a group left out."""
+    """Return the words in Hydra's spelling: `group=null` and `~group` may mean the choice of nothing."""
     said = []
     for place, word in enumerate(words):
         group, _, choice = word.lstrip("+").partition("=")
@@ -130,13 +130,13 @@ def _hydras_words(words: list[str]) -> list[str]:
 
 
 def _own_folder(args: argparse.Namespace) -> None:
-    """Take `-cp FOLDER -cn NAME` for `-cd FOLDER -cn NAME`: a NAME.yaml that builds on ours needs both folders."""
+    """Read `-cp FOLDER -cn NAME` as `-cd FOLDER -cn NAME`: a NAME.yaml that builds on `config` needs both folders."""
     if args.config_path and args.config_name and not args.config_dir:
         args.config_dir, args.config_path = args.config_path, None
 
 
 def _flag_words(args: argparse.Namespace) -> list[str]:
-    """The flags that a run may have, as they are typed."""
+    """Return the flags that a run may have, as they are typed."""
     words = ["-m"] if args.multirun else []
     words += ["-cn", args.config_name] if args.config_name else []
     return words + (["-cd", args.config_dir] if args.config_dir else [])
@@ -154,7 +154,7 @@ def _flags(program: Program = RUN) -> argparse.ArgumentParser:
 
 
 def _other_programs_flags(parser: argparse.ArgumentParser, args: argparse.Namespace, program: Program) -> list[Problem]:
-    """Flags of Hydra's that this program has no use for."""
+    """Report flags of Hydra's that this program has no use for."""
     given = [a for a in parser._actions if a.option_strings and getattr(args, a.dest, None) not in (None, False)]
     refused = [a for a in given if program.flags is not None and a.dest not in program.flags]
     remedy = f"leave it out; {program.command} --help shows what there is"
@@ -162,7 +162,7 @@ def _other_programs_flags(parser: argparse.ArgumentParser, args: argparse.Namesp
 
 
 def _no_flag(word: str, key: str, value: str, program: Program) -> Problem:
-    """--lr=0.1, --max_steps 10 and the like: name the key that was meant, where there is one."""
+    """Report a flag such as --lr=0.1 or --max_steps 10, and name the key that was meant if there is one."""
     key = key.replace("-", "_")
     known = key_paths(program.schema)
     leaves = {path.rpartition(".")[2]: path for path in reversed(known)}

@@ -24,12 +24,18 @@ _CLOSING = {"[": "]", "{": "}"}
 
 @lru_cache(maxsize=4096)  # a sweep's jobs repeat most of their words
 def parsed(word: str) -> Override:
-    """Parse one override. Raises what Hydra raises: HydraException, or an error of Python's for a huge value."""
+    """Parse one override.
+
+    Raises HydraException, or for a huge value ValueError, OverflowError or RecursionError.
+    """
     return OverridesParser.create().parse_override(word)
 
 
 def parse(words: list[str], loader: Any, program: Program = RUN) -> tuple[list[Override], list[Problem]]:
-    """The words that are overrides, and what is wrong with the others. `loader` tells what `glob(...)` matches."""
+    """Return the words that are overrides, and what is wrong with the others.
+
+    Hydra asks `loader` what `glob(...)` matches.
+    """
     overrides, problems, place = [], [], 0
     while place < len(words):
         split = _split_by_blanks(words[place:])
@@ -49,7 +55,10 @@ def parse(words: list[str], loader: Any, program: Program = RUN) -> tuple[list[O
 
 
 def _split_by_blanks(words: list[str]) -> tuple[Problem, int] | None:
-    """Whether one override stands here as several words, and as how many: `key = value`, `key: value`, `key={a: 1}`."""
+    """Return how many words are one override that the shell has split, and the problem; None if it is whole.
+
+    Examples are `key = value`, `key: value` and `key={a: 1}`.
+    """
     first, second = words[0], words[1:2]
     if "=" not in first and second == ["="]:
         whole = " ".join(words[:3])

@@ -1,6 +1,6 @@
-"""The overrides of a command line that are refused whatever they would compose to, and the request that the rest makes.
+"""Overrides that are refused whatever they would compose to, and the request that the others make.
 
-What Hydra itself does not take is found by composing (`composer.py`).
+What Hydra itself refuses is found by composing (`composer.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BASIC_SWEEPER = "the sweeper goes through lists: optim.lr=1e-4,3e-4 or trainer.
 
 @dataclass
 class Request:
-    """What is to be composed, and what a refused choice leaves in doubt."""
+    """What is to be composed, and which choices were refused."""
 
     multirun: bool
     own_sweeper: bool = False  # another one than Hydra's basic one
@@ -40,12 +40,12 @@ class Request:
     refused_groups: set[str] = field(default_factory=set)
 
     def doubts(self, key: str) -> bool:
-        """Whether a key might have another value, or exist, if a refused choice had been right."""
+        """Return whether a refused choice might have set or created a key."""
         return bool(self.refused_groups & set(_WIDE)) or key.partition(".")[0] in self.refused_groups
 
 
 def sort(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> Request:
-    """The request that a command line makes. What is wrong with it is added to `problems`, and left out."""
+    """Return the request that a command line makes. Problems are added to `problems`, and their words left out."""
     overrides, found = parse(line.words, catalog)
     problems += found
     problems += _several_paths(overrides)
@@ -60,7 +60,7 @@ def sort(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> Reques
 
 
 def take(overrides: list[Override], request: Request, catalog: Catalog, problems: list[Problem]) -> None:
-    """Add overrides to a request. What is wrong with one is added to `problems`, and it is left out."""
+    """Add overrides to a request. If one has problems, these are added to `problems` instead."""
     for override in overrides:
         hydras = override.is_hydra_override() or override.key_or_group == "hydra"  # or all of them
         found = _hydra_problems(override, catalog) if hydras else _task_problems(override, request, catalog)
@@ -132,7 +132,7 @@ def _sweep_problems(override: Override, group: bool, request: Request) -> list[P
 
 
 def _group_problems(override: Override, catalog: Catalog) -> list[Problem]:
-    """What is wrong with a choice, but for its name: Hydra says whether that is there."""
+    """Find what is wrong with an override of a group. Whether the choice exists, Hydra says."""
     group, line = override.key_or_group, str(override.input_line)
     if group not in catalog.groups:
         return [Problem(*hints.unknown_choice_of_group(group, catalog.groups))]
@@ -176,7 +176,7 @@ def _value_problems(override: Override) -> list[Problem]:
 
 
 def _plugin_problems(override: Override) -> list[Problem]:
-    """Whether modules of the user's are there. None is imported: they import torch."""
+    """Check that the user's modules exist. They are not imported here, since they import torch."""
     value, line = override.value(), str(override.input_line)
     names = value if isinstance(value, list) else []
     if override.key_or_group != "plugins" or isinstance(value, Sweep) or not isinstance(value, list):

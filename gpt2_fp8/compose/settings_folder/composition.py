@@ -1,4 +1,4 @@
-"""What a composition holds once Hydra has read a settings folder: the second check, after that of the files.
+"""What a composition holds after Hydra has read a settings folder: a second check, after that of the files.
 
 Hydra imports and calls what a `_target_` in its own `hydra` node names, whatever file has put it there. YAML has many
 ways to spell a key. So the composed node is compared with the one that this program's files alone compose to.

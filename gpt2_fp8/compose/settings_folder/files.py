@@ -1,4 +1,4 @@
-"""A user's settings folder (`-cd FOLDER`, or one of `hydra.searchpath`), which may be a stranger's: what is in it."""
+"""The files of a user's settings folder (`-cd FOLDER` or `hydra.searchpath`), which may be a stranger's."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _MOST_ENTRIES = 20_000  # files and folders of any kind, hidden ones at the top 
 
 
 class _TooMuchError(Exception):
-    """More than a folder of settings has."""
+    """A folder has more than settings have."""
 
 
 class Own(NamedTuple):
-    """What of a folder can be chosen from: groups by name; and what Hydra has itself."""
+    """What can be chosen: this program's groups by name, and Hydra's installed plug-ins."""
 
     groups: set[str]
     options: defaults_list.Options
 
 
 def problems(folder: Path, own: Own) -> list[Problem]:
-    """What in a folder is refused, file by file; nothing, where Hydra may read it.
+    """Report what is refused in a folder, file by file. If nothing is, Hydra may read it.
 
-    Read are its own files, its groups, and whatever other folders their defaults lists name: nothing else can be
-    chosen from it, so that a checkout is a folder of settings too.
+    Checked are the files at the top, the groups, and other folders that a defaults list names. Nothing else can be
+    chosen. So a checkout can be a settings folder too.
     """
     found = []
     left = _MOST_BYTES
@@ -57,7 +57,10 @@ def problems(folder: Path, own: Own) -> list[Problem]:
 
 
 def place_of(folder: Path, groups: set[str], key: str) -> str | None:
-    """The file and line of a folder, in which nothing is refused, that give a key its value; None: none does."""
+    """Return the file and line that give a key its value; None if there is none.
+
+    Nothing in the folder may be refused.
+    """
     for file in _files(folder, groups):
         with suppress(ValueError):  # of another folder, that nothing was chosen from
             _, documents = yaml_nodes.read(file.read_bytes())
@@ -69,7 +72,10 @@ def place_of(folder: Path, groups: set[str], key: str) -> str | None:
 def _problem(
     folder: Path, file: Path, data: bytes, reason: str | None, options: defaults_list.Options
 ) -> tuple[Problem | None, set[str]]:
-    """What is wrong with a file, and the folders that its defaults list names. `reason`: why it could not be read."""
+    """Return what is wrong with a file, and the folders that its defaults list names.
+
+    `reason` says why the file could not be read, or is None.
+    """
     shown = printable(str(file))
     if reason is None:
         try:
@@ -93,9 +99,9 @@ def _problem(
 
 
 def _files(folder: Path, groups: set[str]) -> Iterator[Path]:
-    """The files that Hydra takes for settings, each folder once, whatever links go round in circles.
+    """Yield the files that Hydra takes for settings, each folder once, even if links form a circle.
 
-    Of the folders at the top those of `groups`.
+    Of the folders at the top, only those of `groups` are entered.
     """
     left, seen, files, entries = [folder], set(), 0, 0
     while left:
@@ -119,7 +125,10 @@ def _files(folder: Path, groups: set[str]) -> Iterator[Path]:
 
 
 def _read(file: Path, left: int) -> tuple[bytes, str | None]:
-    """A file's content, or why it is no settings. Opens regular files alone: a pipe would wait for ever."""
+    """Return a file's content, or why it is no file of settings.
+
+    Only regular files are opened: a pipe would wait forever.
+    """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
