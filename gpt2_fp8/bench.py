@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from gpt2_fp8.compose import benchmark
+from gpt2_fp8.compose import benchmark, benchmark_cases
 from gpt2_fp8.config import paths, run_folder
 from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.bench_schema import BenchConfig
@@ -187,7 +187,7 @@ def _measure(case: Case, device: str, timeout_s: float, log: Path) -> Result:
     if reason := memory_bound.too_large(case.config, device, case.warmup + case.steps + case.profile):
         return Result(status="out of memory", message=reason)
     result = measure(case, timeout_s, log)
-    return replace(result, remedy=result.remedy and benchmark.in_lists(result.remedy))
+    return replace(result, remedy=result.remedy and benchmark_cases.in_lists(result.remedy))
 
 
 def _outcome(result: Result) -> str:

@@ -110,8 +110,10 @@ def _run(argv: list[str]) -> None:
 
 
 def _run_error(caught: BaseException, handlers: signals.Signals) -> RunError | None:
-    """The known end that `caught` is; None where it is not one. After a signal was thrown it is the signal's: other
-    errors may well come of what that has left half done."""
+    """Return the known end that `caught` is, or None.
+
+    After a signal was thrown, the end is the signal's: it may have caused other errors by what it left half done.
+    """
     if isinstance(caught, _Ended):
         caught = caught.error
     if handlers.thrown and not isinstance(caught, Stopped):  # before there was a run, or after it
@@ -123,7 +125,10 @@ def _run_error(caught: BaseException, handlers: signals.Signals) -> RunError | N
 
 
 def _unwritable(error: Exception) -> UserError | None:
-    """What Hydra could not write before it came to a job: its settings, or the log's file. None for all else."""
+    """Return the error of what Hydra could not write before a job began: its settings, or the log file.
+
+    Returns None for any other error.
+    """
     cause = error.__cause__ if isinstance(error, ValueError) else error  # `logging` has it in a ValueError
     ours = any(frame.f_code is job.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
     if ours or not isinstance(cause, OSError) or isinstance(cause, BrokenPipeError):  # the terminal's
@@ -160,7 +165,7 @@ def _rank_zero_ends(rank_zero: int | None, patience: float) -> bool:
 
 
 def entry() -> None:
-    """The `gpt2-fp8` command."""
+    """Run the `gpt2-fp8` command."""
     output.begin()
     process_end.ignore_at_the_end()
     code = main(sys.argv[1:])

@@ -58,7 +58,7 @@ HOUSE = {
     # what everything stands on
     "runtime": Row("compat config", "torch numpy"),
     # what is private in other libraries: it knows nothing of this one
-    "compat": Row("", "torch lightning transformer_engine flash_attn huggingface_hub hydra"),
+    "compat": Row("", "torch lightning transformer_engine flash_attn huggingface_hub hydra omegaconf"),
     "config": Row(""),
 }
 # Where a package that its row lets in may be: it decides how a part is tried without the whole.

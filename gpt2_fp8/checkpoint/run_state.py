@@ -141,8 +141,10 @@ _SHOWN = 5  # problems; a table of them helps nobody
 
 
 def check(path: Path | str) -> None:
-    """Raise CheckpointError unless `path` is a whole checkpoint that a run can continue from, as far as its form,
-    its numbers beside the tensors, and its weights' being finite tell."""
+    """Raise CheckpointError unless `path` is a whole checkpoint that a run can continue from.
+
+    Checked are its form, the numbers beside its tensors, and that its weights are finite.
+    """
     path = Path(path)
     check_state(path, read_structure(path))
     check_weights(path)

@@ -1,7 +1,8 @@
-"""Hydra at the rim: from a command line to checked configurations, before anything heavy is imported.
+"""From a command line to checked configurations, by Hydra, before anything heavy is imported.
 
-`preflight` composes what Hydra will compose, but collects every mistake where Hydra stops at the first, and says what
-to type instead. Hydra then runs the job and composes again; `to_run_config` turns that into the same dataclasses.
+`preflight` composes what Hydra will compose. Hydra stops at the first mistake; `preflight` collects all of them, and
+says what to type instead. Hydra then composes again and runs the job. `to_run_config` turns that into the same
+dataclasses.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ __all__ = ["conf_dir", "configs_of", "flags_first", "is_help", "look_only", "pre
 
 
 def conf_dir() -> Path:
-    """The folder of our YAML files: inside the package where it was installed, beside it in a checkout."""
+    """Return the folder of this program's YAML files: in an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if (inside / "config.yaml").is_file() else package.parent / "conf"
 
 
 def preflight(argv: list[str]) -> list[RunConfig]:
-    """The configurations that a command line (without the program's name) asks for: one, or with `-m` one for each job.
+    """Return the configurations that a command line (without the program's name) asks for.
 
-    Raises UserError with every problem of every job, each once.
+    There is one, or with `-m` one for each job. Raises UserError with every problem of every job, each once.
     """
     if unfit := [
         *run_folder.umask(),
@@ -47,9 +48,9 @@ def preflight(argv: list[str]) -> list[RunConfig]:
 
 
 def look_only(argv: list[str]) -> list[str]:
-    """A command line for which `is_help` holds, checked, as Hydra may be given it.
+    """Check a command line for which `is_help` holds, and return it as Hydra may be given it.
 
-    Raises UserError with every problem: code and the environment are named on the command line alone, in every mode.
+    Raises UserError with every problem. In this mode too, only the command line names code and the environment.
     """
     if commandline.shows_version(argv):
         return ["--version"]
@@ -64,7 +65,10 @@ def look_only(argv: list[str]) -> list[str]:
 
 
 def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> list[RunConfig]:
-    """The configurations that a command line asks for. What is wrong is added to `problems`, and left out."""
+    """Return the configurations that a command line asks for.
+
+    Problems are added to `problems`, and what they are about is left out.
+    """
     catalog.variables |= {name for word in line.words for name in re.findall(r"oc\.env:\s*([^\s,}]+)", word)}
     try:
         request = overrides.sort(line, catalog, problems)
@@ -75,9 +79,9 @@ def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> 
 
 
 def to_run_config(cfg: DictConfig, folder: Path | None = None) -> RunConfig:
-    """The configuration of a job that Hydra composed. `folder`: where its paths begin, if not in the current folder.
+    """Build the configuration of a job that Hydra composed.
 
-    Raises UserError with everything that is wrong with it.
+    Its relative paths begin in `folder`, or in the current folder if that is None. Raises UserError with every problem.
     """
     data = OmegaConf.to_container(cfg, resolve=True)
     config, found = parsing.build(RunConfig, data)

@@ -1,32 +1,21 @@
-"""A command line taken apart as Hydra will take it apart: its flags, and its overrides (`key=value`, `group=choice`).
-
-Hydra stops at the first word that it cannot read; here every such word becomes a problem, and the rest is read on.
-"""
+"""The flags of a command line, as Hydra takes them, and the words that should be overrides (`key=value`)."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import re
 import shlex
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from typing import NamedTuple, NoReturn
 
 from gpt2_fp8.compat import hydra_private
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.parsing import key_paths
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import shortened
 
 
 class Program(NamedTuple):
-    """Whose command line it is."""
+    """A program, and what its command line may have."""
 
     command: str  # as it is typed
     schema: type  # what keys it has
@@ -35,7 +24,6 @@ class Program(NamedTuple):
 
 MAY_BE_NULL = ("experiment", "debug")
 _MAY_BE_LEFT_OUT = ("callbacks", "logger")  # the groups with a choice `none`
-_LONG_WORD = 500  # characters, beyond which nobody wants to read it again
 RUN = Program("python -m gpt2_fp8.run", RunConfig)
 
 
@@ -50,7 +38,7 @@ class CommandLine:
 
 
 def is_help(argv: list[str]) -> bool:
-    """Whether a command line only asks Hydra to show something: no run, so nothing to check."""
+    """Return whether a command line only asks Hydra to show something. Then there is no run to check."""
     if shows_version(argv):
         return True
     try:
@@ -61,19 +49,19 @@ def is_help(argv: list[str]) -> bool:
 
 
 def shows_version(argv: list[str]) -> bool:
-    """Whether argparse would print Hydra's version and exit right where it comes to it."""
+    """Return whether argparse would print Hydra's version and exit as soon as it reads the flag."""
     return "--version" in argv[: argv.index("--") if "--" in argv else None]
 
 
 def flags(argv: list[str]) -> argparse.Namespace:
-    """The flags of a command line, and its overrides. Raises UserError where they cannot be read."""
+    """Parse the flags of a command line. Raises UserError if that fails."""
     args = _flags().parse_known_args(argv)[0]
     _own_folder(args)
     return args
 
 
 def read(argv: list[str], program: Program = RUN) -> tuple[CommandLine, list[Problem]]:
-    """The flags and the words of a command line, and what is wrong with its flags."""
+    """Return the flags and the words of a command line, and what is wrong with the flags."""
     parser = _flags(program)
     try:
         args, left = parser.parse_known_args(argv)
@@ -108,13 +96,16 @@ def read(argv: list[str], program: Program = RUN) -> tuple[CommandLine, list[Pro
 
 
 def flags_first(argv: list[str]) -> list[str]:
-    """A run's command line, checked, with its flags in front: Lightning adds overrides at its end for other ranks."""
+    """Return a checked command line of a run with its flags first.
+
+    Lightning appends overrides to it for the processes of other ranks.
+    """
     args = flags(argv)
     return [*_flag_words(args), *_hydras_words(args.overrides)]
 
 
 def shown_by_hydra(args: argparse.Namespace) -> list[str]:
-    """The command line that only asks Hydra to show something, from its flags."""
+    """Return the command line, of these flags, that only asks Hydra to show something."""
     if args.hydra_help and not args.help:
         return ["--hydra-help"]
     words = ["--help"] if args.help else []
@@ -126,7 +117,7 @@ def shown_by_hydra(args: argparse.Namespace) -> list[str]:
 
 
 def _hydras_words(words: list[str]) -> list[str]:
-    """The words in Hydra's spelling, where people have another: no choice, and a group left out."""
+    """Return the words in Hydra's spelling: `group=null` and `~group` may mean the choice of nothing."""
     said = []
     for place, word in enumerate(words):
         group, _, choice = word.lstrip("+").partition("=")
@@ -138,61 +129,14 @@ def _hydras_words(words: list[str]) -> list[str]:
     return said
 
 
-def parse(words: list[str], loader: Any, program: Program = RUN) -> tuple[list[Override], list[Problem]]:
-    """The words that are overrides, and what is wrong with the others. `loader` tells what `glob(...)` matches."""
-    overrides, problems, place = [], [], 0
-    while place < len(words):
-        split = _split_by_blanks(words[place:])
-        if split:
-            problem, length = split
-            problems.append(problem)
-            place += length
-            continue
-        override = _parse_one(words[place], program)
-        if isinstance(override, Problem):
-            problems.append(override)
-        else:
-            override.config_loader = loader
-            overrides.append(override)
-        place += 1
-    return overrides, problems
-
-
-def _split_by_blanks(words: list[str]) -> tuple[Problem, int] | None:
-    """Whether one override stands here as several words, and as how many: `key = value`, `key: value`, `key={a: 1}`."""
-    first, second = words[0], words[1:2]
-    if "=" not in first and second == ["="]:
-        whole = " ".join(words[:3])
-        return Problem(f"{whole}: blanks around =", f"{first}={' '.join(words[2:3])}"), len(words[:3])
-    if "=" not in first and first.endswith(":") and second:
-        return Problem(f"{first} {second[0]}: not of the form key=value", f"{first[:-1]}={second[0]}"), 2
-    opening = first.partition("=")[2][:1]
-    if opening in ("[", "{") and (closing := {"[": "]", "{": "}"}[opening]) not in first:
-        for length in range(2, len(words) + 1):
-            if closing in words[length - 1]:
-                whole = " ".join(words[:length])
-                return Problem(f"{whole}: the shell split it at the blanks", f"quote the whole: '{whole}'"), length
-    after = []
-    for word, following in itertools.pairwise([*words[1:], ""]):
-        if "=" in word or word.startswith("~") or word.endswith(":") or following == "=":
-            break
-        after.append(word)
-    if "=" in first and after:
-        key, _, value = first.partition("=")
-        text = " ".join([value, *after])
-        cause = f"{' '.join(after)} stands alone, after {first}: the shell splits at blanks"
-        return Problem(cause, f"if they are one value, quote it: '{key}=\"{text}\"'"), 1 + len(after)
-    return None
-
-
 def _own_folder(args: argparse.Namespace) -> None:
-    """Take `-cp FOLDER -cn NAME` for `-cd FOLDER -cn NAME`: a NAME.yaml that builds on ours needs both folders."""
+    """Read `-cp FOLDER -cn NAME` as `-cd FOLDER -cn NAME`: a NAME.yaml that builds on `config` needs both folders."""
     if args.config_path and args.config_name and not args.config_dir:
         args.config_dir, args.config_path = args.config_path, None
 
 
 def _flag_words(args: argparse.Namespace) -> list[str]:
-    """The flags that a run may have, as they are typed."""
+    """Return the flags that a run may have, as they are typed."""
     words = ["-m"] if args.multirun else []
     words += ["-cn", args.config_name] if args.config_name else []
     return words + (["-cd", args.config_dir] if args.config_dir else [])
@@ -210,7 +154,7 @@ def _flags(program: Program = RUN) -> argparse.ArgumentParser:
 
 
 def _other_programs_flags(parser: argparse.ArgumentParser, args: argparse.Namespace, program: Program) -> list[Problem]:
-    """Flags of Hydra's that this program has no use for."""
+    """Report flags of Hydra's that this program has no use for."""
     given = [a for a in parser._actions if a.option_strings and getattr(args, a.dest, None) not in (None, False)]
     refused = [a for a in given if program.flags is not None and a.dest not in program.flags]
     remedy = f"leave it out; {program.command} --help shows what there is"
@@ -218,7 +162,7 @@ def _other_programs_flags(parser: argparse.ArgumentParser, args: argparse.Namesp
 
 
 def _no_flag(word: str, key: str, value: str, program: Program) -> Problem:
-    """--lr=0.1, --max_steps 10 and the like: name the key that was meant, where there is one."""
+    """Report a flag such as --lr=0.1 or --max_steps 10, and name the key that was meant if there is one."""
     key = key.replace("-", "_")
     known = key_paths(program.schema)
     leaves = {path.rpartition(".")[2]: path for path in reversed(known)}
@@ -232,43 +176,3 @@ def _no_flag(word: str, key: str, value: str, program: Program) -> Problem:
     else:
         remedy = f"keys have no dashes: key=value; {program.command} --help shows how"
     return Problem(f"{word} is not a flag of this program", remedy)
-
-
-def _parse_one(word: str, program: Program) -> Override | Problem:
-    key, equals, value = word.partition("=")
-    if re.search("[\ud800-\udfff]", word):  # what Python makes of such bytes
-        return Problem(f"{word} has bytes that are no UTF-8", "type it in UTF-8; `locale` says what the terminal sends")
-    if not equals:
-        if word.startswith("~"):
-            try:
-                return parsed(word)
-            except HydraException:
-                return Problem(f"{word} cannot be read", "~KEY leaves a group out: ~experiment")
-        path, colon, rest = word.partition(":")
-        remedy = f"{path}={rest}" if colon else f"give it a value: {word}=VALUE; {program.command} --help shows how"
-        return Problem(f"{word} is not of the form key=value", remedy)
-    if key != key.strip() or value != value.lstrip():
-        return Problem(f"{word!r} has blanks around the key", f"{key.strip()}={value.strip()}")
-    try:
-        override = parsed(word)
-    except (HydraException, ValueError, OverflowError, RecursionError) as error:  # a number of 5000 digits, [[[[...
-        reason = " ".join(str(error).split()).partition(" expecting {")[0]
-        if len(word) > _LONG_WORD:
-            return Problem(f"{shortened(word, 100)} cannot be read: {shortened(reason, 200)}", "give a shorter value")
-        return Problem(f"{word} cannot be read: {reason}", _quoting(key, value))
-    return override if override.key_or_group else Problem(f"{word} has no key in front of =", "key=value")
-
-
-def _quoting(key: str, value: str) -> str:
-    if value[:1] in "[{" and value.count(value[:1]) != value.count({"[": "]", "{": "}"}[value[:1]]):
-        return f"close the bracket, and quote the whole for the shell: '{key}={value}{']' if value[0] == '[' else '}'}'"
-    plain = value.strip("'\"")
-    inner = f'"{plain}"' if '"' not in plain and "'" not in plain else '"..."'
-    return f"quote the value for Hydra and the whole for the shell: '{key}={inner}'"
-
-
-def parsed(word: str) -> Override:
-    return OverridesParser.create().parse_override(word)
-
-
-parsed_once = lru_cache(maxsize=4096)(parsed)  # a sweep's jobs repeat most of their words

@@ -1,6 +1,6 @@
-"""Composition as Hydra does it. A word that Hydra refuses is noted and left out, and composition is repeated.
+"""Composition by Hydra, repeated without the words that Hydra refuses.
 
-So every mistake is told at once, where Hydra stops at the first, and each is told in this program's words.
+Hydra stops at the first mistake. Here every mistake is reported at once, in this program's own words.
 """
 
 from __future__ import annotations
@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compose import refusals
 from gpt2_fp8.compose.catalog import Catalog, Composed, RefusedError
-from gpt2_fp8.compose.commandline import parsed_once
-from gpt2_fp8.compose.overrides import Request, is_group
+from gpt2_fp8.compose.override_parser import parsed
+from gpt2_fp8.compose.overrides import Request
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
@@ -25,8 +23,9 @@ from gpt2_fp8.config.schema import RunConfig
 class Composer:
     """Composes the words of a request, and of each job of a sweep.
 
-    Attributes: `found`, what was wrong with words that are left out; `absent`, values for keys that none of the chosen
-    files has, which are added all the same, so that the schema may speak of them.
+    Attributes:
+        found: what was wrong with the words that are left out.
+        absent: values for keys that none of the chosen files has. They are added, so that the schema can judge them.
     """
 
     def __init__(self, request: Request, catalog: Catalog):
@@ -37,9 +36,9 @@ class Composer:
         self._instead: dict[str, Override | None] = {}  # of words that Hydra refuses; None: left out
 
     def compose(self, words: Sequence[Override]) -> tuple[Composed, list[Override]]:
-        """The configuration of those of `words` that Hydra takes, and these.
+        """Compose those of `words` that Hydra takes, and return the result with these words.
 
-        Raises UserError where nothing can be composed, or a file does what only the command line may.
+        Raises UserError if nothing can be composed, or if a file does what only the command line may.
         """
         kept = self._standing(words)
         kept.sort(key=lambda word: (not self._chooses(word), not word.is_hydra_override()))
@@ -51,23 +50,26 @@ class Composer:
                 kept = self._standing(kept)
 
     def base(self, words: Sequence[Override]) -> dict[str, Any]:
-        """What the choices among `words` alone compose to, as plain values; nothing where they do not."""
+        """Return what the choices among `words` compose to, as plain values; an empty dictionary if they do not."""
         try:
             return self.catalog.compose(_lines(list(filter(self._chooses, words)))).plain
         except RefusedError:
             return {}
 
     def _standing(self, words: Sequence[Override]) -> list[Override]:
-        """The words without those that were refused before, or with what takes their place."""
+        """Return the words without those that were refused before, or with their replacements."""
         return [new for word in words if (new := self._instead.get(str(word.input_line), word)) is not None]
 
     def _chooses(self, word: Override) -> bool:
-        return is_group(word, self.catalog) or word.key_or_group.startswith("hydra/")
+        return self.catalog.is_group(word) or word.key_or_group.startswith("hydra/")
 
     def _first_refused(
         self, words: list[Override], error: BaseException | None
     ) -> tuple[Override, BaseException | None]:
-        """Which word is refused, and what Hydra says of it: by the name that it says, or by composing fewer words."""
+        """Find the word that Hydra refuses, and what Hydra says of it.
+
+        The message may name the word. Otherwise it is found by composing fewer words.
+        """
         if named := refusals.named(words, error) or refusals.chooser(list(filter(self._chooses, words)), error):
             return named, error
         choices = sum(map(self._chooses, words))
@@ -91,7 +93,7 @@ class Composer:
         return None
 
     def _refuse(self, words: list[Override], word: Override, error: BaseException | None) -> None:
-        """Leave out a word that Hydra refuses, and note why; or put another in its place."""
+        """Leave out a word that Hydra refuses, or replace it, and note why."""
         key, text = word.key_or_group, str(word.input_line)
         self._instead[text] = None
         if self._chooses(word):
@@ -111,7 +113,7 @@ class Composer:
             self._note(key, refusals.bad_value(word, error))
 
     def _add(self, word: Override, base: dict[str, Any]) -> None:
-        """Have the schema speak of a key that none of the chosen files has."""
+        """Add a key that none of the chosen files has, so that the schema can say what is wrong with it."""
         key, text = word.key_or_group, str(word.input_line)
         if text.startswith("+") or word.is_hydra_override():
             return
@@ -119,23 +121,17 @@ class Composer:
         if (single := _single_value_above(base, key)) is not None:
             self._note(key, Problem(f"there is no key {key}: {single} is a single value", f"{single}=VALUE"))
         elif not (self.request.doubts(key) and key in parsing.key_paths(RunConfig)):  # it may be the refused choice's
-            self._instead[text] = parsed_once(f"++{text}")
+            self._instead[text] = parsed(f"++{text}")
             self.absent.append(word)
 
     def _note(self, key: str, problem: Problem) -> None:
         self.found.append(Finding((key,), problem))
 
-    def resolved(self, cfg: DictConfig, reads_hydra: bool) -> dict[str, Any]:
-        """The job's own part of a configuration with every `${...}` resolved. Raises OmegaConfBaseException."""
-        if reads_hydra:  # slow, and rare
-            HydraConfig.instance().set_config(cfg)
-        own = [str(key) for key in cfg if key != "hydra"]
-        plain = OmegaConf.to_container(OmegaConf.masked_copy(cfg, own), resolve=True)
-        assert isinstance(plain, dict)
-        return {str(name): value for name, value in plain.items()}
-
     def drop_unresolved(self, words: Sequence[Override], error: OmegaConfBaseException) -> list[Override]:
-        """The words without the one whose `${...}` does not resolve. Raises UserError where it is none of them."""
+        """Return the words without the one whose `${...}` does not resolve.
+
+        Raises UserError if it is in none of them.
+        """
         key, reason = str(error.full_key), str(error).splitlines()[0]
         self.unresolved.append(key)
         self._note(key, Problem(f"{key}: {reason}", "correct the ${...}, or write \\${ for the signs themselves"))
@@ -150,7 +146,7 @@ def _lines(words: list[Override]) -> list[str]:
 
 
 def lookup(node: Any, key: str) -> tuple[bool, Any]:
-    """Whether a plain configuration has a key, and its value as it is written, `${...}` and all."""
+    """Return whether a plain configuration has a key, and its value with `${...}` as written."""
     for part in filter(None, key.split(".")):
         if isinstance(node, dict) and part in node:
             node = node[part]
@@ -162,12 +158,12 @@ def lookup(node: Any, key: str) -> tuple[bool, Any]:
 
 
 def above(key: str) -> list[str]:
-    """`a.b.c`, `a.b` and `a`."""
+    """Return a key and the keys above it: `a.b.c`, `a.b` and `a`."""
     parts = key.split(".")
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
 
 def _single_value_above(base: dict[str, Any], key: str) -> str | None:
-    """The longest part of a key that there is, where that has no keys of its own."""
+    """Return the longest existing part of a key if that is a single value, else None."""
     there = next((part for part in above(key)[1:] if lookup(base, part)[0]), None)
     return there if there and not isinstance(lookup(base, there)[1], (dict, list)) else None

@@ -1,20 +1,21 @@
-"""From a request to the checked configuration of each job."""
+"""The checked configuration of each job that a request makes."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compose import surroundings, sweeps
 from gpt2_fp8.compose.catalog import Catalog
-from gpt2_fp8.compose.commandline import parse
 from gpt2_fp8.compose.composer import Composer, above, lookup
+from gpt2_fp8.compose.override_parser import parse
 from gpt2_fp8.compose.overrides import Request, take
 from gpt2_fp8.config import checks, parsing
 from gpt2_fp8.config.errors import Finding, Problem, UserError
@@ -22,9 +23,9 @@ from gpt2_fp8.config.schema import RunConfig
 
 
 def configs(request: Request, catalog: Catalog, problems: list[Problem]) -> list[RunConfig]:
-    """One configuration a job. The problems of all jobs are added to `problems`; a job that has any is left out.
+    """Return the configuration of each job without problems. The problems of all jobs are added to `problems`.
 
-    Raises UserError where the choices do not compose.
+    Raises UserError if the choices do not compose.
     """
     composer = Composer(request, catalog)
     whole = _whole(composer, request)
@@ -47,7 +48,7 @@ def configs(request: Request, catalog: Catalog, problems: list[Problem]) -> list
 
 
 def _whole(composer: Composer, request: Request) -> DictConfig:
-    """What holds for all jobs. Hydra composes it without what is swept over."""
+    """Compose what holds for all jobs: the words without those that are swept over."""
     swept = {word.key_or_group for word in request.task if word.is_sweep_override()}
     words = [word for word in request.task if word.key_or_group not in swept]
     if "optim" in swept:  # which a model of the user's own may have no namesake in
@@ -56,7 +57,7 @@ def _whole(composer: Composer, request: Request) -> DictConfig:
 
 
 def _params(settings: DictConfig, request: Request, catalog: Catalog, problems: list[Problem]) -> list[Override]:
-    """What `hydra.sweeper.params` sweeps over, checked as if it stood on the command line. Raises UserError."""
+    """Return the overrides of `hydra.sweeper.params`, checked as if they were typed. Raises UserError."""
     params = settings.sweeper.get("params") or {}
     words, found = parse([f"{key}={value}" for key, value in params.items()], catalog)
     problems += found
@@ -71,7 +72,7 @@ def _params(settings: DictConfig, request: Request, catalog: Catalog, problems: 
 
 
 class Job:
-    """One job: its words composed as Hydra will, and all checked that its mistakes leave standing."""
+    """One job of a sweep, or the only one: its words composed, and checked as far as its mistakes allow."""
 
     def __init__(
         self,
@@ -89,25 +90,26 @@ class Job:
         self.plain: dict[str, Any] = {}  # as it is written, `${...}` and all
 
     def composed(self) -> tuple[DictConfig, dict[str, Any]]:
-        """The configuration of the words that could be composed, and the same as plain values.
+        """Return the configuration of the words that could be composed, and the same as plain values.
 
-        Raises UserError where there is none.
+        Raises UserError if there is none.
         """
         while True:
             composed, self.words = self.composer.compose(self.words)
             cfg, self.plain = composed.cfg, composed.plain
             if self.number is not None and self.whole is not None:
                 sweeps.number(cfg, self.number, self.whole)
-            own = {key: value for key, value in self.plain.items() if key != "hydra"}
+            if "${hydra:" in str(self.plain):  # slow, and rare
+                HydraConfig.instance().set_config(cfg)
             try:
-                return cfg, self.composer.resolved(cfg, "${hydra:" in str(own))
+                return cfg, _resolved(cfg)
             except OmegaConfBaseException as error:
                 self.words = self.composer.drop_unresolved(self.words, error)
 
     def absent(self, found: list[Finding]) -> list[Finding]:
-        """Values without a + for keys that the choices lack: Hydra refuses them, though the key be one of ours.
+        """Report values without a + for keys that the choices lack, except keys that `found` is about.
 
-        Without what `found` says of such a key already.
+        Hydra refuses such values, even if the key is one of this program's.
         """
         told = {key for finding in found for key in finding.keys}
         mine = {word.key_or_group for word in self.words}
@@ -121,7 +123,7 @@ class Job:
         ]
 
     def check(self) -> tuple[RunConfig | None, list[Problem]]:
-        """The configuration, where there is one, and everything wrong with it but what follows from other mistakes."""
+        """Return the configuration, if there is one, and its problems, except those that follow from other mistakes."""
         cfg, data = self.composed()
         config, found = parsing.build(RunConfig, data)
         found = [*found, *self.absent(found)]
@@ -142,18 +144,24 @@ class Job:
         return config, [finding.problem for finding in said]
 
     def given(self, key: str) -> bool:
-        """Whether a word sets a key."""
+        """Return whether a word sets a key."""
         return key in self.typed
 
     def _doubts(self, key: str) -> bool:
-        """Whether the value that a check saw may not be the one that was meant."""
+        """Return whether a check may have seen another value than the user meant."""
         dropped = self.dropped | {key for finding in self.composer.found for key in finding.keys}
         return key in dropped or (self.request.doubts(key) and not self.given(key))
 
     def _follows(self, key: str) -> str | None:
-        """The key that another takes its value from (`data.seed: ${seed}`), where it was left to."""
+        """Return the key from which another one takes its value (`data.seed: ${seed}`), unless a word sets it."""
         reference = re.fullmatch(r"\$\{([\w.]+)\}", str(lookup(self.plain, key)[1]))
         return reference[1] if reference and not self.given(key) else None
+
+
+def _resolved(cfg: DictConfig) -> dict[str, Any]:
+    """Return a configuration without Hydra's own node, every `${...}` resolved. Raises OmegaConfBaseException."""
+    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    return cast("dict[str, Any]", OmegaConf.to_container(own, resolve=True))
 
 
 def _lacking(override: Override) -> Problem:

@@ -32,8 +32,8 @@ def load_config(*words: str) -> RunConfig:
     Args:
         words: choices and values, such as `"model=gpt2"` and `"seed=1"`; `"-cd", FOLDER` adds settings of your own.
 
-    Raises UserError with every problem at once: those that the program finds; keys that only the program reads; and
-    an `auto` that only the program settles. Then, one whose plugins cannot be imported.
+    Raises UserError with every problem at once. Problems are also keys that only the program reads, and an `auto` that
+    only the program settles. Plugins are imported last; one that cannot be imported is a UserError too.
     """
     problems = [*_flags(words), *_unread(words)]
     config = None
@@ -52,7 +52,7 @@ def load_config(*words: str) -> RunConfig:
 
 
 def _flags(words: tuple[str, ...]) -> Iterator[Problem]:
-    """Flags that ask for something else than one configuration."""
+    """Report flags that ask for something else than one configuration."""
     if any(word in ("-m", "--multirun") for word in words):
         yield Problem("-m: load_config gives one configuration", "call it once for each")
     elif commandline.is_help(list(words)):
@@ -60,7 +60,7 @@ def _flags(words: tuple[str, ...]) -> Iterator[Problem]:
 
 
 def _unread(words: tuple[str, ...]) -> Iterator[Problem]:
-    """Words that would do nothing."""
+    """Report words that would do nothing."""
     for word in words:
         name = word.lstrip("+~").partition("=")[0]
         for key, said in _SAID_BY_TRAINER.items():
@@ -69,7 +69,10 @@ def _unread(words: tuple[str, ...]) -> Iterator[Problem]:
 
 
 def _unsettled(config: RunConfig) -> Iterator[Problem]:
-    """What the program settles, and what a choice of several keys (`debug=fdr`) has set that only the program reads."""
+    """Report an `auto` that only the program settles, and keys that only the program reads.
+
+    A choice of several keys (`debug=fdr`) may have set them.
+    """
     if config.micro_batch_size == "auto":
         cause = "micro_batch_size=auto: only python -m gpt2_fp8.run looks for the largest that fits"
         yield Problem(cause, f"give a number that divides global_batch_size={config.global_batch_size}")

@@ -1,8 +1,7 @@
-"""What only shows something (`--help`, `--hydra-help`, `--cfg`, `--info`, completion): under the same rule as a run.
+"""Checks before Hydra only shows something: `--help`, `--hydra-help`, `--cfg`, `--info`, completion.
 
-Hydra would compose, and for `--help` configure logging from, whatever a settings folder holds. So the folders, the
-choices and the keys are checked as a run's are. What a value is worth, and whether its files are there, is not: a
-configuration may be looked at on another machine than it is for.
+Hydra composes whatever a settings folder holds, and for `--help` configures logging from it. So folders, choices and
+keys are checked as for a run. Values and paths are not: the configuration may be for another machine.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _SHOW = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # Hydr
 
 
 def check(argv: list[str], line: CommandLine, catalog: Catalog, problems: list[Problem]) -> list[str]:
-    """The command line that Hydra may be given. What is wrong with it is added to `problems`."""
+    """Return the command line that Hydra may be given. What is wrong with it is added to `problems`."""
     args = commandline.flags(argv)
     if args.shell_completion:
         problems += _completion(line, catalog)
@@ -52,7 +51,7 @@ def _contradictions(args: argparse.Namespace) -> list[Problem]:
 
 
 def _composition(composer: Composer, words: list[Override], args: argparse.Namespace) -> list[Problem]:
-    """Whether there is something to show: keys that exist, and for `--resolve` what they refer to."""
+    """Check that there is something to show: keys that exist, and for `--resolve` what they refer to."""
     job = Job(composer, words)
     cfg, plain = job.composed()
     known = parsing.key_paths(RunConfig)
@@ -69,7 +68,7 @@ def _composition(composer: Composer, words: list[Override], args: argparse.Names
 
 
 def _completion(line: CommandLine, catalog: Catalog) -> list[Problem]:
-    """What is typed so far stands in a variable of the shell's; Hydra composes it."""
+    """Check the folders of a line that is still being typed. The shell has it in a variable, and Hydra composes it."""
     typed_so_far = os.environ.get("COMP_LINE", "").split()
     folders = [word.partition("=")[2].strip("[]'\"") for word in typed_so_far if word.startswith("hydra.searchpath=")]
     several = [folder.strip("'\" ") for folders_ in folders for folder in folders_.split(",")]

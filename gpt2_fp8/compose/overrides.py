@@ -1,6 +1,6 @@
-"""The overrides of a command line that are refused whatever they would compose to, and the request that the rest makes.
+"""Overrides that are refused whatever they would compose to, and the request that the others make.
 
-What Hydra itself does not take is found by composing (`composer.py`).
+What Hydra itself refuses is found by composing (`composer.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override, Sweep, ValueType
 
-from gpt2_fp8.compose import contents, sweeps
+from gpt2_fp8.compose import sweeps
 from gpt2_fp8.compose.catalog import Catalog
-from gpt2_fp8.compose.commandline import MAY_BE_NULL, CommandLine, parse
+from gpt2_fp8.compose.commandline import MAY_BE_NULL, CommandLine
+from gpt2_fp8.compose.override_parser import parse
+from gpt2_fp8.compose.settings_folder import defaults_list
 from gpt2_fp8.config import hints, hydra_policy
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.parsing import show
@@ -29,7 +31,7 @@ _BASIC_SWEEPER = "the sweeper goes through lists: optim.lr=1e-4,3e-4 or trainer.
 
 @dataclass
 class Request:
-    """What is to be composed, and what a refused choice leaves in doubt."""
+    """What is to be composed, and which choices were refused."""
 
     multirun: bool
     own_sweeper: bool = False  # another one than Hydra's basic one
@@ -38,12 +40,12 @@ class Request:
     refused_groups: set[str] = field(default_factory=set)
 
     def doubts(self, key: str) -> bool:
-        """Whether a key might have another value, or exist, if a refused choice had been right."""
+        """Return whether a refused choice might have set or created a key."""
         return bool(self.refused_groups & set(_WIDE)) or key.partition(".")[0] in self.refused_groups
 
 
 def sort(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> Request:
-    """The request that a command line makes. What is wrong with it is added to `problems`, and left out."""
+    """Return the request that a command line makes. Problems are added to `problems`, and their words left out."""
     overrides, found = parse(line.words, catalog)
     problems += found
     problems += _several_paths(overrides)
@@ -58,11 +60,11 @@ def sort(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> Reques
 
 
 def take(overrides: list[Override], request: Request, catalog: Catalog, problems: list[Problem]) -> None:
-    """Add overrides to a request. What is wrong with one is added to `problems`, and it is left out."""
+    """Add overrides to a request. If one has problems, these are added to `problems` instead."""
     for override in overrides:
         hydras = override.is_hydra_override() or override.key_or_group == "hydra"  # or all of them
         found = _hydra_problems(override, catalog) if hydras else _task_problems(override, request, catalog)
-        if found and is_group(override, catalog):
+        if found and catalog.is_group(override):
             request.refused_groups.add(override.key_or_group)
             found = [] if catalog.refused_folder else found  # the choice may be there, in a folder that was refused
         elif not found and override.key_or_group != "hydra.searchpath":
@@ -70,14 +72,8 @@ def take(overrides: list[Override], request: Request, catalog: Catalog, problems
         problems += found
 
 
-def is_group(override: Override, catalog: Catalog) -> bool:
-    """Whether an override chooses from a group, rather than setting a value."""
-    key = override.key_or_group
-    return not key.startswith("hydra/") and ("/" in key or override.package is not None or key in catalog.groups)
-
-
 def _task_problems(override: Override, request: Request, catalog: Catalog) -> list[Problem]:
-    group = is_group(override, catalog)
+    group = catalog.is_group(override)
     if found := _sweep_problems(override, group, request):
         return found
     return _group_problems(override, catalog) if group else _value_problems(override)
@@ -136,7 +132,7 @@ def _sweep_problems(override: Override, group: bool, request: Request) -> list[P
 
 
 def _group_problems(override: Override, catalog: Catalog) -> list[Problem]:
-    """What is wrong with a choice, but for its name: Hydra says whether that is there."""
+    """Find what is wrong with an override of a group. Whether the choice exists, Hydra says."""
     group, line = override.key_or_group, str(override.input_line)
     if group not in catalog.groups:
         return [Problem(*hints.unknown_choice_of_group(group, catalog.groups))]
@@ -155,7 +151,7 @@ def _choice_problems(group: str, value: Any, catalog: Catalog) -> list[Problem]:
     if isinstance(value, dict):
         return [Problem(f"{group} takes a choice, not keys", f"give keys one by one: {group}.KEY=VALUE")]
     folder = str(value).rpartition("/")[0]
-    if folder and not contents.plain_path(folder.replace("/.", "/")):
+    if folder and not defaults_list.plain_path(folder.replace("/.", "/")):
         return [
             Problem(f"{group}={show(value)}: leads out of the group's folder", f"{group}=NAME, or {group}=FOLDER/NAME")
         ]
@@ -180,7 +176,7 @@ def _value_problems(override: Override) -> list[Problem]:
 
 
 def _plugin_problems(override: Override) -> list[Problem]:
-    """Whether modules of the user's are there. None is imported: they import torch."""
+    """Check that the user's modules exist. They are not imported here, since they import torch."""
     value, line = override.value(), str(override.input_line)
     names = value if isinstance(value, list) else []
     if override.key_or_group != "plugins" or isinstance(value, Sweep) or not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What Hydra says of a word that it refuses, and how this program says it."""
+"""What Hydra says of a word that it refuses, translated into this program's words."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _NAMES = re.compile(
 
 
 def named(words: list[Override], error: BaseException | None) -> Override | None:
-    """The word that Hydra's message names, by its key or as a whole."""
+    """Return the word that Hydra's message names, by its key or as a whole; None if it names none."""
     said = _NAMES.search(str(error))
     names = set(said.groups()) if said else set()
     return next((word for word in reversed(words) if {word.input_line, word.key_or_group} & names), None)
 
 
 def chooser(words: list[Override], error: BaseException | None) -> Override | None:
-    """The word that chooses a file that is not there: by its group, or else by the file's name (`optim: ${model}`)."""
+    """Return the word that chooses a missing file, by its group or by the file's name (`optim: ${model}`)."""
     if not isinstance(error, MissingConfigException):
         return None
     group, _, name = str(error.missing_cfg_file).rpartition("/")
@@ -71,7 +71,7 @@ def bad_value(word: Override, error: BaseException | None) -> Problem:
 
 
 def not_composed(error: BaseException | None) -> Problem:
-    """Say what Hydra says, in one line, where nothing better is known."""
+    """Repeat Hydra's message in one line, if nothing better is known."""
     cause = error.__cause__ if error and not str(error) and error.__cause__ else error
     lines = [text.strip() for text in f"{cause} {cause.__cause__ or '' if cause else ''}".splitlines() if text.strip()]
     said = line(" ".join(lines[:3]), 500)

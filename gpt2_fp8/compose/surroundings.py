@@ -1,4 +1,4 @@
-"""What only Hydra knows of a job: its folder, its log, and that there are others beside it."""
+"""What only Hydra knows of a job: its folder, its log, and that there are other jobs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -22,10 +21,13 @@ _LAUNCHED_OUTSIDE = ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS")
 
 
 class Surroundings:
-    """Checks a job's place.
+    """Checks where a job will write, and whether it can run among others.
 
-    `plain` is its configuration as it is written, `number` its place in a sweep, and `given` tells whether a word sets
-    a key. Attribute: `folder`, where it will write; None until that is known.
+    Attributes:
+        plain: its configuration, with `${...}` as written.
+        number: its place in a sweep; None if it is the only job.
+        given: tells whether a word sets a key.
+        folder: where it will write; None until that is known.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Surroundings:
         self.folder: str | None = None
 
     def check(self, bad: set[str]) -> Iterator[Finding]:
-        """Everything that is wrong with it. `bad`: keys known to be wrong."""
+        """Find everything that is wrong with it. `bad` has the keys that are known to be wrong."""
         yield from hydra_policy.check_values(self._value)
         setting = "hydra.run.dir" if self.number is None else "hydra.sweep.dir"
         by_name = "${run_name}" in str(lookup(self.plain, setting)[1])
@@ -59,7 +61,7 @@ class Surroundings:
             yield Finding(("trainer.devices", "trainer.num_nodes"), Problem(cause, remedy))
 
     def _folder(self, setting: str, key: str) -> Iterator[Finding]:
-        """What is wrong with the folder that it will write into. `key` is what the user gave."""
+        """Find what is wrong with the folder that it will write into. `key` is the key that the user gave."""
         try:
             self.folder = self._resolved(setting)
         except OmegaConfBaseException as error:
@@ -76,27 +78,20 @@ class Surroundings:
             yield from paths.check_untaken(own)
 
     def _resolved(self, setting: str) -> str:
-        """Where Hydra will put the job. Raises OmegaConfBaseException."""
-        before = HydraConfig.instance().cfg
-        hydra = self.plain["hydra"]
-        if "${hydra:" in f"{hydra['sweep']}{hydra['run']}{self.plain['run_name']}":
-            HydraConfig.instance().set_config(self.cfg)  # slow, and rare
-        try:
-            folder = str(OmegaConf.select(self.cfg, setting))
-            if self.number is None or not folder:
-                return folder
-            return str(Path(folder, str(OmegaConf.select(self.cfg, "hydra.sweep.subdir"))))
-        finally:
-            HydraConfig.instance().cfg = before
+        """Return the folder into which Hydra will put the job. Raises OmegaConfBaseException."""
+        folder = str(OmegaConf.select(self.cfg, setting))
+        if self.number is None or not folder:
+            return folder
+        return str(Path(folder, str(OmegaConf.select(self.cfg, "hydra.sweep.subdir"))))
 
     def _file_names(self) -> tuple[str | None, str | None]:
-        """What Hydra writes into a run's folder: the log's name, and that of the folder of its settings."""
+        """Return what Hydra writes into a run's folder: the log's name, and the name of its settings' folder."""
         job = OmegaConf.select(self.cfg, "hydra.job.name", throw_on_missing=False) or "run"
         settings = OmegaConf.select(self.cfg, "hydra.output_subdir")
         return f"{job}.log", None if settings is None else str(settings)
 
     def _starts_processes(self) -> bool:
-        """Whether Lightning would start this very command again for its other devices."""
+        """Return whether Lightning would start this very command again for its other devices."""
         trainer = self.config.trainer
         one = trainer.devices == 1 or (trainer.devices == "auto" and trainer.accelerator == "cpu")
         basic = str(self.cfg.hydra.launcher.get("_target_", "")).endswith("BasicLauncher")
@@ -104,7 +99,7 @@ class Surroundings:
         return not (one and trainer.num_nodes == 1) and basic and not launched
 
     def _value(self, key: str) -> Any:
-        """A setting of Hydra's as a plain value, None where there is none or it does not resolve."""
+        """Return a setting of Hydra's as a plain value; None if there is none or it does not resolve."""
         try:
             value = OmegaConf.select(self.cfg, key)
             return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value

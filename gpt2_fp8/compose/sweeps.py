@@ -1,4 +1,4 @@
-"""How many jobs a sweep has, which job goes into which folder, and the words of each."""
+"""How many jobs a sweep has, the words of each, and which folder it writes into."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.compose.commandline import parsed_once
+from gpt2_fp8.compose.override_parser import parsed
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 
 MOST = 1000  # jobs; each is composed and checked before the first begins, by us and by Hydra
@@ -20,7 +20,7 @@ _WORTH_A_WORD = 50
 
 
 def length(override: Override) -> float:
-    """How many values an override goes through, told without making them."""
+    """Return how many values an override goes through, without making them."""
     sweep = override.value()
     if isinstance(sweep, RangeSweep):
         start, stop, step = (float(number or 0) for number in (sweep.start, sweep.stop, sweep.step))
@@ -35,16 +35,16 @@ def length(override: Override) -> float:
 
 
 def too_many(what: str, jobs: float) -> Problem:
-    """The problem of a sweep that would only be checked for hours."""
+    """Return the problem of a sweep that would take hours to check."""
     number = f"{jobs:,.0f}" if math.isfinite(jobs) else "endlessly many"
     return Problem(f"{what} {number} jobs, and a sweep has at most {MOST:,}", "sweep over fewer values, or in parts")
 
 
 def expand(overrides: list[Override], sweeper: DictConfig) -> list[list[Override]]:
-    """The words of each job of a sweep: all combinations, as Hydra's basic sweeper forms them.
+    """Return the words of each job of a sweep: all combinations, as Hydra's basic sweeper forms them.
 
-    Another sweeper decides which it takes when it runs. Of what it goes through, each value is checked once, with the
-    first of the others. Raises UserError where there are too many.
+    Another sweeper chooses combinations while it runs. For that one, each value is checked once, with the first of the
+    others. Raises UserError if there are too many jobs.
     """
     last = {override.get_key_element(): override for override in overrides}
     same = [override for override in last.values() if not override.is_sweep_override()]
@@ -53,28 +53,28 @@ def expand(overrides: list[Override], sweeper: DictConfig) -> list[list[Override
         if (jobs := math.prod(map(length, swept))) > MOST:
             several = [str(word.key_or_group) for word in swept if length(word) > 1]
             raise UserError([too_many(" x ".join(several) + " are", jobs)])
-        return [[*same, *map(parsed_once, job)] for job in hydra_private.job_words(swept)]
-    values = [[parsed_once(word) for (word,) in hydra_private.job_words([override])] for override in swept]
+        return [[*same, *map(parsed, job)] for job in hydra_private.job_words(swept)]
+    values = [[parsed(word) for (word,) in hydra_private.job_words([override])] for override in swept]
     first = [each[0] for each in values]
     others = [[*first[:i], other, *first[i + 1 :]] for i, each in enumerate(values) for other in each[1:]]
     return [[*same, *job] for job in [first, *others]]
 
 
 def _start(override: Override) -> Override:
-    """The override; of an interval, which has no end of values, its start."""
+    """Return the override; for an interval, which has no end of values, its start."""
     sweep = override.value()
     if not isinstance(sweep, IntervalSweep):
         return override
-    return parsed_once(f"{override.get_key_element()}={sweep.start}")
+    return parsed(f"{override.get_key_element()}={sweep.start}")
 
 
 def say(jobs: int) -> str | None:
-    """What is said before so many jobs are checked."""
+    """Return what to say before so many jobs are checked, or None for a few."""
     return f"checking {jobs:,} jobs, before the first of them begins" if jobs > _WORTH_A_WORD else None
 
 
 def settle(whole: DictConfig) -> None:
-    """Resolve the folder of a sweep, as Hydra does first: what `now` says there holds for all jobs."""
+    """Resolve a sweep's folder first, as Hydra does, so that `now` says the same for all jobs."""
     try:
         OmegaConf.select(whole, "hydra.sweep.dir")
     except OmegaConfBaseException:
@@ -82,14 +82,17 @@ def settle(whole: DictConfig) -> None:
 
 
 def number(cfg: DictConfig, place: int, whole: DictConfig) -> None:
-    """Make a job's configuration what Hydra's launcher makes of it: with its number, and what `now` has said."""
+    """Give a job's configuration its number and what `now` has said, as Hydra's launcher does."""
     with read_write(cfg.hydra), open_dict(cfg.hydra):
         cfg.hydra.job.num, cfg.hydra.job.id = place, str(place)
     OmegaConf.copy_cache(from_config=whole, to_config=cfg)
 
 
 def shared_folders(folders: Iterable[tuple[int, str]]) -> list[Finding]:
-    """Jobs that would write into one folder, or one into another's: each numbered, with its folder."""
+    """Find jobs that would write into one folder, or into a folder of another job.
+
+    `folders` has each job's number and folder.
+    """
     taken: dict[str, int] = {}
     places = [(number, os.path.realpath(folder)) for number, folder in folders]
     for number, place in sorted(places, key=lambda entry: (entry[1].count(os.sep), entry[0])):

@@ -1,4 +1,7 @@
-"""What a backend can be asked for, by the settings alone. What only the machine can tell is in `precision.support`."""
+"""What a backend can be asked for, as far as the settings tell.
+
+`precision.support` has what only the machine can tell.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ _WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {"fused": _only_fp8, "t
 
 
 def is_multi_process(config: RunConfig) -> bool:
-    """Whether a run is set up for more than one process."""
+    """Return whether a run is set up for more than one process."""
     return config.trainer.devices != 1 or config.trainer.num_nodes != 1 or config.trainer.strategy == "ddp"
 
 

@@ -19,9 +19,9 @@ _TIMEOUT = Refusal("must be above 0", "choose seconds, such as {key}=600")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What to measure: all combinations of the four lists, a recipe only where the precision is FP8.
+    """What to measure: all combinations of the four lists, with a recipe only if the precision is FP8.
 
-    `--help` shows the words beside the types.
+    `--help` shows the text beside each type.
     """
 
     model: Annotated[list[str], "choices of the group model"]
@@ -63,7 +63,7 @@ def check(bench: BenchConfig) -> Iterator[Finding]:
 
 
 def sequences_per_step(bench: BenchConfig, micro_batch_size: int, n_positions: int, gpu: bool) -> int:
-    """A step's `global_batch_size`; see the key."""
+    """Return a step's sequences: `bench.global_batch_size`, or the number that its null stands for."""
     if bench.global_batch_size is not None:
         return bench.global_batch_size
     micro_batches = round(TOKENS_PER_STEP / (micro_batch_size * n_positions)) if gpu else 1

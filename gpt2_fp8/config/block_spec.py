@@ -92,7 +92,10 @@ class RoPE:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """One block, and what embedding and head share with it. Raises ValueError with everything that does not fit."""
+    """One block, and what embedding and head share with it.
+
+    Raises ValueError with everything that does not fit together.
+    """
 
     n_embd: int  # channels of the residual stream
     norm: Norm
@@ -122,7 +125,7 @@ class BlockSpec:
         return [reason for reason, holds in wrong.items() if holds]
 
     def options(self) -> frozenset[Option]:
-        """What layers must have to compute this block."""
+        """Return what layers must have to compute this block."""
         heads, rope = self.heads, self.positions if isinstance(self.positions, RoPE) else None
         wanted = {
             Option.LAYER_NORM: self.norm.kind == "layer_norm",

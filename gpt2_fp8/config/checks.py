@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from gpt2_fp8.config import backend_support, paths
 from gpt2_fp8.config.errors import Finding, Problem, UserError
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.parsing import show, value_of
 from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, HubData, RunConfig
 
 VOCABULARY = {"bytes": 257, "gpt2": 50257}  # the tokenizers' n_vocab
@@ -16,7 +16,7 @@ FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be 
 
 
 def vocabulary(config: RunConfig) -> int:
-    """The ids that a model has: its own number, or where it has none, its tokenizer's."""
+    """Return how many ids a model has: its own number, or its tokenizer's if it has none."""
     return config.model.vocab_size or VOCABULARY[config.data.tokenizer]
 
 
@@ -26,23 +26,16 @@ def check(config: RunConfig) -> list[Finding]:
 
 
 def check_batch(config: RunConfig, world_size: int) -> None:
-    """Whether a step's sequences can be shared out, once the number of GPUs (`trainer.devices=auto`) is known.
+    """Raise UserError if the ranks cannot share a step's sequences equally.
 
-    Raises UserError if they cannot.
+    `world_size` is known late if `trainer.devices=auto`.
     """
     if found := list(_batch(config, world_size)):
         raise UserError(finding.problem for finding in found)
 
 
-def value_of(config: object, key: str) -> object:
-    """The value of a dotted key; None where this configuration's classes do not have it."""
-    for part in key.split("."):
-        config = getattr(config, part, None)
-    return config
-
-
 def _finding(config: RunConfig, keys: str, reason: str, remedy: str) -> Finding:
-    """A problem whose cause starts with the keys' values."""
+    """Return a finding whose cause begins with the keys' values."""
     names = tuple(keys.split())
     values = ", ".join(f"{name}={show(value_of(config, name))}" for name in names)
     return Finding(names, Problem(f"{values}: {reason}", remedy))
@@ -132,7 +125,10 @@ def _width(config: RunConfig) -> Iterator[Finding]:
 
 
 def _tokens(config: RunConfig) -> Iterator[Finding]:
-    """A sequence by itself is a forward pass too: of a sample, or of the last sequences of a validation."""
+    """Check the tokens of one sequence, which may be a forward pass by itself.
+
+    A sample is one, and so are the last sequences of a validation.
+    """
     positions = config.model.n_positions
     if _width_multiple(config) > 1 and positions % FP8_MULTIPLE:
         reason = f"FP8 matrix products need sequences of a multiple of {FP8_MULTIPLE} tokens"
@@ -151,12 +147,15 @@ def _width_multiple(config: RunConfig) -> int:
 
 
 def _nearest(value: int, multiple: int) -> int:
-    """The multiple that is nearest to a value, and not 0."""
+    """Return the multiple that is nearest to a value, and not 0."""
     return max(1, round(value / multiple)) * multiple
 
 
 def _largest_divisor(number: int, most: int) -> int:
-    """The largest divisor that is at most `most`; of a number beyond 10^12, of those with a factor up to a million."""
+    """Return the largest divisor that is at most `most`.
+
+    Of a number beyond 10^12, only divisors with a factor of up to a million are found.
+    """
     small = [d for d in range(1, min(math.isqrt(number), 10**6) + 1) if number % d == 0]
     return max(d for one in small for d in (one, number // one) if d <= most)
 

@@ -1,6 +1,6 @@
 """The errors that end a run in a known way, and the exit code of each. Standard library only.
 
-An error of ours (a broken invariant) is an `assert`; everything here is meant for the person at the keyboard.
+A broken invariant of this program is an `assert`. Everything here is meant for the person at the keyboard.
 """
 
 from __future__ import annotations
@@ -24,24 +24,30 @@ class Problem(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A problem and the keys it speaks of, so that what follows from another mistake can be left unsaid."""
+    """A problem and the keys that it is about.
+
+    A problem that only follows from another one is found by its keys, and left unsaid.
+    """
 
     keys: tuple[str, ...]
     problem: Problem
 
 
 class RunError(Exception):
-    """An expected end of a run. `exit_code` is what the process returns, `status` what `summary.json` says."""
+    """An expected end of a run.
+
+    The process returns `exit_code`. `summary.json` says `status`.
+    """
 
     exit_code = 1
     status = "failed"
 
 
 class UserError(RunError):
-    """The user's input is at fault; carries every problem found, so that they are all shown at once.
+    """Bad input, with every problem that was found, so that all are shown at once.
 
-    Causes and remedies may quote a file or a value of anyone's: what a terminal would obey is escaped, and what is
-    long is cut.
+    Causes and remedies may quote a file or a value from a stranger. So control characters are escaped, and long texts
+    are cut.
     """
 
     exit_code = 2
@@ -56,12 +62,12 @@ class UserError(RunError):
         super().__init__("\n".join(map(str, shown)))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[list[Problem]]]:
-        """Pickle by the problems: an exception is otherwise made again from its text."""
+        """Pickle by the problems: otherwise an exception is built again from its text."""
         return type(self), (self.problems,)
 
     @classmethod
     def of(cls, cause: str, remedy: str) -> UserError:
-        """A UserError of a single problem."""
+        """Return a UserError with a single problem."""
         return cls([Problem(cause, remedy)])
 
 
@@ -80,7 +86,7 @@ class DataSourceLost(RunError):
 
 
 class Stopped(RunError):
-    """A signal asked the run to stop, and it did so after saving. `exit_code` is 128 + the signal's number."""
+    """A signal asked the run to stop, and it stopped after saving. `exit_code` is 128 + the signal's number."""
 
     status = "stopped"
 

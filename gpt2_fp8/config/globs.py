@@ -1,4 +1,4 @@
-"""Which files a path or a glob names: each once, whatever links go round in circles."""
+"""Which files a path or a glob names: each once, even if links form a circle."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from gpt2_fp8.config.parsing import show
 
 
 def find(pattern: str) -> list[Path]:
-    """What there is under a name, or else matches it as a glob (`**` goes into folders), sorted; files or not."""
+    """Find what has this name, or else what matches it as a glob (`**` goes into folders).
+
+    Returns files and anything else, sorted.
+    """
     path = Path(pattern).expanduser()
     return [path] if os.path.lexists(path) else [Path(match) for match in sorted(_expand(str(path)))]
 
 
 def why_not(path: Path) -> str | None:
-    """Why a path that `find` gave cannot be read as a file of text, or None. Opens nothing: a pipe would wait."""
+    """Return why a path that `find` gave cannot be read as a file of text, or None.
+
+    Nothing is opened, because opening a pipe would wait.
+    """
     if not str(path).isprintable():  # it would reach the terminal with every message about the file
         return f"the name of {show(str(path))} has control characters"
     try:
@@ -29,7 +35,7 @@ def why_not(path: Path) -> str | None:
 
 
 def unreadable(path: Path) -> str | None:
-    """Why a regular file cannot be read by this user, or None."""
+    """Return why this user cannot read a regular file, or None."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError as error:
@@ -38,7 +44,10 @@ def unreadable(path: Path) -> str | None:
 
 
 def folders(top: str) -> Iterator[str]:
-    """`top` and the folders below it, without hidden ones; through links too, but each folder once."""
+    """Yield `top` and the folders below it, except hidden ones.
+
+    Links are followed, but each folder comes once.
+    """
     left, seen = [top], set()
     while left:
         folder = left.pop()
@@ -51,19 +60,23 @@ def folders(top: str) -> Iterator[str]:
             continue
         seen.add((about.st_dev, about.st_ino))
         yield folder
-        below = [entry.name for entry in entries if not entry.name.startswith(".") and _is_folder(entry)]
+        below = [entry.name for entry in entries if not entry.name.startswith(".") and is_folder(entry)]
         left += [os.path.join(folder, name) for name in reversed(below)]
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder, or a link to one. A link to itself is none."""
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself
+    except OSError:
         return False
 
 
 def _expand(pattern: str) -> set[str]:
-    """As `glob.glob(pattern, recursive=True)`, which visits a folder again for every way that links lead to it."""
+    """Return the matches of `glob.glob(pattern, recursive=True)`, visiting each folder once.
+
+    glob itself visits a folder again for every way that links lead to it.
+    """
     parts = pattern.split(os.sep)
     if "**" not in parts:
         return set(glob.glob(pattern))

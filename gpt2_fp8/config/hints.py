@@ -1,4 +1,4 @@
-"""What to say to someone who typed a name that does not exist here: near names, and what other programs call things."""
+"""What to say to someone who typed a name that does not exist: similar names, and the names of other programs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ KINDS = {
 
 
 def near(name: str, names: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Up to `n` of `names` that look like `name`, the likest first; the very name in another case alone."""
+    """Return up to `n` of `names` that look like `name`, the most similar first.
+
+    If one differs only in upper and lower case, it is returned alone.
+    """
     lower = {other.lower(): other for other in names}
     if name.lower() in lower:
         return [lower[name.lower()]]
@@ -108,12 +111,12 @@ def near(name: str, names: Iterable[str], n: int = 3, cutoff: float = 0.6) -> li
 
 
 def either(words: Sequence[str]) -> str:
-    """`a`, `a or b`, `a, b or c`."""
+    """Join words: `a`, `a or b`, `a, b or c`."""
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else ""
 
 
 def foreign(path: str) -> tuple[str, str] | None:
-    """Cause and remedy for a name that people bring from elsewhere, or None."""
+    """Return cause and remedy for a name that people know from elsewhere, or None."""
     entry = FOREIGN.get(path) or FOREIGN.get(path.rpartition(".")[2])
     return (f"there is no key {path}: {entry[0]}", entry[1]) if entry else None
 
@@ -121,10 +124,13 @@ def foreign(path: str) -> tuple[str, str] | None:
 def unknown_key(
     path: str, own: Sequence[str], everywhere: Iterable[str], owners: Sequence[str], tag: object
 ) -> tuple[str, str]:
-    """Cause and remedy for a key that does not exist where it was put.
+    """Return cause and remedy for a key that does not exist where it was put.
 
-    own: the names that do exist there. everywhere: all keys there are, as paths. owners: the choices of the same group
-    that do have it. tag: the choice that was made.
+    Args:
+        own: the names that do exist there.
+        everywhere: all keys there are, as paths.
+        owners: the choices of the same group that do have it.
+        tag: the choice that was made.
     """
     if told := foreign(path):
         return told
@@ -153,7 +159,7 @@ def _groups(paths: Iterable[str]) -> list[str]:
 
 
 def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, str]:
-    """Cause and remedy for a choice that does not exist."""
+    """Return cause and remedy for a choice that does not exist."""
     cause = f"{key}={value}: there is no such choice"
     matches = near(value.removesuffix(".yaml"), choices, 1)
     matches = matches or [c for c in choices if value and (c.startswith(value) or value.startswith(c))]
@@ -162,7 +168,7 @@ def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, s
 
 
 def unknown_choice_of_group(group: str, groups: Sequence[str]) -> tuple[str, str]:
-    """Cause and remedy for a group that does not exist."""
+    """Return cause and remedy for a group that does not exist."""
     remedy = f"the groups are {', '.join(groups)}"
     if matches := near(group, groups):
         remedy = f"did you mean {matches[0]}? ({remedy})"

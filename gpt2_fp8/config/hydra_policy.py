@@ -1,6 +1,6 @@
 """Which of Hydra's own settings a user may change, and to what. The others could make Hydra import code.
 
-The command line may change more than a file of a settings folder, which may come from a stranger.
+The command line may change more than a file of a settings folder, since the file may come from a stranger.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PACKAGES = {
 
 
 def refuse_override(key: str, value: object) -> Problem | None:
-    """Why `hydra.KEY=value` or `hydra/GROUP=value` is refused, or None."""
+    """Return why `hydra.KEY=value` or `hydra/GROUP=value` is refused, or None."""
     if names_code(key, value):
         return Problem(f"{key}: what Hydra builds is not set from the command line", "leave _target_ out")
     if key == "hydra.searchpath":
@@ -63,9 +63,9 @@ def refuse_override(key: str, value: object) -> Problem | None:
 
 
 def may_stand_in_a_file(path: Sequence[str]) -> bool:
-    """Whether a file of a settings folder may set `hydra.PATH`, of keys below the `hydra` node.
+    """Return whether a file of a settings folder may set `hydra.PATH`.
 
-    What a sweep goes through is no setting of Hydra's, and names no code.
+    `path` has the keys below the `hydra` node. The keys that a sweep goes through are allowed, since they name no code.
     """
     if tuple(path[:2]) == ("sweeper", "params") and len(path) > 2:
         return len(path) == 3 and bool(_SWEPT.fullmatch(path[2]))
@@ -73,7 +73,7 @@ def may_stand_in_a_file(path: Sequence[str]) -> bool:
 
 
 def missing_plugin(group: str, name: str, installed: Sequence[str]) -> Problem:
-    """Say which package brings a choice of one of Hydra's groups that is not installed."""
+    """Say which package brings a plug-in that is not installed: a choice of one of Hydra's groups."""
     known = PACKAGES.get(group, {})
     cause, remedy = hints.unknown_choice(group, name, sorted({*installed, *known}))
     if package := known.get(name):
@@ -84,7 +84,7 @@ def missing_plugin(group: str, name: str, installed: Sequence[str]) -> Problem:
 
 
 def names_code(key: str, value: object) -> bool:
-    """Whether a key, or a value's keys at any depth, name something for Hydra to import."""
+    """Return whether a key, or a value's keys at any depth, name something for Hydra to import."""
     if {"_target_", "_call_", "()"} & set(key.split(".")):
         return True
     if isinstance(value, dict):
@@ -93,7 +93,7 @@ def names_code(key: str, value: object) -> bool:
 
 
 def _searchpath(value: object) -> Problem | None:
-    """Hydra takes a list of texts, and looks at the first that it is given."""
+    """Check `hydra.searchpath`: Hydra takes a list of texts, and reads only the first such override."""
     if isinstance(value, list) and all(isinstance(item, str) and item for item in value):
         return None
     folder = value if isinstance(value, str) and value else "FOLDER"
@@ -110,7 +110,10 @@ def _env_copy(value: object) -> Problem | None:
 
 
 def check_values(get: Callable[[str], object]) -> list[Finding]:
-    """What is wrong with the values of Hydra's settings that it would take, and fall over. `get` gives a key's."""
+    """Find the values of Hydra's settings that Hydra would accept and then fail on.
+
+    `get` returns the value of a key.
+    """
     found = []
     for key, (reason, remedy) in _RULES.items():
         value = get(key)
@@ -121,7 +124,7 @@ def check_values(get: Callable[[str], object]) -> list[Finding]:
 
 
 def _job_name(value: object) -> str | None:
-    """The log's name is made of it."""
+    """Check `hydra.job.name`, of which the name of the log file is made."""
     name = str(value)
     if not isinstance(value, str) or not name.strip() or name in (".", ".."):
         return "is no name of a file"
@@ -131,7 +134,7 @@ def _job_name(value: object) -> str | None:
 
 
 def _output_subdir(value: object) -> str | None:
-    """Hydra writes its files there."""
+    """Check the folder into which Hydra writes its files."""
     if value is None:
         return None
     path = PurePosixPath(str(value))
@@ -154,7 +157,7 @@ def _max_batch_size(value: object) -> str | None:
 
 
 def _levels(value: object) -> str | None:
-    """Python's logging falls over a level that it does not know."""
+    """Check log levels: Python's logging raises an error for a level that it does not know."""
     nodes = value if isinstance(value, dict) else {}
     entries = [nodes.get("root"), *(entry for name in ("loggers", "handlers") for entry in _entries(nodes.get(name)))]
     levels = [entry["level"] for entry in entries if isinstance(entry, dict) and entry.get("level") is not None]

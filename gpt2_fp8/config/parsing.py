@@ -1,8 +1,8 @@
-"""From a plain nested dictionary to dataclasses, strictly: every problem is collected, and none is guessed away.
+"""From a plain nested dictionary to dataclasses, strictly: every problem is collected, and nothing is guessed.
 
-Knows bool, int, float, str, None, Literal, list, dict, dataclasses, and unions of these. A union of dataclasses is told
-apart by the one field that is a Literal in all of them (its tag: `name` or `kind`). A number may say its range, and
-any key its meaning, in `Annotated`.
+It knows bool, int, float, str, None, Literal, list, dict, dataclasses, and unions of these. The dataclasses of a union
+are distinguished by their tag (`name` or `kind`), the one field that is a Literal in all of them. `Annotated` may give
+a number's range, and any key's meaning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _SEVERAL = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def build(cls: type[T], data: object, path: str = "") -> tuple[T | None, list[Finding]]:
-    """`data` as an instance of `cls`, or None and everything that is wrong with it. `path` is where `data` stands."""
+    """Build an instance of `cls` from `data`; return None and everything that is wrong if that fails.
+
+    `path` is the key at which `data` is.
+    """
     builder = _Builder(tuple(key_paths(cast("type", cls))))
     value = builder.value(cls, data, path)
     assert (value is _BAD) == bool(builder.found), "a bad value is always explained"
@@ -35,7 +38,10 @@ def build(cls: type[T], data: object, path: str = "") -> tuple[T | None, list[Fi
 
 @cache
 def key_paths(cls: type) -> dict[str, tuple[str, ...]]:
-    """Every key of `cls` and below, as a path, with the tags of the union's members that have it (none: no union)."""
+    """Return every key of `cls` and below, as a path, with the tags of the union's members that have it.
+
+    A key outside of any union has no tags.
+    """
     paths: dict[str, tuple[str, ...]] = {}
     for name, hint in hints_of(cls).items():
         members = [m for m in members_of(hint) if is_dataclass(m)]
@@ -49,8 +55,15 @@ def key_paths(cls: type) -> dict[str, tuple[str, ...]]:
     return paths
 
 
+def value_of(config: object, key: str) -> object:
+    """Return the value of a dotted key; None if this configuration's classes do not have it."""
+    for part in key.split("."):
+        config = getattr(config, part, None)
+    return config
+
+
 def show(value: object) -> str:
-    """A value as it would be typed on the command line, cut to what fits a line."""
+    """Return a value as it would be typed on the command line, cut to what fits a line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
@@ -119,7 +132,7 @@ class _Builder:
         return cls(**values) if len(self.found) == before else _BAD
 
     def _open(self, hint: Any, data: object, path: str) -> Any:
-        """A group whose keys are the user's own."""
+        """Build a group whose keys are the user's own."""
         if not isinstance(data, dict):
             return self._bad(path, f"{path}={show(data)}: needs keys with values", f"+{path}.KEY=VALUE")
         values = {str(key): self.value(hint, value, _join(path, str(key))) for key, value in data.items()}
@@ -141,7 +154,7 @@ class _Builder:
 
     @staticmethod
     def _nearest(members: list[Any], value: object, literals: list[str]) -> str:
-        """What the person most likely meant."""
+        """Return what the person most likely meant."""
         if int in members and isinstance(value, float) and value.is_integer():
             return str(int(value))
         if bool in members and str(value).lower() in ("1", "yes", "on", "y", "0", "no", "off", "n"):
@@ -154,7 +167,10 @@ class _Builder:
 
 
 def _match(member: Any, value: object) -> Any:
-    """`value` as one member of a union, or _BAD. A bool is no number; an int is a float; a bare number is a name."""
+    """Return `value` as one member of a union, or _BAD.
+
+    A bool is no number, an int is a float too, and a whole number may be a name.
+    """
     member = bare(member)
     if get_origin(member) is Literal:
         return next((v for v in get_args(member) if type(v) is type(value) and v == value), _BAD)

@@ -1,4 +1,4 @@
-"""The paths a run was given: do they lead somewhere, and can its folder be written? Creates nothing that stays."""
+"""The paths that a run was given: whether they exist, and whether its folder can be written. Nothing made stays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from gpt2_fp8.config import globs, run_folder
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.parsing import key_paths, show
+from gpt2_fp8.config.parsing import key_paths, show, value_of
 from gpt2_fp8.config.schema import FileOrHubData, FilesData, RunConfig
 
 _MAY_HOLD_ANYTHING = (
@@ -23,13 +23,13 @@ _EXAMPLE = "data.train_files='[/corpus/*.jsonl.zst]' (txt, jsonl, jsonl.zst and 
 
 
 def check(config: RunConfig) -> list[Finding]:
-    """Everything that is wrong with the paths of a configuration."""
+    """Find everything that is wrong with the paths of a configuration."""
     found = list(_texts(config))
     return [*found, *_run_name(config.run_name), *(() if found else (*_checkpoints(config), *_data(config)))]
 
 
 def absolute(config: RunConfig, base: Path) -> RunConfig:
-    """The configuration with every relative path made absolute, as seen from the folder `base`."""
+    """Return the configuration with relative paths made absolute, as seen from the folder `base`."""
 
     def placed(text: str) -> str:
         return str(base / Path(text).expanduser()) if text else text
@@ -53,7 +53,10 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
 
 
 def check_folder(path: str | Path, setting: str, key: str | None = None) -> list[Finding]:
-    """Whether a folder can be written, or made, parents and all. `setting` holds it; `key` is what the user gave."""
+    """Check that a folder can be written, or made with its parents.
+
+    `setting` is the key that holds it. `key` is the key that the user gave.
+    """
     key = key or setting
     if reason := _no_path(str(path)):
         return [_finding(key, f"{setting}={show(str(path))}: {reason}", f"choose a folder: {setting}=FOLDER")]
@@ -68,7 +71,7 @@ def check_folder(path: str | Path, setting: str, key: str | None = None) -> list
 
 
 def _no_path(path: str) -> str | None:
-    """Why a text cannot be the path of a folder, whatever is there."""
+    """Return why a text cannot be the path of a folder, whatever exists; None if it can."""
     if not path.strip():
         return "is empty"
     if not path.isprintable():
@@ -78,7 +81,7 @@ def _no_path(path: str) -> str | None:
 
 
 def check_untaken(folder: Path) -> list[Finding]:
-    """Whether a fresh run may have a folder: not one that holds another's checkpoints, which it would replace."""
+    """Check that a fresh run may have a folder: its checkpoints would replace those of another run."""
     saved = sorted(path.parent.name for path in folder.glob("checkpoints/*/manifest.json"))
     if not saved:
         return []
@@ -87,11 +90,9 @@ def check_untaken(folder: Path) -> list[Finding]:
 
 
 def _texts(config: RunConfig) -> Iterator[Finding]:
-    """Texts go into paths, requests and messages, where a NUL or a terminal's escape sequence does harm."""
+    """Check texts for what does harm in paths, requests and messages: a NUL, or a terminal's escape sequence."""
     for key in key_paths(RunConfig):
-        value: object = config
-        for part in key.split("."):
-            value = getattr(value, part, None)
+        value = value_of(config, key)
         texts = value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else [value]
         bad = next((text for text in texts if isinstance(text, str) and not text.isprintable()), None)
         long = next((text for text in texts if isinstance(text, str) and len(text) > _LONGEST), None)

@@ -21,7 +21,7 @@ class Refusal(NamedTuple):
 class Range:
     """The numbers from `least` to `most`, and what to say of others. With `open_*`, the bound itself is left out.
 
-    `limit` is more of a thing (`unit`) than anyone has; a run would take it all before it could say so.
+    `limit` is a number of `unit` that nobody has: a run would use all memory or disk before it could report that.
     """
 
     least: float

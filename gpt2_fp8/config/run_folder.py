@@ -1,7 +1,7 @@
-"""What stands in a run's folder in the places of the files that a run writes. Standard library only.
+"""What is in a run's folder where the run writes its own files. Standard library only, and nothing made here stays.
 
-The folder may come from elsewhere, or be somebody else's. A link would be written through, a pipe waited for, and what
-cannot be opened ends in a traceback of whoever wanted to write there. Creates nothing that stays.
+The folder may come from elsewhere, or belong to somebody else. A run would write through a link, and wait for a pipe. A
+file that cannot be opened would end it with a traceback.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _REMEDY = "remove it; hydra.run.dir=FOLDER puts a whole run elsewhere"
 
 
 def check(folder: Path, log: str | None = None, settings: str | None = None) -> list[Problem]:
-    """Everything in `folder` that a run could not write, or would write through. No folder: nothing.
+    """Find everything in `folder` that a run could not write, or would write through.
 
-    `log`: the name of the log's file; `settings`: of the folder of Hydra's files; None where there is none.
+    `log` is the name of the log file. `settings` is the name of the folder with Hydra's files. Either is None if there
+    is none. A folder that does not exist has nothing wrong.
     """
     if not folder.is_dir():
         return []
@@ -49,19 +50,21 @@ def check(folder: Path, log: str | None = None, settings: str | None = None) -> 
 
 
 def check_sweep(folder: Path) -> list[Problem]:
-    """Likewise in the folder of a sweep, what its sweeper could not write."""
+    """Find what a sweeper could not write in the folder of its sweep."""
     return [problem for name in SWEEP for problem in _named(folder / name, _no_file(folder / name))]
 
 
 def cannot_write(folder: Path) -> Iterator[Problem]:
-    """Why no file can be made in a folder that is there."""
+    """Report why no file can be made in an existing folder."""
     if reason := unwritable(folder):
         yield Problem(f"{show_path(folder)} cannot be written: {reason}", "make it writable, or choose another folder")
 
 
 def unwritable(folder: Path) -> str | None:
-    """Why nothing can be made in a folder that is there, or None. By trying: os.access lies on networks, and there may
-    be no byte, no inode, or no folder of one's own to write into."""
+    """Try to write into an existing folder, and return why that fails; None if it works.
+
+    os.access is wrong on network filesystems. It also does not see that there is no byte or inode left.
+    """
     try:
         _clear_trials(folder)
         with tempfile.TemporaryDirectory(prefix=_TRIAL_NAME, dir=folder) as trial:
@@ -72,7 +75,7 @@ def unwritable(folder: Path) -> str | None:
 
 
 def no_folder(path: Path) -> str:
-    """What is there instead of a folder, for a sentence about it."""
+    """Say what is there instead of a folder, as part of a sentence."""
     mode = os.lstat(path).st_mode
     if stat.S_ISLNK(mode):
         return "is a link that leads nowhere, not a folder"
@@ -80,7 +83,7 @@ def no_folder(path: Path) -> str:
 
 
 def _clear_trials(folder: Path) -> None:
-    """Remove what starts that were killed have left: only what they made, and nothing that may be in use."""
+    """Remove the trial folders of starts that were killed, except those that may be in use."""
     for trial in folder.glob(_TRIAL_NAME + "*"):
         with suppress(OSError):
             if time.time() - os.lstat(trial).st_mtime > _TRIAL_SECONDS:
@@ -89,7 +92,7 @@ def _clear_trials(folder: Path) -> None:
 
 
 def umask() -> list[Problem]:
-    """Whether this process's umask takes from its files what their owner needs."""
+    """Check that this process's umask leaves the owner all rights to its files."""
     mask = os.umask(0o77)
     os.umask(mask)
     if not mask & 0o700:
@@ -99,7 +102,7 @@ def umask() -> list[Problem]:
 
 
 def current() -> list[Problem]:
-    """Whether the folder that the command was typed in is there: every relative path begins with it."""
+    """Check that the current folder exists: every relative path begins with it."""
     try:
         os.getcwd()
     except OSError as error:
@@ -109,7 +112,7 @@ def current() -> list[Problem]:
 
 
 def temporary() -> list[Problem]:
-    """Whether there is a folder for temporary files: torch and the data's worker processes need one."""
+    """Check that there is a folder for temporary files: torch and the data's worker processes need one."""
     try:
         tempfile.gettempdir()
     except OSError as error:
@@ -120,7 +123,7 @@ def temporary() -> list[Problem]:
 
 
 def show_path(path: Path) -> str:
-    """A path for people: as it is, or quoted and escaped where it would reach a terminal."""
+    """Return a path for people: as it is, or quoted and escaped if a terminal would obey it."""
     return str(path) if str(path).isprintable() else show(str(path))
 
 
@@ -129,7 +132,7 @@ def _named(path: Path, reason: str | None) -> list[Problem]:
 
 
 def _no_file(path: Path) -> str | None:
-    """Why a run cannot write a file of that name, or None."""
+    """Return why a run cannot write a file of that name, or None."""
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):

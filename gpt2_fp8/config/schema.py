@@ -1,8 +1,8 @@
 """Every configuration key, its type, its range, and what it means. A key that is not here is refused.
 
-`conf/` holds the values; `parsing.py` turns a composed dictionary into these classes; `checks.py` looks across them.
-Where a group's choice decides which keys exist (precision, recipe, data), there is one class a choice, told apart
-by `name` or `kind`, so that no key is accepted which would do nothing.
+`conf/` holds the values. `parsing.py` builds these classes from a composed dictionary. `checks.py` compares keys with
+each other. If a group's choice decides which keys exist (precision, recipe, data), each choice has a class,
+distinguished by `name` or `kind`. So no key is accepted that would do nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FP8PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoPrecisionConfig:
-    """bf16, or fp8_hybrid where a short measurement on this GPU finds it faster and its numbers safe; fp32 on a CPU."""
+    """bf16, or fp8_hybrid if a short measurement on this GPU finds it faster and safe. On a CPU, fp32."""
 
     name: Literal["auto"]
     keep_bf16: list[str]  # of what competes in FP8: layers whose products stay in bf16, as above
@@ -239,6 +239,6 @@ class RunConfig:
 
     @property
     def micro_batch(self) -> int:
-        """`micro_batch_size`, once it is a number: a run and the benchmark settle what was `auto`."""
+        """Return `micro_batch_size` as a number, once a run or the benchmark has settled what was `auto`."""
         assert self.micro_batch_size != "auto"
         return self.micro_batch_size

@@ -1,4 +1,4 @@
-"""Other people's words on a terminal: one line, nothing that a terminal obeys, no longer than anyone reads."""
+"""Text from others on a terminal: one line, nothing that a terminal obeys, no longer than anyone reads."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with nothing that a terminal would obey: other people's words, for a message or the log."""
+    """Return `text` on one line, with everything escaped that a terminal would obey."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def harmless(text: str) -> str:
-    """`text` on its lines, with nothing else that a terminal would obey."""
+    """Return `text` with its line breaks, and everything else escaped that a terminal would obey."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def line(text: str, longest: int = LONGEST) -> str:
-    """`text` as `printable`, and where that is longer than `longest`, its beginning and its end; likewise its words."""
+    """Return `text` as `printable` does; if it is longer than `longest`, only its beginning and its end.
+
+    Long words are cut in the same way.
+    """
     text = _LONG_WORD.sub(lambda word: shortened(word[0], LONGEST_WORD), text)
     text = printable(shortened(text, longest))  # shortened first, as a megabyte takes long to escape
     return shortened(text, longest)
 
 
 def shortened(text: str, longest: int) -> str:
-    """`text`, or its beginning and its end with the number of characters that are left out between them: `longest`
-    characters with these words, where it is more than what they take."""
+    """Return `text`, or its beginning and its end if it is too long.
+
+    Between them stands how many characters are left out. The result has `longest` characters with that note, unless
+    `longest` is too short for the note.
+    """
     if len(text) <= longest:
         return text
     between = f" ...({len(text) - longest:,} characters)... "

@@ -142,7 +142,7 @@ class TokenDataModule(LightningDataModule):
             self.load_state_dict(self._loaded)
 
     def _plan(self, tokenizer: str, digests: Digests) -> None:
-        """The order of the units that were found, once they are known to have enough text."""
+        """Order the units that were found, after a check that they have enough text."""
         units = self._corpus.train
         if not units:
             check_trainable(units, self._pool, self.n_positions)  # raises
@@ -193,7 +193,7 @@ class TokenDataModule(LightningDataModule):
         )
 
     def advance(self, cursor: Cursor) -> None:
-        """The step whose item had this cursor was trained on: a resume starts after it."""
+        """Note that the step whose item had this cursor was trained on: a resume starts after it."""
         self._progress.advance(cursor)
 
     def state_dict(self) -> dict[str, Any]:
@@ -243,7 +243,10 @@ class TokenDataModule(LightningDataModule):
             self._pool.close()
 
     def _start(self) -> tuple[int, Batches]:
-        """The steps done, and this rank's batches from there on; with overfit_batches, the very first ones."""
+        """Return the number of finished steps, and this rank's batches from there on.
+
+        With overfit_batches, the batches are the very first ones.
+        """
         assert self._ready, "setup() comes first"
         rank, world = rank_and_world()
         mine = lanes_of(rank, world, self._order.lanes, self.global_batch_size)
@@ -259,7 +262,7 @@ class TokenDataModule(LightningDataModule):
 
 
 def _arguments(config: RunConfig) -> dict[str, int]:
-    """What decides the training batches of a run beside its text, by `TokenDataModule`'s own names."""
+    """Return what decides a run's training batches besides its text, by `TokenDataModule`'s own names."""
     return {
         "n_positions": config.model.n_positions,
         "global_batch_size": config.global_batch_size,

@@ -52,8 +52,11 @@ def build(
     divergence: DivergenceGuard,
     ends: list[Callback],
 ) -> Parts:
-    """Put a run together in `folder`. `checkpoint`: what it continues from, or None. `ends`: the callbacks that save
-    and stop; Lightning moves them behind all others, in their order.
+    """Build the parts of a run in `folder`.
+
+    Args:
+        checkpoint: what the run continues from, or None.
+        ends: the callbacks that save and stop. Lightning moves them behind all others, in their order.
 
     Raises UserError for weights or a tokenizer that are not there.
     """
@@ -84,7 +87,7 @@ def _versions(plan: Plan) -> dict[str, str]:
 
 
 def _loggers(config: RunConfig, folder: Path, checkpoint: Path | None) -> list[Logger]:
-    """The run's own logs, and the loggers of plugins."""
+    """Build the run's own logs, and the loggers of plugins."""
     own = build_loggers(config.logger, folder, setup.step_of(checkpoint))
     return own + [registry.make("logger.extra", name, Logger, config, folder) for name in config.logger.extra]
 

@@ -75,7 +75,7 @@ def _length(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
 
 
 def _steps(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
-    """What a step is: the module computes it, and Lightning would have to take part."""
+    """Find settings by which Lightning would take part in a step, which the module computes alone."""
     if clip := trainer.gradient_clip_val:
         cause = f"Trainer(gradient_clip_val={clip}): gradients are clipped by the configuration"
         cause += f" to optim.max_grad_norm={config.optim.max_grad_norm:g}"

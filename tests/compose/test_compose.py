@@ -10,7 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from gpt2_fp8.compose import conf_dir, is_help, preflight, to_run_config
+from gpt2_fp8.compose import catalog, conf_dir, is_help, preflight, to_run_config
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import DelayedRecipe, PlainPrecisionConfig
 
@@ -98,6 +98,17 @@ def test_the_recipe_is_the_backends_or_the_measurements_unless_one_is_named(word
 def test_a_sweep_is_all_combinations_in_order():
     configs = preflight(["-m", "model=tiny,gpt2", "seed=1,2"])
     assert [(c.model.name, c.seed) for c in configs] == [("tiny", 1), ("tiny", 2), ("gpt2", 1), ("gpt2", 2)]
+
+
+def test_a_sweep_over_values_reads_the_files_once(monkeypatch):
+    """Reading them takes most of a composition's time, and a sweep may have a thousand jobs."""
+    composed = []
+    monkeypatch.setattr(
+        catalog, "compose", lambda *words, **kept: composed.append(words) or hydra.compose(*words, **kept)
+    )
+    argv = ["-m", "run_name=x", "model=tiny,gpt2", "optim.lr=range(0.01,0.21,0.01)", "seed=1,2"]
+    assert len(preflight(argv)) == 80
+    assert len(composed) <= 3  # each model, and what holds for all jobs
 
 
 def test_a_problem_of_many_jobs_is_said_once():

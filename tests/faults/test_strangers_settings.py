@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8 import bench, run
-from gpt2_fp8.compose import contents, look_only, preflight, sweeps
+from gpt2_fp8.compose import look_only, preflight, sweeps
+from gpt2_fp8.compose.settings_folder import contents
 from gpt2_fp8.config.errors import Problem, UserError
 from tests.config.numbers import LIMITS, RANGES
 from tests.data.hub_runs import ROOT

@@ -1,7 +1,7 @@
-"""What a configuration's `${...}` come to once they are written out, told without doing it.
+"""What a configuration's `${...}` stand for, computed without writing them out.
 
-A few lines whose values refer to each other can stand for more than any machine holds. So each value is weighed, once:
-by itself, and with all that it refers to.
+A few lines that refer to each other can stand for more values than any machine can hold. So each value is weighed once,
+with everything that it refers to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Path = tuple[Any, ...]  # keys, and places in lists
 
 
 class Refused(NamedTuple):
-    """A value whose references have no end, or none that is near."""
+    """A value whose references never end, or stand for too much."""
 
     key: str
     reason: str
@@ -38,7 +38,10 @@ class _CircleError(Exception):
 
 
 def refused(plain: dict[str, Any]) -> Refused | None:
-    """What in a configuration, its `${...}` as they are written, would take too long or too much; None: nothing."""
+    """Return what in a configuration would take too much time or memory to resolve, or None.
+
+    `plain` has the `${...}` as they are written.
+    """
     scales = _Scales(plain)
     try:
         whole = scales.weigh(())
@@ -59,7 +62,7 @@ class _Scales:
         self._known: dict[Path, _Weight | None] = {}  # None: it is being weighed
 
     def weigh(self, path: Path, depth: int = 0) -> _Weight:
-        """What the value at `path` comes to. Raises _CircleError."""
+        """Return what the value at `path` comes to. Raises _CircleError."""
         if path in self._known:
             known = self._known[path]
             if known is None:
@@ -79,14 +82,14 @@ class _Scales:
         return weight
 
     def heaviest(self, by: int) -> Path:
-        """The key that comes to the most; of a list's items, the list."""
+        """Return the key that comes to the most: not an item of a list, but the list."""
         path: Path = ()
         while isinstance(self._at(path), dict) and (below := list(_members(self._at(path), path))):
             path = max(below, key=lambda part: self.weigh(part)[by])
         return path
 
     def _targets(self, texts: Iterable[str], path: Path, hops: int = 0) -> Iterator[Path]:
-        """What the `${...}` of a text at `path` refer to, of what there is."""
+        """Yield the existing values that the `${...}` of a text at `path` refer to."""
         for inside in texts:
             resolver, colon, rest = inside.partition(":")
             words = [resolver]
@@ -102,7 +105,10 @@ class _Scales:
                     yield target
 
     def _find(self, word: str, path: Path, hops: int) -> Path | None:
-        """Where a reference at `path` leads: `a.b[0]`, `.a`, `..a`; also through others (`a.b`, where `a: ${c}`)."""
+        """Return where a reference at `path` leads, or None: `a.b[0]`, `.a`, `..a`.
+
+        It may lead through other references: `a.b`, if `a: ${c}`.
+        """
         up = len(word) - len(word.lstrip("."))
         place = path[:-up] if up else ()
         parts = [part for part in re.split(r"[.\[\]]+", word) if part]

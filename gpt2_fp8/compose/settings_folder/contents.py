@@ -1,17 +1,17 @@
-"""What a file of a user's settings folder may hold: a list of what is allowed, everything else is refused.
+"""What a file of settings may hold: a list of what is allowed. Everything else is refused.
 
-A file selects choices and sets values of this program's keys: plain texts, numbers, truth values, lists and groups of
-these, and `${...}` of a few harmless kinds. In Hydra's own node it sets what names no code: folders, what a sweep goes
-through, log levels, and installed plug-ins by name. Code and the environment are named on the command line alone:
-`plugins`, `_target_` and its kin, factories (`()`), objects (`ext://`), `oc.env` and resolvers that could make one up.
+A file selects choices and sets values of this program's keys. A value is a text, a number, a truth value, a list or a
+group of these, or one of a few harmless `${...}`. In Hydra's own node a file sets what names no code: folders, what a
+sweep goes through, log levels, and installed plug-ins by name. Only the command line names code and the environment:
+`plugins`, `_target_` and the like, factories (`()`), objects (`ext://`), `oc.env`, and resolvers that build these.
 
-The file is read as YAML's nodes, before anything is built from them: an alias costs nothing until it is written out.
+The file is read as YAML's nodes, before anything is built from them. So an alias costs nothing until it is written out.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import yaml  # type: ignore[import-untyped]
@@ -35,7 +35,9 @@ _ALLOWED = re.compile(
 )
 _LOGGINGS = ("class", "filters", "handlers")  # what Python's logging makes handlers of, by their names
 _OBJECT = re.compile(r"\s*(ext|cfg)://")
-_PLUGIN = re.compile(rf"override /?({'|'.join(hydra_policy.GROUPS)})")
+CODE = "which could make Hydra run other code"
+_ONLY = "which only the command line may"
+FOR_THE_COMMAND_LINE = (CODE, _ONLY)
 
 
 class Refusal(NamedTuple):
@@ -46,28 +48,13 @@ class Refusal(NamedTuple):
     remedy: str | None = None  # None: what helps with all of its kind
 
 
-CODE = "which could make Hydra run other code"
-_ONLY = "which only the command line may"
-FOR_THE_COMMAND_LINE = (CODE, _ONLY)
-
-
-Options = Callable[[str], list[str]]  # from one of Hydra's groups to its choices
-
-
-def refused(text: str, documents: list[yaml.Node], options: Options) -> Refusal | None:
-    """The first thing in a file that is not on the list, or None. `options`: which plug-ins of Hydra's there are."""
-    return next(_refusals(text, documents, options), None)
-
-
-def groups_of(documents: list[yaml.Node]) -> set[str]:
-    """The first folder of every path in a file's defaults list."""
-    entries = [text for root in documents if isinstance(root, yaml.MappingNode) for text, _ in _default_texts(root)]
-    paths = [text.split(" ")[-1].removeprefix("/").partition("@")[0] for text in entries]
-    return {path.partition("/")[0] for path in paths}
+def refused(text: str, documents: list[yaml.Node]) -> Refusal | None:
+    """Return the first thing in a file that is not allowed, or None. Its defaults list is not looked at."""
+    return next(_refusals(text, documents), None)
 
 
 def line_of(documents: list[yaml.Node], key: str) -> int | None:
-    """The line on which a file, in which nothing is refused, sets a key: by the whole of it, or by its last parts."""
+    """Find the line that sets a key, by its whole path or the last parts of it, in a file that is not refused."""
     left = [(root, "") for root in documents]
     while left:
         node, path = left.pop()
@@ -78,18 +65,16 @@ def line_of(documents: list[yaml.Node], key: str) -> int | None:
     return None
 
 
-def _refusals(text: str, documents: list[yaml.Node], options: Options) -> Iterator[Refusal]:
+def _refusals(text: str, documents: list[yaml.Node]) -> Iterator[Refusal]:
     yield from _header(text)
     if len(documents) > 1:
         yield Refusal("a second document", "and Hydra reads one")
     for root in documents:
         yield from _values(root)
-        if isinstance(root, yaml.MappingNode):
-            yield from _defaults(root, options)
 
 
 def _header(text: str) -> Iterator[Refusal]:
-    """Where the file's keys go (`# @package optim`). Hydra looks at the first lines; here it is all of them."""
+    """Check where the file's keys go (`# @package optim`). Hydra reads the first lines only, this reads all."""
     for comment in text.splitlines():
         header = _HEADER.match(comment)
         if header is None:
@@ -102,7 +87,7 @@ def _header(text: str) -> Iterator[Refusal]:
 
 
 def _values(root: yaml.Node) -> Iterator[Refusal]:
-    """Every value, and every key, aliases written out."""
+    """Check every value and every key, with aliases written out."""
     left: list[tuple[yaml.Node, str, int]] = [(root, "", 0)]
     most = _MOST
     while left:
@@ -116,7 +101,7 @@ def _values(root: yaml.Node) -> Iterator[Refusal]:
             what = f"more than {_MOST:,} values" if most < 0 else f"more than {_DEEPEST} groups within groups"
             yield Refusal(what, "once its aliases are written out")
             return
-        # For the others see `_defaults` and `_hydra_node`.
+        # The other keys are checked by `defaults_list` and `_hydra_node`.
         if isinstance(node, yaml.MappingNode) and not path.startswith(("defaults[", "hydra.")) and path != "hydra":
             yield from _keys(node, path)
         plain = "map" if isinstance(node, yaml.MappingNode) else "seq"
@@ -138,7 +123,7 @@ def _keys(node: yaml.MappingNode, path: str) -> Iterator[Refusal]:
     seen: set[str] = set()
     for key, value in node.value:
         name = key.value if isinstance(key, yaml.ScalarNode) else ""
-        where = _at(key, f"{path}.{name}" if path else name)
+        where = at(key, f"{path}.{name}" if path else name)
         if not path and name.partition(".")[0] == "hydra":
             yield from _hydra_node(value) if name == "hydra" else [_of_hydra(name)]
         elif not path and name.partition(".")[0] == "plugins":
@@ -161,7 +146,7 @@ def _keys(node: yaml.MappingNode, path: str) -> Iterator[Refusal]:
 
 
 def _hydra_node(node: yaml.Node) -> Iterator[Refusal]:
-    """Hydra's own settings: those of `hydra_policy` alone, each once."""
+    """Check Hydra's own settings: only those of `hydra_policy`, each once."""
     left: list[tuple[yaml.Node, tuple[str, ...]]] = [(node, ())]
     seen: set[tuple[str, ...]] = set()
     while left:
@@ -180,7 +165,7 @@ def _of_hydra(sets: str) -> Refusal:
 
 
 def _scalar(node: yaml.ScalarNode, path: str) -> Iterator[Refusal]:
-    value, where = str(node.value), _at(node, path)
+    value, where = str(node.value), at(node, path)
     if node.tag not in _PLAIN:
         yield _tag(node, path)
     elif _OBJECT.match(value):
@@ -194,67 +179,10 @@ def _scalar(node: yaml.ScalarNode, path: str) -> Iterator[Refusal]:
             yield Refusal(f"{line(left[left.index('${') :], 80)} {where}", _ONLY)
 
 
-def _defaults(root: yaml.MappingNode, options: Options) -> Iterator[Refusal]:
-    """The defaults list: choices of this program's groups by plain names, and of Hydra's where they are installed."""
-    pairs = [pair for entry in _entries(root) for pair in _pairs(entry)]
-    for key, value in pairs:
-        if group := _PLUGIN.fullmatch(str(key.value)):
-            there, name = options(group[1]), str(value.value)
-            if not isinstance(value, yaml.ScalarNode) or name not in there:
-                told = hydra_policy.missing_plugin(group[1], name, there)
-                yield Refusal(
-                    f"a default of hydra's {_at(key, 'defaults')}", f"and {line(told.cause, 200)}", told.remedy
-                )
-    keys = {id(key) for key, _ in pairs}
-    for text, node in _default_texts(root):
-        where = _at(node, "defaults")
-        path = text.split(" ")[-1].removeprefix("/")
-        if id(node) in keys and _PLUGIN.fullmatch(text):
-            continue
-        if "hydra" in text:
-            yield Refusal(f"a default of hydra's {where}", CODE)
-        elif not plain_path(re.sub(r"@_(global|here|group)_$", "", path)):
-            yield Refusal(f"the default {line(text, 80)} {where}", "which is no choice of a group's")
-        elif "$" in path.partition("/")[0] and ("/" in path or id(node) in keys):
-            yield Refusal(f"the default {line(text, 80)} {where}", "whose group is to be named")
-
-
-def _entries(root: yaml.MappingNode) -> Iterator[yaml.Node]:
-    for key, value in root.value:
-        if isinstance(key, yaml.ScalarNode) and key.value == "defaults" and isinstance(value, yaml.SequenceNode):
-            yield from value.value
-
-
-def _pairs(entry: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]]:
-    return list(entry.value) if isinstance(entry, yaml.MappingNode) else []
-
-
-def _default_texts(root: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]:
-    return (found for entry in _entries(root) for found in _texts(entry))
-
-
-def _texts(node: yaml.Node) -> Iterator[tuple[str, yaml.Node]]:
-    """Every text in an entry of the defaults list."""
-    if isinstance(node, yaml.ScalarNode):
-        if node.tag != "tag:yaml.org,2002:null":
-            yield str(node.value), node
-    else:
-        members = [n for pair in node.value for n in pair] if isinstance(node, yaml.MappingNode) else node.value
-        for member in members[:_MOST]:
-            if isinstance(member, yaml.ScalarNode):
-                yield from _texts(member)
-            elif isinstance(member, yaml.SequenceNode):
-                yield from ((str(n.value), n) for n in member.value if isinstance(n, yaml.ScalarNode))
-
-
-def plain_path(path: str) -> bool:
-    """Whether a choice stays in its group's folder, and is not hidden: `mine`, `mine/one`, `${model}`, `_self_`."""
-    return all(re.fullmatch(r"(\w[\w.+-]*|\$\{\w+\})+( \w[\w.+-]*)*", part) for part in path.split("/"))
-
-
 def _tag(node: yaml.Node, path: str) -> Refusal:
-    return Refusal(f"the tag {line(str(node.tag), 80)} {_at(node, path)}", CODE)
+    return Refusal(f"the tag {line(str(node.tag), 80)} {at(node, path)}", CODE)
 
 
-def _at(node: yaml.Node, path: str) -> str:
+def at(node: yaml.Node, path: str) -> str:
+    """Say where a node is, as the message puts it: `(optim.lr, line 3)`."""
     return f"({f'{line(path, 80)}, ' if path else ''}line {node.start_mark.line + 1})"

@@ -1,4 +1,4 @@
-"""A user's settings folder (`-cd FOLDER`, or one of `hydra.searchpath`), which may be a stranger's: what is in it."""
+"""The files of a user's settings folder (`-cd FOLDER` or `hydra.searchpath`), which may be a stranger's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt2_fp8.compose import contents, yaml_nodes
+from gpt2_fp8.compose.settings_folder import contents, defaults_list, yaml_nodes
+from gpt2_fp8.config import globs
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.shown import line, printable
 
@@ -19,21 +20,21 @@ _MOST_ENTRIES = 20_000  # files and folders of any kind, hidden ones at the top 
 
 
 class _TooMuchError(Exception):
-    """More than a folder of settings has."""
+    """A folder has more than settings have."""
 
 
 class Own(NamedTuple):
-    """What of a folder can be chosen from: groups by name; and what Hydra has itself."""
+    """What can be chosen: this program's groups by name, and Hydra's installed plug-ins."""
 
     groups: set[str]
-    options: contents.Options
+    options: defaults_list.Options
 
 
 def problems(folder: Path, own: Own) -> list[Problem]:
-    """What in a folder is refused, file by file; nothing, where Hydra may read it.
+    """Report what is refused in a folder, file by file. If nothing is, Hydra may read it.
 
-    Read are its own files, its groups, and whatever other folders their defaults lists name: nothing else can be
-    chosen from it, so that a checkout is a folder of settings too.
+    Checked are the files at the top, the groups, and other folders that a defaults list names. Nothing else can be
+    chosen. So a checkout can be a settings folder too.
     """
     found = []
     left = _MOST_BYTES
@@ -56,7 +57,10 @@ def problems(folder: Path, own: Own) -> list[Problem]:
 
 
 def place_of(folder: Path, groups: set[str], key: str) -> str | None:
-    """The file and line of a folder, in which nothing is refused, that give a key its value; None: none does."""
+    """Return the file and line that give a key its value; None if there is none.
+
+    Nothing in the folder may be refused.
+    """
     for file in _files(folder, groups):
         with suppress(ValueError):  # of another folder, that nothing was chosen from
             _, documents = yaml_nodes.read(file.read_bytes())
@@ -66,9 +70,12 @@ def place_of(folder: Path, groups: set[str], key: str) -> str | None:
 
 
 def _problem(
-    folder: Path, file: Path, data: bytes, reason: str | None, options: contents.Options
+    folder: Path, file: Path, data: bytes, reason: str | None, options: defaults_list.Options
 ) -> tuple[Problem | None, set[str]]:
-    """What is wrong with a file, and the folders that its defaults list names. `reason`: why it could not be read."""
+    """Return what is wrong with a file, and the folders that its defaults list names.
+
+    `reason` says why the file could not be read, or is None.
+    """
     shown = printable(str(file))
     if reason is None:
         try:
@@ -77,7 +84,7 @@ def _problem(
             reason = str(error)
     if reason is not None:
         return Problem(f"{shown} cannot be read: {reason}", "correct the file, or take it out"), set()
-    refusal = contents.refused(text, documents, options)
+    refusal = contents.refused(text, documents) or defaults_list.refused(documents, options)
     if file.relative_to(folder).parts[0] == "hydra":
         refusal = contents.Refusal("settings of Hydra's own", contents.CODE)
     if refusal:
@@ -88,13 +95,13 @@ def _problem(
         return Problem(line(cause), remedy), set()
     if not str(file.relative_to(folder)).isprintable():
         return Problem(f"{shown}: its name has control characters, and --help would show it", "rename it"), set()
-    return None, contents.groups_of(documents)
+    return None, defaults_list.groups_of(documents)
 
 
 def _files(folder: Path, groups: set[str]) -> Iterator[Path]:
-    """The files that Hydra takes for settings, each folder once, whatever links go round in circles.
+    """Yield the files that Hydra takes for settings, each folder once, even if links form a circle.
 
-    Of the folders at the top those of `groups`.
+    Of the folders at the top, only those of `groups` are entered.
     """
     left, seen, files, entries = [folder], set(), 0, 0
     while left:
@@ -113,19 +120,15 @@ def _files(folder: Path, groups: set[str]) -> Iterator[Path]:
                 raise _TooMuchError(f"more than {many}")
             if entry.name.endswith((".yaml", ".yml")):
                 yield below / entry.name
-            elif (below != folder or entry.name in groups) and _is_folder(entry):
+            elif (below != folder or entry.name in groups) and globs.is_folder(entry):
                 left.append(below / entry.name)
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
-
-
 def _read(file: Path, left: int) -> tuple[bytes, str | None]:
-    """A file's content, or why it is no settings. Opens regular files alone: a pipe would wait for ever."""
+    """Return a file's content, or why it is no file of settings.
+
+    Only regular files are opened: a pipe would wait forever.
+    """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

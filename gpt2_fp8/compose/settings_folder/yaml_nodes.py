@@ -1,4 +1,4 @@
-"""A file of settings as YAML's nodes, before anything is built from them: an alias costs nothing until written out."""
+"""A file of settings as YAML's nodes, before anything is built from them. An alias costs nothing until written out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _ALL_PRINTABLE = re.compile(r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]*")
 
 
 def read(data: bytes) -> tuple[str, list[yaml.Node]]:
-    """The text of a file, and its documents as nodes. Raises ValueError, saying why, where it is no YAML in UTF-8."""
+    """Return the text of a file, and its documents as nodes.
+
+    Raises ValueError with the reason if it is no YAML in UTF-8.
+    """
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ValueError("it is UTF-16, and settings are UTF-8: save it as that")
     if data.startswith(b"\xef\xbb\xbf"):
@@ -33,7 +36,7 @@ def read(data: bytes) -> tuple[str, list[yaml.Node]]:
 
 
 def _yaml_error(text: str, error: Exception) -> str:
-    """What is wrong with a file that is no YAML, and where."""
+    """Say what is wrong with a file that is no YAML, and where."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return line(" ".join(str(error).split()), 200)

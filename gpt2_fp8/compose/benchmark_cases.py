@@ -1,0 +1,98 @@
+"""The cases of a benchmark: each is the command line of a run, composed and checked as one.
+
+So a key means the same in both programs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from hydra.core.override_parser.types import Override
+
+from gpt2_fp8.compose import configs_of
+from gpt2_fp8.compose.catalog import Catalog
+from gpt2_fp8.compose.commandline import CommandLine
+from gpt2_fp8.config import bench_schema, parsing
+from gpt2_fp8.config.bench_schema import BenchConfig
+from gpt2_fp8.config.checks import VOCABULARY
+from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.schema import RunConfig
+
+LISTS = ("model", "precision", "recipe", "micro_batch_size")
+_OF_A_RUN = re.compile(rf"(?<![\w.])({'|'.join(LISTS)})=(\w+)")
+
+
+class _Case(NamedTuple):
+    model: str
+    micro_batch_size: int
+    precision: str
+    recipe: str | None  # None: not FP8
+    extra: tuple[str, ...] = ()  # words that come last
+
+    def has(self, key: str) -> bool:
+        """Return whether a key changes anything in this case: some belong to one precision or recipe."""
+        tags, group = parsing.key_paths(RunConfig).get(key, ()), key.partition(".")[0]
+        if group == "recipe" and self.recipe is None:
+            return False
+        if key == "cuda_graphs" and self.recipe != "delayed":  # the fused layers' alone
+            return False
+        return not tags or group not in ("precision", "recipe") or getattr(self, group) in tags
+
+    def words(self, given: Sequence[Override]) -> list[str]:
+        """Return the command line of a run that would train this."""
+        first = [f"model={self.model}", f"precision={self.precision}", *([f"recipe={self.recipe}"] * bool(self.recipe))]
+        sizes = [f"{key}={self.micro_batch_size}" for key in ("micro_batch_size", "global_batch_size")]
+        return [*first, *(str(o.input_line) for o in given if self.has(o.key_or_group)), *sizes, *self.extra]
+
+
+def configs(
+    bench: BenchConfig, given: list[Override], catalog: Catalog, gpu: bool, problems: list[Problem]
+) -> list[RunConfig]:
+    """Return the configuration of each case. The problems of all cases are added to `problems`."""
+    done: list[RunConfig] = []
+    used: set[str] = set()
+    for model, size in itertools.product(dict.fromkeys(bench.model), dict.fromkeys(bench.micro_batch_size)):
+        cases = [
+            _Case(model, size, precision, recipe)
+            for precision in dict.fromkeys(bench.precision)
+            for recipe in (dict.fromkeys(bench.recipe) if precision.startswith("fp8") else [None])
+        ]
+        used |= {o.key_or_group for o in given for case in cases if case.has(o.key_or_group)}
+        group = [config for case in cases for config in _config(bench, case, given, catalog, gpu, problems)]
+        if gpu and bench.baseline and not any(config.precision.name == "bf16" and config.compile for config in group):
+            baseline = _Case(model, size, "bf16", None, ("compile=true",))
+            group = [*_config(bench, baseline, given, catalog, gpu, problems), *group]
+        done += group
+    for override in given:
+        if override.key_or_group not in used:
+            remedy = "leave it out, or add to bench.precision or bench.recipe what has it"
+            problems.append(Problem(f"{override.input_line}: no case of this benchmark has this key", remedy))
+    return done
+
+
+def _config(
+    bench: BenchConfig, case: _Case, given: list[Override], catalog: Catalog, gpu: bool, problems: list[Problem]
+) -> list[RunConfig]:
+    """Return a case's configuration with the benchmark's own sizes, or an empty list if it has problems."""
+    found: list[Problem] = []
+    configs = configs_of(CommandLine(case.words(given)), catalog, found)
+    problems += [Problem(*map(in_lists, problem)) for problem in found]
+    if any(config.trainer.devices != 1 or config.trainer.num_nodes != 1 for config in configs):
+        problems.append(Problem("the benchmark measures one device, and this is a run on several", "trainer=gpu"))
+    done = []
+    for config in configs:
+        model = config.model
+        if model.vocab_size is None and model.name.startswith("gpt2"):
+            model = replace(model, vocab_size=VOCABULARY["gpt2"])  # whatever the text
+        whole = bench_schema.sequences_per_step(bench, case.micro_batch_size, model.n_positions, gpu)
+        done.append(replace(config, model=model, global_batch_size=whole))
+    return done
+
+
+def in_lists(text: str) -> str:
+    """Rewrite a message about a run's keys for the benchmark: precision=bf16 as 'bench.precision=[bf16]'."""
+    return _OF_A_RUN.sub(r"'bench.\1=[\2]'", text)

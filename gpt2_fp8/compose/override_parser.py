@@ -1,0 +1,117 @@
+"""The words of a command line as Hydra's overrides (`key=value`, `group=choice`).
+
+Hydra stops at the first word that it cannot parse. Here each such word becomes a problem, and the others are parsed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from functools import lru_cache
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from gpt2_fp8.compose.commandline import RUN, Program
+from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.shown import shortened
+
+_LONG_WORD = 500  # characters, beyond which nobody wants to read it again
+_CLOSING = {"[": "]", "{": "}"}
+
+
+@lru_cache(maxsize=4096)  # a sweep's jobs repeat most of their words
+def parsed(word: str) -> Override:
+    """Parse one override.
+
+    Raises HydraException, or for a huge value ValueError, OverflowError or RecursionError.
+    """
+    return OverridesParser.create().parse_override(word)
+
+
+def parse(words: list[str], loader: Any, program: Program = RUN) -> tuple[list[Override], list[Problem]]:
+    """Return the words that are overrides, and what is wrong with the others.
+
+    Hydra asks `loader` what `glob(...)` matches.
+    """
+    overrides, problems, place = [], [], 0
+    while place < len(words):
+        split = _split_by_blanks(words[place:])
+        if split:
+            problem, length = split
+            problems.append(problem)
+            place += length
+            continue
+        override = _parse_one(words[place], program)
+        if isinstance(override, Problem):
+            problems.append(override)
+        else:
+            override.config_loader = loader
+            overrides.append(override)
+        place += 1
+    return overrides, problems
+
+
+def _split_by_blanks(words: list[str]) -> tuple[Problem, int] | None:
+    """Return how many words are one override that the shell has split, and the problem; None if it is whole.
+
+    Examples are `key = value`, `key: value` and `key={a: 1}`.
+    """
+    first, second = words[0], words[1:2]
+    if "=" not in first and second == ["="]:
+        whole = " ".join(words[:3])
+        return Problem(f"{whole}: blanks around =", f"{first}={' '.join(words[2:3])}"), len(words[:3])
+    if "=" not in first and first.endswith(":") and second:
+        return Problem(f"{first} {second[0]}: not of the form key=value", f"{first[:-1]}={second[0]}"), 2
+    opening = first.partition("=")[2][:1]
+    if (closing := _CLOSING.get(opening)) and closing not in first:
+        for length in range(2, len(words) + 1):
+            if closing in words[length - 1]:
+                whole = " ".join(words[:length])
+                return Problem(f"{whole}: the shell split it at the blanks", f"quote the whole: '{whole}'"), length
+    after = []
+    for word, following in itertools.pairwise([*words[1:], ""]):
+        if "=" in word or word.startswith("~") or word.endswith(":") or following == "=":
+            break
+        after.append(word)
+    if "=" in first and after:
+        key, _, value = first.partition("=")
+        text = " ".join([value, *after])
+        cause = f"{' '.join(after)} stands alone, after {first}: the shell splits at blanks"
+        return Problem(cause, f"if they are one value, quote it: '{key}=\"{text}\"'"), 1 + len(after)
+    return None
+
+
+def _parse_one(word: str, program: Program) -> Override | Problem:
+    key, equals, value = word.partition("=")
+    if re.search("[\ud800-\udfff]", word):  # what Python makes of such bytes
+        return Problem(f"{word} has bytes that are no UTF-8", "type it in UTF-8; `locale` says what the terminal sends")
+    if not equals:
+        if word.startswith("~"):
+            try:
+                return parsed(word)
+            except HydraException:
+                return Problem(f"{word} cannot be read", "~KEY leaves a group out: ~experiment")
+        path, colon, rest = word.partition(":")
+        remedy = f"{path}={rest}" if colon else f"give it a value: {word}=VALUE; {program.command} --help shows how"
+        return Problem(f"{word} is not of the form key=value", remedy)
+    if key != key.strip() or value != value.lstrip():
+        return Problem(f"{word!r} has blanks around the key", f"{key.strip()}={value.strip()}")
+    try:
+        override = parsed(word)
+    except (HydraException, ValueError, OverflowError, RecursionError) as error:  # a number of 5000 digits, [[[[...
+        reason = " ".join(str(error).split()).partition(" expecting {")[0]
+        if len(word) > _LONG_WORD:
+            return Problem(f"{shortened(word, 100)} cannot be read: {shortened(reason, 200)}", "give a shorter value")
+        return Problem(f"{word} cannot be read: {reason}", _quoting(key, value))
+    return override if override.key_or_group else Problem(f"{word} has no key in front of =", "key=value")
+
+
+def _quoting(key: str, value: str) -> str:
+    if (closing := _CLOSING.get(value[:1])) and value.count(value[0]) != value.count(closing):
+        return f"close the bracket, and quote the whole for the shell: '{key}={value}{closing}'"
+    plain = value.strip("'\"")
+    inner = f'"{plain}"' if '"' not in plain and "'" not in plain else '"..."'
+    return f"quote the value for Hydra and the whole for the shell: '{key}={inner}'"
