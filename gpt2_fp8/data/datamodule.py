@@ -6,9 +6,6 @@ the step are simply made again after a resume. The state does not depend on the 
 
 from __future__ import annotations
 
-import hashlib
-import logging
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,27 +15,18 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from gpt2_fp8.config.errors import Problem, RunError
+from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.cache import UnitCache
-from gpt2_fp8.data.corpus_check import check_trainable, validation_blocks
-from gpt2_fp8.data.digests import Digests
-from gpt2_fp8.data.ids import Tokens, little_endian
 from gpt2_fp8.data.loaders import Cursor, Steps, Validation
-from gpt2_fp8.data.order import Order, lane_count
-from gpt2_fp8.data.packing import Batches, Lane, lane_start, lanes_of
-from gpt2_fp8.data.prefetch import UnitPool
-from gpt2_fp8.data.progress import Progress
+from gpt2_fp8.data.packing import Batches
 from gpt2_fp8.data.reader import UnitReader
 from gpt2_fp8.data.sources import DataSettings, build_source
+from gpt2_fp8.data.token_stream import Shape, TokenStream
 from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
-from gpt2_fp8.data.units import Corpus
-from gpt2_fp8.runtime.collectives import rank_and_world
 
 if TYPE_CHECKING:
     import tiktoken
-
-log = logging.getLogger(__name__)
 
 
 class TokenDataModule(LightningDataModule):
@@ -52,6 +40,9 @@ class TokenDataModule(LightningDataModule):
         max_steps: optimizer steps of the whole run, and so the training loader's length.
         overfit_batches: repeat the first N steps' items for ever; 0: off.
         plugins: modules that worker processes import before they read.
+
+    Attributes:
+        text: what batches are cut from, and how far it was used; None before `setup`.
     """
 
     def __init__(
@@ -74,12 +65,7 @@ class TokenDataModule(LightningDataModule):
         self.plugins = plugins
         self._steps = Steps(self._start, max_steps, overfit_batches)
         self._loaded: dict[str, Any] | None = None  # a saved state that came before `setup`
-        self._ready = False  # what follows exists from `setup` on
-        self._corpus: Corpus
-        self._order: Order
-        self._pool: UnitPool
-        self._progress: Progress
-        self._val: Tokens | None
+        self.text: TokenStream | None = None
 
     @classmethod
     def from_config(cls, config: RunConfig) -> TokenDataModule:
@@ -104,11 +90,6 @@ class TokenDataModule(LightningDataModule):
         return self.tokenizer.n_vocab
 
     @property
-    def eot(self) -> int:
-        """The id that follows every document."""
-        return self.tokenizer.eot_token
-
-    @property
     def wait_seconds(self) -> float:
         """How long training has waited for its batches so far, in all."""
         return self._steps.wait_seconds
@@ -120,57 +101,18 @@ class TokenDataModule(LightningDataModule):
             UserError: the text is missing, unreadable or too short; or not that of the state that was loaded.
             DataSourceLost: the source does not answer.
         """
-        if self._ready:
+        if self.text is not None:
             return
         tokenizer = fingerprint(self.tokenizer)  # a vocabulary that is missing is said before anything is downloaded
         cache = None
         if self.config.cache_dir is not None:
             cache = UnitCache(Path(self.config.cache_dir).expanduser(), tokenizer, self.vocab_size)
             cache.check()
-        source = build_source(self.config)
-        self._corpus = source.corpus()
-        reader = UnitReader(source, self.config.tokenizer, cache, self.plugins)
-        digests = Digests(self._corpus)
-        self._pool = UnitPool(reader, self.config.num_workers, digests)
-        try:
-            self._plan(tokenizer, digests)
-        except RunError:
-            self._pool.close()
-            raise
-        self._ready = True
+        reader = UnitReader(build_source(self.config), self.config.tokenizer, cache, self.plugins)
+        shape = Shape(self.n_positions, self.global_batch_size, self.config.seed)
+        self.text = TokenStream(reader, self.config.num_workers, shape, self.config.val_sequences, tokenizer)
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
-
-    def _plan(self, tokenizer: str, digests: Digests) -> None:
-        """Order the units that were found, after a check that they have enough text."""
-        units = self._corpus.train
-        if not units:
-            check_trainable(units, self._pool, self.n_positions)  # raises
-        lanes = lane_count(self.global_batch_size, len(units))
-        self._order = Order(self.config.seed, len(units), lanes)
-        check_trainable([units[i] for i in self._order.epoch(0)], self._pool, self.n_positions)
-        wanted = self.config.val_sequences
-        self._val = validation_blocks(self._corpus.val, self._pool, self.n_positions, wanted) if wanted else None
-        self._progress = Progress(
-            {
-                "data": self._corpus.identity(),
-                "tokenizer": tokenizer,
-                "n_positions": self.n_positions,
-                "global_batch_size": self.global_batch_size,
-                "seed": self.config.seed,
-                "lanes": lanes,
-            },
-            lanes,
-            self.global_batch_size,
-            digests,
-            None if self._val is None else hashlib.sha256(little_endian(self._val).tobytes()).hexdigest(),
-        )
-        sequences = 0 if self._val is None else len(self._val)
-        about = ", ".join(f"{name} {value}" for name, value in self._corpus.about.items())
-        log.info("data: %s; %d units, %d lanes, %d validation sequences", about, len(units), lanes, sequences)
-        if (world := rank_and_world()[1]) > lanes:
-            log.warning("data: %d units are few for %d ranks: some read the same text, and each uses its own sequences "
-                        "of it; more and smaller files make reading faster", len(units), world)  # fmt: skip
 
     def train_dataloader(self) -> DataLoader[dict[str, Any]]:
         """Items {"ids": int32 [global_batch_size // ranks, n_positions + 1], "cursor": Cursor}, one a step."""
@@ -182,10 +124,10 @@ class TokenDataModule(LightningDataModule):
         Every rank has as many items of the same shape; rows of -1 (`loaders.PADDING`) fill up where sequences lack.
         Empty where data.val_sequences is 0.
         """
-        assert self._ready, "setup() comes first"
-        if self._val is None:
+        assert self.text is not None, "setup() comes first"
+        if self.text.val is None:
             return []
-        rows = Validation(self._val, self.micro_batch_size, self.vocab_size)
+        rows = Validation(self.text.val, self.micro_batch_size, self.vocab_size)
         # A generator of its own: a loader draws a number from it for every pass, and a validation that a signal ends is
         # done once more.
         return DataLoader(
@@ -194,11 +136,12 @@ class TokenDataModule(LightningDataModule):
 
     def advance(self, cursor: Cursor) -> None:
         """Note that the step whose item had this cursor was trained on: a resume starts after it."""
-        self._progress.advance(cursor)
+        assert self.text is not None, "setup() comes first"
+        self.text.progress.advance(cursor)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, in ints, strings and dicts. Called on every rank at once: their lanes are gathered."""
-        return self._progress.state_dict() if self._ready else {}
+        return {} if self.text is None else self.text.progress.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where `state_dict` stands; may be called before `setup` or after it.
@@ -207,58 +150,36 @@ class TokenDataModule(LightningDataModule):
             UserError: the text, the tokenizer or what else makes the order is not what it was (every difference).
             TypeError, ValueError: it is no state of this order.
         """
-        if self._ready:
-            self._progress.restore(state_dict)
-            for lane, state in self._progress.lanes.items():  # or it would come to light in the midst of training
-                if state["position"] >= (units := self._order.length(int(lane))):
-                    raise ValueError(f"lane {lane} stands at its unit {state['position']}, counted from 0, of {units}")
-        self._loaded = None if self._ready else state_dict
+        if self.text is not None:
+            self.text.restore(state_dict)
+        self._loaded = state_dict if self.text is None else None
 
     def other_settings(self, state_dict: dict[str, Any]) -> list[Problem]:
         """Everything in which a saved state is of another text, or of another order of it; after `setup`."""
-        return list(self._progress.other_settings(state_dict))
+        assert self.text is not None, "setup() comes first"
+        return list(self.text.progress.other_settings(state_dict))
 
     def report(self) -> dict[str, Any]:
         """For `summary.json`: the source, the documents that training has come to, and this rank's reading."""
-        if not self._ready:
-            return {}
-        return {
-            "source": dict(self._corpus.about),
-            "units": len(self._corpus.train),
-            "documents": self._progress.documents().as_dict(),
-            "reading": asdict(self._pool.counts),
-            "wait_seconds": round(self.wait_seconds, 3),
-        }
+        return {} if self.text is None else self.text.report() | {"wait_seconds": round(self.wait_seconds, 3)}
 
     def say_documents(self) -> None:
         """Log what was skipped or mended, if anything was."""
-        counts = self._progress.documents().as_dict() if self._ready else {}
-        odd = {name: count for name, count in counts.items() if count and name != "read"}
-        if odd:
-            log.info("data: of %d documents: %s", counts["read"], ", ".join(f"{n} {name}" for name, n in odd.items()))
+        if self.text is not None:
+            self.text.say_documents()
 
     def teardown(self, stage: str | None = None) -> None:
         """End the worker processes. The state stays: another `fit` starts them again."""
-        if self._ready:
-            self._pool.close()
+        if self.text is not None:
+            self.text.pool.close()
 
     def _start(self) -> tuple[int, Batches]:
         """Return the number of finished steps, and this rank's batches from there on.
 
         With overfit_batches, the batches are the very first ones.
         """
-        assert self._ready, "setup() comes first"
-        rank, world = rank_and_world()
-        mine = lanes_of(rank, world, self._order.lanes, self.global_batch_size)
-        ahead = 1 + self.config.num_workers // len(mine)  # work for every worker, even where lanes are few
-        lanes = {}
-        for index in mine:
-            state = lane_start() if self._steps.overfit_batches else self._progress.lanes[str(index)]
-            lanes[index] = Lane(index, self._order, self._corpus.train, self._pool, self.n_positions, state, ahead)
-        batches = Batches(
-            lanes, self._order.lanes, self.global_batch_size, self.n_positions, rank, world, self.vocab_size
-        )
-        return self._progress.step, batches
+        assert self.text is not None, "setup() comes first"
+        return self.text.batches(self.vocab_size, from_start=bool(self.overfit_batches))
 
 
 def _arguments(config: RunConfig) -> dict[str, int]:

@@ -47,10 +47,10 @@ def items(made: TokenDataModule, n: int | None = None, *, advance: bool = True) 
 
 def rank_batches(made: TokenDataModule, rank: int, world: int, lanes: dict[str, Any] | None = None) -> Batches:
     """What rank `rank` of `world` would read of the data of `made`, from the start or from saved lanes."""
-    order = made._order
+    order = made.text.order
     mine = {
         i: Lane(
-            i, order, made._corpus.train, made._pool, made.n_positions, lanes[str(i)] if lanes else lane_start()
+            i, order, made.text.corpus.train, made.text.pool, made.n_positions, lanes[str(i)] if lanes else lane_start()
         )
         for i in lanes_of(rank, world, order.lanes, made.global_batch_size)
     }  # fmt: skip

@@ -161,7 +161,7 @@ def test_one_long_document(tmp_path: Path, size: int, text: str) -> None:
     made = module(files_config(path, tokenizer=tokenizer))
     items(made, 1)
     assert made.report()["documents"] == DocumentCounts(read=1, long=1).as_dict()
-    assert len(made._pool.take(made._pool.ask(made._corpus.train[0])).tokens) > size / 10
+    assert len(made.text.pool.take(made.text.pool.ask(made.text.corpus.train[0])).tokens) > size / 10
 
 
 @pytest.mark.parametrize("texts", [[], [None, "", "  "], ["short"]])

@@ -35,12 +35,12 @@ def test_permutations_are_fixed() -> None:
 
 def test_every_token_of_an_epoch_is_an_input_once(many_units: Path) -> None:
     made = module(files_config(many_units))
-    assert made._order.lanes == 4
-    corpus = [made._pool.take(made._pool.ask(unit)).tokens for unit in made._corpus.train]
+    assert made.text.order.lanes == 4
+    corpus = [made.text.pool.take(made.text.pool.ask(unit)).tokens for unit in made.text.corpus.train]
     for lane in range(4):
         batches = rank_batches(made, 0, 1)
         reader = batches.lanes[lane]
-        owned = {epoch: made._order.epoch(epoch)[lane::4] for epoch in range(3)}
+        owned = {epoch: made.text.order.epoch(epoch)[lane::4] for epoch in range(3)}
         sizes = {epoch: sum(len(corpus[i]) for i in owned[epoch]) for epoch in owned}
         wanted, inputs = sizes[0] + sizes[1], []
         while sum(map(len, inputs)) < wanted:

@@ -17,7 +17,7 @@ from tests.data.corpora import files_config, items, module, write_jsonl
 
 
 def workers_of(made: object) -> list[int]:
-    return [worker.process.pid for worker in made._pool._workers.workers]  # type: ignore[attr-defined]
+    return [worker.process.pid for worker in made.text.pool._workers.workers]  # type: ignore[attr-defined]
 
 
 def alive(pid: int) -> bool:
@@ -40,13 +40,13 @@ def gone(pids: list[int], seconds: float = 10) -> bool:
 def test_workers_and_their_death_change_nothing(many_units: Path) -> None:
     whole = items(module(files_config(many_units), max_steps=40))
     made = module(files_config(many_units, num_workers=2), max_steps=40)
-    made._pool._kept.clear()
+    made.text.pool._kept.clear()
     got = []
     for item in made.train_dataloader():
         got.append(item["ids"].numpy())
         made.advance(item["cursor"])
         if len(got) in (3, 20):
-            made._pool._kept.clear()  # or a corpus this small would not be read again
+            made.text.pool._kept.clear()  # or a corpus this small would not be read again
             os.kill(workers_of(made)[0], signal.SIGKILL)
         if len(got) == 30:
             for pid in workers_of(made):
@@ -64,12 +64,12 @@ def test_workers_and_their_death_change_nothing(many_units: Path) -> None:
 def test_a_users_error_comes_out_of_a_worker_whole(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["text " * 50] * 3)
     made = module(files_config(path, num_workers=1))
-    made._pool._kept.clear()
+    made.text.pool._kept.clear()
     os.unlink(path)
-    made._pool.close()
+    made.text.pool.close()
     with pytest.raises(Exception, match=r"cannot read a.jsonl .*after 3 attempts: FileNotFoundError"):
         items(made, 1)
-    assert made._pool._workers is None  # ended with the error
+    assert made.text.pool._workers is None  # ended with the error
     made.teardown()
 
 
@@ -80,8 +80,8 @@ def test_no_orphans_when_the_parent_is_killed(many_units: Path) -> None:
         "from tests.data.corpora import files_config, module, items\n"
         "if __name__ == '__main__':\n"
         f"    made = module(files_config({str(many_units)!r}, num_workers=2))\n"
-        "    made._pool._kept.clear(); items(made, 3)\n"
-        "    workers = made._pool._workers\n"
+        "    made.text.pool._kept.clear(); items(made, 3)\n"
+        "    workers = made.text.pool._workers\n"
         "    print(workers.spool, *(w.process.pid for w in workers.workers), flush=True); time.sleep(60)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -24,7 +24,7 @@ def test_it_trains_and_validates() -> None:
     )
     made = module(config, n_positions=256, global_batch_size=16)
     assert made.vocab_size == 257
-    assert made.eot == 256
+    assert made.tokenizer.eot_token == 256
     assert [item.shape for item in items(made)] == [(16, 257)] * 20
     assert sum(len(batch["ids"]) for batch in made.val_dataloader()) == 64
     assert made.wait_seconds > 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data import datamodule
+from gpt2_fp8.data import datamodule, token_stream
 from gpt2_fp8.data.cache import FORMAT
 from gpt2_fp8.data.documents import TokenisedUnit, checksum, tokenise
 from gpt2_fp8.data.ids import dtype_of, narrowed
@@ -158,8 +158,8 @@ def test_validation_text_that_differs_in_the_upper_half_of_an_id_has_another_dig
     widen(monkeypatch)
     config = files_config(write_jsonl(tmp_path / "a.jsonl", TEXTS), val_fraction=0.2, val_sequences=4)
     state = module(config).state_dict()
-    blocks = datamodule.validation_blocks
-    monkeypatch.setattr(datamodule, "validation_blocks", lambda *given: blocks(*given) - 65_536)
+    blocks = token_stream.validation_blocks
+    monkeypatch.setattr(token_stream, "validation_blocks", lambda *given: blocks(*given) - 65_536)
     assert "the validation text" in str(module(config).other_settings(state))
 
 

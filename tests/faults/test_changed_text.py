@@ -43,7 +43,7 @@ def change(path: Path, *, keep_time: bool = False) -> None:
 
 
 def file_of(made: Any, unit: int) -> Path:
-    return Path(made._corpus.train[unit].path)
+    return Path(made.text.corpus.train[unit].path)
 
 
 def begun(made: Any, steps: int) -> list[int]:
@@ -176,7 +176,7 @@ def test_111_text_that_changed_is_noticed_in_the_second_epoch(many_units: Path, 
     loader = iter(made.train_dataloader())
     while len(set(first)) < 70:
         first += next(loader)["cursor"]["units"]
-    made._pool._kept.clear()  # where all of a corpus does not stay in memory
+    made.text.pool._kept.clear()  # where all of a corpus does not stay in memory
     for i in range(70):
         change(file_of(made, i))
     assert CHANGED in refusal(lambda: [next(loader) for _ in range(100)])
@@ -218,17 +218,19 @@ def test_112_no_cache_keeps_text_under_the_version_that_it_had_at_the_start(many
     config = files_config(many_units, cache_dir=str(tmp_path / "cache"))
     made = module(config)
     stored = len(list((tmp_path / "cache").glob("*.u16")))
-    unread = made._order.epoch(0)[60]
+    unread = made.text.order.epoch(0)[60]
     path, before = file_of(made, unread), file_of(made, unread).read_text()
     about = path.stat()
     change(path)
-    made._pool.take(made._pool.ask(made._corpus.train[unread]))
+    made.text.pool.take(made.text.pool.ask(made.text.corpus.train[unread]))
     assert len(list((tmp_path / "cache").glob("*.u16"))) == stored
     path.write_text(before)
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-    made._pool.digests = None
-    made._pool._kept.clear()
-    assert b"<" in bytes(made._pool.take(made._pool.ask(made._corpus.train[unread])).tokens.astype(np.uint8))
+    made.text.pool.digests = None
+    made.text.pool._kept.clear()
+    assert b"<" in bytes(
+        made.text.pool.take(made.text.pool.ask(made.text.corpus.train[unread])).tokens.astype(np.uint8)
+    )
 
 
 def test_112_a_module_that_changed_since_the_start_is_not_kept(tmp_path: Path) -> None:

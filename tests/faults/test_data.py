@@ -26,7 +26,7 @@ import torch
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import DataSourceLost, UserError
-from gpt2_fp8.data import datamodule, formats, limits, tokenizer
+from gpt2_fp8.data import formats, limits, token_stream, tokenizer
 from gpt2_fp8.data.documents import MAX_BROKEN
 from gpt2_fp8.data.files import FilesSource
 from gpt2_fp8.data.loaders import Steps
@@ -107,7 +107,7 @@ def test_56_a_longer_line_is_passed_over_without_being_held(tmp_path: Path, monk
     for name in ("a.jsonl", "a.jsonl.zst"):
         made = module(files_config(tmp_path / name), max_steps=200)
         items(made, 40)
-        counts = [made._pool.take(made._pool.ask(unit)).counts for unit in made._corpus.train]
+        counts = [made.text.pool.take(made.text.pool.ask(unit)).counts for unit in made.text.corpus.train]
         assert (sum(c.read for c in counts), sum(c.broken for c in counts)) == (40, 1), name
 
 
@@ -117,7 +117,7 @@ def test_57_bytes_that_are_no_utf_8_are_replaced_and_counted(tmp_path: Path) -> 
     made = module(files_config(path))
     items(made, 1)
     assert made.report()["documents"]["invalid_utf8"] == 2
-    tokens = made._pool.take(made._pool.ask(made._corpus.train[0])).tokens
+    tokens = made.text.pool.take(made.text.pool.ask(made.text.corpus.train[0])).tokens
     assert bytes(tokens[:7].astype(np.uint8)).decode() == "caf\ufffd "[:4] + " "
 
 
@@ -163,7 +163,7 @@ def test_61_fewer_shards_than_ranks_times_workers(
     path = write_jsonl(tmp_path / "one.jsonl", [f"{i} " * 40 for i in range(100)])
     alone = module(files_config(path))
     whole = items(alone, 5)
-    monkeypatch.setattr(datamodule, "rank_and_world", lambda: (0, 2))
+    monkeypatch.setattr(token_stream, "rank_and_world", lambda: (0, 2))
     with caplog.at_level(logging.WARNING):
         made = module(files_config(path, num_workers=num_workers))
     assert "1 units are few for 2 ranks" in caplog.text

@@ -89,7 +89,7 @@ def test_113_a_footer_is_read_once_however_many_row_groups_there_are(
     monkeypatch.setattr(pq, "read_metadata", lambda where: (times.append(where), read(where))[1])
     made = module(files_config(path))
     items(made, 10)
-    assert len(made._corpus.train) == 300
+    assert len(made.text.corpus.train) == 300
     assert len(times) == 1
     path.write_bytes(path.read_bytes())  # another version of it
     parquet.metadata(path)
@@ -250,7 +250,7 @@ def test_115_a_network_mount_that_hiccups_is_tried_again(tmp_path: Path, monkeyp
     monkeypatch.setattr(formats, "lines", stale)
     monkeypatch.setattr(FilesSource, "waits", (0.0, 0.0))
     made = module(files_config(path))
-    made._pool.reader.source.waits = (0.0, 0.0)  # type: ignore[misc]
+    made.text.pool.reader.source.waits = (0.0, 0.0)  # type: ignore[misc]
     assert all(np.array_equal(a, b) for a, b in zip(items(made, 3), whole, strict=True))
 
 
@@ -259,8 +259,8 @@ def outcome(path: Path) -> str:
     try:
         made = module(files_config(path))
         items(made, 4)
-        for unit in made._corpus.train:
-            made._pool.take(made._pool.ask(unit))
+        for unit in made.text.corpus.train:
+            made.text.pool.take(made.text.pool.ask(unit))
     except UserError as error:
         problems = error.problems
     else:

@@ -46,13 +46,13 @@ def made(corpus, tmp_path, request):
     """A data module with a worker, in which the source does something to one unit; its units are not kept."""
     (tmp_path / "mark").mkdir()
     made = module(files_config(corpus[0], num_workers=1), max_steps=20)
-    made._pool.close()
-    made._pool._kept.clear()
-    unit = made._corpus.train[made._order.epoch(0)[4]].name
+    made.text.pool.close()
+    made.text.pool._kept.clear()
+    unit = made.text.corpus.train[made.text.order.epoch(0)[4]].name
     action, times = request.param
-    reader = made._pool.reader
+    reader = made.text.pool.reader
     source = Once(reader.source, action, tmp_path / "mark", unit, times)
-    made._pool.reader = UnitReader(source, reader.tokenizer, None)
+    made.text.pool.reader = UnitReader(source, reader.tokenizer, None)
     yield made
     made.teardown()
 
@@ -65,7 +65,7 @@ def same(made, corpus):
 @pytest.mark.parametrize("made", [(be_killed, 1), (leave, 2)], indirect=True)
 def test_47_a_worker_that_dies_is_replaced(made, corpus, caplog):
     assert same(made, corpus)
-    assert made._pool.counts.worker_deaths in (1, 2)
+    assert made.text.pool.counts.worker_deaths in (1, 2)
     assert "another one takes its place" in caplog.text
 
 
@@ -84,7 +84,7 @@ def test_47_a_unit_that_kills_every_worker_ends_the_run(made):
     assert "4 worker processes ended while reading" in cause
     assert "was killed by SIGKILL, as happens when memory runs out" in cause
     assert "data.num_workers" in remedy
-    assert made._pool.counts.worker_deaths == 4
+    assert made.text.pool.counts.worker_deaths == 4
 
 
 @pytest.mark.parametrize("made", [(leave, 99)], indirect=True)
@@ -127,17 +127,17 @@ def test_48_a_worker_without_life_is_replaced(made, corpus, monkeypatch, caplog)
 def test_48_a_slow_worker_is_alive(made, corpus, monkeypatch):
     monkeypatch.setattr(worker_pool, "LIFE_SECONDS", 4.0)
     assert same(made, corpus)
-    assert made._pool.counts.worker_deaths == 0
+    assert made.text.pool.counts.worker_deaths == 0
 
 
 @pytest.mark.parametrize("made", [(fail, 0)], indirect=True)
 def test_48_a_worker_that_waits_to_try_again_is_alive(made, corpus, monkeypatch, tmp_path):
     monkeypatch.setattr(worker_pool, "LIFE_SECONDS", 2.0)
-    source = made._pool.reader.source
+    source = made.text.pool.reader.source
     source.action, source.times, source.waits = network_error, 1, (4.0,)
     assert same(made, corpus)
-    assert made._pool.counts.worker_deaths == 0
-    assert made._pool.counts.retries == 1
+    assert made.text.pool.counts.worker_deaths == 0
+    assert made.text.pool.counts.retries == 1
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------------
