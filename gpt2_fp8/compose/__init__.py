@@ -73,7 +73,7 @@ def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> 
     try:
         request = overrides.sort(line, catalog, problems)
         return jobs.configs(request, catalog, problems)
-    except UserError as error:  # there is nothing to check: the choices do not compose
+    except UserError as error:  # the choices do not compose, so there is nothing to check
         problems += error.problems
         return []
 

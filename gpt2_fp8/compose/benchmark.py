@@ -19,10 +19,10 @@ from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 
 PROGRAM = Program("python -m gpt2_fp8.bench", BenchRunConfig, flags=("help", "overrides", "config_dir"))
-_INSTEAD = {"fp8_e5m2": "fp8_hybrid"}  # a choice that every run refuses
+_INSTEAD = {"fp8_e5m2": "fp8_hybrid"}  # every run refuses this choice
 _OWN = tuple(field.name for field in fields(BenchConfig))
 _HERE = {"trainer.max_steps": "steps", "trainer.profiler": "profile", "global_batch_size": "global_batch_size"}
-# Of a run's keys, those that change nothing of what is measured.
+# A run's keys that change nothing of what is measured.
 _MEANINGLESS = (
     "run_name",
     "tags",
@@ -34,7 +34,7 @@ _MEANINGLESS = (
     "debug",
     "data.val_sequences",
 )
-_OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")  # those of its keys that do
+_OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")  # keys of `trainer` that do change it
 
 
 def defaults(gpu: bool) -> dict[str, Any]:

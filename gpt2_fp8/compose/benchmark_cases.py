@@ -31,14 +31,14 @@ class _Case(NamedTuple):
     micro_batch_size: int
     precision: str
     recipe: str | None  # None: not FP8
-    extra: tuple[str, ...] = ()  # words that come last
+    extra: tuple[str, ...] = ()  # words at the end of the command line
 
     def has(self, key: str) -> bool:
         """Return whether a key changes anything in this case: some belong to one precision or recipe."""
         tags, group = parsing.key_paths(RunConfig).get(key, ()), key.partition(".")[0]
         if group == "recipe" and self.recipe is None:
             return False
-        if key == "cuda_graphs" and self.recipe != "delayed":  # the fused layers' alone
+        if key == "cuda_graphs" and self.recipe != "delayed":  # only the fused layers have it
             return False
         return not tags or group not in ("precision", "recipe") or getattr(self, group) in tags
 
@@ -87,7 +87,7 @@ def _config(
     for config in configs:
         model = config.model
         if model.vocab_size is None and model.name.startswith("gpt2"):
-            model = replace(model, vocab_size=VOCABULARY["gpt2"])  # whatever the text
+            model = replace(model, vocab_size=VOCABULARY["gpt2"])  # also if the text has another tokenizer
         whole = bench_schema.sequences_per_step(bench, case.micro_batch_size, model.n_positions, gpu)
         done.append(replace(config, model=model, global_batch_size=whole))
     return done

@@ -30,7 +30,7 @@ from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.parsing import show
 
 _REMEMBERED = 64  # compositions; a large sweep has a thousand jobs
-BENCH = "bench"  # bench.yaml: the settings of that program, and no run
+BENCH = "bench"  # bench.yaml has the benchmark's settings, and is no run
 
 
 class Composed(NamedTuple):
@@ -58,13 +58,13 @@ class Catalog:
         self._options: dict[tuple[str, ...], list[str]] = {}
         self.config_name = config_name
         self.folders: list[Path] = []
-        self.variables: set[str] = set()  # of the environment, that the command line names
-        self.refused_folder = False  # if so, choices may be missing that the user knows to be there
+        self.variables: set[str] = set()  # variables of the environment that the command line names
+        self.refused_folder = False  # if so, choices that the user has may be missing
         self.groups = [group for group in self.get_group_options("", ObjectType.GROUP) if group != "hydra"]
 
     def get_group_options(self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG) -> list[str]:
         """List the options of a group (`experiment`, or `experiment/mine` for a folder in it)."""
-        ours = group_name.startswith("hydra/")  # what launches the jobs does not come from a user's folder
+        ours = group_name.startswith("hydra/")  # a user's folder brings no launcher and no sweeper
         search = [] if ours else self._search()
         key = (group_name, str(results_filter), *search)
         if key not in self._options:
@@ -78,7 +78,7 @@ class Catalog:
 
     def check_name(self) -> list[Problem]:
         """Check that the primary configuration (`-cn NAME`) exists: in `conf`, or in the folder of `-cd`."""
-        there = self._loader.get_group_options("", ObjectType.CONFIG)  # of hydra.searchpath comes no primary one
+        there = self._loader.get_group_options("", ObjectType.CONFIG)  # Hydra finds none by hydra.searchpath
         names = [name for name in there if not name.startswith("_") and name != BENCH]
         if self.config_name in names:
             return []
@@ -94,7 +94,7 @@ class Catalog:
         problems = []
         own = files.Own({*self.groups, *(named or ())}, self.get_group_options)
         for folder in folders:
-            path = Path(folder.removeprefix("file://")).absolute()  # ~ is for the shell: Hydra takes it as it is
+            path = Path(folder.removeprefix("file://")).absolute()  # ~ is not expanded: Hydra does not either
             if "://" in folder.removeprefix("file://"):
                 what = "a Python package" if folder.startswith("pkg://") else "no folder"
                 problems.append(Problem(f"{folder} is {what}, and its files cannot be checked", "-cd FOLDER"))
@@ -107,7 +107,7 @@ class Catalog:
         self.refused_folder = bool(problems)
         there = self.get_group_options("", ObjectType.GROUP) if self.folders else []
         others = [group for group in there if group not in (*self.groups, "hydra")]
-        self.groups += [group for group in others if self.get_group_options(group)]  # a checkout has other folders too
+        self.groups += [group for group in others if self.get_group_options(group)]  # other folders are no groups
         return problems
 
     def take_names_from(self, folder: str) -> None:
@@ -141,7 +141,7 @@ class Catalog:
         try:
             cfg = hydra_private.with_values(chosen, choices, values)
             composed = Composed(cfg, _plain(cfg))
-        except Exception as error:  # OmegaConf answers some values with an AttributeError
+        except Exception as error:  # OmegaConf raises AttributeError for some values
             raise RefusedError from error
         composition.check_references(composed.plain, self.groups, self.folders)
         if self.folders:
@@ -151,7 +151,7 @@ class Catalog:
 
     def _sets_value(self, override: Override) -> bool:
         """Return whether an override leaves as they are both Hydra's own settings and the list of files to read."""
-        folders = self.get_group_options("", ObjectType.GROUP)  # for Hydra a group is any folder
+        folders = self.get_group_options("", ObjectType.GROUP)  # for Hydra, any folder is a group
         chooses = self.is_group(override) or override.key_or_group in folders
         return not (chooses or override.is_hydra_override() or override.is_sweep_override())
 
@@ -180,7 +180,7 @@ def open_catalog(folder: Path, config_name: str) -> Iterator[Catalog]:
 def _compose(config_name: str, *words: str) -> DictConfig:
     try:
         return compose(config_name, list(words), return_hydra_config=True)
-    except Exception as error:  # YAML answers some files with an error of its own
+    except Exception as error:  # YAML raises errors of its own
         raise RefusedError from error
 
 

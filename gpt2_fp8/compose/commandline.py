@@ -18,8 +18,8 @@ class Program(NamedTuple):
     """A program, and what its command line may have."""
 
     command: str  # as it is typed
-    schema: type  # what keys it has
-    flags: tuple[str, ...] | None = None  # those of Hydra's that it takes, by argparse's name; None: all
+    schema: type  # has its keys
+    flags: tuple[str, ...] | None = None  # the flags of Hydra's that it takes, by argparse's name; None: all
 
 
 MAY_BE_NULL = ("experiment", "debug")
@@ -143,7 +143,7 @@ def _flag_words(args: argparse.Namespace) -> list[str]:
 
 
 def _flags(program: Program = RUN) -> argparse.ArgumentParser:
-    parser = hydra_private.flag_parser()  # of the very flags that Hydra will accept
+    parser = hydra_private.flag_parser()  # with exactly the flags that Hydra accepts
     remedy = f"{program.command} {'--hydra-help lists them' if program.flags is None else '--help shows what there is'}"
 
     def refuse(message: str) -> NoReturn:

@@ -33,7 +33,7 @@ class Composer:
         self.found: list[Finding] = []
         self.absent: list[Override] = []
         self.unresolved: list[str] = []
-        self._instead: dict[str, Override | None] = {}  # of words that Hydra refuses; None: left out
+        self._instead: dict[str, Override | None] = {}  # replaces words that Hydra refuses; None: nothing does
 
     def compose(self, words: Sequence[Override]) -> tuple[Composed, list[Override]]:
         """Compose those of `words` that Hydra takes, and return the result with these words.
@@ -75,7 +75,7 @@ class Composer:
         choices = sum(map(self._chooses, words))
         good, bad = 0, len(words)
         if choices and self._refusal(words[:choices]) is None:
-            good = choices  # together they compose, though perhaps not one by one
+            good = choices  # the choices compose together, though perhaps not one by one
         elif choices:
             bad = choices
         if good == 0 and (said := self._refusal([])):
@@ -102,11 +102,11 @@ class Composer:
                 self._note(key, refusals.bad_choice(word, error, self.catalog))
         elif word.is_hydra_override():
             cause, remedy = refusals.not_composed(error)
-            if key.startswith("hydra.sweeper.params"):  # which Hydra adds nothing to where there are none
+            if key.startswith("hydra.sweeper.params"):  # Hydra adds none to a sweep that has none
                 remedy = "-m KEY=VALUE,VALUE types a sweep; hydra.sweeper.params stands in a file"
             self._note(key, Problem(cause, f"{remedy}; or leave out {text}"))
         elif "Could not override" in str(error) and not lookup(base := self.base(words), key)[0]:
-            for other in words:  # Hydra would say the same of each
+            for other in words:  # Hydra would say the same of each such word
                 if not self._chooses(other) and not lookup(base, other.key_or_group)[0]:
                     self._add(other, base)
         else:
@@ -120,7 +120,9 @@ class Composer:
         self._instead[text] = None
         if (single := _single_value_above(base, key)) is not None:
             self._note(key, Problem(f"there is no key {key}: {single} is a single value", f"{single}=VALUE"))
-        elif not (self.request.doubts(key) and key in parsing.key_paths(RunConfig)):  # it may be the refused choice's
+        elif not (
+            self.request.doubts(key) and key in parsing.key_paths(RunConfig)
+        ):  # unless the key may belong to a refused choice
             self._instead[text] = parsed(f"++{text}")
             self.absent.append(word)
 

@@ -51,7 +51,7 @@ def _whole(composer: Composer, request: Request) -> DictConfig:
     """Compose what holds for all jobs: the words without those that are swept over."""
     swept = {word.key_or_group for word in request.task if word.is_sweep_override()}
     words = [word for word in request.task if word.key_or_group not in swept]
-    if "optim" in swept:  # which a model of the user's own may have no namesake in
+    if "optim" in swept:  # a model of the user's own may have no file of that name in `optim`
         words = [word for word in words if word.key_or_group != "model"]
     return composer.compose([*request.hydra, *words])[0].cfg
 
@@ -87,7 +87,7 @@ class Job:
         self.typed = {word.key_or_group for word in self.words}
         self.dropped: set[str] = set()
         self.folder: str | None = None  # where it will write
-        self.plain: dict[str, Any] = {}  # as it is written, `${...}` and all
+        self.plain: dict[str, Any] = {}  # with `${...}` as written
 
     def composed(self) -> tuple[DictConfig, dict[str, Any]]:
         """Return the configuration of the words that could be composed, and the same as plain values.
@@ -127,7 +127,7 @@ class Job:
         cfg, data = self.composed()
         config, found = parsing.build(RunConfig, data)
         found = [*found, *self.absent(found)]
-        if config is None:  # look across the other keys all the same, with these as they were
+        if config is None:  # check the other keys against each other, with these as in the files
             self.dropped = {key for finding in found for key in finding.keys}
             self.words = [word for word in self.words if word.key_or_group not in self.dropped]
             cfg, data = self.composed()

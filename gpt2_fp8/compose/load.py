@@ -10,7 +10,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import AutoPrecisionConfig, RunConfig
 from gpt2_fp8.runtime import registry
 
-# Keys that only `python -m gpt2_fp8.run` reads, and what says the same to a Trainer of one's own.
+# Keys that only `python -m gpt2_fp8.run` reads, and the Trainer's argument that means the same.
 _SAID_BY_TRAINER = {
     "run_name": "Trainer(default_root_dir=FOLDER)",
     "hydra": "Trainer(default_root_dir=FOLDER)",

@@ -21,7 +21,7 @@ from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 
-_SHOW = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # Hydra takes one of them
+_SHOW = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # Hydra takes only one of them
 
 
 def check(argv: list[str], line: CommandLine, catalog: Catalog, problems: list[Problem]) -> list[str]:
@@ -58,7 +58,7 @@ def _composition(composer: Composer, words: list[Override], args: argparse.Names
     _, found = parsing.build(RunConfig, plain)
     unseen = () if args.resolve else composer.unresolved
     problems = [finding.problem for finding in composer.found if not set(finding.keys) & set(unseen)]
-    absent = job.absent([])  # which Hydra would not show
+    absent = job.absent([])  # Hydra would refuse to show these
     problems += [f.problem for f in job.absent(found)]
     told = {part for finding in absent for part in above(finding.keys[0])}
     problems += [f.problem for f in found if set(f.keys) & told or not set(f.keys) & set(known)]

@@ -18,7 +18,7 @@ from gpt2_fp8.compose.commandline import RUN, Program
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.shown import shortened
 
-_LONG_WORD = 500  # characters, beyond which nobody wants to read it again
+_LONG_WORD = 500  # characters; a longer word is not repeated in a message
 _CLOSING = {"[": "]", "{": "}"}
 
 
@@ -86,7 +86,7 @@ def _split_by_blanks(words: list[str]) -> tuple[Problem, int] | None:
 
 def _parse_one(word: str, program: Program) -> Override | Problem:
     key, equals, value = word.partition("=")
-    if re.search("[\ud800-\udfff]", word):  # what Python makes of such bytes
+    if re.search("[\ud800-\udfff]", word):  # Python's mark of bytes that are not UTF-8
         return Problem(f"{word} has bytes that are no UTF-8", "type it in UTF-8; `locale` says what the terminal sends")
     if not equals:
         if word.startswith("~"):

@@ -22,7 +22,7 @@ from gpt2_fp8.config import hints, hydra_policy
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.parsing import show
 
-# A wrong choice here leaves keys of other groups unknown too: `optim` follows `model`, an experiment sets anything.
+# A wrong choice of these affects other groups too: `optim` follows `model`, and an experiment sets anything.
 _WIDE = (*MAY_BE_NULL, "model", "optim")
 _CHOSEN_BY_GROUP = {"precision.name": "precision", "recipe.name": "recipe", "data.kind": "data"}
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -34,7 +34,7 @@ class Request:
     """What is to be composed, and which choices were refused."""
 
     multirun: bool
-    own_sweeper: bool = False  # another one than Hydra's basic one
+    own_sweeper: bool = False  # not Hydra's basic sweeper
     hydra: list[Override] = field(default_factory=list)
     task: list[Override] = field(default_factory=list)
     refused_groups: set[str] = field(default_factory=set)
@@ -62,7 +62,7 @@ def sort(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> Reques
 def take(overrides: list[Override], request: Request, catalog: Catalog, problems: list[Problem]) -> None:
     """Add overrides to a request. If one has problems, these are added to `problems` instead."""
     for override in overrides:
-        hydras = override.is_hydra_override() or override.key_or_group == "hydra"  # or all of them
+        hydras = override.is_hydra_override() or override.key_or_group == "hydra"  # `hydra` stands for all of them
         found = _hydra_problems(override, catalog) if hydras else _task_problems(override, request, catalog)
         if found and catalog.is_group(override):
             request.refused_groups.add(override.key_or_group)

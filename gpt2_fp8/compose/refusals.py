@@ -12,7 +12,7 @@ from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.shown import line
 
-# What Hydra's messages call a word.
+# How Hydra's messages name a word.
 _NAMES = re.compile(
     r"(?:Could not override|An item is already at) '([^']*)'|Multiple values for (\S+)\.|Error merging override (.*)$"
 )
@@ -64,7 +64,7 @@ def bad_value(word: Override, error: BaseException | None) -> Problem:
         return Problem(f"{text}: {key} has a value already", f"{text.lstrip('+')}, without the +")
     if "Could not override" in str(error):
         return Problem(f"{text}: {key} has no such keys", f"+{text}, to add them")
-    if error is not None and error.__cause__ is not None:  # OmegaConf's, which says why
+    if error is not None and error.__cause__ is not None:  # OmegaConf's message says why
         error = error.__cause__
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return Problem(f"{text.lstrip('+')} cannot be set: {reason}", f"set the whole of {key.rpartition('.')[0] or key}")

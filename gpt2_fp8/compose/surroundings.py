@@ -16,7 +16,7 @@ from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.schema import RunConfig
 
-# Set by whatever starts one process a GPU itself (torchrun, SLURM), so that Lightning does not start more.
+# Set by what starts one process a GPU (torchrun, SLURM). Lightning then starts no more processes.
 _LAUNCHED_OUTSIDE = ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS")
 
 

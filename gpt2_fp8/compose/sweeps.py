@@ -15,7 +15,7 @@ from gpt2_fp8.compat import hydra_private
 from gpt2_fp8.compose.override_parser import parsed
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 
-MOST = 1000  # jobs; each is composed and checked before the first begins, by us and by Hydra
+MOST = 1000  # jobs; this program and Hydra compose each of them before the first begins
 _WORTH_A_WORD = 50
 
 
@@ -30,7 +30,7 @@ def length(override: Override) -> float:
     if isinstance(sweep, ChoiceSweep):
         return len(sweep.list)
     if override.is_discrete_sweep():
-        return sum(1 for _ in override.sweep_iterator())  # a glob's, of what is there
+        return sum(1 for _ in override.sweep_iterator())  # glob(...): the choices that it matches
     return 1
 
 
@@ -78,7 +78,7 @@ def settle(whole: DictConfig) -> None:
     try:
         OmegaConf.select(whole, "hydra.sweep.dir")
     except OmegaConfBaseException:
-        return  # each job says so
+        return  # each job reports it
 
 
 def number(cfg: DictConfig, place: int, whole: DictConfig) -> None:

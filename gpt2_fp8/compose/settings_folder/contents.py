@@ -19,13 +19,13 @@ import yaml  # type: ignore[import-untyped]
 from gpt2_fp8.config import hydra_policy
 from gpt2_fp8.config.shown import line
 
-LARGEST = 1 << 16  # bytes of a file; ours have a tenth of that, and YAML takes a second for them
+LARGEST = 1 << 16  # bytes of a file; YAML takes a second to read them, and our files have a tenth of that
 _MOST = 10_000  # values in it, once its aliases are written out
 _DEEPEST = 20  # groups within groups
 _LONGEST_NUMBER = 100  # characters
 _PLAIN = tuple(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "timestamp"))
-_KEY = re.compile(r"[A-Za-z0-9][\w-]{0,99}")  # and so neither _target_ nor ()
-_HEADER = re.compile(r"\s*#\s*@\s*(\S+)(.*)")  # Hydra's own \s: more than blanks and tabs
+_KEY = re.compile(r"[A-Za-z0-9][\w-]{0,99}")  # excludes _target_ and ()
+_HEADER = re.compile(r"\s*#\s*@\s*(\S+)(.*)")  # \s as in Hydra: it matches more than blanks and tabs
 _PACKAGE = re.compile(r"_global_|_group_|(?!hydra\b)[A-Za-z]\w*(\.[A-Za-z]\w*)*")
 _ALLOWED = re.compile(
     r"\$\{(\.*(?!hydra\b)[A-Za-z_]\w*(\.\w+|\[\w+\])*"
@@ -33,7 +33,7 @@ _ALLOWED = re.compile(
     r"|oc\.select:\s*\.*(?!hydra\b)[A-Za-z_]\w*(\.\w+|\[\w+\])*(,[^${}]*)?"
     r"|hydra:(job\.(num|id|name|override_dirname)|runtime\.(cwd|output_dir|choices\.\w+)))\}"
 )
-_LOGGINGS = ("class", "filters", "handlers")  # what Python's logging makes handlers of, by their names
+_LOGGINGS = ("class", "filters", "handlers")  # keys from which Python's logging builds objects
 _OBJECT = re.compile(r"\s*(ext|cfg)://")
 CODE = "which could make Hydra run other code"
 _ONLY = "which only the command line may"
@@ -43,9 +43,9 @@ FOR_THE_COMMAND_LINE = (CODE, _ONLY)
 class Refusal(NamedTuple):
     """What is refused in a file, and why."""
 
-    what: str  # follows "the file holds"
+    what: str  # continues "the file holds"
     why: str
-    remedy: str | None = None  # None: what helps with all of its kind
+    remedy: str | None = None  # None: the remedy of all refusals with this `why`
 
 
 def refused(text: str, documents: list[yaml.Node]) -> Refusal | None:

@@ -14,9 +14,9 @@ from gpt2_fp8.config import globs
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.shown import line, printable
 
-_MOST_FILES = 500  # of settings
-_MOST_BYTES = 1 << 18  # in all of them
-_MOST_ENTRIES = 20_000  # files and folders of any kind, hidden ones at the top left out
+_MOST_FILES = 500  # files of settings in a folder
+_MOST_BYTES = 1 << 18  # bytes in all of them
+_MOST_ENTRIES = 20_000  # files and folders of any kind, except hidden ones at the top
 
 
 class _TooMuchError(Exception):
@@ -62,7 +62,7 @@ def place_of(folder: Path, groups: set[str], key: str) -> str | None:
     Nothing in the folder may be refused.
     """
     for file in _files(folder, groups):
-        with suppress(ValueError):  # of another folder, that nothing was chosen from
+        with suppress(ValueError):  # the file is in a folder from which nothing was chosen
             _, documents = yaml_nodes.read(file.read_bytes())
             if (number := contents.line_of(documents, key)) is not None:
                 return f"{file}, line {number},"
@@ -111,7 +111,7 @@ def _files(folder: Path, groups: set[str]) -> Iterator[Path]:
             continue
         seen.add((about.st_dev, about.st_ino))
         for entry in sorted(os.scandir(below), key=lambda entry: entry.name):
-            if below == folder and entry.name.startswith("."):  # .git, .venv: no choice leads there
+            if below == folder and entry.name.startswith("."):  # such as .git: no choice can name it
                 continue
             entries += 1
             files += entry.name.endswith((".yaml", ".yml"))

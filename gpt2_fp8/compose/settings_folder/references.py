@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 MOST = 10_000  # values
 LONGEST = 1 << 20  # characters
-_FURTHEST = 100  # steps from one value to the next; OmegaConf, which takes no more, says what is wrong then
+_FURTHEST = 100  # steps from value to value; OmegaConf takes no more, and reports longer chains
 _OPENING = re.compile(r"\$\{([^${}]*)")
 
 Path = tuple[Any, ...]  # keys, and places in lists
@@ -68,7 +68,7 @@ class _Scales:
             if known is None:
                 raise _CircleError(path)
             return known
-        if depth > _FURTHEST:  # what lies there is weighed by itself
+        if depth > _FURTHEST:  # the value there is weighed separately
             return _Weight(1, 0)
         self._known[path] = None
         node = self._at(path)
@@ -97,7 +97,7 @@ class _Scales:
                 words = [f"hydra.{rest.strip()}"]
             elif colon and resolver.strip() == "oc.select":
                 words = [rest.partition(",")[0]]
-            elif colon:  # of others, which the command line alone may have: whatever is named
+            elif colon:  # other resolvers, which only the command line may have: every name in it
                 words = re.findall(r"[\w.\[\]-]+", rest) if resolver.strip().startswith("oc.") else []
             for word in words:
                 target = self._find(word.strip(), path, hops)
