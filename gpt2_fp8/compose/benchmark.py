@@ -24,14 +24,7 @@ _OWN = tuple(field.name for field in fields(BenchConfig))
 _HERE = {"trainer.max_steps": "steps", "trainer.profiler": "profile", "global_batch_size": "global_batch_size"}
 # A run's keys that change nothing of what is measured.
 _MEANINGLESS = (
-    "run_name",
-    "tags",
-    "notes",
-    "ckpt_path",
-    "init_from",
-    "callbacks",
-    "logger",
-    "debug",
+    *("run_name", "tags", "notes", "ckpt_path", "init_from", "callbacks", "logger", "debug"),
     "data.val_sequences",
 )
 _OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")  # keys of `trainer` that do change it

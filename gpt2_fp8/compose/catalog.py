@@ -92,7 +92,7 @@ class Catalog:
         `named`: groups besides those of `conf` that the command line chooses from.
         """
         problems = []
-        own = files.Own({*self.groups, *(named or ())}, self.get_group_options)
+        groups = {*self.groups, *(named or ())}
         for folder in folders:
             path = Path(folder.removeprefix("file://")).absolute()  # ~ is not expanded: Hydra does not either
             if "://" in folder.removeprefix("file://"):
@@ -100,7 +100,7 @@ class Catalog:
                 problems.append(Problem(f"{folder} is {what}, and its files cannot be checked", "-cd FOLDER"))
             elif not path.is_dir():
                 problems.append(Problem(f"there is no folder {path} to read settings from", "correct -cd FOLDER"))
-            elif found := files.problems(path, own):
+            elif found := files.problems(path, groups, self.get_group_options):
                 problems += found
             else:
                 self.folders.append(path)

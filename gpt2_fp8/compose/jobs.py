@@ -33,8 +33,8 @@ def configs(request: Request, catalog: Catalog, problems: list[Problem]) -> list
     if request.multirun or str(whole.hydra.mode).endswith("MULTIRUN"):
         params = _params(whole.hydra, request, catalog, problems)
         jobs = list(enumerate(sweeps.expand([*params, *request.task], whole.hydra.sweeper)))
-        if word := sweeps.say(len(jobs)):
-            print(word, file=sys.stderr, flush=True)
+        if len(jobs) > sweeps.ANNOUNCED:
+            print(f"checking {len(jobs):,} jobs, before the first of them begins", file=sys.stderr, flush=True)
         sweeps.settle(whole)
     done, folders = [], []
     for number, words in jobs:

@@ -16,7 +16,7 @@ from gpt2_fp8.compose.override_parser import parsed
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 
 MOST = 1000  # jobs; this program and Hydra compose each of them before the first begins
-_WORTH_A_WORD = 50
+ANNOUNCED = 50  # more jobs than these are announced before they are checked
 
 
 def length(override: Override) -> float:
@@ -66,11 +66,6 @@ def _start(override: Override) -> Override:
     if not isinstance(sweep, IntervalSweep):
         return override
     return parsed(f"{override.get_key_element()}={sweep.start}")
-
-
-def say(jobs: int) -> str | None:
-    """Return what to say before so many jobs are checked, or None for a few."""
-    return f"checking {jobs:,} jobs, before the first of them begins" if jobs > _WORTH_A_WORD else None
 
 
 def settle(whole: DictConfig) -> None:

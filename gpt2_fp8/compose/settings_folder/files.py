@@ -7,9 +7,11 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+
+import yaml  # type: ignore[import-untyped]
 
 from gpt2_fp8.compose.settings_folder import contents, defaults_list, yaml_nodes
+from gpt2_fp8.compose.settings_folder.defaults_list import Options
 from gpt2_fp8.config import globs
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.shown import line, printable
@@ -23,30 +25,31 @@ class _TooMuchError(Exception):
     """A folder has more than settings have."""
 
 
-class Own(NamedTuple):
-    """What can be chosen: this program's groups by name, and Hydra's installed plug-ins."""
-
-    groups: set[str]
-    options: defaults_list.Options
-
-
-def problems(folder: Path, own: Own) -> list[Problem]:
+def problems(folder: Path, groups: set[str], options: Options) -> list[Problem]:
     """Report what is refused in a folder, file by file. If nothing is, Hydra may read it.
 
+    `groups` names this program's groups. `options` lists the installed plug-ins of a group of Hydra's.
     Checked are the files at the top, the groups, and other folders that a defaults list names. Nothing else can be
     chosen. So a checkout can be a settings folder too.
     """
     found = []
     left = _MOST_BYTES
-    groups, read = {*own.groups, "hydra"}, set[Path]()
+    groups, read = {*groups, "hydra"}, set[Path]()
     try:
         while files := [file for file in _files(folder, groups) if file not in read]:
             for file in files:
-                data, reason = _read(file, left)
-                left -= len(data)
-                problem, named = _problem(folder, file, data, reason, own.options)
-                found += [problem] if problem else []
-                groups |= named
+                try:
+                    data = _read(file, left)
+                    left -= len(data)
+                    text, documents = yaml_nodes.read(data)
+                except ValueError as error:
+                    cause = f"{printable(str(file))} cannot be read: {error}"
+                    found.append(Problem(cause, "correct the file, or take it out"))
+                    continue
+                if refusal := _refusal(folder, file, text, documents, options):
+                    found.append(refusal)
+                else:
+                    groups |= defaults_list.groups_of(documents)
             read |= {*files}
     except _TooMuchError as error:
         remedy = "-cd FOLDER, with a folder that holds settings and nothing else"
@@ -69,21 +72,9 @@ def place_of(folder: Path, groups: set[str], key: str) -> str | None:
     return None
 
 
-def _problem(
-    folder: Path, file: Path, data: bytes, reason: str | None, options: defaults_list.Options
-) -> tuple[Problem | None, set[str]]:
-    """Return what is wrong with a file, and the folders that its defaults list names.
-
-    `reason` says why the file could not be read, or is None.
-    """
+def _refusal(folder: Path, file: Path, text: str, documents: list[yaml.Node], options: Options) -> Problem | None:
+    """Return why a file that could be read is refused, or None."""
     shown = printable(str(file))
-    if reason is None:
-        try:
-            text, documents = yaml_nodes.read(data)
-        except ValueError as error:
-            reason = str(error)
-    if reason is not None:
-        return Problem(f"{shown} cannot be read: {reason}", "correct the file, or take it out"), set()
     refusal = contents.refused(text, documents) or defaults_list.refused(documents, options)
     if file.relative_to(folder).parts[0] == "hydra":
         refusal = contents.Refusal("settings of Hydra's own", contents.CODE)
@@ -92,10 +83,10 @@ def _problem(
         remedy = refusal.remedy or "correct the file, or leave out -cd"
         if refusal.why in contents.FOR_THE_COMMAND_LINE:
             remedy = "take it out, or leave out -cd; code, the environment and hydra.* are for the command line"
-        return Problem(line(cause), remedy), set()
+        return Problem(line(cause), remedy)
     if not str(file.relative_to(folder)).isprintable():
-        return Problem(f"{shown}: its name has control characters, and --help would show it", "rename it"), set()
-    return None, defaults_list.groups_of(documents)
+        return Problem(f"{shown}: its name has control characters, and --help would show it", "rename it")
+    return None
 
 
 def _files(folder: Path, groups: set[str]) -> Iterator[Path]:
@@ -124,24 +115,24 @@ def _files(folder: Path, groups: set[str]) -> Iterator[Path]:
                 left.append(below / entry.name)
 
 
-def _read(file: Path, left: int) -> tuple[bytes, str | None]:
-    """Return a file's content, or why it is no file of settings.
+def _read(file: Path, left: int) -> bytes:
+    """Return a file's content. Raises ValueError with the reason if it is no file of settings.
 
-    Only regular files are opened: a pipe would wait forever.
+    Only regular files are read: a pipe would wait forever. Raises _TooMuchError beyond `left` bytes.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        return b"", error.strerror
+        raise ValueError(error.strerror) from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return b"", "it is no regular file"
+            raise ValueError("it is no regular file")
         with open(descriptor, "rb", closefd=False) as opened:
             data = opened.read(contents.LARGEST + 1)
     finally:
         os.close(descriptor)
     if len(data) > contents.LARGEST:
-        return b"", f"it has more than {contents.LARGEST:,} bytes"
+        raise ValueError(f"it has more than {contents.LARGEST:,} bytes")
     if len(data) > left:
         raise _TooMuchError(f"more than {_MOST_BYTES:,} bytes of settings")
-    return data, None
+    return data
