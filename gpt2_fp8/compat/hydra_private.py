@@ -28,6 +28,16 @@ def flag_parser() -> argparse.ArgumentParser:
     return get_args_parser()
 
 
+def given_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, str]:
+    """Return the flags of `flag_parser` that a command line sets: argparse's name, and how it is typed (`-h/--help`).
+
+    argparse has no list of a parser's flags.
+    """
+    flags = [action for action in parser._actions if action.option_strings]
+    given = [flag for flag in flags if getattr(args, flag.dest, None) not in (None, False)]
+    return {flag.dest: "/".join(flag.option_strings) for flag in given}
+
+
 def job_words(overrides: list[Override]) -> list[list[str]]:
     """List the words of each job of a sweep, in the order in which Hydra's basic sweeper runs them.
 

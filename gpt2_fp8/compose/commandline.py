@@ -155,10 +155,10 @@ def _flags(program: Program = RUN) -> argparse.ArgumentParser:
 
 def _other_programs_flags(parser: argparse.ArgumentParser, args: argparse.Namespace, program: Program) -> list[Problem]:
     """Report flags of Hydra's that this program has no use for."""
-    given = [a for a in parser._actions if a.option_strings and getattr(args, a.dest, None) not in (None, False)]
-    refused = [a for a in given if program.flags is not None and a.dest not in program.flags]
+    given = hydra_private.given_flags(parser, args)
+    refused = [typed for name, typed in given.items() if program.flags is not None and name not in program.flags]
     remedy = f"leave it out; {program.command} --help shows what there is"
-    return [Problem(f"{'/'.join(a.option_strings)} is a flag of {RUN.command} alone", remedy) for a in refused]
+    return [Problem(f"{typed} is a flag of {RUN.command} alone", remedy) for typed in refused]
 
 
 def _no_flag(word: str, key: str, value: str, program: Program) -> Problem:

@@ -35,7 +35,7 @@ def configs(request: Request, catalog: Catalog, problems: list[Problem]) -> list
         jobs = list(enumerate(sweeps.expand([*params, *request.task], whole.hydra.sweeper)))
         if len(jobs) > sweeps.ANNOUNCED:
             print(f"checking {len(jobs):,} jobs, before the first of them begins", file=sys.stderr, flush=True)
-        sweeps.settle(whole)
+        sweeps.fix_folder(whole)
     done, folders = [], []
     for number, words in jobs:
         job = Job(composer, [*request.hydra, *words], number, whole)

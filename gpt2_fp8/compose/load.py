@@ -33,7 +33,7 @@ def load_config(*words: str) -> RunConfig:
         words: choices and values, such as `"model=gpt2"` and `"seed=1"`; `"-cd", FOLDER` adds settings of your own.
 
     Raises UserError with every problem at once. Problems are also keys that only the program reads, and an `auto` that
-    only the program settles. Plugins are imported last; one that cannot be imported is a UserError too.
+    only the program decides. Plugins are imported last; one that cannot be imported is a UserError too.
     """
     problems = [*_flags(words), *_unread(words)]
     config = None
@@ -43,7 +43,7 @@ def load_config(*words: str) -> RunConfig:
         except UserError as error:
             problems += error.problems
     if config is not None:
-        problems += [problem for problem in _unsettled(config) if problem not in problems]
+        problems += [problem for problem in _undecided(config) if problem not in problems]
     if problems:
         raise UserError(dict.fromkeys(problems))
     assert config is not None
@@ -68,8 +68,8 @@ def _unread(words: tuple[str, ...]) -> Iterator[Problem]:
                 yield _not_read(word, said)
 
 
-def _unsettled(config: RunConfig) -> Iterator[Problem]:
-    """Report an `auto` that only the program settles, and keys that only the program reads.
+def _undecided(config: RunConfig) -> Iterator[Problem]:
+    """Report an `auto` that only the program decides, and keys that only the program reads.
 
     A choice of several keys (`debug=fdr`) may have set them.
     """

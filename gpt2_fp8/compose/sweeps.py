@@ -68,7 +68,7 @@ def _start(override: Override) -> Override:
     return parsed(f"{override.get_key_element()}={sweep.start}")
 
 
-def settle(whole: DictConfig) -> None:
+def fix_folder(whole: DictConfig) -> None:
     """Resolve a sweep's folder first, as Hydra does, so that `now` says the same for all jobs."""
     try:
         OmegaConf.select(whole, "hydra.sweep.dir")

@@ -239,6 +239,6 @@ class RunConfig:
 
     @property
     def micro_batch(self) -> int:
-        """Return `micro_batch_size` as a number, once a run or the benchmark has settled what was `auto`."""
+        """Return `micro_batch_size` as a number, once a run or the benchmark has decided what was `auto`."""
         assert self.micro_batch_size != "auto"
         return self.micro_batch_size

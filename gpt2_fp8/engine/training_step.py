@@ -40,7 +40,8 @@ class TrainingStep:
 
     A step is *settled* once the host knows whether its update was made. A step that was not finite in FP8 is then run
     again in bf16. Settling immediately would make the host wait for the GPU. So a step settles late: when the next one
-    comes, or when anything here is asked for. Settling is collective and needs no call from outside.
+    comes, or when anything here is asked for. Settling is collective. Only a caller that reads the weights themselves
+    or the time calls `settle` first.
 
     Args:
         config: the run's; its micro-batch is a number.

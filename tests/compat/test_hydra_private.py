@@ -26,6 +26,13 @@ def test_the_flags_that_this_program_reads():
     assert {name for name in (*flags, "experimental_rerun") if not hasattr(args, name)} == set()
 
 
+def test_the_flags_that_a_command_line_sets():
+    parser = hydra_private.flag_parser()
+    given = parser.parse_args(["-m", "--config-dir", "here", "seed=1"])
+    assert hydra_private.given_flags(parser, given) == {"multirun": "--multirun/-m", "config_dir": "--config-dir/-cd"}
+    assert hydra_private.given_flags(parser, parser.parse_args(["seed=1"])) == {}
+
+
 def overrides(*words):
     return OverridesParser.create().parse_overrides(list(words))
 
