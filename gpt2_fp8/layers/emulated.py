@@ -8,7 +8,8 @@ They show what FP8 does to training, one operand at a time and without a GPU. Ea
 - `head`: the head's GEMMs are in FP8. See `emulated_head`.
 
 Normalisation, GELU and attention are the plain-torch layers'. FP8 operands are cast from the float32 results of the
-first two, as the kernels of the other FP8 layers do.
+first two, as the kernels of the other FP8 layers do. There is one exception: on a CPU without `residual`, autocast
+leaves normalisation in bfloat16.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Head(LayerNormLinear):
         return NO_SLOTS if scales is None else scales.slots(self.first, None)
 
     def _normalise(self, x: Tensor) -> Tensor:
-        x = x.to(torch.bfloat16)  # it holds no more than that; its gradient is rounded so here
+        x = x.to(torch.bfloat16).to(x.dtype)  # it holds no more than bfloat16's numbers; nor shall its gradient
         return F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.epsilon).float()
 
 

@@ -70,7 +70,8 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
     It is 1 if `amax` is 0 or not finite. It is float32's largest number if the quotient is infinite.
     """
-    fresh = (LARGEST[dtype] / amax).clamp(max=torch.finfo(torch.float32).max)
+    largest = torch.full_like(amax, LARGEST[dtype])  # number / tensor is a multiplication by the rounded reciprocal
+    fresh = (largest / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where(torch.isfinite(amax) & (amax > 0), fresh, 1.0)
 
 
