@@ -33,11 +33,13 @@ from gpt2_fp8.config.errors import UserError
 
 def main(argv: list[str] | None = None) -> int:
     """Run the study that the command line asks for. Returns the exit code."""
-    options = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    mark = argv.index("--") if "--" in argv else len(argv)
+    options, words = _parser().parse_args(argv[:mark]), argv[mark + 1 :]
     try:
         rows = _rows(options.conditions)
-        jobs = _jobs(options.folder, rows, options.seeds, options.words)
-        _same_study(options.folder, options.words)
+        jobs = _jobs(options.folder, rows, options.seeds, words)
+        _same_study(options.folder, words)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -48,13 +50,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s FOLDER [options] -- [what every run is given]", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("folder", type=Path, help="the study's folder; each run has one in it")
     parser.add_argument("--conditions", type=Path, help="a file of lines NAME: WORDS; without it, the factorial")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--gpus", nargs="+", default=[], help="as CUDA_VISIBLE_DEVICES names them; none: no change")
     parser.add_argument("--at-once", type=int, help="runs at a time; one for each GPU if left out")
-    parser.add_argument("words", nargs="*", help="what every run is given, after --")
     return parser
 
 

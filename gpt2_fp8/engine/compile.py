@@ -20,7 +20,7 @@ def compiled(function: Callable[P, R], options: dict[str, Any] | None = None) ->
     """Compile `function` with `torch.compile`. `options`: Inductor's, by their names in its configuration."""
     if torch.cuda.is_available():
         start_workers()
-    return torch.compile(function, options=options or None)
+    return torch.compile(function, options=options) if options else torch.compile(function)
 
 
 def start_workers() -> None:

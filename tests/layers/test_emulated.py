@@ -287,7 +287,7 @@ def test_the_heads_gradient_has_a_fixed_factor():
 
 
 def test_scales_follow_the_amaxes_step_by_step():
-    """A history of steps with two micro-batches, against the formula: the largest of the last four steps, one margin."""
+    """Steps of two micro-batches, against the formula: the largest of the last four steps, and a margin of one."""
     model, amaxes = build(), {}
     scales = model.scales
     calibrate(model, lambda given: loss_of(model, given), ids(), autocast)

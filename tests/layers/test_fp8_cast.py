@@ -1,6 +1,7 @@
 """FP8 casts in plain torch: every edge of both formats against their definition, and the scales of every recipe."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,9 +18,7 @@ def numbers(dtype):
     """Every finite number of a format that is not negative, by the definition of its bits, in order."""
     exponents, mantissas, bias, largest = FORMATS[dtype]
     found = [m * 2.0 ** (1 - bias - mantissas) for m in range(2**mantissas)]
-    found += [
-        (1 + m / 2**mantissas) * 2.0 ** (e - bias) for e in range(1, 2**exponents) for m in range(2**mantissas)
-    ]
+    found += [(1 + m / 2**mantissas) * 2.0 ** (e - bias) for e in range(1, 2**exponents) for m in range(2**mantissas)]
     return [number for number in found if number <= largest]
 
 
@@ -34,7 +33,7 @@ def test_every_edge_is_rounded_to_nearest_even(dtype):
     """Each number, each midpoint between two, and their neighbours in float32; either sign."""
     of = numbers(dtype)
     assert of[-1] == FORMATS[dtype][3]
-    exact = torch.tensor([*of, *((a + b) / 2 for a, b in zip(of, of[1:], strict=False))], dtype=torch.float32)
+    exact = torch.tensor([*of, *((a + b) / 2 for a, b in pairwise(of))], dtype=torch.float32)
     inf = torch.tensor(torch.inf)
     given = torch.cat([exact, torch.nextafter(exact, inf), torch.nextafter(exact, -inf)])
     given = torch.cat([given, -given])
