@@ -9,8 +9,12 @@ from tests.runs import assert_same_checkpoint, checkpoint, metrics, record_steps
 
 pytestmark = pytest.mark.whole
 FP8 = ["precision.backend=emulated"]
-LEARN = ["trainer.max_steps=250", "trainer.val_check_interval=250", "optim.lr=5e-3", "data.val_sequences=64"]
+LEARN = [
+    "trainer.max_steps=300", "trainer.val_check_interval=300", "optim.lr=3e-3", "optim.warmup_steps=20", "seed=1",
+    "data.seed=0", "data.val_sequences=256", "global_batch_size=16", "micro_batch_size=16",
+]  # fmt: skip
 QUIET = ["callbacks.checkpoint_every_n_steps=0", "trainer.log_every_n_steps=50"]
+NOISE = 0.02  # of the loss; four bf16 runs of other seeds deviate by 1.4 %
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +29,7 @@ def learnt(tmp_path_factory):
 @pytest.mark.parametrize("words", [[], ["recipe=current"], ["recipe=block"], ["precision=fp8_e4m3"]], ids=" ".join)
 def test_fp8_learns_what_bf16_learns(tmp_path, learnt, words):
     loss = train(tmp_path, *LEARN, *QUIET, *FP8, *words)
-    assert loss == pytest.approx(learnt, rel=0.01)
+    assert loss == pytest.approx(learnt, rel=NOISE)
     assert loss != learnt
     found = summary(tmp_path)
     assert (found["status"], found["divergence"]["events"]) == ("completed", [])
