@@ -4,7 +4,9 @@ import math
 
 import pytest
 
+from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read
+from gpt2_fp8.train.footprint import footprint
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, record_steps, recorded, summary, train, train_until
 
 pytestmark = pytest.mark.whole
@@ -57,6 +59,14 @@ def test_legs_equal_one_run_bit_for_bit(tmp_path, monkeypatch, words):
     assert legs == whole
     assert_same_checkpoint(checkpoint(tmp_path / "legs", 12), checkpoint(tmp_path / "whole", 12))
     assert metrics(tmp_path / "legs")["val_loss"] == logged["val_loss"]
+
+
+def test_the_estimate_of_host_memory_covers_it():
+    """The shape was measured: 1,083 MiB at its peak, and 919 in float32, which a CPU has otherwise."""
+    shape = ["trainer=cpu", "model.n_layer=6", "model.n_embd=256", "micro_batch_size=16"]
+    (ours,), (theirs,) = (compose.preflight([*shape, *words]) for words in (FP8, []))
+    assert 1083 << 20 < footprint(ours, 257).of(16) < 1.5 * (1083 << 20)
+    assert footprint(theirs, 257).of(16) < footprint(ours, 257).of(16)
 
 
 def test_scales_are_saved_with_their_settings(tmp_path, caplog):
