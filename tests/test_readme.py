@@ -1,6 +1,7 @@
 """What the documents say is so: their commands compose and run, and what they name exists."""
 
 import ast
+import importlib
 import re
 import shlex
 import subprocess
@@ -21,7 +22,9 @@ from tests.runs import forked, metrics
 ROOT = Path(__file__).resolve().parents[1]
 README, ARCHITECTURE, PERFORMANCE = (ROOT / name for name in ("README.md", "ARCHITECTURE.md", "docs/performance.md"))
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, CONTRIBUTING, ROOT / "docs/python.md", ROOT / "CHANGELOG.md"]
+NUMERICS = ROOT / "docs/numerics.md"
+DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, NUMERICS, CONTRIBUTING, ROOT / "docs/python.md", ROOT / "CHANGELOG.md"]
+STUDY = ["python", "docs/studies/fp8_gap.py"]
 RUN, BENCH = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench"))
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
 
@@ -105,7 +108,7 @@ def stand_ins(argv):
 
 def test_the_documents_have_commands():
     assert FIRST.argv == []
-    assert {found.document for found in RUNS} == {"README.md", "performance.md"}
+    assert {found.document for found in RUNS} == {"README.md", "performance.md", "numerics.md"}
     assert len(RUNS) > 12
 
 
@@ -125,9 +128,22 @@ def test_every_benchmark_composes(found, gpu, tmp_path, monkeypatch):
     assert cases
 
 
+def test_the_studys_command_composes(tmp_path, monkeypatch):
+    """What every run is given, and each condition of the factorial."""
+    (found,) = (found for found in ALL if found.words[: len(STUDY)] == STUDY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
+    words = found.words[found.words.index("--") + 1 :]
+    stand_ins(words)
+    factorial, study = (importlib.import_module(name) for name in ("factorial", "fp8_gap"))
+    jobs = study._jobs(tmp_path, study._rows(None), [1, 2, 3], words)
+    assert len(jobs) == 3 * len(factorial.EMULATED)
+    assert {job.steps for job in jobs} == {780}
+
+
 def test_every_command_is_of_a_known_kind():
     """A new kind of command needs a test of its own."""
-    known = {("python", "-m"), ("python", "-c"), ("pip", "install"), ("pytest",), ("export",)}
+    known = {("python", "-m"), ("python", "-c"), ("pip", "install"), ("pytest",), ("export",), tuple(STUDY)}
     for found in ALL:
         start = tuple(found.words[:2]) if found.words[0] in ("python", "pip") else (found.words[0],)
         assert start in known, str(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Backend(ABC):
     Attributes:
         name: the value of `precision.backend` that chooses it.
         compiled: whether `torch.compile` compiles its loss.
+        compile_options: options of `torch.compile` for that.
         graphs: whether this run's micro-batches are recorded and replayed.
         records_graphs: whether it can record micro-batches as CUDA graphs.
         fused_loss: whether the loss overwrites the logits with their gradient (`kernels.cross_entropy`; CUDA only).
@@ -37,6 +38,7 @@ class Backend(ABC):
     name: ClassVar[str]
     records_graphs: ClassVar[bool] = False
     fused_loss: ClassVar[bool] = True
+    compile_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         self.config, self.ran, self.device = config, ran, device

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
-from gpt2_fp8.backends.twin import twin_of
+from gpt2_fp8.backends.twin import bf16_loss
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.layers import Family
 from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
-from gpt2_fp8.model.loss import cross_entropy, split
 from gpt2_fp8.precision.recipes import delayed_scaling
 from gpt2_fp8.precision.scaling import NoScaling, Scaling
 from gpt2_fp8.precision.support import why_no_hopper
@@ -51,15 +48,7 @@ class Fused(Backend):
 
     def bf16_loss(self, model: GPT2) -> LossOf:
         """See `Backend`. These layers have no bf16, so a twin of plain-torch layers computes it."""
-        twin: list[GPT2] = []
-
-        def loss(ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
-            if not twin:
-                twin.append(twin_of(model, self.recompute))
-            inputs, targets = split(ids)
-            return cross_entropy(twin[0](inputs), targets, model.vocab_size, fused=ids.is_cuda, scale=scale)
-
-        return loss
+        return bf16_loss(model, self.recompute)
 
     def scaling(self, model: GPT2) -> Scaling | NoScaling:
         """See `Backend`."""

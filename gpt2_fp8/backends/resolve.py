@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpt2_fp8.backends.base import Backend, Device, Ran
+from gpt2_fp8.backends.emulated import Emulated
 from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.backends.reference import Reference
 from gpt2_fp8.backends.transformer_engine import TransformerEngine
@@ -15,7 +16,9 @@ from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, RunC
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.precision.support import why_not_fp8, why_not_recipe
 
-BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Fused, TransformerEngine, Reference)}
+BACKENDS: dict[str, type[Backend]] = {
+    backend.name: backend for backend in (Fused, TransformerEngine, Reference, Emulated)
+}
 # the fastest first: `precision.backend=auto` takes the first that can compute the run
 IN_FP8 = (Fused, TransformerEngine)
 
@@ -60,8 +63,11 @@ def resolve(config: RunConfig, device: Device) -> Plan:
     if not isinstance(precision, FP8PrecisionConfig):
         backend = Reference if precision.backend == "auto" else _asked(config, precision.backend)
         return Plan(device, precision.name, precision.name, None, backend(config, precision.name, device))
+    assert precision.name != "fp8_e5m2"  # refused by the check of the settings
+    if precision.backend == Emulated.name:  # it needs no FP8 units, so there is nothing to fall back from
+        backend = _asked(config, precision.backend)
+        return Plan(device, precision.name, precision.name, None, backend(config, precision.name, device))
     if (reason := _why_not_fp8(config, device)) is None:
-        assert precision.name != "fp8_e5m2"  # refused by the check of the settings
         return Plan(device, precision.name, precision.name, None, _in_fp8(config)(config, precision.name, device))
     lesser: Ran = "bf16" if device == "cuda" else "fp32"
     if precision.fallback == "error":

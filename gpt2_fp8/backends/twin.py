@@ -1,12 +1,15 @@
-"""A twin: a second model that shares the parameters of the first."""
+"""A twin: a second model that shares the parameters of the first, and computes a step again in bf16."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from gpt2_fp8.backends.base import LossOf
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
+from gpt2_fp8.model.loss import cross_entropy, split
 
 
 def twin_of(model: GPT2, recompute: bool = False) -> GPT2:
@@ -19,3 +22,16 @@ def twin_of(model: GPT2, recompute: bool = False) -> GPT2:
         setattr(twin.get_submodule(place), last, own.pop(name))
     assert not own, "the families have the same parameters"
     return twin
+
+
+def bf16_loss(model: GPT2, recompute: bool = False) -> LossOf:
+    """Return the loss of a twin of `model`, which is built at the first call. Call it inside `bf16_context`."""
+    twin: list[GPT2] = []
+
+    def loss(ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
+        if not twin:
+            twin.append(twin_of(model, recompute))
+        inputs, targets = split(ids)
+        return cross_entropy(twin[0](inputs), targets, model.vocab_size, fused=ids.is_cuda, scale=scale)
+
+    return loss

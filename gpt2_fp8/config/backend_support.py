@@ -30,11 +30,25 @@ def _no_fp8(config: RunConfig) -> str | None:
     return "plain torch has no FP8 products" if config.precision.name.startswith("fp8") else None
 
 
+def why_not_emulated(config: RunConfig) -> str | None:
+    """Return why a run cannot have the emulated layers; None if it can."""
+    if config.precision.name in ("fp32", "bf16"):
+        return f"it emulates FP8, and this is precision={config.precision.name}"
+    if config.recipe.name == "mxfp8":
+        return "it has the recipes delayed, current and block, not recipe=mxfp8"
+    return None
+
+
 def _no_fp32(config: RunConfig) -> str | None:
     return "it is for FP8 and bf16 here, and this is precision=fp32" if config.precision.name == "fp32" else None
 
 
-_WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {"fused": _only_fp8, "te": _no_fp32, "reference": _no_fp8}
+_WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {
+    "fused": _only_fp8,
+    "te": _no_fp32,
+    "reference": _no_fp8,
+    "emulated": why_not_emulated,
+}
 
 
 def is_multi_process(config: RunConfig) -> bool:
@@ -49,6 +63,9 @@ def check(config: RunConfig) -> Iterator[Finding]:
     if asked != "auto" and (reason := _WHY_NOT[asked](config)):
         problem = Problem(f"precision.backend={asked} cannot run: {reason}", "precision.backend=auto")
         yield Finding(("precision.backend", "precision.name", "recipe", "model.dropout"), problem)
+    if isinstance(precision, FP8PrecisionConfig) and precision.emulate is not None and asked != "emulated":
+        cause = f"precision.emulate says what the emulated layers cast, and this is precision.backend={asked}"
+        yield Finding(("precision.emulate",), Problem(cause, "add precision.backend=emulated, or leave it out"))
     fast = isinstance(precision, FP8PrecisionConfig) and precision.fast_accumulation
     if fast and (reason := _only_fused(config, "that choice")):
         problem = Problem(f"precision.fast_accumulation=true: {reason}", "leave it out")

@@ -64,7 +64,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "amax_compute": ("it has Transformer Engine's name", "recipe.amax_compute_algo=max or most_recent"),
     "amax_history": ("it has Transformer Engine's name", "recipe.amax_history_len"),
     "history_len": ("it has Transformer Engine's name", "recipe.amax_history_len"),
-    "layers": ("it has been renamed", "precision.backend=auto, fused, te or reference"),
+    "layers": ("it has been renamed", "precision.backend=auto, fused, te, reference or emulated"),
     "use_fast_accum": ("it has another name", "precision.fast_accumulation=true"),
     "split_accumulator": ("it has another name", "precision.fast_accumulation=false"),
     "data_dir": ("files are listed", "data=text_files data.train_files='[FOLDER/*.txt]'"),

@@ -148,7 +148,8 @@ class _Builder:
             (item,) = get_args(lists[0])
             remedy = hints.VALUES.get(path) or f"{path}={_example(lists)}"
             remedy = f"{path}='[{show(value)}]'" if item is str and isinstance(value, str) else remedy
-            return self._bad(path, f"{path}={show(value)}: needs a list of {_SEVERAL[item]}", remedy)
+            several = ", ".join(get_args(item)) if get_origin(item) is Literal else _SEVERAL[item]
+            return self._bad(path, f"{path}={show(value)}: needs a list of {several}", remedy)
         remedy = hints.VALUES.get(path) or f"{path}={self._nearest(members, value, literals)}"
         return self._bad(path, f"{path}={show(value)}: must be {hints.either(words)}", remedy)
 
@@ -193,7 +194,10 @@ def _example(members: list[Any]) -> str:
     if get_origin(first) is Literal:
         return "|".join(map(str, get_args(first)))
     if get_origin(first) is list:
-        return {int: "'[1,2]'", float: "'[0.1,0.2]'"}.get(get_args(first)[0], "'[one,two]'")
+        (item,) = get_args(first)
+        if get_origin(item) is Literal:
+            return f"'[{','.join(get_args(item)[:2])}]'"
+        return {int: "'[1,2]'", float: "'[0.1,0.2]'"}.get(item, "'[one,two]'")
     return {bool: "true|false", int: "NUMBER", float: "NUMBER", str: "TEXT"}.get(first, "VALUE")
 
 

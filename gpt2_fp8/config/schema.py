@@ -8,7 +8,7 @@ distinguished by `name` or `kind`. So no key is accepted that would do nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from gpt2_fp8.config.ranges import Refusal, above_zero, at_least, below_one, from_to
 
@@ -42,21 +42,29 @@ class ModelConfig:
     bias: bool  # biases on the linear layers (normalisation keeps its own)
 
 
+Emulate = Literal["fprop_input", "weight", "dgrad_gradient", "wgrad_gradient", "wgrad_input", "residual", "head"]
+EMULATED: tuple[str, ...] = get_args(Emulate)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlainPrecisionConfig:
     """fp32: everything in float32. bf16: float32 weights, bfloat16 autocast."""
 
     name: Literal["fp32", "bf16"]
-    backend: Literal["auto", "fused", "te", "reference"]  # what computes it; auto: reference, plain torch (compiled)
+    backend: Literal[
+        "auto", "fused", "te", "reference", "emulated"
+    ]  # what computes it; auto: reference, plain torch (compiled)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FP8PrecisionConfig:
-    """float32 weights, bfloat16 activations, FP8 matrix products through Transformer Engine."""
+    """float32 weights, bfloat16 activations, FP8 matrix products."""
 
     name: Literal["fp8_hybrid", "fp8_e4m3", "fp8_e5m2"]  # hybrid: E4M3 forward, E5M2 gradients; e4m3: but the head's
     keep_bf16: list[str]  # layers whose products stay in bf16: "head", "first", "last", or "blocks.N"
-    backend: Literal["auto", "fused", "te", "reference"]  # our fused chain or Transformer Engine; auto: fused if it can
+    # our fused chain, Transformer Engine, or FP8 emulated in plain torch on any device; auto: fused if it can, else te
+    backend: Literal["auto", "fused", "te", "reference", "emulated"]
+    emulate: list[Emulate] | None = None  # what the emulated layers cast to FP8; null: all that the fused layers do
     fast_accumulation: bool  # sum the blocks' input gradients in the tensor cores alone, to some 14 bits (fused layers)
     fallback: Literal["allow", "error"]  # when this machine cannot do FP8: train in bf16 (fp32 on a CPU), or exit 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -16,11 +16,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile `function` with `torch.compile`."""
+def compiled(function: Callable[P, R], options: dict[str, Any] | None = None) -> Callable[P, R]:
+    """Compile `function` with `torch.compile`. `options`: Inductor's, by their names in its configuration."""
     if torch.cuda.is_available():
         start_workers()
-    return torch.compile(function)
+    return torch.compile(function, options=options) if options else torch.compile(function)
 
 
 def start_workers() -> None:

@@ -39,7 +39,8 @@ class Gradients:
         self.plan, self.model, self.scaling = plan, model, scaling
         self.parameters = list(model.parameters())
         self._backward, self._no_sync = backward, no_sync
-        self._loss_of: LossOf = compiled(self._own_loss) if plan.backend.compiled else self._own_loss
+        backend, own = plan.backend, self._own_loss
+        self._loss_of: LossOf = compiled(own, backend.compile_options) if backend.compiled else own
         self._in_bf16: LossOf | None = None
         self._graphed: GraphedGradients | None = None
         self._undo: Undo = _nothing

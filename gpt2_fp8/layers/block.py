@@ -26,8 +26,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
         """Compute the block. See `layers.Family.block`."""
         y = self.attention(self.qkv(x, is_first_microbatch))
-        x = x + self.dropout(self.projection(y, is_first_microbatch))
-        return x + self.dropout(self.mlp(x, is_first_microbatch))
+        x = self.add(x, self.dropout(self.projection(y, is_first_microbatch)))
+        return self.add(x, self.dropout(self.mlp(x, is_first_microbatch)))
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add the result `y` of a branch to the residual stream `x`. Both: [batch, tokens, n_embd]."""
+        return x + y
 
 
 class Composed:

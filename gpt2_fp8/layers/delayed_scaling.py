@@ -98,11 +98,15 @@ class Scales(nn.Module):
     def slot(self, place: Place) -> Slot:
         """Return views of one tensor's scale and of where its amax is recorded."""
         if place not in self._slots:
-            start = self._columns(place.direction).start + place.number
+            start = self.column(place)
             one = slice(start, start + 1)
             dtype = getattr(self.settings, place.direction)
             self._slots[place] = Slot(self.scale[one], self.scale_inv[start, :1], self.history[0, one], dtype)
         return self._slots[place]
+
+    def column(self, place: Place) -> int:
+        """Return the index of one FP8 tensor among all, once every layer is built."""
+        return self._columns(place.direction).start + place.number
 
     def _columns(self, direction: Direction) -> slice:
         forward, gradient = self._counts.values()

@@ -1,4 +1,4 @@
-"""Our configuration as Transformer Engine's recipe, or as the settings of the fused layers.
+"""Our configuration as Transformer Engine's recipe, or as the settings of the fused and emulated layers.
 
 The conversion is strict, because Transformer Engine's constructors ignore unknown keys.
 """
@@ -32,13 +32,18 @@ def build_recipe(precision: FP8PrecisionConfig, recipe: DelayedRecipe | Stateles
 
 
 def delayed_scaling(precision: FP8PrecisionConfig, recipe: DelayedRecipe) -> DelayedScaling:
-    """Return the fused layers' settings of delayed scaling."""
-    hybrid = precision.name == "fp8_hybrid"
+    """Return the settings of delayed scaling for the fused and the emulated layers."""
+    forward, gradient = formats(precision)
     return DelayedScaling(
         history=recipe.amax_history_len,
         margin=recipe.margin,
         most_recent=recipe.amax_compute_algo == "most_recent",
-        forward=torch.float8_e4m3fn,
-        gradient=torch.float8_e5m2 if hybrid else torch.float8_e4m3fn,
+        forward=forward,
+        gradient=gradient,
         fast_accumulation=precision.fast_accumulation,
     )
+
+
+def formats(precision: FP8PrecisionConfig) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtype of activations and weights, and that of gradients."""
+    return torch.float8_e4m3fn, torch.float8_e5m2 if precision.name == "fp8_hybrid" else torch.float8_e4m3fn

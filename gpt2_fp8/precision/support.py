@@ -33,6 +33,11 @@ def why_not_fp8() -> str | None:
     return None if available else first_line(reason)
 
 
+def has_fp8_conversion() -> bool:
+    """Return whether the CUDA GPU converts to FP8 in hardware, as compiled code does."""
+    return torch.cuda.get_device_capability() >= NEEDED
+
+
 def why_no_transformer_engine() -> str | None:
     """Return why Transformer Engine's layers cannot run here in any precision; None if they can."""
     if not torch.cuda.is_available():

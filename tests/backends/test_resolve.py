@@ -34,13 +34,14 @@ def config(base):
 
     def build(
         precision="fp8_hybrid", fallback="allow", recipe="delayed", backend="auto", dropout=0.0, micro_batch_size=64,
-        trainer=None, fast=False, **keys,
+        trainer=None, fast=False, emulate=None, **keys,
     ):  # fmt: skip
         chosen = PlainPrecisionConfig(name=precision, backend=backend)
         if precision.startswith("fp8"):
             chosen = FP8PrecisionConfig(
-                name=precision, keep_bf16=[], backend=backend, fast_accumulation=fast, fallback=fallback
-            )
+                name=precision, keep_bf16=[], backend=backend, fast_accumulation=fast, fallback=fallback,
+                emulate=emulate,
+            )  # fmt: skip
         return replace(
             base,
             precision=chosen,
@@ -205,6 +206,52 @@ def test_fast_accumulation_is_refused_where_the_fused_layers_cannot_run(config, 
     assert resolve(config(), "cuda").backend.name == "te"
     problem = refusal(config(fast=True))
     assert problem.cause.startswith("precision.fast_accumulation=true is the fused layers' own, and they cannot run")
+
+
+# Emulated
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("fallback", ["allow", "error"])
+@pytest.mark.parametrize("precision", ["fp8_hybrid", "fp8_e4m3"])
+def test_emulated_fp8_runs_anywhere_and_is_no_fallback(config, monkeypatch, precision, fallback, device):
+    gpu(monkeypatch, (8, 0), "NVIDIA A100")
+    monkeypatch.setattr(resolving, "why_not_fp8", lambda: "the card is too old")
+    plan = resolve(config(precision, backend="emulated", fallback=fallback), device)
+    assert (plan.asked, plan.ran, plan.reason, plan.fell_back) == (precision, precision, None, False)
+    assert (plan.backend.name, plan.recipe, plan.fp8) == ("emulated", "delayed", True)
+    assert not plan.backend.compiled, "this GPU has no conversion to FP8"
+
+
+@pytest.mark.parametrize(("recipe", "scaled"), [("delayed", True), ("current", False), ("block", False)])
+def test_emulated_layers_have_the_recipe_and_the_formats(config, recipe, scaled):
+    made = resolve(config("fp8_e4m3", backend="emulated", recipe=recipe, emulate=["weight", "head"]), "cpu").backend
+    family = made.family()
+    assert (family.emulation.recipe, family.scales is not None) == (recipe, scaled)
+    assert family.emulation.forward == family.emulation.gradient == torch.float8_e4m3fn
+    assert family.emulation.switches == {"weight", "head"}
+    assert made.kernels(257) == {"layers": "FP8 emulated in plain torch", "emulated": "weight, head"}
+
+
+def test_emulated_layers_are_compiled_on_a_gpu_that_converts(config, monkeypatch):
+    gpu(monkeypatch, (8, 9), "NVIDIA L4")
+    assert resolve(config(backend="emulated"), "cuda").backend.compiled
+    assert not resolve(config(backend="emulated", compile=False), "cuda").backend.compiled
+    assert resolve(config(backend="emulated"), "cuda").backend.compile_options == {"emulate_precision_casts": True}
+
+
+def test_a_compilation_that_cannot_be_right_is_refused(config, monkeypatch):
+    problem = refusal(config(backend="emulated", recipe="block", compile=True), "cpu")
+    assert "compiler for CPUs computes blocks at the edge wrongly" in problem.cause
+    assert resolve(config(backend="emulated", recipe="current", compile=True), "cpu").backend.compiled
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gpu(monkeypatch, (8, 0), "NVIDIA A100")
+    assert "no conversion to FP8" in refusal(config(backend="emulated", compile=True)).cause
+
+
+@pytest.mark.usefixtures("hopper")
+def test_auto_is_never_emulated(config):
+    assert {resolve(config(recipe=recipe), "cuda").backend.name for recipe in ("delayed", "current")} == {"fused", "te"}
 
 
 # CUDA graphs

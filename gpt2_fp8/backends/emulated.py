@@ -1,0 +1,88 @@
+"""FP8 emulated in plain torch, on any device: to see what FP8 does, operand by operand. It is never the fastest."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
+from gpt2_fp8.backends.twin import bf16_loss
+from gpt2_fp8.config import backend_support
+from gpt2_fp8.config.block_spec import block_spec, why_not
+from gpt2_fp8.config.schema import EMULATED, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.layers import Family, emulated
+from gpt2_fp8.layers.emulated_gemm import Emulation
+from gpt2_fp8.model.gpt2 import GPT2
+from gpt2_fp8.precision.recipes import delayed_scaling, formats
+from gpt2_fp8.precision.scaling import NoScaling, Scaling
+from gpt2_fp8.precision.support import has_fp8_conversion
+
+
+class Emulated(Backend):
+    """The plain-torch layers with operands cast to FP8 and back (`layers/emulated.py`)."""
+
+    name = "emulated"
+    fused_loss = False
+    # Else Inductor leaves out bfloat16's rounding between operations that it fuses.
+    compile_options: ClassVar[dict[str, Any]] = {"emulate_precision_casts": True}
+
+    def __init__(self, config: RunConfig, ran: Ran, device: Device):
+        super().__init__(config, ran, device)
+        able = device == "cuda" and has_fp8_conversion()
+        self.compiled = able if config.compile == "auto" else config.compile
+
+    @staticmethod
+    def own_recipe(auto: AutoRecipe) -> DelayedRecipe:
+        """See `Backend`."""
+        return auto.delayed
+
+    @classmethod
+    def why_not(cls, config: RunConfig) -> str | None:
+        """See `Backend`."""
+        if config.compile is True and (reason := cls._why_not_compiled(config)):
+            return f"compile=true, and {reason}"
+        lacking = why_not(block_spec(config.model), emulated.NAME, emulated.OFFERS)
+        return backend_support.why_not_emulated(config) or lacking
+
+    @staticmethod
+    def _why_not_compiled(config: RunConfig) -> str | None:
+        if not torch.cuda.is_available():
+            # torch 2.13: the gradient of the packed queries, keys and values comes out wrong if n_embd is 64
+            wrong = "torch's compiler for CPUs computes blocks at the edge wrongly"
+            return wrong if config.recipe.name == "block" else None
+        if has_fp8_conversion():
+            return None
+        return f"{torch.cuda.get_device_name()} has no conversion to FP8 that can be compiled"
+
+    @property
+    def switches(self) -> list[str]:
+        """The operands that are emulated, in the order of `EMULATED`."""
+        assert isinstance(self.config.precision, FP8PrecisionConfig)
+        chosen = self.config.precision.emulate
+        return [name for name in EMULATED if chosen is None or name in chosen]
+
+    def family(self) -> Family:
+        """See `Backend`."""
+        precision = self.config.precision
+        assert isinstance(precision, FP8PrecisionConfig)
+        assert self.recipe is not None
+        assert self.recipe.name != "mxfp8"
+        forward, gradient = formats(precision)
+        emulation = Emulation(self.recipe.name, forward, gradient, frozenset(self.switches))
+        delayed = delayed_scaling(precision, self.recipe) if isinstance(self.recipe, DelayedRecipe) else None
+        return emulated.Emulated(emulation, delayed, self.recompute)
+
+    def bf16_loss(self, model: GPT2) -> LossOf:
+        """See `Backend`. A twin of plain-torch layers computes it."""
+        return bf16_loss(model, self.recompute)
+
+    def scaling(self, model: GPT2) -> Scaling | NoScaling:
+        """See `Backend`. Scales that were found with other operands are not taken from a checkpoint."""
+        name = f"{self.name} {self.switches}"
+        return Scaling.of_run(model, self.config, self.recipe, name, self.forward_context)
+
+    def kernels(self, vocab_size: int) -> dict[str, str]:
+        """See `Backend`."""
+        how = ", compiled" if self.compiled else ""
+        return {"layers": f"FP8 emulated in plain torch{how}", "emulated": ", ".join(self.switches) or "nothing"}

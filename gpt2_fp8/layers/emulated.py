@@ -1,0 +1,177 @@
+"""The emulated layers: the plain-torch layers, with GEMMs whose operands are cast to FP8 and back.
+
+They show what FP8 does to training, one operand at a time and without a GPU. Each operand has a switch
+(`precision.emulate`, see `emulated_gemm`). Two more switches follow the fused layers:
+
+- `residual`: a branch is added to the residual stream before its result is rounded to bfloat16. The gradient of the
+  residual stream is quantized before it is rounded, too. Without it, both are rounded first, as in separate modules.
+- `head`: the head's GEMMs are in FP8. See `emulated_head`.
+
+Normalisation, GELU and attention are the plain-torch layers'. FP8 operands are cast from the float32 results of the
+first two, as the kernels of the other FP8 layers do. There is one exception: on a CPU without `residual`, autocast
+leaves normalisation in bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gpt2_fp8.config.block_spec import GPT2_OPTIONS, MLP, BlockSpec, Heads, Norm, why_not
+from gpt2_fp8.layers import block, reference
+from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
+from gpt2_fp8.layers.embedding import embed
+from gpt2_fp8.layers.emulated_gemm import NO_SLOTS, Emulation, linear, round_to_bf16
+from gpt2_fp8.layers.emulated_head import Head
+from gpt2_fp8.layers.emulated_scales import EmulatedScales
+
+NAME = "the emulated layers"
+OFFERS = GPT2_OPTIONS
+
+
+class Emulated:
+    """The family of the emulated layers. A part that stays in bf16 is built from the plain-torch layers."""
+
+    def __init__(self, emulation: Emulation, delayed: DelayedScaling | None, recompute: bool):
+        self._scales = EmulatedScales(delayed) if delayed else None
+        self.scales: Scales | None = self._scales
+        self.emulation, self.recompute = emulation, recompute
+        self._residual = "residual" in emulation.switches
+
+    def embed(self, ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        """See `layers.Family`. The residual stream holds bfloat16's numbers, in float32 if it is added before rounding.
+
+        Its gradient in float32 is then still there when a branch quantizes it.
+        """
+        x = embed(ids, tokens, positions)
+        return x.float() if self._residual else x
+
+    def why_not(self, spec: BlockSpec) -> str | None:
+        """See `layers.Family`."""
+        return why_not(spec, NAME, OFFERS)
+
+    def block(self, spec: BlockSpec, fp8: bool) -> nn.Module:
+        """See `layers.Family`."""
+        layers: Any = Layers(self.emulation, self._scales) if fp8 else reference
+        return Block(spec, layers, fp8, self.recompute, self._residual)
+
+    def head(self, spec: BlockSpec, padded_vocab_size: int, fp8: bool) -> nn.Module:
+        """See `layers.Family`."""
+        if not fp8 or "head" not in self.emulation.switches:
+            return reference.head(spec.n_embd, padded_vocab_size, spec.norm, fp8=False)
+        return Head(spec.n_embd, padded_vocab_size, spec.norm, self.emulation, self._scales)
+
+
+class Block(block.Block):
+    """A block whose residual stream is added as `residual` says."""
+
+    def __init__(self, spec: BlockSpec, layers: Any, fp8: bool, recompute: bool, residual: bool):
+        super().__init__(spec, layers, fp8, recompute)
+        self.residual = residual
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """See `block.Block`."""
+        return _AddOnce.apply(x, y.float()) if self.residual else super().add(x, y)
+
+
+class _AddOnce(torch.autograd.Function):
+    """The sum of the residual stream and a branch, rounded once. The branch gets the gradient unrounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return round_to_bf16(x + y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
+        return round_to_bf16(upstream[0]), upstream[0]
+
+
+class Layers:
+    """What `block.Block` builds a block from, in the emulated form."""
+
+    def __init__(self, emulation: Emulation, scales: EmulatedScales | None):
+        self._gemm = emulation, scales
+        self._rounded = "residual" not in emulation.switches
+
+    def layer_norm_linear(self, in_features: int, out_features: int, norm: Norm, bias: bool, fp8: bool) -> nn.Module:
+        """See the package."""
+        return LayerNormLinear(in_features, out_features, norm, bias, Gemm(*self._gemm))
+
+    def linear(self, in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
+        """See the package. Its result goes into the residual stream."""
+        return Linear(in_features, out_features, bias, Gemm(*self._gemm, self._rounded))
+
+    def layer_norm_mlp(self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: bool, recompute: bool) -> nn.Module:
+        """See the package. Its result goes into the residual stream."""
+        gemms = Gemm(*self._gemm), Gemm(*self._gemm, self._rounded)
+        return LayerNormMLP(n_embd, mlp, norm, bias, recompute, gemms)
+
+    def attention(self, heads: Heads, dropout: float) -> nn.Module:
+        """See the package."""
+        return reference.attention(heads, dropout)
+
+
+class Gemm:
+    """The GEMMs of one weight: how operands are cast, and the places of their scales.
+
+    `rounded`: whether the result is rounded to bfloat16 (and then is of that dtype).
+    """
+
+    def __init__(self, emulation: Emulation, scales: EmulatedScales | None, rounded: bool = True):
+        self.casts, self.rounded, self.scales = emulation.casts(), rounded, scales
+        if scales is not None:
+            self.first, _ = scales.reserve("forward"), scales.reserve("forward")
+            self.gradient = scales.reserve("gradient")
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute x W^T + b, float32. See `emulated_gemm.linear`."""
+        slots = NO_SLOTS if self.scales is None else self.scales.slots(self.first, self.gradient)
+        return linear(x, weight, bias, self.casts, slots, self.rounded)
+
+    def result(self, y: Tensor) -> Tensor:
+        """Return a result of `__call__` in the dtype in which it goes on."""
+        return y.to(torch.bfloat16) if self.rounded else y
+
+
+class LayerNormLinear(reference.LayerNormLinear):
+    """See `reference.LayerNormLinear`."""
+
+    def __init__(self, in_features: int, out_features: int, norm: Norm, bias: bool, gemm: Gemm):
+        super().__init__(in_features, out_features, norm, bias)
+        self.gemm = gemm
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """Compute y, bfloat16. `is_first_microbatch` has no effect here."""
+        x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
+        return self.gemm.result(self.gemm(x, self.weight, self.bias))
+
+
+class Linear(reference.Linear):
+    """See `reference.Linear`."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, gemm: Gemm):
+        super().__init__(in_features, out_features, bias)
+        self.gemm = gemm
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """Compute y, as `Gemm` rounds it. `is_first_microbatch` has no effect here."""
+        return self.gemm.result(self.gemm(x, self.weight, self.bias))
+
+
+class LayerNormMLP(reference.LayerNormMLP):
+    """See `reference.LayerNormMLP`."""
+
+    def __init__(self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, recompute: bool, gemms: tuple[Gemm, Gemm]):
+        super().__init__(n_embd, mlp, norm, bias, recompute)
+        self.fc1, self.fc2 = gemms
+
+    def _forward(self, x: Tensor) -> Tensor:
+        x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
+        h = self.fc1(x, self.fc1_weight, self.fc1_bias)  # bfloat16's numbers; float32, so that its gradient is
+        z = F.gelu(h, approximate="tanh")
+        return self.fc2.result(self.fc2(z, self.fc2_weight, self.fc2_bias))

@@ -1,0 +1,111 @@
+"""The head of the emulated layers: the last normalisation, the GEMM with the embedding, and the loss.
+
+As in the fused layers (`layers.head`), the logits' gradient is (softmax - onehot) times 2^15 in E5M2, under every
+recipe and format. No scale must be found, since its values lie in [-1, 1]. The loss's divisor goes into the scale of
+the GEMMs instead.
+
+Shapes: M = batch * tokens rows, d = n_embd, N = padded_vocab_size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gpt2_fp8.config.block_spec import Norm
+from gpt2_fp8.layers.emulated_gemm import (
+    NO_SLOTS,
+    Casts,
+    Emulation,
+    Slots,
+    cast_forward,
+    linear,
+    product,
+    rounded_product,
+    without_autocast,
+)
+from gpt2_fp8.layers.emulated_scales import EmulatedScales
+from gpt2_fp8.layers.fp8_cast import Operand, saturated
+from gpt2_fp8.layers.reference import LayerNormLinear
+
+GRADIENT, FACTOR = torch.float8_e5m2, 2.0**15
+
+
+class Head(LayerNormLinear):
+    """The last normalisation and the GEMM with the embedding. `loss` trains; `forward` gives logits."""
+
+    def __init__(
+        self, n_embd: int, padded_vocab_size: int, norm: Norm, emulation: Emulation, scales: EmulatedScales | None
+    ):
+        super().__init__(n_embd, padded_vocab_size, norm, bias=False)
+        self.casts, self.scales = emulation.head_casts(GRADIENT), [scales]  # in a list: the model registers it
+        if scales is not None:
+            self.first, _ = scales.reserve("forward"), scales.reserve("forward")
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """Compute logits, bfloat16 [batch, tokens, N], without gradients. x: [batch, tokens, d]."""
+        with torch.no_grad():
+            y = linear(self._normalise(x), self.weight, None, self.casts, self._slots(), rounded=True)
+        return y.to(torch.bfloat16)
+
+    def loss(
+        self, x: Tensor, targets: Tensor, vocab_size: int, scale: float, is_first_microbatch: bool | None
+    ) -> Tensor:
+        """Compute `scale` times the mean cross-entropy over targets [batch, tokens] that are not negative; float32."""
+        rows, targets = self._normalise(x).flatten(0, 1), targets.flatten()
+        weight = scale / torch.count_nonzero(targets >= 0).clamp_min(1)
+        slots = self._slots()
+        return _Loss.apply(
+            rows, self.weight, slots.forward, slots.seen_forward, targets, weight.float(), self.casts, vocab_size
+        )
+
+    def _slots(self) -> Slots:
+        (scales,) = self.scales
+        return NO_SLOTS if scales is None else scales.slots(self.first, None)
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        x = x.to(torch.bfloat16).to(x.dtype)  # it holds no more than bfloat16's numbers; nor shall its gradient
+        return F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.epsilon).float()
+
+
+class _Loss(torch.autograd.Function):
+    """Logits and their cross-entropy; the backward casts the logits' gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, weight: Tensor, scale: Tensor | None, seen: Tensor | None, targets: Tensor,
+        divisor: Tensor, casts: Casts, vocab_size: int,
+    ) -> Tensor:  # fmt: skip
+        with without_autocast(y):
+            inputs, w, amaxes = cast_forward(y, weight, casts, scale)
+            logits = product(inputs.fprop, w.t()).to(torch.bfloat16)
+            total = F.cross_entropy(logits[:, :vocab_size].float(), targets, ignore_index=-1, reduction="sum")
+        kept = inputs.wgrad
+        ctx.save_for_backward(logits, targets, divisor, kept.values, kept.scale_inv, w.values, w.scale_inv, amaxes)
+        ctx.vocab_size = vocab_size
+        return total * divisor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, divisor, y_values, y_scale_inv, w_values, w_scale_inv, amaxes = ctx.saved_tensors
+        y, w = Operand(y_values, y_scale_inv, True), Operand(w_values, w_scale_inv, True)
+        g = Operand(_gradient(logits, targets, ctx.vocab_size), upstream[0] * divisor / FACTOR, True)
+        with without_autocast(logits):
+            dy, dw = rounded_product(g, w), product(g.t(), y)
+        return dy, dw, None, amaxes, None, None, None, None
+
+
+def _gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Compute (softmax(logits) - onehot(targets)) times FACTOR, FP8 [M, N].
+
+    It is 0 in rows whose target is negative and in columns from `vocab_size` on.
+    """
+    p = torch.softmax(logits[:, :vocab_size].float(), 1)
+    columns = torch.arange(vocab_size, device=logits.device)
+    p = torch.where(columns == targets[:, None], p - 1, p) * (targets >= 0)[:, None]
+    return saturated(F.pad(p * FACTOR, (0, logits.shape[1] - vocab_size)), GRADIENT)
