@@ -142,6 +142,11 @@ class BlockSpec:
         }
         return [reason for reason, holds in wrong.items() if holds]
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The input and output channels of a block's linear layers."""
+        return self.n_embd, self.heads.queries, self.heads.packed, self.mlp.width, self.mlp.projected
+
     def options(self) -> frozenset[Option]:
         """What layers must have to compute this block."""
         heads, rope = self.heads, self.positions if isinstance(self.positions, RoPE) else None
