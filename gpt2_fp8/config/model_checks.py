@@ -73,6 +73,8 @@ def _widths(model: ModelConfig, multiple: int) -> Iterator[Finding]:
         remedy = f"model.mlp_width={nearest(model.mlp_width, FP8_MULTIPLE)}, or precision=bf16"
         yield _finding(model, "mlp_width", reason, remedy)
     size, n_kv_head = _head_size(model), model.n_kv_head or model.n_head
+    if size and size % 2 and model.positions == "rope":
+        return
     for channels, of in ((model.n_head, "queries"), (2 * n_kv_head, "keys and values")):
         if size and channels * size % multiple:
             keys = "n_head head_size" if of == "queries" else "n_kv_head head_size"

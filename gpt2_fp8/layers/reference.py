@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,7 +27,8 @@ def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) ->
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
-def _norm_bias(width: int, norm: Norm) -> nn.Parameter | None:
+def _norm_bias(width: int, norm: Norm) -> Any:
+    """Create LayerNorm's bias; None for RMSNorm. `Any`, since the fused layers are sure to have one."""
     return _parameter(width) if norm.kind == "layer_norm" else None
 
 

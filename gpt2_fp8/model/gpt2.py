@@ -118,5 +118,5 @@ def initialise(model: GPT2, seed: int) -> None:
             # The device is named because Lightning sets a default device here.
             values = torch.empty(parameter.shape, device="cpu")
             parameter.copy_(values.normal_(0.0, std, generator=generator))
-    for table in (model.tokens.weight, model.head.weight):
+    for table in (model.tokens.weight, model.head.get_parameter("weight")):
         table[model.vocab_size :].zero_()

@@ -1,7 +1,7 @@
 """A decoder in float64, written out by formulas: what the layers are compared with.
 
-It shares no code with them. Attention goes query by query over the positions before it. RoPE multiplies complex numbers.
-Norms, activations and the loss are sums and exponentials of torch tensors, so that autograd gives the gradients.
+It shares no code with them. Attention goes query by query over the positions before it. RoPE multiplies complex
+numbers. Norms, activations and the loss are sums and exponentials of torch tensors, so that autograd gives gradients.
 """
 
 import cmath
