@@ -121,9 +121,8 @@ def test_the_page_of_models_names_each_key_and_each_model():
     assert keys == {field.name for field in fields(ModelConfig)} - shared
     for row in rows(MODELS, "key"):
         for key in names(row[0]):
-            default = ModelConfig.__dataclass_fields__[key].default
-            shown = "true" if key == "bias" else "null" if default is None else str(default).lower()
-            assert yaml.safe_load(names(row[1])[0]) == yaml.safe_load(shown), key
+            default = True if key == "bias" else getattr(ModelConfig, key)
+            assert yaml.safe_load(names(row[1])[0]) == default, key
     listed = {name for row in rows(MODELS, "model") for name in names(row[0])}
     assert listed == {path.stem for path in (conf_dir() / "model").glob("*.yaml")}
 
