@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from gpt2_fp8.config.ranges import Refusal, above_zero, at_least, below_one, from_to
+from gpt2_fp8.config.ranges import Refusal, above_zero, above_zero_to_one, at_least, below_one, from_to
 
 Count = Annotated[int, at_least(1)]
 Steps = Annotated[int, at_least(0)]
@@ -18,6 +18,7 @@ Seed = Annotated[int, from_to(0, 2**32 - 1, "choose another seed, such as 1337")
 Part = Annotated[float, below_one()]
 Positive = Annotated[float, above_zero()]
 Amount = Annotated[float, at_least(0)]
+Epsilon = Annotated[float, above_zero_to_one()]
 ScalingFactor = Annotated[float, at_least(1)]
 Workers = Annotated[int, at_least(0, 1024, "processes")]
 Scored = Annotated[int, at_least(0, 10**7, "sequences")]
@@ -45,7 +46,7 @@ class ModelConfig:
     head_size: Count | None = None  # channels of a head; null: n_embd / n_head
     qk_norm: bool = False  # RMSNorm of queries and keys, head by head, before positions
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
-    norm_epsilon: Positive = 1e-5  # of every normalisation
+    norm_epsilon: Epsilon = 1e-5  # of every normalisation
     mlp: Literal["gelu", "swiglu"] = "gelu"
     mlp_width: Count | None = None  # channels of the hidden layer; null: 4 n_embd
     positions: Literal["learned", "rope"] = "learned"  # a table that is added to the embedding, or rotary positions

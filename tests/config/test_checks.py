@@ -55,7 +55,7 @@ TABLE = [
     ("model=llama3_2_1b model.rope_low_freq_factor=4", "low factor is below the high", "rope_high_freq_factor=16"),
     ("model.positions=rope model.rope_scaling=0.5", "model.rope_scaling=0.5: must be at least 1", "choose 1 or more"),
     ("model.positions=rope model.rope_base=0", "model.rope_base=0.0: must be above 0", "choose a value above 0"),
-    ("model.norm_epsilon=0", "model.norm_epsilon=0.0: must be above 0", "choose a value above 0"),
+    ("model.norm_epsilon=0", "model.norm_epsilon=0.0: must be above 0 and at most 1", "such as 1e-5"),
     ("model.norm=rmsnorm", "must be layer_norm or rms_norm", "model.norm=rms_norm"),
     ("model.mlp=swigl", "must be gelu or swiglu", "model.mlp=swiglu"),
     ("model.positions=alibi", "must be learned or rope", "model.positions=learned|rope"),
