@@ -5,7 +5,7 @@
 Both trees train the same small runs on the CPU, side by side: three legs in one process each for every precision that
 runs there, two ranks, and a run of the earlier tree that this one continues. Steps' token hashes and losses, logged
 values, and all saved tensors must be equal to the last bit. So must the saved state, once its keys have the present
-names (`checkpoint/upgrade.py`).
+names (`checkpoint/upgrade.py`), and models their options.
 Ends with 1 and the first differences if they are not.
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from gpt2_fp8.checkpoint.upgrade import upgraded
+from gpt2_fp8.train.saved_config import with_model_options
 
 HERE = Path(__file__).resolve().parents[1]
 ONE = {
@@ -81,6 +82,7 @@ def found(folder: Path) -> dict[str, Any]:
     for path in sorted((folder / "run" / "checkpoints").glob("step-*")):
         state = upgraded(json.loads((path / "state.json").read_text()))
         state.setdefault("training_step", {}).setdefault("scaling", {})
+        state["model"] = with_model_options(state["model"])
         result[f"{path.name}/state"] = {key: value for key, value in state.items() if key not in NEW}
         for file in sorted(path.glob("*.safetensors")):
             for name, tensor in load_file(file).items():

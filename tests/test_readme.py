@@ -7,14 +7,17 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
+from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.data.tokenizer import GPT2_FILES
 from gpt2_fp8.train.summary import Precision, Summary
 from tests.runs import forked, metrics
@@ -22,8 +25,9 @@ from tests.runs import forked, metrics
 ROOT = Path(__file__).resolve().parents[1]
 README, ARCHITECTURE, PERFORMANCE = (ROOT / name for name in ("README.md", "ARCHITECTURE.md", "docs/performance.md"))
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-NUMERICS = ROOT / "docs/numerics.md"
-DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, NUMERICS, CONTRIBUTING, ROOT / "docs/python.md", ROOT / "CHANGELOG.md"]
+MODELS, NUMERICS = ROOT / "docs/models.md", ROOT / "docs/numerics.md"
+DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, NUMERICS, CONTRIBUTING, MODELS, ROOT / "docs/python.md"]
+DOCUMENTS += [ROOT / "CHANGELOG.md"]
 STUDY = ["python", "docs/studies/fp8_gap.py"]
 RUN, BENCH = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench"))
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
@@ -106,15 +110,45 @@ def stand_ins(argv):
             Path(str(value)).mkdir(parents=True)
 
 
+def own_model(folder):
+    """Write the model of docs/models.md where the page says that it is."""
+    (text,) = blocks(MODELS, "yaml")
+    (place,) = re.findall(r"mine/model/\w+\.yaml", MODELS.read_text())
+    (folder / place).parent.mkdir(parents=True)
+    (folder / place).write_text(text)
+
+
+def test_the_page_of_models_names_each_key_and_each_model():
+    keys = {name for row in rows(MODELS, "key") for name in names(row[0])}
+    shared = {"name", "n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "dropout"}
+    assert keys == {field.name for field in fields(ModelConfig)} - shared
+    for row in rows(MODELS, "key"):
+        for key in names(row[0]):
+            default = True if key == "bias" else getattr(ModelConfig, key)
+            assert yaml.safe_load(names(row[1])[0]) == default, key
+    listed = {name for row in rows(MODELS, "model") for name in names(row[0])}
+    assert listed == {path.stem for path in (conf_dir() / "model").glob("*.yaml")}
+
+
+def test_the_refusals_of_the_page_of_models_are_what_is_said():
+    (text,) = blocks(MODELS, "text")
+    command, _, told = text.partition("\n")
+    with pytest.raises(errors.UserError) as caught:
+        preflight(shlex.split(command)[4:])
+    assert str(caught.value) == told.rstrip()
+
+
 def test_the_documents_have_commands():
     assert FIRST.argv == []
-    assert {found.document for found in RUNS} == {"README.md", "performance.md", "numerics.md"}
+    assert {found.document for found in RUNS} == {"README.md", "models.md", "performance.md", "numerics.md"}
     assert len(RUNS) > 12
 
 
 @pytest.mark.parametrize("found", RUNS, ids=str)
 def test_every_run_composes(found, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if found.document == MODELS.name:
+        own_model(tmp_path)
     stand_ins(found.argv)
     configs = preflight(found.argv)
     assert len(configs) > 1 if "-m" in found.argv else len(configs) == 1

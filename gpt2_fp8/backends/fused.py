@@ -5,6 +5,7 @@ from __future__ import annotations
 from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
 from gpt2_fp8.backends.twin import bf16_loss
 from gpt2_fp8.config import backend_support
+from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.layers import Family
 from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
@@ -58,9 +59,8 @@ class Fused(Backend):
         """See `Backend`."""
         from gpt2_fp8.layers.chosen import chosen
 
-        model = self.config.model
-        rows = self.config.micro_batch * model.n_positions
-        parts = chosen(rows, model.n_head, model.n_embd, padded_vocabulary(vocab_size))
+        rows = self.config.micro_batch * self.config.model.n_positions
+        parts = chosen(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
         return {"layers": f"fused FP8 chain{', in CUDA graphs' if self.graphs else ''}", **parts}
 
     def slower(self) -> list[str]:

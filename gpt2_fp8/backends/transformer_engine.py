@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from gpt2_fp8.backends.base import Backend
+from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec, why_not
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.layers import Family, te
@@ -58,5 +59,8 @@ class TransformerEngine(Backend):
         return Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
 
     def kernels(self, vocab_size: int) -> dict[str, str]:
-        """See `Backend`."""
-        return {"layers": "Transformer Engine"}
+        """See `Backend`. If the faster layers were not chosen because of the settings, it says so."""
+        precision = self.config.precision
+        auto = isinstance(precision, FP8PrecisionConfig) and precision.backend == "auto"
+        reason = backend_support.why_not_fused(self.config) if auto else None
+        return {"layers": "Transformer Engine" + (f", not the fused ones: {reason}" if reason else "")}

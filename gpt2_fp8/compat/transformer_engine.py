@@ -52,6 +52,13 @@ def split_along_dim() -> Any:
     return SplitAlongDim
 
 
+def apply_rotary() -> Any:
+    """Return the function that turns queries or keys by RoPE, in one kernel. Its module has no public name."""
+    from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+    return apply_rotary_pos_emb
+
+
 def reset() -> None:
     """Forget what Transformer Engine remembers of the models of this process."""
     if "transformer_engine.pytorch" in sys.modules:

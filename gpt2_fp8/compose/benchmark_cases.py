@@ -86,7 +86,7 @@ def _config(
     done = []
     for config in configs:
         model = config.model
-        if model.vocab_size is None and model.name.startswith("gpt2"):
+        if model.vocab_size is None and model.name.startswith(("gpt2", "llama")):
             model = replace(model, vocab_size=VOCABULARY["gpt2"])  # also if the text has another tokenizer
         whole = bench_schema.sequences_per_step(bench, case.micro_batch_size, model.n_positions, gpu)
         done.append(replace(config, model=model, global_batch_size=whole))

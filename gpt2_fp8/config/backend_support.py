@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from gpt2_fp8.config.block_spec import FUSED_OPTIONS, Option, block_spec, why_not
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, ModelConfig, RunConfig
 
 
 def why_not_fused(config: RunConfig) -> str | None:
@@ -17,7 +18,16 @@ def why_not_fused(config: RunConfig) -> str | None:
         return f"they do delayed scaling alone, not recipe={config.recipe.name}"
     if config.model.dropout:
         return f"they have no dropout, and model.dropout={config.model.dropout:g}"
-    return None
+    return _lacking(config.model)
+
+
+def _lacking(model: ModelConfig) -> str | None:
+    """Name the options of a model that the fused layers lack; None if there are none, or if its keys do not fit."""
+    try:
+        spec = block_spec(model)
+    except ValueError:  # which `model_checks` tells
+        return None
+    return why_not(spec, "they", FUSED_OPTIONS | {Option.DROPOUT})
 
 
 def _only_fp8(config: RunConfig) -> str | None:

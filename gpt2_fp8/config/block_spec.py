@@ -1,8 +1,8 @@
 """The description of a decoder's block, from which layers are built.
 
-Parameter names, their initial values, parameter counts and FLOPs follow from it too (`model.parameters`). Layers say
-which options they have (`OFFERS`). GPT-2's block is the only one that a configuration can ask for. Like all of this
-package, it needs no torch: the benchmark counts parameters before torch is imported.
+`block_spec` derives it from a configuration. Parameter names, their initial values, parameter counts and FLOPs follow
+from it too (`model.parameters`). Layers say which options they have (`OFFERS`). Like all of this package, it needs no
+torch: the benchmark counts parameters before torch is imported.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ class Option(StrEnum):
 
 
 GPT2_OPTIONS = frozenset({Option.LAYER_NORM, Option.GELU, Option.LEARNED_POSITIONS, Option.BIAS, Option.DROPOUT})
+ALL_OPTIONS = frozenset(Option)
+FUSED_OPTIONS = GPT2_OPTIONS - {Option.DROPOUT}  # here, since a configuration is refused before the layers are imported
+
+ROPE_BASE = 10000.0  # where a configuration names none (Su et al. 2021)
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,9 @@ class Norm:
 
 @dataclass(frozen=True)
 class MLP:
-    """The perceptron between two projections."""
+    """The perceptron between two projections. The gate is the first half of what SwiGLU's first projection gives."""
 
-    kind: Literal["gelu", "swiglu"]  # gelu: in its tanh form
+    kind: Literal["gelu", "swiglu"]  # gelu: in its tanh form. swiglu: SiLU(gate) times the rest (Shazeer 2020)
     width: int  # channels of the hidden layer
 
     @property
@@ -64,7 +68,7 @@ class Heads:
     n_head: int
     n_kv_head: int
     size: int  # channels of a head
-    qk_norm: bool = False  # queries and keys are normalised head by head
+    qk_norm: bool = False  # RMSNorm of queries and keys, head by head
 
     @property
     def queries(self) -> int:
@@ -83,11 +87,25 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Bands:
+    """Which rotations are scaled, by how often they turn within the context that a model was first trained on.
+
+    Those that turn at most `low` times are scaled in full, and those that turn `high` times or more are not. Between
+    the two, the part that is scaled falls linearly (Llama 3.1, Grattafiori et al. 2024).
+    """
+
+    low: float
+    high: float
+    original_positions: int
+
+
+@dataclass(frozen=True)
 class RoPE:
-    """Rotary positions."""
+    """Rotary positions (Su et al. 2021). Channel i of a head's first half is turned with channel i of its second."""
 
     base: float
     scaling: float = 1.0  # positions are divided by this
+    bands: Bands | None = None  # None: for all channels (Chen et al. 2023)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +137,18 @@ class BlockSpec:
             f"{heads.n_head} heads do not share {heads.n_kv_head} key-value heads": heads.n_head % heads.n_kv_head,
             f"RoPE turns pairs of channels, and a head has {heads.size}": rope and heads.size % 2,
             "RoPE's base and scaling are above 0": rope and min(rope.base, rope.scaling) <= 0,
+            "RoPE's low frequency factor is above 0 and below the high one": rope
+            and rope.bands
+            and not 0 < rope.bands.low < rope.bands.high,
             "a normalisation's epsilon is above 0": self.norm.epsilon <= 0,
             "dropout is at least 0 and below 1": not 0 <= self.dropout < 1,
         }
         return [reason for reason, holds in wrong.items() if holds]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The input and output channels of a block's linear layers."""
+        return self.n_embd, self.heads.queries, self.heads.packed, self.mlp.width, self.mlp.projected
 
     def options(self) -> frozenset[Option]:
         """Return what layers must have to compute this block."""
@@ -160,20 +186,26 @@ def gpt2_heads(n_head: int, n_embd: int) -> Heads:
     return Heads(n_head, n_head, n_embd // n_head)
 
 
-def gpt2_mlp(n_embd: int) -> MLP:
-    """Describe GPT-2's perceptron: a hidden layer of four times the width."""
-    return MLP("gelu", 4 * n_embd)
-
-
 def block_spec(config: ModelConfig) -> BlockSpec:
-    """Describe the block of a configuration, which is GPT-2's (Radford et al. 2019). Raises ValueError."""
+    """Describe the block of a configuration. Raises ValueError with everything that does not fit.
+
+    Its keys' defaults give GPT-2's block (Radford et al. 2019).
+    """
+    n_kv_head = config.n_kv_head or config.n_head
+    size = config.head_size or gpt2_heads(config.n_head, config.n_embd).size
     return BlockSpec(
         n_embd=config.n_embd,
-        norm=Norm("layer_norm", epsilon=1e-5),
-        heads=gpt2_heads(config.n_head, config.n_embd),
-        mlp=gpt2_mlp(config.n_embd),
-        positions="learned",
+        norm=Norm(config.norm, config.norm_epsilon),
+        heads=Heads(config.n_head, n_kv_head, size, config.qk_norm),
+        mlp=MLP(config.mlp, config.mlp_width or 4 * config.n_embd),
+        positions="learned" if config.positions == "learned" else _rope(config),
         bias=config.bias,
         dropout=config.dropout,
-        tied=True,
+        tied=config.tied_head,
     )
+
+
+def _rope(config: ModelConfig) -> RoPE:
+    low, high, original = config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_positions
+    bands = Bands(low, high, original) if low and high and original else None
+    return RoPE(config.rope_base or ROPE_BASE, config.rope_scaling or 1.0, bands)

@@ -6,13 +6,13 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from gpt2_fp8.config import backend_support, paths
+from gpt2_fp8.config import backend_support, model_checks, paths
 from gpt2_fp8.config.errors import Finding, Problem, UserError
+from gpt2_fp8.config.model_checks import FP8_MULTIPLE, largest_divisor, nearest, width_multiple
 from gpt2_fp8.config.parsing import show, value_of
 from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, HubData, RunConfig
 
 VOCABULARY = {"bytes": 257, "gpt2": 50257}  # the tokenizers' n_vocab
-FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)
 
 
 def vocabulary(config: RunConfig) -> int:
@@ -62,15 +62,6 @@ def _names(config: RunConfig) -> Iterator[Finding]:
         yield _finding(config, "data.train_files", "names no file", "leave it out, or list files of the repository")
 
 
-def _heads(config: RunConfig) -> Iterator[Finding]:
-    model = config.model
-    if model.n_embd % model.n_head:
-        width = _nearest(model.n_embd, math.lcm(model.n_head, _width_multiple(config)))
-        heads = _largest_divisor(model.n_embd, model.n_head)
-        remedy = f"model.n_embd={width}, or model.n_head={heads}"
-        yield _finding(config, "model.n_embd model.n_head", "the heads share n_embd in equal parts", remedy)
-
-
 def _vocabulary(config: RunConfig) -> Iterator[Finding]:
     vocab_size, tokens = config.model.vocab_size, VOCABULARY[config.data.tokenizer]
     if vocab_size is not None and vocab_size < tokens:
@@ -99,7 +90,7 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Finding]:
     remedy = f"global_batch_size={larger}"
     if whole % world_size == 0:
         share = whole // world_size
-        fits = _largest_divisor(share, micro)
+        fits = largest_divisor(share, micro)
         remedy = f"micro_batch_size={fits}, or {remedy}"
     over = f"{micro} on each of {world_size} devices" if world_size > 1 else f"{micro}"
     reason = f"a step of {whole} sequences does not divide into forward passes of {over}"
@@ -117,22 +108,15 @@ def _format(config: RunConfig) -> Iterator[Finding]:
         yield Finding(("precision",), Problem(f"precision=fp8_e5m2: {reason}", remedy))
 
 
-def _width(config: RunConfig) -> Iterator[Finding]:
-    if config.model.n_embd % _width_multiple(config):
-        width = _nearest(config.model.n_embd, math.lcm(FP8_MULTIPLE, config.model.n_head))
-        reason = f"FP8 matrix products need a multiple of {FP8_MULTIPLE}"
-        yield _finding(config, "model.n_embd", reason, f"model.n_embd={width}, or precision=bf16")
-
-
 def _tokens(config: RunConfig) -> Iterator[Finding]:
     """Check the tokens of one sequence, which may be a forward pass by itself.
 
     A sample is one, and so are the last sequences of a validation.
     """
     positions = config.model.n_positions
-    if _width_multiple(config) > 1 and positions % FP8_MULTIPLE:
+    if width_multiple(config) > 1 and positions % FP8_MULTIPLE:
         reason = f"FP8 matrix products need sequences of a multiple of {FP8_MULTIPLE} tokens"
-        remedy = f"model.n_positions={_nearest(positions, FP8_MULTIPLE)}, or precision=bf16"
+        remedy = f"model.n_positions={nearest(positions, FP8_MULTIPLE)}, or precision=bf16"
         yield _finding(config, "model.n_positions", reason, remedy)
 
 
@@ -142,24 +126,6 @@ def _auto(config: RunConfig) -> Iterator[Finding]:
         yield _finding(config, "micro_batch_size precision.name", reason, "give one of the two: micro_batch_size=16")
 
 
-def _width_multiple(config: RunConfig) -> int:
-    return FP8_MULTIPLE if isinstance(config.precision, FP8PrecisionConfig) else 1
-
-
-def _nearest(value: int, multiple: int) -> int:
-    """Return the multiple that is nearest to a value, and not 0."""
-    return max(1, round(value / multiple)) * multiple
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor that is at most `most`.
-
-    Of a number beyond 10^12, only divisors with a factor of up to a million are found.
-    """
-    small = [d for d in range(1, min(math.isqrt(number), 10**6) + 1) if number % d == 0]
-    return max(d for one in small for d in (one, number // one) if d <= most)
-
-
 _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
-    *(_heads, _vocabulary, _warmup, _known_batch, _format, backend_support.check, _width, _tokens, _auto)
+    *(model_checks.check, _vocabulary, _warmup, _known_batch, _format, backend_support.check, _tokens, _auto)
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
-from gpt2_fp8.config.ranges import Refusal, above_zero, at_least, below_one, from_to
+from gpt2_fp8.config.ranges import Refusal, above_zero, above_zero_to_one, at_least, below_one, from_to
 
 Count = Annotated[int, at_least(1)]
 Steps = Annotated[int, at_least(0)]
@@ -18,6 +18,8 @@ Seed = Annotated[int, from_to(0, 2**32 - 1, "choose another seed, such as 1337")
 Part = Annotated[float, below_one()]
 Positive = Annotated[float, above_zero()]
 Amount = Annotated[float, at_least(0)]
+Epsilon = Annotated[float, above_zero_to_one()]
+ScalingFactor = Annotated[float, at_least(1)]
 Workers = Annotated[int, at_least(0, 1024, "processes")]
 Scored = Annotated[int, at_least(0, 10**7, "sequences")]
 Tokens = Annotated[int, at_least(0, 10**6, "tokens")]
@@ -30,7 +32,7 @@ Devices = Annotated[int, at_least(1, 4096, "processes on a machine", _DEVICES)]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The architecture, in GPT-2's own words."""
+    """The architecture, in GPT-2's own words. The defaults are GPT-2's block (docs/models.md)."""
 
     name: str
     n_layer: Count
@@ -39,7 +41,22 @@ class ModelConfig:
     n_positions: Count  # tokens of context; also the length of a training sequence
     vocab_size: Count | None  # null: the tokenizer's; the tables are padded up to a multiple of 64 either way
     dropout: Part  # after the embedding, in attention, and after both projections
-    bias: bool  # biases on the linear layers (normalisation keeps its own)
+    bias: bool  # biases on the linear layers (LayerNorm keeps its own)
+    n_kv_head: Count | None = None  # heads of keys and values, each shared by several heads; null: n_head
+    head_size: Count | None = None  # channels of a head; null: n_embd / n_head
+    qk_norm: bool = False  # RMSNorm of queries and keys, head by head, before positions
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    norm_epsilon: Epsilon = 1e-5  # of every normalisation
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp_width: Count | None = None  # channels of the hidden layer; null: 4 n_embd
+    positions: Literal["learned", "rope"] = "learned"  # a table that is added to the embedding, or rotary positions
+    rope_base: Positive | None = None  # only with positions=rope; null: 10000
+    rope_scaling: ScalingFactor | None = None  # positions are divided by this; null: they are not
+    rope_low_freq_factor: Positive | None = None  # Llama 3's scaling spares rotations that turn often (docs/models.md);
+    rope_high_freq_factor: Positive | None = None  # null, all three: every rotation is scaled alike
+    rope_original_positions: Count | None = None  # the context before it was lengthened
+    tied_head: bool = True  # the head's weight is the embedding's
+    depth_scaled_init: bool = True  # weights into the residual stream begin smaller, by sqrt(2 n_layer)
 
 
 Emulate = Literal["fprop_input", "weight", "dgrad_gradient", "wgrad_gradient", "wgrad_input", "residual", "head"]

@@ -13,9 +13,11 @@ All families have the same parameter names, shapes and initial values, so a stat
 - `linear(in_features, out_features, bias, fp8)`: `weight[, bias]`
 - `layer_norm_mlp(n_embd, mlp, norm, bias, fp8, recompute)`: `layer_norm_*, fc1_weight[, fc1_bias], fc2_weight[, ...]`
 - `head(n_embd, padded_vocab_size, norm, fp8)`: a `layer_norm_linear` without bias. Its FP8 gradient is always E5M2.
-- `attention(heads, dropout)`: causal attention over packed queries, keys and values; no parameters
+- `attention(heads, dropout, epsilon)`: causal attention over packed queries, keys and values. It is called as
+  `attention(qkv, angle)`, with RoPE's angles or None. QK-norm alone has parameters: `[q_norm, k_norm]`
 
 `norm`, `mlp` and `heads` are parts of a `block_spec.BlockSpec`. `NAME` and `OFFERS` say which options of it they have.
+RMSNorm has no `layer_norm_bias`. The first half of SwiGLU's `fc1_weight` is the gate, as Transformer Engine has it.
 Parameters are uninitialised: `model.initialise` fills them.
 """
 
@@ -34,8 +36,8 @@ class Family(Protocol):
 
     scales: Scales | None  # the FP8 tensors' state, if the family keeps it itself
 
-    def embed(self, ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Add token and position embeddings: the start of the residual stream. See `embedding.embed`."""
+    def embed(self, ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Compute the start of the residual stream. See `embedding.embed`."""
         ...
 
     def why_not(self, spec: BlockSpec) -> str | None:
@@ -43,7 +45,7 @@ class Family(Protocol):
         ...
 
     def block(self, spec: BlockSpec, fp8: bool) -> nn.Module:
-        """Build one block. It is called as `block(x, is_first_microbatch)`.
+        """Build one block. It is called as `block(x, is_first_microbatch)`; with RoPE also with `rotary.angles`.
 
         x: [batch, tokens, n_embd]. The block returns the same shape.
         """
@@ -52,7 +54,7 @@ class Family(Protocol):
     def head(self, spec: BlockSpec, padded_vocab_size: int, fp8: bool) -> nn.Module:
         """Build the head. It is called as `head(x, is_first_microbatch)`.
 
-        It returns logits [batch, tokens, padded_vocab_size]. Its parameters are `layer_norm_weight`, `layer_norm_bias`
-        and `weight`. It may offer `loss(...)`: see `head.Head`.
+        It returns logits [batch, tokens, padded_vocab_size]. Its parameters are `layer_norm_weight`,
+        `layer_norm_bias` (LayerNorm alone) and `weight`. It may offer `loss(...)`: see `head.Head`.
         """
         ...

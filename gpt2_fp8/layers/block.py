@@ -18,14 +18,14 @@ class Block(nn.Module):
         super().__init__()
         n_embd, heads, bias = spec.n_embd, spec.heads, spec.bias
         self.qkv = layers.layer_norm_linear(n_embd, heads.packed, spec.norm, bias, fp8)
-        self.attention = layers.attention(heads, spec.dropout)
+        self.attention = layers.attention(heads, spec.dropout, spec.norm.epsilon)
         self.projection = layers.linear(heads.queries, n_embd, bias, fp8)
         self.mlp = layers.layer_norm_mlp(n_embd, spec.mlp, spec.norm, bias, fp8, recompute)
         self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
+    def forward(self, x: Tensor, is_first_microbatch: bool | None, angle: Tensor | None = None) -> Tensor:
         """Compute the block. See `layers.Family.block`."""
-        y = self.attention(self.qkv(x, is_first_microbatch))
+        y = self.attention(self.qkv(x, is_first_microbatch), angle)
         x = self.add(x, self.dropout(self.projection(y, is_first_microbatch)))
         return self.add(x, self.dropout(self.mlp(x, is_first_microbatch)))
 

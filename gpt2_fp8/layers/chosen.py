@@ -7,18 +7,18 @@ Each answer follows the function that decides: `product_gelu.fits`, `layer_norm_
 from __future__ import annotations
 
 from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
-from gpt2_fp8.config.block_spec import gpt2_heads, gpt2_mlp
+from gpt2_fp8.config.block_spec import BlockSpec
 from gpt2_fp8.kernels import nvrtc, shapes
 from gpt2_fp8.layers import attention
 
 
-def chosen(rows: int, n_head: int, n_embd: int, padded_vocab_size: int) -> dict[str, str]:
+def chosen(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict[str, str]:
     """Describe the kernel of each part of the fused layers, by the part.
 
     `rows`: of a micro-batch, sequences times tokens. `padded_vocab_size`: rows of the embedding.
     """
-    missing, heads = nvrtc.missing() is not None, gpt2_heads(n_head, n_embd)
-    gelu = shapes.why_no_product(rows, gpt2_mlp(n_embd).width, n_embd)
+    missing, heads, n_embd = nvrtc.missing() is not None, spec.heads, spec.n_embd
+    gelu = shapes.why_no_product(rows, spec.mlp.width, n_embd)
     logits = shapes.why_no_product(rows, padded_vocab_size, n_embd)
     if missing or n_embd > shapes.WIDEST_COLUMNS:
         norm = "in Triton, over tiles" + ("" if missing else f" (rows are wider than {shapes.WIDEST_COLUMNS:,})")

@@ -1,4 +1,4 @@
-"""Token and position embeddings, added: [batch, tokens] -> [batch, tokens, d]."""
+"""Token embeddings, and a table of positions added to them: [batch, tokens] -> [batch, tokens, d]."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def embed(ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+def embed(ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
     """Compute tokens[ids] + positions in plain torch, in the autocast dtype or else the parameters'.
 
-    ids: integers [batch, T]; tokens [padded_vocab_size, d]; positions [P, d], T <= P.
+    ids: integers [batch, T]; tokens [padded_vocab_size, d]; positions [P, d], T <= P, or None: there is no such table.
     """
-    x = F.embedding(ids, tokens) + positions[: ids.shape[1]]
+    x = F.embedding(ids, tokens)
+    if positions is not None:
+        x = x + positions[: ids.shape[1]]
     return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
 
 
-def fused_embed(ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Compute the same in one kernel, to bfloat16, for tokens that are tied to the head.
+def fused_embed(ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """Compute the same in one kernel, to bfloat16, for learned positions and tokens that are tied to the head.
 
     The token gradient is added row by row to what the head's backward has left in `tokens.grad`. No dense gradient is
     made.
     """
+    assert positions is not None, "these layers have learned positions alone"
     return _Embedding.apply(ids.contiguous(), [tokens], positions)
 
 

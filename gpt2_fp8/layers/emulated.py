@@ -42,7 +42,7 @@ class Emulated:
         self.emulation, self.recompute = emulation, recompute
         self._residual = "residual" in emulation.switches
 
-    def embed(self, ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """See `layers.Family`. The residual stream holds bfloat16's numbers, in float32 if it is added before rounding.
 
         Its gradient in float32 is then still there when a branch quantizes it.

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from gpt2_fp8.config.block_spec import GPT2_OPTIONS, BlockSpec, Option, why_not
+from gpt2_fp8.config.block_spec import FUSED_OPTIONS, BlockSpec, why_not
 from gpt2_fp8.layers import te
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.layers.embedding import fused_embed
 from gpt2_fp8.layers.fused import Block
 from gpt2_fp8.layers.head import Head
-
-OFFERS = GPT2_OPTIONS - {Option.DROPOUT}
 
 
 class Fused:
@@ -28,7 +26,7 @@ class Fused:
 
     def why_not(self, spec: BlockSpec) -> str | None:
         """See `layers.Family`."""
-        return why_not(spec, "the fused layers", OFFERS)
+        return why_not(spec, "the fused layers", FUSED_OPTIONS)
 
     def block(self, spec: BlockSpec, fp8: bool) -> nn.Module:
         """See `layers.Family`."""

@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpt2_fp8.config.block_spec import GPT2_OPTIONS, MLP, Heads, Norm
+from gpt2_fp8.config.block_spec import ALL_OPTIONS, MLP, Heads, Norm
+from gpt2_fp8.layers.rotary import rotate
 
 NAME = "the plain-torch layers"
-OFFERS = GPT2_OPTIONS
+OFFERS = ALL_OPTIONS
 
 
 def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape))
 
 
+def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """Compute LayerNorm over the last dimension; without a bias RMSNorm, in the weight's dtype."""
+    if bias is None:
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon)
+    return F.layer_norm(x, weight.shape, weight, bias, epsilon)
+
+
+def _norm_bias(width: int, norm: Norm) -> Any:
+    """Create LayerNorm's bias; None for RMSNorm. `Any`, since the fused layers are sure to have one."""
+    return _parameter(width) if norm.kind == "layer_norm" else None
+
+
 class LayerNormLinear(nn.Module):
-    """y = LayerNorm(x) W^T + b. x: [..., in_features]; y: [..., out_features]."""
+    """y = Norm(x) W^T + b. x: [..., in_features]; y: [..., out_features]."""
 
     def __init__(self, in_features: int, out_features: int, norm: Norm, bias: bool):
         super().__init__()
         self.epsilon = norm.epsilon
         self.layer_norm_weight = _parameter(in_features)
-        self.layer_norm_bias = _parameter(in_features)
+        self.layer_norm_bias = _norm_bias(in_features, norm)
         self.weight = _parameter(out_features, in_features)
         self.bias = _parameter(out_features) if bias else None
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """Compute y. `is_first_microbatch` has no effect here."""
-        x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
+        x = normalise(x, self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -48,13 +63,16 @@ class Linear(nn.Module):
 
 
 class LayerNormMLP(nn.Module):
-    """LayerNorm, a linear to the hidden layer, GELU (tanh form, as GPT-2), and a linear back. x, y: [..., n_embd]."""
+    """A normalisation, a linear to the hidden layer, its activation, and a linear back. x, y: [..., n_embd].
+
+    The activation is GELU (tanh form, as GPT-2), or SwiGLU: SiLU of the first half of `fc1`, times its second half.
+    """
 
     def __init__(self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, recompute: bool = False):
         super().__init__()
-        self.recompute, self.epsilon = recompute, norm.epsilon
+        self.recompute, self.epsilon, self.gated = recompute, norm.epsilon, mlp.kind == "swiglu"
         self.layer_norm_weight = _parameter(n_embd)
-        self.layer_norm_bias = _parameter(n_embd)
+        self.layer_norm_bias = _norm_bias(n_embd, norm)
         self.fc1_weight = _parameter(mlp.projected, n_embd)
         self.fc1_bias = _parameter(mlp.projected) if bias else None
         self.fc2_weight = _parameter(n_embd, mlp.width)
@@ -67,31 +85,63 @@ class LayerNormMLP(nn.Module):
         return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
-        x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
-        x = F.gelu(F.linear(x, self.fc1_weight, self.fc1_bias), approximate="tanh")
+        x = normalise(x, self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
+        x = F.linear(x, self.fc1_weight, self.fc1_bias)
+        if self.gated:
+            gate, x = x.chunk(2, dim=-1)
+            x = F.silu(gate) * x
+        else:
+            x = F.gelu(x, approximate="tanh")
         return F.linear(x, self.fc2_weight, self.fc2_bias)
 
 
 class Attention(nn.Module):
-    """Causal attention.
+    """Causal attention, with what is done to queries and keys before it.
 
     qkv: [batch, tokens, heads.packed]: queries, then keys, then values, and within each head after head. Returns
-    [batch, tokens, heads.queries].
+    [batch, tokens, heads.queries]. `epsilon`: of QK-norm.
     """
 
-    def __init__(self, heads: Heads, dropout: float):
+    def __init__(self, heads: Heads, dropout: float, epsilon: float = 1e-5):
         super().__init__()
-        self.n_head, self.dropout = heads.n_head, dropout
+        self.heads, self.dropout, self.epsilon = heads, dropout, epsilon
+        self.q_norm = _parameter(heads.size) if heads.qk_norm else None
+        self.k_norm = _parameter(heads.size) if heads.qk_norm else None
 
-    def forward(self, qkv: Tensor) -> Tensor:
-        """Compute attention, with dropout only in training."""
-        return causal_attention(qkv, self.n_head, self.dropout if self.training else 0.0)
+    def forward(self, qkv: Tensor, angle: Tensor | None = None) -> Tensor:
+        """Compute attention. `angle`: how far RoPE turns each position (`rotary.angles`); None: there is no RoPE."""
+        q, k, v = self.split(qkv)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = (normalise(x, weight, None, self.epsilon) for x, weight in ((q, self.q_norm), (k, self.k_norm)))
+        if angle is not None:
+            q, k = self.rotate(q, angle), self.rotate(k, angle)
+        return self.attend(q.to(v.dtype), k.to(v.dtype), v)
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """Split into queries, keys and values: [batch, tokens, heads of each, size]."""
+        n_head, n_kv_head = self.heads.n_head, self.heads.n_kv_head
+        return qkv.unflatten(2, (-1, self.heads.size)).split([n_head, n_kv_head, n_kv_head], dim=2)
+
+    def rotate(self, x: Tensor, angle: Tensor) -> Tensor:
+        """Turn queries or keys, in float32 or more."""
+        return rotate(x.to(torch.promote_types(x.dtype, torch.float32)), angle)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Compute attention over what `split` returns, with dropout only in training."""
+        return _causal(q, k, v, self.dropout if self.training else 0.0)
 
 
-def causal_attention(qkv: Tensor, n_head: int, dropout: float = 0.0) -> Tensor:
-    """Compute what `Attention` does, with the kernel that torch chooses. Queries, keys and values have equal heads."""
-    q, k, v = (part.unflatten(2, (n_head, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))
-    y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+def causal_attention(qkv: Tensor, n_head: int) -> Tensor:
+    """Compute what `Attention` does without options: as many key-value heads as heads, and no dropout."""
+    q, k, v = (part.unflatten(2, (n_head, -1)) for part in qkv.chunk(3, dim=2))
+    return _causal(q, k, v, 0.0)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Compute causal attention over [batch, tokens, heads, size], with the kernel that torch chooses."""
+    shared = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
     return y.transpose(1, 2).flatten(2)
 
 
@@ -115,6 +165,6 @@ def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: bool, rec
     return LayerNormMLP(n_embd, mlp, norm, bias, recompute)
 
 
-def attention(heads: Heads, dropout: float) -> nn.Module:
+def attention(heads: Heads, dropout: float, epsilon: float = 1e-5) -> nn.Module:
     """Build what the package describes."""
-    return Attention(heads, dropout)
+    return Attention(heads, dropout, epsilon)

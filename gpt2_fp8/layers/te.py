@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt2_fp8.compat.transformer_engine import entered_recipe, split_along_dim
-from gpt2_fp8.config.block_spec import GPT2_OPTIONS, MLP, Heads, Norm
+from gpt2_fp8.compat.transformer_engine import apply_rotary, entered_recipe, split_along_dim
+from gpt2_fp8.config.block_spec import ALL_OPTIONS, MLP, Heads, Norm
+from gpt2_fp8.layers import reference
 
 NAME = "Transformer Engine's layers here"
-OFFERS = GPT2_OPTIONS
+OFFERS = ALL_OPTIONS
+NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 Region = Callable[[], AbstractContextManager[None]]
 
 
@@ -82,16 +84,21 @@ def _options(bias: bool) -> dict[str, Any]:
     return {"bias": bias, "params_dtype": torch.float32, "init_method": leave}
 
 
+def _normalisation(norm: Norm) -> dict[str, Any]:
+    return {"eps": norm.epsilon, "normalization": NORMALIZATION[norm.kind]}
+
+
 def layer_norm_linear(in_features: int, out_features: int, norm: Norm, bias: bool, fp8: bool) -> nn.Module:
     """Build what the package describes."""
     variant = _variant("LayerNormLinear", _region(fp8))
-    return variant(in_features, out_features, eps=norm.epsilon, **_options(bias))
+    return variant(in_features, out_features, **_normalisation(norm), **_options(bias))
 
 
 def head(n_embd: int, padded_vocab_size: int, norm: Norm, fp8: bool) -> nn.Module:
     """Build what the package describes."""
     region = _gradient_in_e5m2 if fp8 else _without_fp8
-    return _variant("LayerNormLinear", region)(n_embd, padded_vocab_size, eps=norm.epsilon, **_options(bias=False))
+    options = _normalisation(norm) | _options(bias=False)
+    return _variant("LayerNormLinear", region)(n_embd, padded_vocab_size, **options)
 
 
 def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
@@ -101,37 +108,48 @@ def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Mod
 
 def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: bool, recompute: bool) -> nn.Module:
     """Build what the package describes."""
-    options = _options(bias)
+    options = _normalisation(norm) | _options(bias)
     options["output_layer_init_method"] = options["init_method"]
     return _variant("LayerNormMLP", _region(fp8))(
-        n_embd, mlp.width, eps=norm.epsilon, activation=mlp.kind, checkpoint=recompute, **options
+        n_embd, mlp.width, activation=mlp.kind, checkpoint=recompute, **options
     )
 
 
-class Attention(nn.Module):
+class Attention(reference.Attention):
     """Causal attention with the kernel that TE chooses (cuDNN on Hopper), in bf16: FP8 gains nothing with heads of 64.
 
-    qkv: [batch, tokens, heads.packed] as in `reference.Attention`; returns [batch, tokens, heads.queries].
+    RoPE is TE's fused kernel. QK-norm is torch's: TE has none apart from its own multi-head attention.
     """
 
-    def __init__(self, heads: Heads, dropout: float):
-        super().__init__()
-        self.split = split_along_dim()
+    def __init__(self, heads: Heads, dropout: float, epsilon: float = 1e-5):
+        super().__init__(heads, dropout, epsilon)
+        self.splitter = split_along_dim()
         # Transformer Engine 2.20 recommends its argument `qkv_layer=` instead, but the backward of that copies.
         warnings.filterwarnings("ignore", message="Relying on pointer-based detection", category=DeprecationWarning)
-        self.heads = heads
         self.kernel = _variant("DotProductAttention")(
-            heads.n_head, heads.size, attention_dropout=dropout, qkv_format="bshd", attn_mask_type="causal"
-        )
+            heads.n_head, heads.size, num_gqa_groups=heads.n_kv_head, attention_dropout=dropout, qkv_format="bshd",
+            attn_mask_type="causal",
+        )  # fmt: skip
 
-    def forward(self, qkv: Tensor) -> Tensor:
-        """Compute attention."""
+    def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """Split into queries, keys and values, with a backward that does not copy."""
         batch, tokens, _ = qkv.shape
-        packed = qkv.view(batch, tokens, 3, self.heads.n_head, self.heads.size)
-        q, k, v = (part.squeeze(2) for part in self.split.apply(packed, 2, [1, 1, 1]))
+        n_head, n_kv_head, size = self.heads.n_head, self.heads.n_kv_head, self.heads.size
+        if n_head != n_kv_head:
+            return self.splitter.apply(qkv.view(batch, tokens, -1, size), 2, [n_head, n_kv_head, n_kv_head])
+        parts = self.splitter.apply(qkv.view(batch, tokens, 3, n_head, size), 2, [1, 1, 1])
+        return tuple(part.squeeze(2) for part in parts)
+
+    def rotate(self, x: Tensor, angle: Tensor) -> Tensor:
+        """Turn queries or keys; the kernel computes in float32."""
+        both = torch.cat((angle, angle), dim=-1).float()[:, None, None]  # of each half: [tokens, 1, 1, size]
+        return apply_rotary()(x, both, tensor_format="bshd", fused=True)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Compute attention; its dropout is the kernel's."""
         return self.kernel(q, k, v)
 
 
-def attention(heads: Heads, dropout: float) -> nn.Module:
+def attention(heads: Heads, dropout: float, epsilon: float = 1e-5) -> nn.Module:
     """Build what the package describes."""
-    return Attention(heads, dropout)
+    return Attention(heads, dropout, epsilon)

@@ -1,6 +1,6 @@
 """Causal attention by every installed kernel: `python -m gpt2_fp8.measure.attention OUT < REQUEST`.
 
-**Each row starts from one packed bf16 tensor [batch, tokens, 3 n_embd], as a model's QKV linear writes it, and ends in
+**Each row starts from one packed bf16 tensor [batch, tokens, channels], as a model's QKV linear writes it, and ends in
 that tensor's packed gradient**. So its figures include what a kernel needs for splitting and copying. Tables of kernels
 without that show higher figures. Each kernel is called in the cheapest way that it offers.
 
@@ -46,19 +46,15 @@ class Shape(NamedTuple):
     tokens: int
     n_head: int
     head_size: int
-
-    @property
-    def n_embd(self) -> int:
-        """The width of queries, of keys and of values, each."""
-        return self.n_head * self.head_size
+    n_kv_head: int | None = None  # None: as many as n_head
 
     @property
     def heads(self) -> Heads:
-        """The heads, as a layer takes them."""
-        return Heads(self.n_head, self.n_head, self.head_size)
+        """The heads, as a layer takes them. RoPE and QK-norm are no part of what is measured."""
+        return Heads(self.n_head, self.n_kv_head or self.n_head, self.head_size)
 
 
-Attend = Callable[[Tensor], Tensor]  # packed [batch, tokens, 3 n_embd] -> [batch, tokens, n_embd]
+Attend = Callable[[Tensor], Tensor]  # packed [batch, tokens, heads.packed] -> [batch, tokens, heads.queries]
 
 
 def rows(request: Row) -> Iterator[Row]:
@@ -88,7 +84,7 @@ def _shape(data: Row, batch: int) -> tuple[str, Shape]:
     model, found = parsing.build(ModelConfig, data)
     assert model is not None, found
     heads = block_spec(model).heads
-    return model.name, Shape(batch, model.n_positions, heads.n_head, heads.size)
+    return model.name, Shape(batch, model.n_positions, heads.n_head, heads.size, heads.n_kv_head)
 
 
 def forward_flops(shape: Shape) -> float:
@@ -101,8 +97,8 @@ def measure(build: Callable[[Shape, str], Attend], shape: Shape, device: str) ->
     attend = build(shape, device)
     torch.manual_seed(0)
     options = {"dtype": torch.bfloat16, "device": device}
-    packed = torch.randn(shape.batch, shape.tokens, 3 * shape.n_embd, **options).requires_grad_()  # type: ignore[call-overload]
-    upstream = torch.randn(shape.batch, shape.tokens, shape.n_embd, **options)  # type: ignore[call-overload]
+    packed = torch.randn(shape.batch, shape.tokens, shape.heads.packed, **options).requires_grad_()  # type: ignore[call-overload]
+    upstream = torch.randn(shape.batch, shape.tokens, shape.heads.queries, **options)  # type: ignore[call-overload]
 
     def both() -> Tensor:
         return torch.autograd.grad(attend(packed), packed, upstream)[0]
@@ -142,8 +138,9 @@ def materialised(shape: Shape, device: str) -> Attend:
     masked = torch.ones(shape.tokens, shape.tokens, dtype=torch.bool, device=device).triu(1)
 
     def attend(packed: Tensor) -> Tensor:
-        parts = packed.split(shape.n_embd, dim=2)
-        q, k, v = (part.unflatten(2, (shape.n_head, shape.head_size)).transpose(1, 2) for part in parts)
+        parts = packed.split([shape.heads.queries, shape.heads.keys, shape.heads.keys], dim=2)
+        q, k, v = (part.unflatten(2, (-1, shape.head_size)).transpose(1, 2) for part in parts)
+        k, v = (part.repeat_interleave(shape.n_head // shape.heads.n_kv_head, dim=1) for part in (k, v))
         scores = q @ k.transpose(2, 3) / math.sqrt(shape.head_size)
         return (scores.masked_fill(masked, -math.inf).softmax(dim=3) @ v).transpose(1, 2).flatten(2)
 
@@ -208,6 +205,8 @@ def _packed(kernel: Callable[..., Tensor | tuple[Tensor, ...]], shape: Shape) ->
 
     Some versions of the kernel also return the softmax's sums.
     """
+    if shape.heads.n_kv_head != shape.n_head:
+        raise Unavailable("refused", "called with packed tensors, it has as many key-value heads as heads")
 
     def attend(packed: Tensor) -> Tensor:
         y = kernel(packed.unflatten(2, (3, shape.n_head, shape.head_size)), causal=True)

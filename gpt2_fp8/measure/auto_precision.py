@@ -15,8 +15,9 @@ from typing import Literal
 
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.checkpoint.load import read_plain
-from gpt2_fp8.config.checks import FP8_MULTIPLE
+from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.model_checks import FP8_MULTIPLE
 from gpt2_fp8.config.schema import AutoPrecisionConfig, AutoRecipe, RunConfig
 from gpt2_fp8.measure import auto_cache
 from gpt2_fp8.measure.auto_candidates import FORMAT, OUT_OF_MEMORY, candidates, concrete, figures, key, unknown
@@ -99,8 +100,8 @@ def _why_not(config: RunConfig, device: str) -> str | None:
         return reason
     if not isinstance(config.recipe, AutoRecipe) and (reason := why_not_recipe(config.recipe.name)):
         return f"recipe={config.recipe.name} cannot run on this GPU: {reason}"
-    if config.model.n_embd % FP8_MULTIPLE or config.micro_batch_size * config.model.n_positions % FP8_MULTIPLE:
-        return f"FP8 matrix products need model.n_embd and a forward pass's tokens to be multiples of {FP8_MULTIPLE}"
+    if any(n % FP8_MULTIPLE for n in (*block_spec(config.model).widths, config.micro_batch * config.model.n_positions)):
+        return f"FP8 matrix products need the model's widths and a pass's tokens to be multiples of {FP8_MULTIPLE}"
     return None
 
 

@@ -102,7 +102,7 @@ def plain_gpt2(config: ModelConfig, vocab_size: int) -> PlainGPT2:
 
 def transformers_gpt2(config: ModelConfig, vocab_size: int, device: str) -> Peer:
     """Build transformers' GPT2LMHeadModel."""
-    library = installed("transformers")
+    library, spec = installed("transformers"), block_spec(config)
     model = library.GPT2LMHeadModel(
         library.GPT2Config(
             vocab_size=padded_vocabulary(vocab_size),
@@ -110,6 +110,8 @@ def transformers_gpt2(config: ModelConfig, vocab_size: int, device: str) -> Peer
             n_embd=config.n_embd,
             n_layer=config.n_layer,
             n_head=config.n_head,
+            n_inner=spec.mlp.width,
+            layer_norm_epsilon=spec.norm.epsilon,
             resid_pdrop=config.dropout,
             embd_pdrop=config.dropout,
             attn_pdrop=config.dropout,
@@ -209,9 +211,10 @@ def _needs_fp8(device: str) -> None:
         raise Unavailable("not installed" if "not installed" in reason else "refused", reason)
 
 
+OURS = "plain torch"  # this project's own model, which has every option; the others are GPT-2
 # The builder of each, and the distributions that tell its version.
 PEERS: dict[str, tuple] = {
-    "plain torch": (plain_torch, "torch"),
+    OURS: (plain_torch, "torch"),
     "transformers": (transformers_gpt2, "transformers"),
     "torchao float8": (torchao_float8, "torchao"),
     "Lightning transformer-engine": (lightning_transformer_engine, "lightning"),

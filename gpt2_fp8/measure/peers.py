@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.config import parsing
+from gpt2_fp8.config.block_spec import GPT2_OPTIONS, block_spec, why_not
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
 from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.measure import subprocesses, timing
-from gpt2_fp8.measure.peer_models import PEERS, Peer
-from gpt2_fp8.measure.timing import Row
+from gpt2_fp8.measure.peer_models import OURS, PEERS, Peer
+from gpt2_fp8.measure.timing import Row, Unavailable
 
 COLUMNS = ("tokens_per_second", "slowest", "fastest", "peak_memory_gb", "loss", "parameters", "note")
 TIMEOUT_SECONDS = 600.0  # for one peer: compiling the largest model takes minutes
@@ -51,6 +52,8 @@ def measure(name: str, config: RunConfig, steps: int, warmup: int) -> Row:
     device = timing.here()
     if device == "cpu":
         config = _small(config)
+    if name != OURS and (reason := why_not(block_spec(config.model), "its layers here", GPT2_OPTIONS)):
+        raise Unavailable("refused", reason)
     torch.manual_seed(config.seed)
     vocab_size = vocabulary(config)
     peer = PEERS[name][0](config.model, vocab_size, device)

@@ -1,4 +1,4 @@
-"""GPT-2: a decoder of pre-norm blocks with learned positions and a head tied to the embedding (Radford et al. 2019)."""
+"""A decoder of pre-norm blocks: GPT-2 (Radford et al. 2019), or with the options of Llama 3 and Qwen3."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt2_fp8.config.block_spec import block_spec
+from gpt2_fp8.config.block_spec import RoPE, block_spec
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers import Family
 from gpt2_fp8.layers.delayed_scaling import Scales
+from gpt2_fp8.layers.rotary import angles
 from gpt2_fp8.model.parameters import parameters
 
 VOCABULARY_MULTIPLE = 64  # FP8 GEMMs need dimensions divisible by 16; 64 also fills their kernels' tiles
@@ -38,19 +39,23 @@ class GPT2(nn.Module):
         assert (reason := layers.why_not(self.spec)) is None, reason
         kept = _kept_blocks(keep_bf16, config.n_layer)
         self.tokens = nn.Embedding(padded_vocabulary(vocab_size), config.n_embd)
-        self.positions = nn.Embedding(config.n_positions, config.n_embd)
+        self.positions = None
+        if self.spec.positions == "learned":
+            self.positions = nn.Embedding(config.n_positions, config.n_embd)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
         self.blocks = nn.ModuleList(layers.block(self.spec, fp8=i not in kept) for i in range(config.n_layer))
         self.head = layers.head(self.spec, self.tokens.num_embeddings, fp8="head" not in keep_bf16)
         device = next(self.head.parameters()).device
         self.tokens.to(device)
-        self.positions.to(device)
-        self.head.weight = self.tokens.weight
+        if self.positions is not None:
+            self.positions.to(device)
         self._embed, self.scales = layers.embed, layers.scales
         if isinstance(self.scales, Scales):
             self.scales.allocate(device)
-        self.register_state_dict_post_hook(_leave_out_tied)
-        self.register_load_state_dict_pre_hook(_put_in_tied)
+        if self.spec.tied:
+            self.head.weight = self.tokens.weight
+            self.register_state_dict_post_hook(_leave_out_tied)
+            self.register_load_state_dict_pre_hook(_put_in_tied)
 
     def forward(self, ids: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """Compute logits [batch, tokens, padded vocabulary], in the autocast dtype or else the parameters'.
@@ -64,10 +69,16 @@ class GPT2(nn.Module):
         """Compute the head's input: [batch, tokens, n_embd]. Arguments as `forward`'s."""
         if isinstance(self.scales, Scales):
             self.scales.begin(is_first_microbatch)
-        x = self.dropout(self._embed(ids, self.tokens.weight, self.positions.weight))
+        table = None if self.positions is None else self.positions.weight
+        x, rotation = self.dropout(self._embed(ids, self.tokens.weight, table)), self._rotation(ids)
         for block in self.blocks:
-            x = block(x, is_first_microbatch)
+            x = block(x, is_first_microbatch, *rotation)
         return x
+
+    def _rotation(self, ids: Tensor) -> tuple[Tensor, ...]:
+        """Compute RoPE's angles once for all blocks; empty without RoPE."""
+        rope = self.spec.positions
+        return (angles(rope, self.spec.heads.size, ids.shape[1], ids.device),) if isinstance(rope, RoPE) else ()
 
 
 def _kept_blocks(keep_bf16: Iterable[str], n_layer: int) -> set[int]:
@@ -86,10 +97,12 @@ def _put_in_tied(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 @torch.no_grad()
 def initialise(model: GPT2, seed: int) -> None:
-    """Fill every parameter as GPT-2 does. Values depend only on `seed` and the parameter's name.
+    """Fill every parameter. Values depend only on `seed` and the parameter's name.
 
-    Weights are N(0, 0.02); the two projections into the residual stream are divided by sqrt(2 n_layer). Biases are 0,
-    normalisation weights 1. So every backend, device and order of construction gives the same values.
+    Weights are N(0, 0.02). With `depth_scaled_init`, as in GPT-2, the two projections into the residual stream are
+    divided by sqrt(2 n_layer). Llama and Qwen leave that out in Hugging Face's code, and OLMo 2 found the training more
+    stable without it (OLMo et al. 2025, arXiv 2501.00656). Biases are 0, normalisation weights 1. So every backend,
+    device and order of construction gives the same values.
     """
     config, padded_vocab_size = model.config, model.tokens.num_embeddings
     roles = {p.name: p.role for p in parameters(model.spec, config.n_layer, config.n_positions, padded_vocab_size)}
@@ -99,10 +112,11 @@ def initialise(model: GPT2, seed: int) -> None:
         elif roles[name] == "norm":
             parameter.fill_(1.0)
         else:
-            into_residual = roles[name] == "into_residual"
+            into_residual = roles[name] == "into_residual" and config.depth_scaled_init
             std = INITIAL_STD / math.sqrt(2 * config.n_layer) if into_residual else INITIAL_STD
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
             # The device is named because Lightning sets a default device here.
             values = torch.empty(parameter.shape, device="cpu")
             parameter.copy_(values.normal_(0.0, std, generator=generator))
-    model.tokens.weight[model.vocab_size :].zero_()
+    for table in (model.tokens.weight, model.head.get_parameter("weight")):
+        table[model.vocab_size :].zero_()

@@ -10,6 +10,7 @@ import logging
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from gpt2_fp8.config.block_spec import BlockSpec, block_spec
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 from gpt2_fp8.engine.out_of_memory import largest_divisor
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 PROCESS_BYTES = 400 << 20  # libraries, text, and the processes that read it
 PARAMETER_BYTES = 4 * (4 + 3)  # in float32: it, its gradient, two moments; in a save all but the gradient once more
-BLOCK_BYTES, MLP_BYTES = 4 * 17, 4 * 9  # a token and channel: what a block keeps for its backward; the MLP's part
+KEPT_BYTES = 4  # a token and channel of what a block keeps for its backward (`_kept_channels`)
 LOGIT_BYTES = 4 * 4  # a logit: with padding, without it, its softmax, its gradient
 SCORE_BYTES = 4 * 4  # a pair of tokens and a head: attention with dropout keeps them all
 ID_BYTES = 4  # a token
@@ -56,16 +57,28 @@ def footprint(config: RunConfig, vocab_size: int) -> Footprint:
     model, padded_vocab_size = config.model, padded_vocabulary(vocab_size)
     parameters = parameter_count(model, padded_vocab_size)
     tokens, recompute = model.n_positions, config.activation_checkpointing == "mlp"
-    block = tokens * model.n_embd * (BLOCK_BYTES - MLP_BYTES if recompute else BLOCK_BYTES)
+    attention, mlp = (tokens * channels * KEPT_BYTES for channels in _kept_channels(block_spec(model)))
+    block = attention if recompute else attention + mlp
     if model.dropout:
         block += SCORE_BYTES * model.n_head * tokens**2
-    kept = model.n_layer * block + (tokens * model.n_embd * MLP_BYTES if recompute else 0)
+    kept = model.n_layer * block + (mlp if recompute else 0)
     emulated = isinstance(config.precision, FP8PrecisionConfig) and config.precision.backend == "emulated"
     casts = 2 * parameters if config.precision.name == "bf16" or emulated else 0
     sequence = kept + LOGIT_BYTES * tokens * padded_vocab_size
     if emulated:
         sequence = int(EMULATED * sequence)
     return Footprint(PROCESS_BYTES + PARAMETER_BYTES * parameters + casts, sequence)
+
+
+def _kept_channels(spec: BlockSpec) -> tuple[int, int]:
+    """Count the channels of all tensors that a block keeps for its backward, of a token: attention's, and the MLP's."""
+    heads, mlp = spec.heads, spec.mlp
+    turned = heads.queries + heads.keys if heads.qk_norm or spec.positions != "learned" else 0
+    normalised = heads.queries + heads.keys if heads.qk_norm else 0
+    rms = spec.n_embd if spec.norm.kind == "rms_norm" else 0  # torch's RMSNorm keeps its result before the weight
+    activated = mlp.width if mlp.kind == "gelu" else 2 * mlp.width  # SwiGLU keeps the gate's SiLU too
+    attention = 3 * spec.n_embd + 2 * heads.queries + heads.packed + turned + normalised + rms
+    return attention, spec.n_embd + mlp.projected + activated + rms
 
 
 def step_bytes(config: RunConfig, share: int, on: Literal["cuda", "cpu"]) -> int:

@@ -34,7 +34,7 @@ class GPT2Module(pl.LightningModule):
     Args:
         config: the run's; its micro-batch is a number.
         vocab_size: the tokenizer's; None: as the configuration says.
-        weights: what the model begins with; None: those of `init_from`, or GPT-2's initial values.
+        weights: what the model begins with; None: those of `init_from`, or initial values.
 
     Attributes:
         step: the training step, from `configure_model` on.

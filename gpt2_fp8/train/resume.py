@@ -14,6 +14,7 @@ from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import ModelConfig, OptimConfig
 from gpt2_fp8.engine.optim import build_optimizer, build_schedule, check_moments
+from gpt2_fp8.train import saved_config
 
 _SHOWN = 5  # weights that differ; a list of all of them helps nobody
 
@@ -21,10 +22,12 @@ _SHOWN = 5  # weights that differ; a list of all of them helps nobody
 def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Problem]:
     """Yield every difference between a checkpoint's architecture, `given`, and this one.
 
-    Weights of equal shapes may still mean something else. A checkpoint of format 1 gives nothing.
+    Weights of equal shapes may still mean something else. A checkpoint of format 1 gives nothing. One from before the
+    model had options has GPT-2's.
     """
+    given = saved_config.with_model_options(given) if given else {}
     for key, own in asdict(model).items():
-        if key not in ("name", "dropout") and key in given and given[key] != own:
+        if key not in ("name", "dropout", "depth_scaled_init") and key in given and given[key] != own:
             cause = f"the checkpoint is of another model: model.{key} is {given[key]} there, {own} here"
             yield Problem(cause, "use the model= that the checkpoint was trained with")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import ModelConfig, RunConfig
 from gpt2_fp8.model.flops import parameter_count
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 
@@ -32,11 +33,22 @@ def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> RunConfig:
     """
     if KEY not in checkpoint:
         raise CheckpointError([Problem(f"{path} does not hold the configuration that it was trained with", _REMEDY)])
-    config, found = parsing.build(RunConfig, checkpoint[KEY])
+    config, found = parsing.build(RunConfig, _upgraded(checkpoint[KEY]))
     if config is None:
         causes = [f"{path} holds a configuration that cannot be read: {finding.problem.cause}" for finding in found]
         raise CheckpointError([Problem(cause, _REMEDY) for cause in causes])
     return replace(config, init_from=None, ckpt_path=None)
+
+
+def with_model_options(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain values of a model, with GPT-2's where it was saved before models had options."""
+    return {key.name: key.default for key in fields(ModelConfig) if key.default is not MISSING} | dict(model)
+
+
+def _upgraded(plain: Any) -> Any:
+    """Return a configuration, which may be a stranger's, with the keys that models have now."""
+    model = plain.get("model") if isinstance(plain, dict) else None
+    return plain | {"model": with_model_options(model)} if isinstance(model, dict) else plain
 
 
 def check_size(config: RunConfig, weights: dict[str, Tensor], path: Path) -> None:

@@ -177,6 +177,40 @@ def test_fused_layers_that_cannot_compute_the_run_are_refused(config, keys, caus
     assert resolve(config(backend="auto", **keys), "cuda").backend.name == "te", "the remedy works"
 
 
+OPTIONS = {
+    "RMSNorm": {"norm": "rms_norm"},
+    "SwiGLU MLP": {"mlp": "swiglu"},
+    "RoPE": {"positions": "rope"},
+    "RoPE, no scaled RoPE": {"positions": "rope", "rope_scaling": 8.0},
+    "grouped-query attention": {"n_kv_head": 4},
+    "head size other than n_embd / n_head": {"head_size": 128},
+    "QK-norm": {"qk_norm": True},
+    "head that is not tied to the embedding": {"tied_head": False},
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("lacking", OPTIONS)
+def test_an_option_that_the_fused_layers_lack_takes_transformer_engine_and_says_so(config, lacking):
+    def asked(backend):
+        run = config(backend=backend)
+        return replace(run, model=replace(run.model, **OPTIONS[lacking]))
+
+    problem = refusal(asked("fused"))
+    assert problem.cause == f"precision.backend=fused cannot run here: they have no {lacking}"
+    chosen = resolve(asked("auto"), "cuda").backend
+    assert chosen.name == "te"
+    assert chosen.kernels(50257) == {"layers": f"Transformer Engine, not the fused ones: they have no {lacking}"}
+    assert resolve(asked("te"), "cuda").backend.kernels(50257) == {"layers": "Transformer Engine"}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("keys", [{"mlp_width": 640}, {"norm_epsilon": 1e-6}, {"n_kv_head": 12, "head_size": 64}])
+def test_what_the_fused_layers_can_compute_they_do(config, keys):
+    run = config()
+    assert resolve(replace(run, model=replace(run.model, **keys)), "cuda").backend.name == "fused"
+
+
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_plain_precisions_never_have_fp8_layers(config, precision):

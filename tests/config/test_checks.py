@@ -41,6 +41,34 @@ TABLE = [
     ("trainer.num_nodes=3", "trainer.num_nodes=3", "global_batch_size=48"),
     ("data.tokenizer=gpt2 model.vocab_size=50000", "the tokenizer has 50257 tokens", "model.vocab_size=null"),
     ("model.vocab_size=256", "the tokenizer has 257 tokens", "model.vocab_size=null"),
+    # a model's options
+    ("model.n_kv_head=3", "model.n_head=4, model.n_kv_head=3: each key-value head serves", "model.n_kv_head=2"),
+    ("model.n_kv_head=8", "model.n_head=4, model.n_kv_head=8", "model.n_kv_head=4"),
+    ("model.n_kv_head=0", "model.n_kv_head=0: must be at least 1", "choose 1 or more"),
+    ("model.positions=rope model.head_size=7 precision=bf16", "a head has 7", "model.head_size=8"),
+    ("model.positions=rope model.n_embd=12 precision=bf16", "n_head=4: RoPE turns pairs", "model.head_size=4"),
+    ("model.positions=rope model.head_size=33", "RoPE turns pairs of channels, and a head has 33", "head_size=32"),
+    ("model.rope_base=1e6", "model.positions=learned has no rotations", "model.positions=rope, or leave model.rope_b"),
+    ("model.rope_scaling=8", "model.positions=learned has no rotations", "leave model.rope_scaling out"),
+    ("model=llama3_small model.rope_low_freq_factor=1", "also needs model.rope_high_freq_factor and", "add model.rope"),
+    ("model=llama3_2_1b model.rope_scaling=null", "Llama 3's scaling also needs model.rope_scaling", "rope_scaling=32"),
+    ("model=llama3_2_1b model.rope_low_freq_factor=4", "low factor is below the high", "rope_high_freq_factor=16"),
+    ("model.positions=rope model.rope_scaling=0.5", "model.rope_scaling=0.5: must be at least 1", "choose 1 or more"),
+    ("model.positions=rope model.rope_base=0", "model.rope_base=0.0: must be above 0", "choose a value above 0"),
+    ("model.norm_epsilon=0", "model.norm_epsilon=0.0: must be above 0 and at most 1", "such as 1e-5"),
+    ("model.norm=rmsnorm", "must be layer_norm or rms_norm", "model.norm=rms_norm"),
+    ("model.mlp=swigl", "must be gelu or swiglu", "model.mlp=swiglu"),
+    ("model.positions=alibi", "must be learned or rope", "model.positions=learned|rope"),
+    ("model.mlp_width=500", "model.mlp_width=500: FP8 matrix products need a multiple of 16", "model.mlp_width=496"),
+    ("model.head_size=6", "the queries have 24 channels", "model.head_size=16, or precision=bf16"),
+    ("model.head_size=4 model.n_kv_head=1", "the keys and values have 8 channels", "model.head_size=16"),
+    ("precision.backend=fused model.norm=rms_norm", "they have no RMSNorm", "precision.backend=auto"),
+    ("precision.backend=fused model=llama3_small", "no RMSNorm, no SwiGLU MLP, no RoPE, no grouped", "backend=auto"),
+    ("cuda_graphs=true model.qk_norm=true", "they have no QK-norm", "cuda_graphs=auto"),
+    ("precision.fast_accumulation=true model.tied_head=false", "no head that is not tied", "leave it out"),
+    ("model.rope_theta=1e6", "there is no key model.rope_theta: it has another name", "model.rope_base"),
+    ("model.num_key_value_heads=2", "there is no key model.num_key_value_heads", "model.n_kv_head"),
+    ("model.normalization=RMSNorm", "it has a shorter name", "model.norm=layer_norm or rms_norm"),
     # FP8
     ("precision=fp8_e5m2", "E5M2 x E5M2", "precision=fp8_hybrid"),
     ("model.n_embd=100", "FP8 matrix products need a multiple of 16", "model.n_embd=96, or precision=bf16"),
@@ -256,6 +284,39 @@ def test_all_problems_at_once():
 def test_what_follows_from_a_wrong_choice_is_not_said(line):
     (problem,) = refusals(line)
     assert "no such choice" in problem.cause
+
+
+ALL_OPTIONS_WRONG = (
+    "model=llama3_2_1b model.n_kv_head=5 model.head_size=33 model.mlp_width=100 model.rope_high_freq_factor=0.5 "
+    "model.rope_original_positions=null precision.backend=fused"
+)
+
+
+def test_every_problem_of_a_models_options_is_told_at_once():
+    causes = "\n".join(p.cause for p in refusals(ALL_OPTIONS_WRONG))
+    for word in (
+        "n_kv_head=5: each",
+        "a head has 33",
+        "mlp_width=100: FP8",
+        "also needs model.rope_original",
+        "the low f",
+    ):
+        assert word in causes
+    told = [p for p in refusals(ALL_OPTIONS_WRONG) if "model." in p.cause]
+    fixed = " ".join(word.strip(",") for p in told for word in p.remedy.split() if word.startswith("model."))
+    assert "model.n_kv_head=4" in fixed
+    preflight(shlex.split(f"{ALL_OPTIONS_WRONG} {fixed} precision.backend=te"))  # what is proposed works
+
+
+def test_options_that_fit_are_accepted():
+    for line in (
+        "model.head_size=48 model.n_embd=80 model.n_head=3 model.n_kv_head=1",  # such heads need not share n_embd
+        "model.positions=rope model.rope_scaling=8",
+        "model.positions=rope model.head_size=7 model.n_embd=100 precision=bf16 model.head_size=10",
+        "model.n_head=6 model.n_kv_head=3 model.n_embd=96",
+        "model=llama3_8b model.tied_head=true precision.backend=te recipe=current",
+    ):
+        preflight(shlex.split(line))
 
 
 def test_a_key_that_follows_another_is_not_blamed():

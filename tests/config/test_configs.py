@@ -1,5 +1,6 @@
 """Every file of conf/ composes, alone with partners that fit, and sets every key of the schema and no other."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,6 @@ def test_a_base_is_no_choice(base):
 def test_near_names_and_globs_know_no_base():
     with pytest.raises(UserError, match="did you mean optim=tiny") as caught:
         preflight(["optim=_tiny"])
-    assert "_optim" not in str(caught.value)
+    assert not re.search(r"\b_optim\b", str(caught.value))
     names = [config.model.name for config in preflight(["-m", "model=glob(*)"])]
     assert sorted(names) == sorted(file.stem for file in FILES if file.parent.name == "model")

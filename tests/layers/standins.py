@@ -69,6 +69,10 @@ def _parameter(*shape):
     return nn.Parameter(torch.empty(shape))
 
 
+def _norm_bias(width, normalization):
+    return {"LayerNorm": _parameter(width), "RMSNorm": None}[normalization]
+
+
 class Linear(nn.Module):
     def __init__(self, in_features, out_features, *, bias, params_dtype, init_method):
         super().__init__()
@@ -77,28 +81,30 @@ class Linear(nn.Module):
 
 
 class LayerNormLinear(Linear):
-    def __init__(self, in_features, out_features, eps, **options):
+    def __init__(self, in_features, out_features, eps, *, normalization, **options):
         super().__init__(in_features, out_features, **options)
-        self.eps = eps
-        self.layer_norm_weight, self.layer_norm_bias = _parameter(in_features), _parameter(in_features)
+        self.eps, self.normalization = eps, normalization
+        self.layer_norm_weight = _parameter(in_features)
+        self.layer_norm_bias = _norm_bias(in_features, normalization)
 
 
 class LayerNormMLP(nn.Module):
     def __init__(
-        self, hidden_size, ffn_hidden_size, eps, *, activation, checkpoint, bias, params_dtype, init_method,
-        output_layer_init_method,
+        self, hidden_size, ffn_hidden_size, eps, *, normalization, activation, checkpoint, bias, params_dtype,
+        init_method, output_layer_init_method,
     ):  # fmt: skip
         super().__init__()
-        self.eps, self.activation = eps, activation
-        self.layer_norm_weight, self.layer_norm_bias = _parameter(hidden_size), _parameter(hidden_size)
-        self.fc1_weight, self.fc2_weight = (
-            _parameter(ffn_hidden_size, hidden_size),
-            _parameter(hidden_size, ffn_hidden_size),
-        )
-        self.fc1_bias, self.fc2_bias = (_parameter(ffn_hidden_size), _parameter(hidden_size)) if bias else (None, None)
+        self.eps, self.activation, self.normalization = eps, activation, normalization
+        self.layer_norm_weight = _parameter(hidden_size)
+        self.layer_norm_bias = _norm_bias(hidden_size, normalization)
+        projected = {"gelu": 1, "swiglu": 2}[activation] * ffn_hidden_size
+        self.fc1_weight, self.fc2_weight = _parameter(projected, hidden_size), _parameter(hidden_size, ffn_hidden_size)
+        self.fc1_bias, self.fc2_bias = (_parameter(projected), _parameter(hidden_size)) if bias else (None, None)
 
 
 class DotProductAttention(nn.Module):
-    def __init__(self, num_attention_heads, kv_channels, *, attention_dropout, qkv_format, attn_mask_type):
+    def __init__(
+        self, num_attention_heads, kv_channels, *, num_gqa_groups, attention_dropout, qkv_format, attn_mask_type
+    ):
         super().__init__()
-        self.heads = num_attention_heads, kv_channels
+        self.heads, self.groups = (num_attention_heads, kv_channels), num_gqa_groups

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8 import layers
-from gpt2_fp8.config.block_spec import MLP, Heads, Norm, RoPE, block_spec
+from gpt2_fp8.config.block_spec import GPT2_OPTIONS, MLP, Bands, Heads, Norm, RoPE, block_spec, why_not
 from tests.common import CONFIG
 from tests.layers.standins import FAMILIES, families
 
@@ -28,11 +28,30 @@ def test_gpt2s_block():
     assert (SPEC.positions, SPEC.tied, SPEC.bias, SPEC.dropout) == ("learned", True, True, 0.0)
 
 
+def test_every_key_reaches_the_description():
+    config = replace(
+        CONFIG, n_kv_head=2, head_size=6, qk_norm=True, norm="rms_norm", norm_epsilon=1e-6, mlp="swiglu", mlp_width=48,
+        positions="rope", rope_base=5e5, rope_scaling=32.0, rope_low_freq_factor=1.0, rope_high_freq_factor=4.0,
+        rope_original_positions=8192, tied_head=False, bias=False, dropout=0.1,
+    )  # fmt: skip
+    spec = block_spec(config)
+    assert spec.norm == Norm("rms_norm", 1e-6)
+    assert spec.heads == Heads(n_head=4, n_kv_head=2, size=6, qk_norm=True)
+    assert (spec.mlp, spec.mlp.projected) == (MLP("swiglu", 48), 96)
+    assert spec.positions == RoPE(5e5, 32.0, Bands(1.0, 4.0, 8192))
+    assert (spec.tied, spec.bias, spec.dropout) == (False, False, 0.1)
+    assert spec.widths == (32, 24, 48, 48, 96)
+    assert block_spec(replace(CONFIG, positions="rope")).positions == RoPE(10000.0)
+
+
 WRONG = {
     "4 heads do not share 3 key-value heads": {"heads": Heads(4, 3, 64)},
     "every width and number of heads is at least 1": {"heads": Heads(4, 0, 64)},
     "RoPE turns pairs of channels, and a head has 7": {"heads": Heads(4, 4, 7), "positions": RoPE(1e4)},
     "RoPE's base and scaling are above 0": {"positions": RoPE(1e4, scaling=0.0)},
+    "RoPE's low frequency factor is above 0 and below the high one": {
+        "positions": RoPE(1e4, 2.0, Bands(low=4.0, high=4.0, original_positions=64))
+    },
     "a normalisation's epsilon is above 0": {"norm": Norm("rms_norm", 0.0)},
     "dropout is at least 0 and below 1": {"dropout": 1.0},
 }
@@ -68,12 +87,17 @@ LACKING = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("option", LACKING)
-def test_layers_name_what_they_lack(family, name, option):
-    reason = family(name).why_not(replace(SPEC, **LACKING[option]))
-    assert reason is not None
-    assert reason.endswith(f" have no {option}")
+def test_layers_name_what_they_lack(family, option):
+    spec = replace(SPEC, **LACKING[option])
+    assert family("fused").why_not(spec) == f"the fused layers have no {option}"
+    assert why_not(spec, "layers of GPT-2", GPT2_OPTIONS) == f"layers of GPT-2 have no {option}"
+
+
+@pytest.mark.parametrize("name", ["reference", "te"])
+@pytest.mark.parametrize("option", LACKING)
+def test_the_other_layers_have_every_option(family, name, option):
+    assert family(name).why_not(replace(SPEC, **LACKING[option])) is None
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -109,6 +109,24 @@ def test_a_kernel_that_computes_something_else_shows():
     assert wrong["error"] > 0.3
 
 
+def test_shared_keys_and_values_are_measured_where_a_kernel_has_them():
+    shape = attention.Shape(batch=2, tokens=16, n_head=4, head_size=8, n_kv_head=2)
+    assert attention._shape(SMALL | {"n_head": 2, "n_kv_head": 1}, 3)[1].heads.n_kv_head == 1
+    for build in (attention.materialised, attention._sdpa("MATH")):
+        assert attention.measure(build, shape, "cpu")["error"] < 0.02
+    with pytest.raises(Unavailable, match="as many key-value heads as heads"):
+        attention._packed(lambda packed, causal: packed, shape)
+
+
+@ON_CPU
+def test_peers_of_gpt2_refuse_another_model(tmp_path):
+    asked = replace(config(), model=replace(config().model, norm="rms_norm"))
+    request = {"config": asdict(asked), "steps": 2, "warmup": 1, "peers": ["plain torch", "transformers"]}
+    ours, theirs = program("peers", request, tmp_path)
+    assert ours["status"] == "ok"
+    assert (theirs["status"], theirs["message"]) == ("refused", "its layers here have no RMSNorm")
+
+
 @pytest.mark.parametrize("tuple_too", [False, True])
 def test_packed_kernels_get_queries_keys_and_values_in_order(tuple_too):
     shape = attention.Shape(batch=2, tokens=8, n_head=2, head_size=4)

@@ -1,0 +1,111 @@
+"""Keys of `model` that must fit each other, and its widths that must fit FP8. Nothing here looks at the GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
+
+FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)
+_BANDS = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
+_EXAMPLES = {  # Llama 3.2's
+    "rope_low_freq_factor": "1", "rope_high_freq_factor": "4", "rope_original_positions": "8192", "rope_scaling": "32",
+}  # fmt: skip
+
+
+def check(config: RunConfig) -> Iterator[Finding]:
+    """Find what is wrong with a model whose keys have the right types and ranges."""
+    model, multiple = config.model, width_multiple(config)
+    if model.n_embd % model.n_head and model.head_size is None:
+        yield _unequal_heads(model, multiple)
+    if model.n_head % (model.n_kv_head or model.n_head):
+        assert model.n_kv_head is not None
+        fits = largest_divisor(model.n_head, min(model.n_kv_head, model.n_head))
+        reason = "each key-value head serves the same number of heads"
+        yield _finding(model, "n_head n_kv_head", reason, f"model.n_kv_head={fits}")
+    yield from _rope(model, multiple)
+    yield from _widths(model, multiple)
+
+
+def _unequal_heads(model: ModelConfig, multiple: int) -> Finding:
+    width = nearest(model.n_embd, math.lcm(model.n_head, multiple))
+    heads = largest_divisor(model.n_embd, model.n_head)
+    remedy = f"model.n_embd={width}, or model.n_head={heads}"
+    return _finding(model, "n_embd n_head", "the heads share n_embd in equal parts", remedy)
+
+
+def _rope(model: ModelConfig, multiple: int) -> Iterator[Finding]:
+    """Find keys of RoPE that do nothing, or not enough."""
+    if model.positions != "rope":
+        given = [key for key in ("rope_base", "rope_scaling", *_BANDS) if getattr(model, key) is not None]
+        for key in given:
+            reason = f"model.positions={model.positions} has no rotations"
+            yield _finding(model, key, reason, f"model.positions=rope, or leave model.{key} out")
+        return
+    size = _head_size(model)
+    if size and size % 2:
+        keys = "positions n_embd n_head" if model.head_size is None else "positions head_size"
+        reason = f"RoPE turns pairs of channels, and a head has {size}"
+        yield _finding(model, keys, reason, f"model.head_size={nearest(size, max(2, multiple))}")
+    given = [key for key in _BANDS if getattr(model, key) is not None]
+    if missing := [key for key in (*_BANDS, "rope_scaling") if given and getattr(model, key) is None]:
+        reason = f"Llama 3's scaling also needs {' and '.join(f'model.{key}' for key in missing)}"
+        remedy = f"add {' '.join(f'model.{key}={_EXAMPLES[key]}' for key in missing)}, or leave these out"
+        yield _finding(model, " ".join(given), reason, remedy)
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    if low is not None and high is not None and low >= high:
+        keys, remedy = "rope_low_freq_factor rope_high_freq_factor", f"model.rope_high_freq_factor={4 * low:g}"
+        yield _finding(model, keys, "the low factor is below the high one", remedy)
+
+
+def _widths(model: ModelConfig, multiple: int) -> Iterator[Finding]:
+    """Find widths that FP8 cannot multiply, unless another finding is the cause."""
+    reason = f"FP8 matrix products need a multiple of {FP8_MULTIPLE}"
+    if model.n_embd % multiple:
+        width = nearest(model.n_embd, math.lcm(FP8_MULTIPLE, model.n_head))
+        yield _finding(model, "n_embd", reason, f"model.n_embd={width}, or precision=bf16")
+        return
+    if (model.mlp_width or multiple) % multiple:
+        assert model.mlp_width is not None
+        remedy = f"model.mlp_width={nearest(model.mlp_width, FP8_MULTIPLE)}, or precision=bf16"
+        yield _finding(model, "mlp_width", reason, remedy)
+    size, n_kv_head = _head_size(model), model.n_kv_head or model.n_head
+    if size and size % 2 and model.positions == "rope":
+        return
+    for channels, of in ((model.n_head, "queries"), (2 * n_kv_head, "keys and values")):
+        if size and channels * size % multiple:
+            keys = "n_head head_size" if of == "queries" else "n_kv_head head_size"
+            remedy = f"model.head_size={nearest(size, FP8_MULTIPLE)}, or precision=bf16"
+            yield _finding(model, keys, f"{reason}, and the {of} have {channels * size} channels", remedy)
+            return
+
+
+def _head_size(model: ModelConfig) -> int | None:
+    """Return the channels of a head; None if the heads do not share n_embd, which is told by itself."""
+    return model.head_size or (None if model.n_embd % model.n_head else model.n_embd // model.n_head)
+
+
+def width_multiple(config: RunConfig) -> int:
+    """Return what every width must be a multiple of."""
+    return FP8_MULTIPLE if isinstance(config.precision, FP8PrecisionConfig) else 1
+
+
+def nearest(value: int, multiple: int) -> int:
+    """Return the multiple that is nearest to a value, and not 0."""
+    return max(1, round(value / multiple)) * multiple
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor up to `most`; of a number beyond 10^12, of those with a factor up to a million."""
+    small = [d for d in range(1, min(math.isqrt(number), 10**6) + 1) if number % d == 0]
+    return max(d for one in small for d in (one, number // one) if d <= most)
+
+
+def _finding(model: ModelConfig, keys: str, reason: str, remedy: str) -> Finding:
+    """Make a problem whose cause starts with the keys' values."""
+    names = keys.split()
+    values = ", ".join(f"model.{name}={show(getattr(model, name))}" for name in names)
+    return Finding(tuple(f"model.{name}" for name in names), Problem(f"{values}: {reason}", remedy))
