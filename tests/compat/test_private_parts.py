@@ -22,7 +22,7 @@ UNDOCUMENTED = {
     # torch
     *("distributed_c10d", "found_inf"),
     # Transformer Engine
-    *("FP8GlobalStateManager", "init_fp8_metadata", "quantization_state", "SplitAlongDim"),
+    *("FP8GlobalStateManager", "init_fp8_metadata", "quantization_state", "SplitAlongDim", "apply_rotary_pos_emb"),
     *("is_fp8_enabled", "get_fp8_recipe", "get_autocast_state", "set_autocast_state", "fp8_tensors_recompute_buffer"),
 }
 

@@ -290,7 +290,8 @@ def test_help_says_what_there_is():
     assert " _" not in text, "what choices have in common is no choice"
     assert text.count("python -m gpt2_fp8.run") >= 6
     assert all(f"{code}: " in text for code in (0, 1, 2, 3, 4, 143))
-    assert max(map(len, text.splitlines())) <= 120
+    listed = tuple(f"{group.name}: " for group in conf_dir().iterdir())  # Hydra writes a group's choices in one line
+    assert max(len(line) for line in text.splitlines() if not line.startswith(listed)) <= 120
 
 
 @pytest.mark.slow

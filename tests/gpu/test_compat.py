@@ -129,6 +129,16 @@ def test_split_along_dim_gives_parts_and_a_packed_gradient():
 
 
 @pytest.mark.fp8
+def test_apply_rotary_turns_pairs_of_the_two_halves():
+    x = torch.randn(2, 8, 3, 64, dtype=torch.float32, device="cuda")
+    angle = torch.rand(8, 32, device="cuda")
+    both = torch.cat((angle, angle), dim=-1)[:, None, None]
+    turned = transformer_engine.apply_rotary()(x, both, tensor_format="bshd", fused=True)
+    expected = torch.complex(x[..., :32], x[..., 32:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    assert torch.allclose(turned, torch.cat((expected.real, expected.imag), dim=-1), atol=1e-5)
+
+
+@pytest.mark.fp8
 def test_unfinished_passes_are_forgotten_and_the_region_is_put_back():
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
