@@ -111,9 +111,9 @@ class Layers:
         gemms = Gemm(*self._gemm), Gemm(*self._gemm, self._rounded)
         return LayerNormMLP(n_embd, mlp, norm, bias, recompute, gemms)
 
-    def attention(self, heads: Heads, dropout: float) -> nn.Module:
+    def attention(self, heads: Heads, dropout: float, epsilon: float = 1e-5) -> nn.Module:
         """See the package."""
-        return reference.attention(heads, dropout)
+        return reference.attention(heads, dropout, epsilon)
 
 
 class Gemm:
