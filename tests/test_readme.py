@@ -21,6 +21,7 @@ from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.data.tokenizer import GPT2_FILES
 from gpt2_fp8.train.summary import Precision, Summary
 from tests.runs import forked, metrics
+from tests.test_layering import HOUSE
 
 ROOT = Path(__file__).resolve().parents[1]
 README, ARCHITECTURE, PERFORMANCE = (ROOT / name for name in ("README.md", "ARCHITECTURE.md", "docs/performance.md"))
@@ -364,6 +365,12 @@ def test_every_module_has_its_row():
     modules = {str(path.relative_to(package)) for path in package.rglob("*.py")}
     silent = {name for name in modules if name.endswith("__init__.py") and len(_statements(package / name)) == 0}
     assert set(table) == modules - silent - {"__init__.py"}, "`__init__.py` is in it where it holds code"
+
+
+def test_the_table_of_modules_stands_in_the_order_of_the_house():
+    table = [names(row[0])[0] for row in rows(ARCHITECTURE, "module") if names(row[0])]
+    packages = list(dict.fromkeys(name.partition("/")[0] for name in table if "/" in name))
+    assert packages == [row for row in HOUSE if (ROOT / "gpt2_fp8" / row).is_dir()]
 
 
 def _statements(path):

@@ -37,7 +37,7 @@ def _only_fp8(config: RunConfig) -> str | None:
 
 
 def _no_fp8(config: RunConfig) -> str | None:
-    return "plain torch has no FP8 products" if config.precision.name.startswith("fp8") else None
+    return "plain torch has no FP8 GEMMs" if config.precision.name.startswith("fp8") else None
 
 
 def why_not_emulated(config: RunConfig) -> str | None:
@@ -53,7 +53,7 @@ def _no_fp32(config: RunConfig) -> str | None:
     return "it is for FP8 and bf16 here, and this is precision=fp32" if config.precision.name == "fp32" else None
 
 
-_WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {
+WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {
     "fused": _only_fp8,
     "te": _no_fp32,
     "reference": _no_fp8,
@@ -70,7 +70,7 @@ def check(config: RunConfig) -> Iterator[Finding]:
     """Find requests for a backend, or for options of one, that no machine can fulfil."""
     precision = config.precision
     asked = "auto" if isinstance(precision, AutoPrecisionConfig) else precision.backend
-    if asked != "auto" and (reason := _WHY_NOT[asked](config)):
+    if asked != "auto" and (reason := WHY_NOT[asked](config)):
         problem = Problem(f"precision.backend={asked} cannot run: {reason}", "precision.backend=auto")
         yield Finding(("precision.backend", "precision.name", "recipe", "model.dropout"), problem)
     if isinstance(precision, FP8PrecisionConfig) and precision.emulate is not None and asked != "emulated":

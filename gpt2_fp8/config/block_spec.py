@@ -50,14 +50,14 @@ class Norm:
 
 @dataclass(frozen=True)
 class MLP:
-    """The perceptron between two projections. The gate is the first half of what SwiGLU's first projection gives."""
+    """The MLP between two projections. The gate is the first half of what SwiGLU's first projection gives."""
 
     kind: Literal["gelu", "swiglu"]  # gelu: in its tanh form. swiglu: SiLU(gate) times the rest (Shazeer 2020)
     width: int  # channels of the hidden layer
 
     @property
     def projected(self) -> int:
-        """The channels that the first projection gives: a gated perceptron has the gate beside the hidden layer."""
+        """The channels that the first projection gives: a gated MLP has the gate beside the hidden layer."""
         return self.width if self.kind == "gelu" else 2 * self.width
 
 

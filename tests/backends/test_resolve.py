@@ -1,6 +1,7 @@
 """What runs where, with torch's and Transformer Engine's answers replaced."""
 
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from gpt2_fp8.backends import resolve as resolving
 from gpt2_fp8.backends import transformer_engine
 from gpt2_fp8.backends.fused import SMALL_TOKENS
 from gpt2_fp8.backends.resolve import resolve
+from gpt2_fp8.config.backend_support import WHY_NOT
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
 from gpt2_fp8.precision import support
@@ -366,3 +368,8 @@ def test_a_broken_transformer_engine_is_a_reason(monkeypatch, error, tmp_path):
 
 def test_long_reasons_are_cut():
     assert len(support.first_line("x" * 999)) == 200
+
+
+def test_every_backend_stands_in_the_schema_and_says_what_settings_it_cannot_have():
+    told = get_args(get_type_hints(FP8PrecisionConfig)["backend"])
+    assert sorted(resolving.BACKENDS) == sorted(WHY_NOT) == sorted(set(told) - {"auto"})

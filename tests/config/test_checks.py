@@ -86,7 +86,7 @@ TABLE = [
     ("precision=auto precision.backend=te", "precision.backend belongs to precision=", "leave precision.backend out"),
     # how it computes
     ("precision.backend=fuse", "must be auto, fused, te, reference or emulated", "precision.backend=fused"),
-    ("precision.backend=reference", "plain torch has no FP8 products", "precision.backend=auto"),
+    ("precision.backend=reference", "plain torch has no FP8 GEMMs", "precision.backend=auto"),
     ("precision=bf16 precision.backend=fused", "its kernels are for FP8", "precision.backend=auto"),
     ("precision=fp32 precision.backend=te", "for FP8 and bf16 here", "precision.backend=auto"),
     ("precision.backend=fused recipe=current", "delayed scaling alone, not recipe=current", "precision.backend=auto"),

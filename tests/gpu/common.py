@@ -65,7 +65,7 @@ def build(backend, *arguments, **options):
 
 def loss_of(model, fused):
     """The backends' own loss of a model. `fused`: its logits become their gradient where it has any."""
-    backend = SimpleNamespace(fused_loss=fused)
+    backend = SimpleNamespace(fused_loss=fused, fp8=True)
     return lambda ids, first=None, scale=1.0: Backend.loss(backend, model, ids, first, scale)
 
 
