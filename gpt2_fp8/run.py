@@ -39,7 +39,7 @@ class _Ended(BaseException):
 
 
 def job(cfg: DictConfig) -> float | None:
-    """One run of a sweep, or the only one; Hydra has made its folder. Returns the last validation loss."""
+    """Run one job, of a sweep or the only one, in the folder that Hydra has made. Returns the last validation loss."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
                 threading.Thread(target=_end_after_rank_zero, args=(rank_zero,), daemon=True).start()
             with handlers.at_once():
                 _run(argv)
-            if handlers.thrown:  # and lost in what was not to be disturbed
+            if handlers.thrown:  # its exception was lost in a section that blocks signals
                 handlers.throw()
         except BaseException as caught:
             error = _run_error(caught, handlers)

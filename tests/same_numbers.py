@@ -49,6 +49,15 @@ import sys
 from tests.runs import train_until
 train_until(4, sys.argv[1], *sys.argv[2:])
 """
+TWO_RANKS = """
+import json, sys, pytest
+from tests.runs import record_steps, train
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as patch:
+        steps = record_steps(patch)
+        train(sys.argv[1], *sys.argv[2:])
+    print("STEPS", json.dumps(steps), flush=True)
+"""
 TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.val_check_interval=4"]
 TIMES = {"tokens_per_second", "step_time", "data_wait"}
 NEW = {"hyper_parameters", "config"}  # keys of the state that only later trees write
@@ -67,16 +76,16 @@ def of_three_legs(tree: Path, folder: Path, words: list[str]) -> subprocess.Pope
 
 
 def of_two_ranks(tree: Path, folder: Path, words: list[str]) -> subprocess.Popen[str]:
-    """Start a run of two processes."""
-    from tests.runs import SMALL
-
-    return run(tree, folder, "-m", "gpt2_fp8.run", *SMALL, *TWO, f"hydra.run.dir={folder / 'run'}", *words)
+    """Start a run of two processes. Lightning starts the second one from the same file, so it has to be one."""
+    program = folder / "two_ranks.py"
+    program.write_text(TWO_RANKS)
+    return run(tree, folder, str(program), str(folder / "run"), *TWO, *words)
 
 
 def found(folder: Path) -> dict[str, Any]:
     """Return all that must be equal of a run, by name: values, and bytes of tensors."""
     steps = [line for line in (folder / "out").read_text().splitlines() if line.startswith("STEPS")]
-    result: dict[str, Any] = {"steps": steps}
+    result: dict[str, Any] = {"steps": sorted(steps)}  # of every rank
     with (folder / "run" / "metrics.csv").open() as file:
         result["log"] = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
     for path in sorted((folder / "run" / "checkpoints").glob("step-*")):
@@ -115,7 +124,8 @@ def main(commit: str) -> int:
         before = Path(place) / "before"
         subprocess.run(["git", "worktree", "add", "--detach", str(before), commit], cwd=HERE, check=True)
         try:
-            cases = [*((name, of_three_legs, words) for name, words in ONE.items()), ("two ranks", of_two_ranks, [])]
+            cases = [(name, of_three_legs, words) for name, words in ONE.items()]
+            cases += [(f"two ranks, {name}", of_two_ranks, ONE[name]) for name in ("fp32", "bf16", "fp8, fallen back")]
             for number, (name, start, words) in enumerate(cases):
                 folders = [Path(place) / f"{number}-{side}" for side in ("before", "now")]
                 for folder in folders:
@@ -128,6 +138,9 @@ def main(commit: str) -> int:
                 results = [found(folder) for folder in folders]
                 whole = whole or results[1]
                 own = differences(*results, name)
+                ranks = 2 if start is of_two_ranks else 1
+                if any(len(result["steps"]) != ranks or len(result) < 100 for result in results):
+                    own.append(f"{name}: the steps of {ranks} ranks and their checkpoints were not all found")
                 print(f"{name}: {len(results[1])} things compared, {len(own)} differ", flush=True)
                 wrong += own
             (last := Path(place) / "continued").mkdir()

@@ -32,7 +32,7 @@ class GracefulStop(Checkpoint):
     """Turns a signal into a saved end: `Stopped` leaves `fit` at the end of the running step, or from a wait for data.
 
     Use it as a context around everything that should end this way. Its handlers then also hold before `fit` and between
-    two `fit`s, and the old ones come back in any case:
+    two `fit`s. The previous handlers are always restored:
 
         with GracefulStop(save=checkpointing.save) as stop:
             Trainer(callbacks=[..., checkpointing, stop]).fit(...)

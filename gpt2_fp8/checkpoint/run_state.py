@@ -1,9 +1,9 @@
 """What a checkpoint has to hold for a run to continue from it: which keys, of which types, within which bounds.
 
-Digests show that a checkpoint is what somebody wrote, not that it is a run's. Lightning takes over what it finds
-without a look, so that a wrong value would come to light in the midst of training, as an error of ours, or as a run
-that never ends. The table is asked where a run is resumed, without reading a tensor, then whether its numbers agree,
-and then whether its weights are numbers; what none of these can tell, whoever restores it finds out, under `restoring`.
+Digests show that a checkpoint is what somebody wrote, not that it is a run's. Lightning does not check what it
+restores. A wrong value would appear later, as an error of ours or as a run that never ends. Three checks come first:
+keys and types, without reading a tensor; numbers that must agree; weights that must be finite. `restoring` explains
+what they miss.
 """
 
 from __future__ import annotations
@@ -160,10 +160,10 @@ def check_state(path: Path, state: dict[str, Any]) -> None:
 
 @contextmanager
 def restoring(path: Path | str | None) -> Iterator[None]:
-    """While something of the checkpoint `path` is put in its place: what goes wrong is the checkpoint's fault.
+    """Enter a context that restores something of the checkpoint `path`: an error in it is the checkpoint's fault.
 
-    Raises CheckpointError for any error but those of a known kind, and those of memory, of a device, of the disk, or
-    of the connection between ranks, which come out as they are. `path` is None where there is nothing to restore.
+    Raises CheckpointError for it. Known errors come out as they are, and so do those of memory, a device, the disk or
+    the connection between ranks. `path` is None if there is nothing to restore.
     """
     try:
         yield

@@ -6,7 +6,7 @@ order.
 
 One program adds the rows of one chunk of sorted positions. A run inside the chunk is then complete. A run that crosses
 a chunk's border leaves a partial sum in each chunk, and a second kernel adds those. So many programs share the longest
-run (the most common token is 5 % of a text), and table rows without an id are not touched. The host does not read the
+run: the most common token is 5 % of a text. Table rows without an id are not touched. The host does not read the
 ids, so all of this can be recorded in a CUDA graph.
 
 M = batch * T rows, d columns, a multiple of 16.

@@ -3,7 +3,7 @@
 `torch._scaled_mm` has no beta. Everything that a GEMM needs except its addresses is made once for each kind (a `Plan`).
 A call sets two or three addresses and launches.
 
-cuBLASLt is column-major: our out [M, N] = a [M, K] b^T [K, N] is its D [N, M] = A^T B with A = b and B = a. This is the
+cuBLASLt is column-major. Our out [M, N] = a [M, K] b^T [K, N] is its D [N, M] = A^T B; A is b and B is a. This is the
 only arrangement (TN) in which Hopper multiplies FP8. Its bias runs along its rows, which are our columns.
 """
 

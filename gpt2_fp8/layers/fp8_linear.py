@@ -36,7 +36,7 @@ class FP8Linear(nn.Module):
 
     def __init__(self, scales: Scales, own_gradient: bool = True):
         super().__init__()
-        self.scales = [scales]  # in a list: only the model registers this module, not every layer
+        self.scales = [scales]  # in a list, so that torch does not register it in every layer: it is the model's
         self.places = {"input": scales.reserve("forward"), "weight": scales.reserve("forward")}
         if own_gradient:
             self.places["gradient"] = scales.reserve("gradient")

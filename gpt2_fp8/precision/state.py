@@ -157,7 +157,7 @@ def restored(model: nn.Module) -> AbstractContextManager[None]:
 def kept(model: nn.Module) -> Callable[[], None]:
     """Copy scales and histories, and return a function that puts them back. For a step that has to begin again.
 
-    Unfinished passes have moved the histories on, and Transformer Engine must forget more than that of them.
+    Unfinished passes have changed the histories. Transformer Engine's record of those passes is discarded too.
     """
     put_back, forget = _kept(_tensors(model)), transformer_engine.unfinished_passes()
 
