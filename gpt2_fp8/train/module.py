@@ -20,7 +20,7 @@ from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.training_step import TrainingStep
-from gpt2_fp8.train import module_checkpoint, own_trainer, resume, saved_config
+from gpt2_fp8.train import checkpoint_io, module_checkpoint, own_trainer, resume, saved_config
 from gpt2_fp8.train.metric_log import MetricLog
 from gpt2_fp8.train.module_checkpoint import Restored
 
@@ -78,6 +78,7 @@ class GPT2Module(pl.LightningModule):
         Raises UserError with every contradiction.
         """
         own_trainer.check(self.trainer, self.config)
+        checkpoint_io.refuse_pickles(self.trainer)
         loops.limit_steps(self.trainer, self.config.trainer.max_steps)
         return []
 

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -178,6 +179,9 @@ def test_a_trainer_that_contradicts_the_configuration_is_refused(config, tmp_pat
 @pytest.mark.parametrize(
     ("options", "cause", "remedy"),
     [
+        ({"devices": 2, "strategy": "ddp_spawn"}, "forks or spawns", "Trainer(strategy='ddp') in a script"),
+        ({"devices": 2, "strategy": "ddp_fork"}, "forks or spawns", "Trainer(strategy='ddp') in a script"),
+        ({"devices": 2, "strategy": "ddp_notebook"}, "forks or spawns", "in a notebook, devices=1"),
         ({"devices": 2}, "2 devices", "trainer.devices=2"),
         ({"strategy": ModelParallelStrategy()}, "ModelParallelStrategy", "strategy='ddp'"),
     ],
@@ -251,6 +255,30 @@ def test_a_checkpoint_without_a_runs_state_is_refused(config, whole, tmp_path):
     shorter = load_config(*WORDS, "trainer.max_steps=6")
     with pytest.raises(UserError, match="max_steps=6 ends before"):
         fit(shorter, tmp_path, whole.checkpoints / "epoch=0-step=8.ckpt")
+
+
+def test_pickles_are_refused(config, whole, tmp_path):
+    folder, precision = whole.checkpoints / "epoch=0-step=8.ckpt", FP8Precision.from_config(config)
+    quiet = {"default_root_dir": tmp_path, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    data = TokenDataModule.from_config(config)
+    add = "add FolderCheckpointIO\\(\\) to Trainer"
+    with pytest.raises(UserError, match=f"would be pickles.*\\n.*{add}"):
+        Trainer(plugins=[precision], **quiet).fit(GPT2Module(config), datamodule=data)
+    made = Trainer(plugins=[precision], enable_checkpointing=False, max_steps=1, **quiet)
+    with pytest.raises(UserError, match=f"step=8.ckpt would be read as a pickle.*\\n.*{add}"):
+        made.fit(GPT2Module(config), datamodule=data, ckpt_path=folder)
+    with pytest.raises(UserError, match=f"would be read as a pickle.*\\n.*{add}"):
+        made.validate(GPT2Module(config), datamodule=data, ckpt_path=folder)
+    made = Trainer(plugins=[precision], enable_checkpointing=False, max_steps=1, **quiet)
+    made.fit(GPT2Module(config), datamodule=data)
+    with pytest.raises(UserError, match=f"would be a pickle.*\\n.*{add}"):
+        made.save_checkpoint(tmp_path / "own.ckpt")
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+    wrapped = AsyncCheckpointIO(FolderCheckpointIO())
+    from_start = TokenDataModule.from_config(config)
+    Trainer(plugins=[precision, wrapped], max_steps=1, **quiet).fit(GPT2Module(config), datamodule=from_start)
+    (written,) = tmp_path.rglob("*.ckpt")
+    assert same(GPT2Module.load_from_checkpoint(written), made.lightning_module)
 
 
 # ---- callbacks -------------------------------------------------------------------------------------------------------
