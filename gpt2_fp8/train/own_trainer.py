@@ -61,7 +61,7 @@ def _processes(trainer: pl.Trainer) -> Iterator[Problem]:
         return
     there = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else None
     if there not in (None, trainer.world_size):
-        cause = f"the Trainer is of {trainer.world_size} processes, and this is one of {there}, which divide the text"
+        cause = f"the Trainer's world_size is {trainer.world_size}, and the text is divided by {there} already"
         yield Problem(cause, "the devices=, num_nodes= and strategy= of the Trainer before it; or a script of its own")
 
 
