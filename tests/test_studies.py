@@ -159,6 +159,7 @@ def start(folder, rows, *words, seeds=("1",)):
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.slow  # a dozen real runs
 @pytest.mark.whole
 def test_runs_are_done_once_and_may_change_their_precision(tmp_path):
     rows = f"bf16: precision=bf16\nbf16 until 4: precision=bf16 @4 {FP8}"
@@ -185,6 +186,7 @@ def test_runs_are_done_once_and_may_change_their_precision(tmp_path):
     assert summary(plain)["ended"] == ended
 
 
+@pytest.mark.slow  # a dozen real runs
 @pytest.mark.whole
 def test_a_study_that_was_stopped_continues(tmp_path):
     words = ["trainer.max_steps=60", "trainer.val_check_interval=60"]

@@ -9,7 +9,7 @@ import subprocess
 import warnings
 from collections.abc import Iterator
 
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
 
 _WARNINGS = (
@@ -40,6 +40,11 @@ def ignore_warnings() -> None:
 def starts_processes(launcher: object) -> bool:
     """Return whether a strategy's launcher starts the other ranks of this machine, as it does without torchrun."""
     return isinstance(launcher, _SubprocessScriptLauncher)
+
+
+def forks_or_spawns(launcher: object) -> bool:
+    """Return whether a strategy's launcher trains in child processes, whose module the caller never sees."""
+    return isinstance(launcher, _MultiProcessingLauncher)
 
 
 def take_processes(launcher: object) -> Iterator[subprocess.Popen[bytes]]:

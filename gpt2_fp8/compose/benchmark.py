@@ -144,7 +144,7 @@ def _choices(bench: BenchConfig, catalog: Catalog) -> list[Finding]:
     for group in ("model", "precision", "recipe"):
         options = _options(catalog, group)
         for name in getattr(bench, group):
-            if name not in options and not (catalog.refused_folder and group == "model"):
+            if name not in options and not (catalog.refused_folders and group == "model"):
                 problem = Problem(*hints.unknown_choice(f"bench.{group}", name, options))
                 found.append(Finding((f"bench.{group}",), problem))
     return found

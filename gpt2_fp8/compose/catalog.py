@@ -59,7 +59,7 @@ class Catalog:
         self.config_name = config_name
         self.folders: list[Path] = []
         self.variables: set[str] = set()  # variables of the environment that the command line names
-        self.refused_folder = False  # if so, choices that the user has may be missing
+        self.refused_folders: list[Path] = []  # choices that the user has in them are missing
         self.groups = [group for group in self.get_group_options("", ObjectType.GROUP) if group != "hydra"]
 
     def get_group_options(self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG) -> list[str]:
@@ -82,9 +82,10 @@ class Catalog:
         names = [name for name in there if not name.startswith("_") and name != BENCH]
         if self.config_name in names:
             return []
-        problem = Problem(*hints.unknown_choice("--config-name", self.config_name, names))
+        refused = any((folder / f"{self.config_name}.yaml").is_file() for folder in self.refused_folders)
+        problems = [] if refused else [Problem(*hints.unknown_choice("--config-name", self.config_name, names))]
         self.config_name = "config"
-        return [problem]
+        return problems
 
     def add_folders(self, folders: list[str], named: set[str] | None = None) -> list[Problem]:
         """Make the choices of a user's folders available if nothing in them is refused; return what is wrong.
@@ -97,14 +98,13 @@ class Catalog:
             path = Path(folder.removeprefix("file://")).absolute()  # ~ is not expanded: Hydra does not either
             if "://" in folder.removeprefix("file://"):
                 what = "a Python package" if folder.startswith("pkg://") else "no folder"
-                problems.append(Problem(f"{folder} is {what}, and its files cannot be checked", "-cd FOLDER"))
+                found = [Problem(f"{folder} is {what}, and its files cannot be checked", "-cd FOLDER")]
             elif not path.is_dir():
-                problems.append(Problem(f"there is no folder {path} to read settings from", "correct -cd FOLDER"))
-            elif found := files.problems(path, groups, self.get_group_options):
-                problems += found
+                found = [Problem(f"there is no folder {path} to read settings from", "correct -cd FOLDER")]
             else:
-                self.folders.append(path)
-        self.refused_folder = bool(problems)
+                found = files.problems(path, groups, self.get_group_options)
+            problems += found
+            (self.refused_folders if found else self.folders).append(path)
         there = self.get_group_options("", ObjectType.GROUP) if self.folders else []
         others = [group for group in there if group not in (*self.groups, "hydra")]
         self.groups += [group for group in others if self.get_group_options(group)]  # other folders are no groups

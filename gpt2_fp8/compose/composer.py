@@ -98,7 +98,7 @@ class Composer:
         self._instead[text] = None
         if self._chooses(word):
             self.request.refused_groups.add(key)
-            if not self.catalog.refused_folder:  # the choice may be there, in a folder that was refused
+            if not self.catalog.refused_folders:  # the choice may be there, in a folder that was refused
                 self._note(key, refusals.bad_choice(word, error, self.catalog))
         elif word.is_hydra_override():
             cause, remedy = refusals.not_composed(error)
@@ -110,6 +110,8 @@ class Composer:
                 if not self._chooses(other) and not lookup(base, other.key_or_group)[0]:
                     self._add(other, base)
         else:
+            if refusals.is_there_already(error):  # the value may be wrong too
+                self._instead[text] = parsed(text.lstrip("+"))
             self._note(key, refusals.bad_value(word, error))
 
     def _add(self, word: Override, base: dict[str, Any]) -> None:

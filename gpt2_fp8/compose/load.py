@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gpt2_fp8.compose import commandline, preflight
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.schema import AutoPrecisionConfig, RunConfig
 from gpt2_fp8.runtime import registry
 
@@ -26,15 +27,18 @@ _SAID_BY_TRAINER = {
 }
 
 
-def load_config(*words: str) -> RunConfig:
+def load_config(*words: str, **keys: object) -> RunConfig:
     """Compose one run's configuration, from what `python -m gpt2_fp8.run` would be given on its command line.
 
     Args:
         words: choices and values, such as `"model=gpt2"` and `"seed=1"`; `"-cd", FOLDER` adds settings of your own.
+        keys: none: the error says how each is written as a word.
 
     Raises UserError with every problem at once. Problems are also keys that only the program reads, and an `auto` that
     only the program decides. Plugins are imported last; one that cannot be imported is a UserError too.
     """
+    if unwritten := [*_no_words(words), *_named(keys)]:
+        raise UserError(unwritten)
     problems = [*_flags(words), *_unread(words)]
     config = None
     if not any(word in ("-m", "--multirun") for word in words):
@@ -49,6 +53,22 @@ def load_config(*words: str) -> RunConfig:
     assert config is not None
     registry.load(config.plugins, Path.cwd())
     return config
+
+
+def _no_words(words: tuple[object, ...]) -> Iterator[Problem]:
+    """Report arguments that are no text, and so no words of a command line."""
+    for word in words:
+        if not isinstance(word, str):
+            texts = isinstance(word, list | tuple) and word and all(isinstance(item, str) for item in word)
+            remedy = f"load_config(*{list(word)})" if texts else "load_config('model=gpt2', 'seed=1')"  # type: ignore[call-overload]
+            yield Problem(f"load_config takes words, each a text, and {word!r} is a {type(word).__name__}", remedy)
+
+
+def _named(keys: dict[str, object]) -> Iterator[Problem]:
+    """Report keyword arguments. Words can have dots in their keys, which these cannot."""
+    for key, value in keys.items():
+        remedy = f"load_config({f'{key}={show(value)}'!r})"
+        yield Problem(f"load_config takes words, each a text, and {key}= is none", remedy)
 
 
 def _flags(words: tuple[str, ...]) -> Iterator[Problem]:

@@ -66,7 +66,7 @@ def take(overrides: list[Override], request: Request, catalog: Catalog, problems
         found = _hydra_problems(override, catalog) if hydras else _task_problems(override, request, catalog)
         if found and catalog.is_group(override):
             request.refused_groups.add(override.key_or_group)
-            found = [] if catalog.refused_folder else found  # the choice may be there, in a folder that was refused
+            found = [] if catalog.refused_folders else found  # the choice may be there, in a folder that was refused
         elif not found and override.key_or_group != "hydra.searchpath":
             (request.hydra if hydras else request.task).append(override)
         problems += found
@@ -166,8 +166,9 @@ def _value_problems(override: Override) -> list[Problem]:
     if override.is_delete():
         return [Problem(f"{line}: every key has a value", f"leave it out, or set it: {key}=null where null is allowed")]
     if group := _CHOSEN_BY_GROUP.get(key):
-        choice = value if not isinstance(value, Sweep) else line.partition("=")[2]
-        return [Problem(f"{line}: this is chosen with the whole group", f"{group}={show(choice)}")]
+        choice = show(value) if not isinstance(value, Sweep) else line.partition("=")[2]
+        choice = hints.KINDS.get(choice, (choice,))[0] if group == "data" else choice
+        return [Problem(f"{line}: this is chosen with the whole group", f"{group}={choice}")]
     if hydra_policy.names_code(key, value):
         return [Problem(f"{line}: nothing here is built from a _target_", "choose from the groups; --help lists them")]
     if key.partition(".")[0] == "plugins":

@@ -57,10 +57,15 @@ def bad_choice(word: Override, error: BaseException | None, catalog: Catalog) ->
     return not_composed(error)
 
 
+def is_there_already(error: BaseException | None) -> bool:
+    """Return whether Hydra refuses to add a key because it has a value."""
+    return "An item is already at" in str(error)
+
+
 def bad_value(word: Override, error: BaseException | None) -> Problem:
     """Say what is wrong with a word that sets a value."""
     key, text = word.key_or_group, str(word.input_line)
-    if "An item is already at" in str(error):
+    if is_there_already(error):
         return Problem(f"{text}: {key} has a value already", f"{text.lstrip('+')}, without the +")
     if "Could not override" in str(error):
         return Problem(f"{text}: {key} has no such keys", f"+{text}, to add them")

@@ -104,6 +104,7 @@ VALUES = {
     "compile": "compile=true, false or auto",
     "cuda_graphs": "cuda_graphs=true, false or auto",
     "micro_batch_size": "a number of sequences that fits the GPU's memory: micro_batch_size=8",
+    "precision.keep_bf16": "'precision.keep_bf16=[head,last]'",
     "bench.model": "'bench.model=[gpt2,gpt2_medium]'",
     "bench.precision": "'bench.precision=[bf16,fp8_hybrid]'",
     "bench.recipe": "'bench.recipe=[delayed,current]'",

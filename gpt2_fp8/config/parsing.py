@@ -135,8 +135,11 @@ class _Builder:
         """Build a group whose keys are the user's own."""
         if not isinstance(data, dict):
             return self._bad(path, f"{path}={show(data)}: needs keys with values", f"+{path}.KEY=VALUE")
+        before = len(self.found)
         values = {str(key): self.value(hint, value, _join(path, str(key))) for key, value in data.items()}
-        return _BAD if any(value is _BAD for value in values.values()) else values
+        for place, (keys, problem) in enumerate(self.found[before:], before):  # these keys are in no file of ours
+            self.found[place] = Finding(keys, Problem(problem.cause, f"++{keys[0]}=TEXT"))
+        return values if len(self.found) == before else _BAD
 
     def _refuse(self, members: list[Any], value: object, path: str) -> Any:
         literals = [str(v) for m in members if get_origin(m) is Literal for v in get_args(m)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
-from lightning.pytorch.plugins.io import CheckpointIO
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 
 from gpt2_fp8.checkpoint import files
+from gpt2_fp8.config.errors import UserError
+
+REMEDY = "add FolderCheckpointIO() to Trainer(plugins=[...])"
 
 
 class FolderCheckpointIO(CheckpointIO):
@@ -33,3 +37,29 @@ class FolderCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Delete the folder `path`, if it is a checkpoint."""
         files.remove(path)
+
+
+def pickles(trainer: pl.Trainer) -> bool:
+    """Return whether a Trainer would save checkpoints in Lightning's own way, by pickling."""
+    io: object = trainer.strategy.checkpoint_io
+    while isinstance(io, AsyncCheckpointIO):
+        io = io.checkpoint_io
+    return isinstance(io, TorchCheckpointIO)
+
+
+def refuse_pickles(trainer: pl.Trainer) -> None:
+    """Have a Trainer that would pickle say so, with a remedy, once it is told to save or to load a checkpoint."""
+    if pickles(trainer):
+        trainer.strategy.checkpoint_io = _Refusing()
+
+
+class _Refusing(TorchCheckpointIO):
+    """Raises UserError where Lightning's own CheckpointIO would pickle or unpickle."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> NoReturn:
+        """Refuse to save. Raises UserError."""
+        raise UserError.of(f"{path} would be a pickle, which is not read here", REMEDY)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> NoReturn:
+        """Refuse to load. Raises UserError."""
+        raise UserError.of(f"{path} would be read as a pickle, and checkpoints here are folders", REMEDY)

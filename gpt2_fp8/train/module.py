@@ -12,15 +12,17 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
+from torch.nn import functional
 
 from gpt2_fp8.backends.resolve import Plan, unaccelerated
 from gpt2_fp8.checkpoint.finite import finite_weights
 from gpt2_fp8.checkpoint.run_state import restoring
 from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.training_step import TrainingStep
-from gpt2_fp8.train import module_checkpoint, own_trainer, resume, saved_config
+from gpt2_fp8.train import checkpoint_io, module_checkpoint, own_trainer, resume, saved_config
 from gpt2_fp8.train.metric_log import MetricLog
 from gpt2_fp8.train.module_checkpoint import Restored
 
@@ -57,13 +59,31 @@ class GPT2Module(pl.LightningModule):
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: Path | str, map_location: torch.device | str = "cpu", *, config: RunConfig | None = None
+        cls,
+        checkpoint_path: Path | str,
+        map_location: torch.device | str | None = None,
+        hparams_file: object = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        *,
+        config: RunConfig | None = None,
     ) -> GPT2Module:
-        """Build the module of a checkpoint's folder, with its weights, on the device `map_location`.
+        """Build the module of a checkpoint's folder, with its weights. Its layers compute in float32, in plain torch.
 
-        Its layers are plain torch in float32 until a Trainer's FP8Precision says otherwise. `config` is for a
-        checkpoint that does not hold its own. Raises CheckpointError where they do not fit.
+        They do so until a Trainer's FP8Precision says otherwise.
+
+        Args:
+            checkpoint_path: the folder.
+            map_location: the device of the layers; None: the CPU.
+            hparams_file: None. Lightning has it; here `config` gives what it would.
+            strict: True or None. A model's weights are all there or refused.
+            weights_only: it changes nothing, since nothing is pickled.
+            config: for a checkpoint that does not hold its own.
+
+        Raises UserError for a value that would change something, and CheckpointError where the parts do not fit.
         """
+        module_checkpoint.check_arguments(hparams_file, strict)
+        map_location = map_location or "cpu"
         config, weights, step = module_checkpoint.read(Path(checkpoint_path), map_location, config)
         module = cls(config, weights=weights)
         module._restored = Restored(step=step)
@@ -78,6 +98,7 @@ class GPT2Module(pl.LightningModule):
         Raises UserError with every contradiction.
         """
         own_trainer.check(self.trainer, self.config)
+        checkpoint_io.refuse_pickles(self.trainer)
         loops.limit_steps(self.trainer, self.config.trainer.max_steps)
         return []
 
@@ -115,6 +136,30 @@ class GPT2Module(pl.LightningModule):
         """Return fused AdamW with warm-up and cosine decay."""
         optimizer, schedule = self.step.prepare_optimizer()
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens], for evaluation.
+
+        They are computed in the Trainer's precision, without gradients, on the layers' device. There are at most
+        n_positions tokens. Raises UserError before the layers are built, or have their FP8 scales.
+        """
+        if not hasattr(self, "model"):
+            remedy = "GPT2Module.load_from_checkpoint(FOLDER), or Trainer.fit or Trainer.validate before it"
+            raise UserError.of("the module has no layers yet: a Trainer builds them", remedy)
+        tokens, n_positions = ids.shape[1], self.config.model.n_positions
+        if tokens > n_positions:
+            raise UserError.of(
+                f"{tokens} tokens, and the model has {n_positions} positions", f"ids[:, -{n_positions}:]"
+            )
+        with self.step.evaluation():
+            if not self.step.scaling.ready:
+                raise UserError.of(
+                    "the FP8 layers have no scales yet", "a training step or Trainer.validate finds them"
+                )
+            if self.step.plan.fp8:  # which takes multiples of 16; a causal model does not see what follows
+                ids = functional.pad(ids, (0, n_positions - tokens))
+            logits: Tensor = self.model(ids)
+        return logits[:, :tokens, : self.vocab_size]
 
     # Training
 

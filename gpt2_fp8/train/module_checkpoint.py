@@ -13,11 +13,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import files
+from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.checkpoint.run_state import check_state, restoring
+from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.runtime import rng
 from gpt2_fp8.train import resume, saved_config
+
+_FOLDER = "GPT2Module.load_from_checkpoint(FOLDER), of a whole checkpoint: RUN/checkpoints/step-NNNNNNNN, or your own"
 
 
 @dataclass
@@ -43,6 +47,18 @@ class Restored:
             self.random = None
 
 
+def check_arguments(hparams_file: object, strict: bool | None) -> None:
+    """Raise UserError if what Lightning's `load_from_checkpoint` takes besides would change something."""
+    problems = []
+    if hparams_file is not None:
+        remedy = "leave it out, or give config=load_config(...)"
+        problems.append(Problem("hparams_file: a checkpoint holds its configuration", remedy))
+    if strict is False:
+        problems.append(Problem("strict=False: a model with some of its weights is none", "leave strict out"))
+    if problems:
+        raise UserError(problems)
+
+
 def read(
     path: Path, map_location: torch.device | str, config: RunConfig | None
 ) -> tuple[RunConfig, Mapping[str, Tensor], Mapping[str, Any]]:
@@ -50,7 +66,10 @@ def read(
 
     `config` is for a checkpoint that does not hold its own. Raises CheckpointError where they do not fit.
     """
-    checkpoint = files.read(path, map_location, ("state_dict", "training_step", saved_config.KEY))
+    try:
+        checkpoint = files.read(path, map_location, ("state_dict", "training_step", saved_config.KEY))
+    except CheckpointError as error:  # its remedies are for a command line
+        raise CheckpointError([Problem(problem.cause, _FOLDER) for problem in error.problems]) from None
     config = config or saved_config.from_checkpoint(checkpoint, path)
     saved_config.check_size(config, checkpoint["state_dict"], path)
     return config, checkpoint["state_dict"], checkpoint.get("training_step", {})

@@ -1,6 +1,7 @@
 """Whether a Lightning Trainer, which may be anyone's, does what the configuration says.
 
 It may stop earlier. All else that it could say otherwise is refused, with the key of the configuration that says it.
+So are processes and checkpoints of a kind that this program does not work with.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from collections.abc import Iterator
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import distributed
 
+from gpt2_fp8.compat import lightning_process
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.runtime import devices
+from gpt2_fp8.train import checkpoint_io
 from gpt2_fp8.train.precision_plugin import FP8Precision
 
 _LIGHTNINGS_OWN = 1000  # epochs, where a Trainer is told of neither epochs nor steps
@@ -23,9 +27,9 @@ _LIGHTNINGS_OWN = 1000  # epochs, where a Trainer is told of neither epochs nor 
 
 def check(trainer: pl.Trainer, config: RunConfig) -> None:
     """Raise UserError with everything in which `trainer` and `config` contradict each other."""
-    found = list(_plugin(trainer, config))
+    found = [*_plugin(trainer, config), *_processes(trainer)]
     if trainer.state.fn == TrainerFn.FITTING:
-        for look in (_devices, _length, _steps, _data):
+        for look in (_checkpoints, _devices, _length, _steps, _data):
             found += look(trainer, config)
     if found:
         raise UserError(found)
@@ -47,6 +51,24 @@ def _plugin(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
         name = "gpu" if plugin.plan.device == "cuda" else "cpu"
         remedy = f"Trainer(accelerator={name!r})" + (", or load_config('trainer=cpu')" if kind == "cpu" else "")
         yield Problem(cause, remedy)
+
+
+def _processes(trainer: pl.Trainer) -> Iterator[Problem]:
+    """Find a Trainer whose processes are not those that divide the text, or that takes the trained module along."""
+    if lightning_process.forks_or_spawns(trainer.strategy.launcher):
+        cause = "the Trainer's strategy forks or spawns its processes, and the trained module would stay in them"
+        yield Problem(cause, "Trainer(strategy='ddp') in a script; in a notebook, devices=1")
+        return
+    there = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else None
+    if there not in (None, trainer.world_size):
+        cause = f"the Trainer's world_size is {trainer.world_size}, and the text is divided by {there} already"
+        yield Problem(cause, "the devices=, num_nodes= and strategy= of the Trainer before it; or a script of its own")
+
+
+def _checkpoints(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
+    if trainer.checkpoint_callbacks and checkpoint_io.pickles(trainer):
+        cause = "the Trainer's checkpoints would be pickles, which are neither read nor written here"
+        yield Problem(cause, checkpoint_io.REMEDY)
 
 
 def _devices(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:

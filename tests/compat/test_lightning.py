@@ -183,6 +183,9 @@ def test_a_launcher_that_starts_processes_is_known_and_gives_them_in_order_of_ra
     launcher = several.strategy.launcher
     assert lightning_process.starts_processes(launcher)
     assert not lightning_process.starts_processes(trainer(tmp_path).strategy.launcher)
+    assert not lightning_process.forks_or_spawns(launcher)
+    forking = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, default_root_dir=tmp_path)
+    assert lightning_process.forks_or_spawns(forking.strategy.launcher)
     monkeypatch.setattr(subprocess_script.subprocess, "Popen", lambda *_, env, **__: env["LOCAL_RANK"])
     monkeypatch.setattr(subprocess_script, "_launch_process_observer", lambda procs: None)
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):

@@ -94,6 +94,26 @@ def test_without_that_line_the_remedy_is_to_add_it(flag):
     assert "begin alone.yaml with `defaults: [config, _self_]`" in remedy
 
 
+@pytest.mark.parametrize("text", ["seed: 5\n", "defaults: [{model: gpt2}, _self_]\n"])
+def test_only_what_such_a_file_lacks_is_said(text):
+    write("mine/noline.yaml", text)
+    (cause,) = causes("-cd", "mine", "-cn", "noline")
+    assert "noline.yaml does not begin with this program's settings" in cause
+    assert "hydra.help" not in str(causes("-cd", "mine", "-cn", "noline") + remedies("-cd", "mine", "-cn", "noline"))
+    write("mine/noline.yaml", "defaults: [config, override model: gpt2, _self_]\nseed: 5\n")
+    (config,) = preflight(["-cd", "mine", "-cn", "noline"])
+    assert (config.model.name, config.seed) == ("gpt2", 5)
+
+
+def test_a_configuration_in_a_refused_folder_is_there():
+    write("mine/own.yaml", "defaults: [config, _self_]\n")
+    write("mine/experiment/x.yaml", "a: [\n")
+    (cause,) = causes("-cd", "mine", "-cn", "own")
+    assert "x.yaml cannot be read" in cause
+    told = causes("-cd", "mine", "-cn", "owm", "seed=x")
+    assert [any(words in cause for cause in told) for words in ("x.yaml", "--config-name=owm", "seed=x")] == [True] * 3
+
+
 def test_the_checkout_is_a_folder_of_settings(tmp_path):
     copy = tmp_path / "checkout"
     copy.mkdir()

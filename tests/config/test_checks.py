@@ -1,6 +1,7 @@
 """Every refusal, as a careless user meets it: what is typed, and words of the cause and of the remedy."""
 
 import os
+import re
 import shlex
 from dataclasses import fields, replace
 
@@ -233,6 +234,50 @@ def test_refused(line, cause, remedy):
     assert str(told).count("\n") == 1
     assert told.cause.isprintable()
     assert told.remedy.isprintable()
+
+
+# Lines with a remedy that is a word to type.
+TYPED = [
+    *[
+        "+tags.b.c=x",
+        "+tags.b=[1,2]",
+        "+tags.b=null",
+        "+tags.b=inf",
+        "+tags={b:{c:1}}",
+        "tags=3",
+        "+tags=3",
+        "tags.b=1",
+    ],
+    *[
+        "+tags.a=1 +tags.a.b=2",
+        "+seed=3",
+        "+seed=x",
+        "+optim.lr=x",
+        "seed={a:1}",
+        "seed=[1]",
+        "seed=null",
+        "model.bias=1",
+    ],
+    *[
+        "data.kind=hub",
+        "data.kind=file_or_hub",
+        "precision.name=bf16",
+        "precision.keep_bf16=3",
+        "precision.keep_bf16=head",
+    ],
+    *["optim.lr=inf", "compile=maybe", "compile=1", "notes=[1]", "run_name={a:1}", "model.n_layer=2.0", "seed.x=1"],
+    *["precision=bf6", "recipe=delayd", "trainer.deterministic=yes"],
+]
+EXAMPLES = {"NUMBER": "3", "TEXT": "x", "KEY": "key", "VALUE": "3"}
+
+
+@pytest.mark.parametrize("line", TYPED)
+def test_a_remedy_that_is_typed_is_taken(line):
+    remedy = refusals(line)[0].remedy.replace("'", "")
+    word = re.match(r"(?:did you mean )?(\+*[\w.]+=(?:\[[^]]*\]|[^][,? ]+))", remedy)[1]
+    for name, example in EXAMPLES.items():
+        word = word.replace(name, example)
+    assert preflight([word])
 
 
 @pytest.mark.parametrize("key", RANGES)

@@ -1,5 +1,6 @@
 """A script of one's own: `load_config`, the module, the text and the precision, under a Trainer of Lightning's."""
 
+import inspect
 import json
 import re
 import subprocess
@@ -11,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -135,6 +137,24 @@ def test_what_only_the_program_reads_is_refused_all_at_once(words, causes):
     assert all(any(cause in line for line in told) for cause in causes), told
 
 
+@pytest.mark.parametrize(
+    ("words", "keys", "remedies"),
+    [
+        ([["model=gpt2"]], {}, ["load_config(*['model=gpt2'])"]),
+        ([3], {}, ["load_config('model=gpt2', 'seed=1')"]),
+        ([None, "seed=1"], {}, ["load_config('model=gpt2', 'seed=1')"]),
+        ([], {"model": "gpt2", "seed": 3}, ["load_config('model=gpt2')", "load_config('seed=3')"]),
+        ([], {"compile": True}, ["load_config('compile=true')"]),
+    ],
+)
+def test_what_are_no_words_is_said_with_what_to_write(words, keys, remedies):
+    with pytest.raises(UserError, match="takes words, each a text") as caught:
+        load_config(*words, **keys)
+    assert [problem.remedy for problem in caught.value.problems] == remedies
+    for remedy in remedies:
+        assert eval(remedy, {"load_config": load_config})
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +198,9 @@ def test_a_trainer_that_contradicts_the_configuration_is_refused(config, tmp_pat
 @pytest.mark.parametrize(
     ("options", "cause", "remedy"),
     [
+        ({"devices": 2, "strategy": "ddp_spawn"}, "forks or spawns", "Trainer(strategy='ddp') in a script"),
+        ({"devices": 2, "strategy": "ddp_fork"}, "forks or spawns", "Trainer(strategy='ddp') in a script"),
+        ({"devices": 2, "strategy": "ddp_notebook"}, "forks or spawns", "in a notebook, devices=1"),
         ({"devices": 2}, "2 devices", "trainer.devices=2"),
         ({"strategy": ModelParallelStrategy()}, "ModelParallelStrategy", "strategy='ddp'"),
     ],
@@ -251,6 +274,30 @@ def test_a_checkpoint_without_a_runs_state_is_refused(config, whole, tmp_path):
     shorter = load_config(*WORDS, "trainer.max_steps=6")
     with pytest.raises(UserError, match="max_steps=6 ends before"):
         fit(shorter, tmp_path, whole.checkpoints / "epoch=0-step=8.ckpt")
+
+
+def test_pickles_are_refused(config, whole, tmp_path):
+    folder, precision = whole.checkpoints / "epoch=0-step=8.ckpt", FP8Precision.from_config(config)
+    quiet = {"default_root_dir": tmp_path, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    data = TokenDataModule.from_config(config)
+    add = "add FolderCheckpointIO\\(\\) to Trainer"
+    with pytest.raises(UserError, match=f"would be pickles.*\\n.*{add}"):
+        Trainer(plugins=[precision], **quiet).fit(GPT2Module(config), datamodule=data)
+    made = Trainer(plugins=[precision], enable_checkpointing=False, max_steps=1, **quiet)
+    with pytest.raises(UserError, match=f"step=8.ckpt would be read as a pickle.*\\n.*{add}"):
+        made.fit(GPT2Module(config), datamodule=data, ckpt_path=folder)
+    with pytest.raises(UserError, match=f"would be read as a pickle.*\\n.*{add}"):
+        made.validate(GPT2Module(config), datamodule=data, ckpt_path=folder)
+    made = Trainer(plugins=[precision], enable_checkpointing=False, max_steps=1, **quiet)
+    made.fit(GPT2Module(config), datamodule=data)
+    with pytest.raises(UserError, match=f"would be a pickle.*\\n.*{add}"):
+        made.save_checkpoint(tmp_path / "own.ckpt")
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+    wrapped = AsyncCheckpointIO(FolderCheckpointIO())
+    from_start = TokenDataModule.from_config(config)
+    Trainer(plugins=[precision, wrapped], max_steps=1, **quiet).fit(GPT2Module(config), datamodule=from_start)
+    (written,) = tmp_path.rglob("*.ckpt")
+    assert same(GPT2Module.load_from_checkpoint(written), made.lightning_module)
 
 
 # ---- callbacks -------------------------------------------------------------------------------------------------------
@@ -332,6 +379,64 @@ def test_load_from_checkpoint_needs_the_folder_alone(config, whole, tmp_path):
     fresh = GPT2Module(config)
     (metrics,) = trainer(config, tmp_path).validate(fresh, datamodule=data, ckpt_path=folder, verbose=False)
     assert metrics == {"val_loss": expected}
+
+
+def test_load_from_checkpoint_takes_what_lightnings_takes(whole):
+    folder, load = whole.checkpoints / "epoch=0-step=12.ckpt", GPT2Module.load_from_checkpoint
+    theirs = [*inspect.signature(LightningModule.load_from_checkpoint).parameters]
+    assert theirs == [*["cls", *inspect.signature(load).parameters][:-1], "kwargs"]
+    for module in (load(folder, None, None, True, True), load(folder, weights_only=False, strict=None)):
+        assert same(module, whole.module)
+    with pytest.raises(UserError) as caught:
+        load(folder, hparams_file="hparams.yaml", strict=False)
+    assert [problem.cause.partition(":")[0] for problem in caught.value.problems] == ["hparams_file", "strict=False"]
+
+
+def test_a_checkpoint_that_is_not_there_is_no_matter_of_a_command_line(tmp_path):
+    with pytest.raises(UserError, match="there is no such folder") as caught:
+        GPT2Module.load_from_checkpoint(tmp_path / "nope")
+    assert "ckpt_path" not in str(caught.value)
+    assert "GPT2Module.load_from_checkpoint(FOLDER)" in str(caught.value)
+
+
+def test_a_module_that_is_called_computes_logits(config, whole, tmp_path):
+    ids = torch.arange(20).reshape(2, 10)
+    with pytest.raises(UserError, match="no layers yet"):
+        GPT2Module(config)(ids)
+    loaded = GPT2Module.load_from_checkpoint(whole.checkpoints / "epoch=0-step=12.ckpt")
+    loaded.train()
+    logits = loaded(ids)
+    assert (logits.shape, logits.requires_grad, loaded.model.training) == ((2, 10, 257), False, True)
+    with torch.no_grad():
+        assert torch.equal(logits, whole.module.eval().model(ids)[..., :257])
+    bf16 = load_config(*WORDS, "precision=bf16")
+    loaded = GPT2Module.load_from_checkpoint(whole.checkpoints / "epoch=0-step=12.ckpt", config=bf16)
+    trainer(bf16, tmp_path).validate(loaded, datamodule=TokenDataModule.from_config(bf16), verbose=False)
+    assert loaded(ids).dtype == torch.bfloat16
+    assert torch.allclose(loaded(ids).float(), logits, atol=0.05)
+    with pytest.raises(UserError, match="33 tokens, and the model has 32 positions"):
+        loaded(torch.zeros(1, 33, dtype=torch.long))
+
+
+def test_a_module_in_fp8_computes_logits_once_it_has_scales(config, whole):
+    seen = []
+
+    class Backend(Pretended):
+        def scaling(self, model):
+            model.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+            return Scaling(model, "settings", 8, self.forward_context)
+
+    module = GPT2Module(config, weights=whole.module.state_dict())
+    plan = Plan("cpu", "fp8_hybrid", "fp8_hybrid", None, Backend(config))
+    module._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(plan=plan), strategy=None)
+    module.configure_model()
+    ids = torch.arange(20).reshape(2, 10)
+    with pytest.raises(UserError, match="no scales yet"):
+        module(ids)
+    module.step.scaling.ready = True
+    logits = module(ids)
+    assert (logits.shape, seen) == ((2, 10, 257), [(2, 32)])
+    assert torch.allclose(logits.float(), whole.module(ids), atol=0.05)
 
 
 def test_a_loaded_module_computes_as_the_trainer_says(config, whole, tmp_path):

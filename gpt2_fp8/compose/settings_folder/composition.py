@@ -20,6 +20,7 @@ Settings = dict[tuple[str, ...], Any]
 # What differs between any two compositions says nothing about a file's content.
 _OWN_TO_A_RUN = {("runtime",), ("overrides",), ("searchpath",)}
 _OWN_TO_A_JOB = {("job", key) for key in ("config_name", "override_dirname", "id", "num")}
+_OURS_ALONE = ("help", "template")  # the text of --help: this program's own, wherever `config` was composed
 _ONLY_TYPED = "leave it out of the file; give it on the command line"
 
 
@@ -60,16 +61,17 @@ def check_settings(
     where = ", ".join(map(str, folders))
     if plain.get("plugins") and not any(word.lstrip("+").startswith("plugins=") for word in words):
         raise UserError.of(f"a file in {where} sets plugins", _ONLY_TYPED)
+    there = hydra_settings(plain)
+    if there.get(_OURS_ALONE) != ours[_OURS_ALONE] and config_name != "config":
+        raise UserError.of(
+            f"--config-name={config_name}: {config_name}.yaml does not begin with this program's settings",
+            f"begin {config_name}.yaml with `defaults: [config, _self_]`; `override model: NAME` between them chooses",
+        )
     changed = [
         ".".join(map(str, path))
-        for path, value in hydra_settings(plain).items()
+        for path, value in there.items()
         if (path not in ours or value != ours[path]) and not hydra_policy.may_stand_in_a_file(path)
     ]
-    if changed and config_name != "config":
-        raise UserError.of(
-            f"--config-name={config_name} has other settings of Hydra's than this program, hydra.{changed[0]}",
-            f"begin {config_name}.yaml with `defaults: [config, _self_]`, and leave hydra.{changed[0]} out",
-        )
     if changed:
         raise UserError.of(f"a file in {where} sets hydra.{changed[0]}", _ONLY_TYPED)
 

@@ -1,0 +1,107 @@
+"""A script of one's own under `Trainer(strategy="ddp")`: two processes on a CPU, joined by gloo."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gpt2_fp8.checkpoint import files
+from tests.runs import assert_equal, checkpoint, command, metrics
+from tests.train.test_ddp import ALONE, TWO
+
+SCRIPT = """
+import json, os
+from pathlib import Path
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from gpt2_fp8 import FolderCheckpointIO, FP8Precision, GPT2Module, TokenDataModule, load_config
+from gpt2_fp8.config.errors import UserError
+
+WORDS = {words}
+
+def trainer(config, **options):
+    plugins = [FP8Precision.from_config(config), FolderCheckpointIO()]
+    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
+    return Trainer(plugins=plugins, val_check_interval=5, **quiet, **options)
+
+def main():
+    config, told = load_config(*WORDS), {{}}
+    two = dict(strategy={strategy!r}, devices=2)
+    seed_everything(config.seed)
+    module, data = GPT2Module(config), TokenDataModule.from_config(config)
+    every = ModelCheckpoint("own", every_n_train_steps=1, save_top_k=-1, filename="{{step}}")
+    made = trainer(config, max_steps=8, callbacks=[every], **two)
+    made.fit(module, datamodule=data)
+    told["fit"] = module.val_loss
+    told["validate"] = made.validate(module, datamodule=data, verbose=False)[0]["val_loss"]
+    try:
+        trainer(config, devices=1).validate(module, datamodule=data, verbose=False)
+    except UserError as error:
+        told["refused"] = str(error)
+    module = GPT2Module(config)
+    last = trainer(config, callbacks=[ModelCheckpoint("last", filename="{{step}}", save_last=True)], **two)
+    last.fit(module, datamodule=TokenDataModule.from_config(config), ckpt_path="own/step=6.ckpt")
+    told["resumed"] = module.val_loss
+    Path("told-" + os.environ.get("LOCAL_RANK", "0")).write_text(json.dumps(told))
+
+if __name__ == "__main__":
+    main()
+"""
+ONLY_THE_PROGRAM = ("callbacks.", "trainer.log_every_n_steps", "trainer.val_check_interval")
+WORDS = [word for word in TWO if not word.startswith(ONLY_THE_PROGRAM)]
+
+
+def script(folder, strategy):
+    (folder / "own.py").write_text(SCRIPT.format(words=WORDS, strategy=strategy))
+    return subprocess.run(
+        [sys.executable, "own.py"], cwd=folder, env=os.environ | ALONE, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the script and the program ran."""
+    folder = tmp_path_factory.mktemp("own")
+    done = script(folder, "ddp")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = command(*TWO, "run_name=run", "callbacks.keep_checkpoints=9", cwd=folder, **ALONE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def told(folder):
+    return [json.loads((folder / f"told-{rank}").read_text()) for rank in (0, 1)]
+
+
+def test_two_processes_compute_what_the_programs_do(folder):
+    own, theirs = files.read(folder / "own/step=8.ckpt"), files.read(checkpoint(folder / "outputs/run", 8))
+    for key in ("state_dict", "optimizer_states", "rng"):
+        assert_equal(own[key], theirs[key], key)
+    assert_equal(
+        files.read(folder / "last/last.ckpt")["state_dict"],
+        files.read(checkpoint(folder / "outputs/run", 12))["state_dict"],
+        "continued",
+    )
+
+
+def test_every_rank_has_the_validation_loss_of_all(folder):
+    (one, other), losses = told(folder), metrics(folder / "outputs/run")["val_loss"]
+    assert one == other
+    assert one["fit"] == one["validate"]
+    assert one["resumed"] == pytest.approx(losses[12], rel=1e-6)
+
+
+def test_a_trainer_of_one_process_is_refused_between_them(folder):
+    for rank in told(folder):
+        assert "the Trainer's world_size is 1, and the text is divided by 2 already" in rank["refused"]
+        assert "a script of its own" in rank["refused"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+def test_forks_are_refused_before_a_step(tmp_path, strategy):
+    done = script(tmp_path, strategy)
+    assert done.returncode == 1
+    assert "fix: Trainer(strategy='ddp') in a script; in a notebook, devices=1" in done.stderr
+    assert os.listdir(tmp_path) == ["own.py"]
