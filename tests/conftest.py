@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -21,11 +20,6 @@ pytest_plugins = ["tests.fast_ring"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
     signal.signal(_number, signal.SIG_DFL)
-
-
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Start one worker more than there are cores, with `-n auto`: tests of ranks and signals mostly wait."""
-    return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a shell, a test runner, a scheduler or an earlier run in this process might have set, and no test asks for.
-_NOT_OURS = ("PYTEST_", "HYDRA_", "SLURM_", "TORCHELASTIC", "WORLD_SIZE", "RANK", "LOCAL_RANK", "PL_")
+_NOT_OURS = ("PYTEST_", "HYDRA_", "SLURM_", "TORCHELASTIC", "WORLD_SIZE", "RANK", "LOCAL_RANK", "PL_", "_TORCHINDUCTOR")
 # A process has these from its start; they are the same for all.
 _FIXED = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 # Only these may differ from one process to the next: they are read when they are needed.

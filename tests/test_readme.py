@@ -165,15 +165,17 @@ def test_every_benchmark_composes(found, gpu, tmp_path, monkeypatch):
 
 def test_the_studys_command_composes(tmp_path, monkeypatch):
     """What every run is given, and each condition of the factorial."""
-    (found,) = (found for found in ALL if found.words[: len(STUDY)] == STUDY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
-    words = found.words[found.words.index("--") + 1 :]
-    stand_ins(words)
     factorial, study = (importlib.import_module(name) for name in ("factorial", "fp8_gap"))
-    jobs = study._jobs(tmp_path, study._rows(None), [1, 2, 3], words)
-    assert len(jobs) == 3 * len(factorial.EMULATED)
-    assert {job.steps for job in jobs} == {780}
+    commands = [found.words for found in ALL if found.words[: len(STUDY)] == STUDY]
+    assert len(commands) == 2
+    for command in commands:
+        words = command[command.index("--") + 1 :]
+        stand_ins(words)
+        jobs = study._jobs(tmp_path, study._rows(None), [1, 2, 3], words)
+        assert len(jobs) == 3 * len(factorial.EMULATED)
+        assert {job.steps for job in jobs} == {780}
 
 
 def test_every_command_is_of_a_known_kind():

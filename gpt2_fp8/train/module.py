@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
-from torch.nn import functional
 
 from gpt2_fp8.backends.resolve import Plan, unaccelerated
 from gpt2_fp8.checkpoint.finite import finite_weights
@@ -21,6 +20,7 @@ from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine.logits import logits
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.train import checkpoint_io, module_checkpoint, own_trainer, resume, saved_config
 from gpt2_fp8.train.metric_log import MetricLog
@@ -138,28 +138,14 @@ class GPT2Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens], for evaluation.
+        """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens]: see `engine.logits`.
 
-        They are computed in the Trainer's precision, without gradients, on the layers' device. There are at most
-        n_positions tokens. Raises UserError before the layers are built, or have their FP8 scales.
+        Raises UserError before the layers are built, too.
         """
         if not hasattr(self, "model"):
             remedy = "GPT2Module.load_from_checkpoint(FOLDER), or Trainer.fit or Trainer.validate before it"
             raise UserError.of("the module has no layers yet: a Trainer builds them", remedy)
-        tokens, n_positions = ids.shape[1], self.config.model.n_positions
-        if tokens > n_positions:
-            raise UserError.of(
-                f"{tokens} tokens, and the model has {n_positions} positions", f"ids[:, -{n_positions}:]"
-            )
-        with self.step.evaluation():
-            if not self.step.scaling.ready:
-                raise UserError.of(
-                    "the FP8 layers have no scales yet", "a training step or Trainer.validate finds them"
-                )
-            if self.step.plan.fp8:  # which takes multiples of 16; a causal model does not see what follows
-                ids = functional.pad(ids, (0, n_positions - tokens))
-            logits: Tensor = self.model(ids)
-        return logits[:, :tokens, : self.vocab_size]
+        return logits(self.step, ids, self.vocab_size)
 
     # Training
 

@@ -1,0 +1,27 @@
+"""Logits for a caller's own ids, from the model of a training step. Plain torch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.engine.training_step import TrainingStep
+
+
+def logits(step: TrainingStep, ids: Tensor, vocab_size: int) -> Tensor:
+    """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens], without gradients.
+
+    They are computed in the run's precision, on the layers' device. Raises UserError for more tokens than positions,
+    and for FP8 layers that have no scales yet.
+    """
+    tokens, n_positions = ids.shape[1], step.config.model.n_positions
+    if tokens > n_positions:
+        raise UserError.of(f"{tokens} tokens, and the model has {n_positions} positions", f"ids[:, -{n_positions}:]")
+    with step.evaluation():
+        if not step.scaling.ready:
+            raise UserError.of("the FP8 layers have no scales yet", "a training step or Trainer.validate finds them")
+        if step.plan.fp8:  # which takes multiples of 16; a causal model does not see what follows
+            ids = functional.pad(ids, (0, n_positions - tokens))
+        found: Tensor = step.model(ids)
+    return found[:, :tokens, :vocab_size]
