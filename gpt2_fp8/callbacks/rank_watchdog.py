@@ -39,7 +39,7 @@ class RankLost(RunError):
     """Another rank has ended, or shows no life. `exit_code` is that rank's if it is known, else 1."""
 
     def __init__(self, message: str, exit_code: int = 1):
-        self.exit_code = exit_code
+        self.cause, self.exit_code = message, exit_code
         if exit_code in STOPPED:
             self.status = Stopped.status
         super().__init__(f"{message}; under the same run_name, ckpt_path=last continues")
@@ -219,6 +219,8 @@ class RankWatchdog(Callback):
 
     def _leave(self, error: RunError) -> None:
         print(harmless(f"rank {self._rank}: {error}"), file=sys.stderr, flush=True)
+        if self._ranks is not None and isinstance(error, RankLost):  # else they only learn that this one is gone
+            self._ranks.tell(error.cause, error.exit_code)
         writer = threading.Thread(target=self.on_lost, args=(error,), daemon=True)
         writer.start()
         writer.join(ON_LOST_SECONDS)
