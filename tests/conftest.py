@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # imported where they are used: most tests need no hub
     from tests.data.hub_runs import Client
 
 
-pytest_plugins = ["tests.fast_ring"]
+pytest_plugins = ["tests.fast_ring", "tests.once"]
 
 # What is ignored at the start of a run stays ignored, and a shell has its background jobs ignore signals: tests and the
 # processes that they start begin as from a terminal.
