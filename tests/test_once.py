@@ -27,7 +27,7 @@ def asked(monkeypatch):
 def test_it_is_what_hydra_composes_in_any_folder(choices, asked, tmp_path, monkeypatch):
     with catalog.open_catalog(conf_dir(), "config"):
         first = once.compose("config", choices, return_hydra_config=True)
-        first.seed = first.hydra.job.chdir = 7  # what is done to one is not done to the next
+        first.seed = 7  # what is done to one is not done to the next
         composed = []
         for folder in ("one", "two"):
             (tmp_path / folder).mkdir()
@@ -37,6 +37,7 @@ def test_it_is_what_hydra_composes_in_any_folder(choices, asked, tmp_path, monke
         assert OmegaConf.to_yaml(composed[1]) == OmegaConf.to_yaml(
             hydra.compose("config", choices, return_hydra_config=True)
         )
+    assert composed[0].run_name != composed[1].run_name, "${now:...} to a microsecond"
     assert [one.hydra.runtime.cwd for one in composed] == [str(tmp_path / folder) for folder in ("one", "two")]
 
 
