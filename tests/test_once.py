@@ -7,7 +7,7 @@ import weakref
 
 import hydra
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from gpt2_fp8.compose import catalog, conf_dir
 from tests import once
@@ -55,6 +55,21 @@ def test_a_users_files_and_hydras_settings_are_composed_each_time(asked, tmp_pat
             once.compose("config", ["hydra.job.name=x"])
             once.compose("config", ["+notes=${seed}"])
     assert len(asked) == 6
+
+
+@pytest.mark.parametrize("file", sorted(conf_dir().rglob("*.yaml")), ids=lambda path: path.name)
+def test_a_text_is_loaded_as_omegaconf_loads_it(file):
+    once.load(file)["another"] = 7  # what is done to one is not done to the next
+    with file.open() as opened:
+        loaded = once.load(opened)
+    assert (type(loaded), OmegaConf.to_yaml(loaded)) == (DictConfig, OmegaConf.to_yaml(once.original_load(file)))
+
+
+def test_a_changed_text_is_another(tmp_path):
+    for seed in (1, 2):
+        (tmp_path / "x.yaml").write_text(f"seed: {seed}")
+        assert OmegaConf.load(tmp_path / "x.yaml").seed == seed
+    assert OmegaConf.load is once.load
 
 
 class Node:
