@@ -16,6 +16,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_d
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
@@ -45,6 +46,14 @@ def job_words(overrides: list[Override]) -> list[list[str]]:
     """
     (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
     return jobs
+
+
+def group_options(loader: ConfigLoader, group: str, kind: ObjectType | None) -> list[str]:
+    """List the options of a group, without `hydra.searchpath`.
+
+    The loader's own `get_group_options` copies all that it knows first, which takes six times as long.
+    """
+    return cast(ConfigLoaderImpl, loader).repository.get_group_options(group, kind)
 
 
 def search_in(loader: ConfigLoader, folder: Path) -> None:

@@ -68,7 +68,11 @@ class Catalog:
         search = [] if ours else self._search()
         key = (group_name, str(results_filter), *search)
         if key not in self._options:
-            self._options[key] = self._loader.get_group_options(group_name, results_filter, overrides=search)
+            self._options[key] = (
+                self._loader.get_group_options(group_name, results_filter, overrides=search)
+                if search
+                else hydra_private.group_options(self._loader, group_name, results_filter)
+            )
         return self._options[key]
 
     def is_group(self, override: Override) -> bool:
@@ -78,7 +82,7 @@ class Catalog:
 
     def check_name(self) -> list[Problem]:
         """Check that the primary configuration (`-cn NAME`) exists: in `conf`, or in the folder of `-cd`."""
-        there = self._loader.get_group_options("", ObjectType.CONFIG)  # Hydra finds none by hydra.searchpath
+        there = hydra_private.group_options(self._loader, "", ObjectType.CONFIG)  # Hydra finds none by hydra.searchpath
         names = [name for name in there if not name.startswith("_") and name != BENCH]
         if self.config_name in names:
             return []

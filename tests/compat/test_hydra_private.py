@@ -63,6 +63,18 @@ def test_a_folder_is_searched_last_and_has_primary_configurations(loader, tmp_pa
     assert compose("config").seed == 1337, "ours comes first"
 
 
+@pytest.mark.parametrize("kind", [ObjectType.CONFIG, ObjectType.GROUP, None])
+@pytest.mark.parametrize("group", ["", "model", "hydra/launcher", "experiment/none"])
+def test_the_options_of_a_group_are_those_that_hydra_lists(loader, tmp_path, group, kind):
+    assert hydra_private.group_options(loader, group, kind) == loader.get_group_options(group, kind)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mine.yaml").write_text("n_layer: 1\n")
+    hydra_private.search_in(loader, tmp_path)
+    options = hydra_private.group_options(loader, group, kind)
+    assert options == loader.get_group_options(group, kind)
+    assert ("mine" in options) == (group == "model" and kind != ObjectType.GROUP)
+
+
 CHOICES = ["model=gpt2", "~experiment", "hydra/launcher=basic", "hydra.job.name=x"]
 VALUES = [
     ["seed=1", "optim.lr=1e-3", "notes='a=b, c'", "run_name=${hydra:job.override_dirname}"],
