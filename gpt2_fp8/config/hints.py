@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 # Looked up by the whole path first, then by its last part.
 _INTERVAL = ("Transformer Engine dropped it, and scales are updated every step now", "remove the key")
 _GROUP = "precision is a group"
+_SCHEDULE, _SCHEDULES = "it has a shorter name", "optim.schedule=cosine, linear, constant or warmup_stable_decay"
 FOREIGN: dict[str, tuple[str, str]] = {
     "interval": _INTERVAL,
     "fp8_interval": _INTERVAL,
@@ -24,6 +25,11 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "min_lr": ("it is given as a part of the peak", "optim.min_lr_ratio=0.1"),
     "betas": ("the two have a key each", "optim.beta1 and optim.beta2"),
     "wd": ("it has a longer name", "optim.weight_decay"),
+    "lr_schedule": (_SCHEDULE, _SCHEDULES),
+    "lr_scheduler": (_SCHEDULE, _SCHEDULES),
+    "lr_scheduler_type": (_SCHEDULE, _SCHEDULES),
+    "lr_decay_style": (_SCHEDULE, _SCHEDULES),
+    "lr_decay_iters": ("cosine and linear decay until the end of the run", "trainer.max_steps"),
     "warmup": ("it is counted in steps", "optim.warmup_steps"),
     "warmup_iters": ("steps are optimizer steps", "optim.warmup_steps"),
     "max_epochs": ("a run's length is counted in optimizer steps", "trainer.max_steps"),

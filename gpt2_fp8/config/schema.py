@@ -181,11 +181,13 @@ class RegisteredData(DataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW with a linear warm-up and a schedule (engine/schedule.py has the formulas)."""
 
     lr: Positive  # the peak
-    min_lr_ratio: Annotated[float, from_to(0, 1)]  # the floor of the cosine, as a part of the peak
+    schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"  # from the warm-up to the end
+    min_lr_ratio: Annotated[float, from_to(0, 1)]  # where the schedule ends, as a part of the peak; constant: 1
     warmup_steps: Steps
+    decay_steps: Count | None = None  # the last steps, in which warmup_stable_decay falls; null for the others
     weight_decay: Amount  # on matrices alone; biases and normalisation are never decayed
     beta1: Part
     beta2: Part

@@ -19,7 +19,8 @@ from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.gradients import Backward, Gradients, NoSync
 from gpt2_fp8.engine.micro_batching import MicroBatching
-from gpt2_fp8.engine.optim import build_optimizer, build_schedule
+from gpt2_fp8.engine.optim import build_optimizer
+from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.step import StepResult, Verdict, update
 from gpt2_fp8.model.gpt2 import initialise
 from gpt2_fp8.runtime import collectives, rng
@@ -89,7 +90,7 @@ class TrainingStep:
         initialise(self.model, self.config.seed)
 
     def prepare_optimizer(self) -> tuple[AdamW, LambdaLR]:
-        """Build fused AdamW and its schedule (warm-up and cosine decay), for the parameters where they are now."""
+        """Build fused AdamW and its learning-rate schedule, for the parameters where they are now."""
         self.optimizer = build_optimizer(self.model, self.config.optim)
         self.schedule = build_schedule(self.optimizer, self.config.optim, self.config.trainer.max_steps)
         return self.optimizer, self.schedule

@@ -133,7 +133,7 @@ class GPT2Module(pl.LightningModule):
         self.step.load_state_dict(self._restored.step)
 
     def configure_optimizers(self) -> Any:
-        """Return fused AdamW with warm-up and cosine decay."""
+        """Return fused AdamW and its learning-rate schedule."""
         optimizer, schedule = self.step.prepare_optimizer()
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -13,7 +13,8 @@ from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import ModelConfig, OptimConfig
-from gpt2_fp8.engine.optim import build_optimizer, build_schedule, check_moments
+from gpt2_fp8.engine.optim import build_optimizer, check_moments
+from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.train import saved_config
 
 _SHOWN = 5  # weights that differ; a list of all of them helps nobody
