@@ -16,6 +16,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from gpt2_fp8.backends.resolve import Plan
+from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.gradients import Backward, Gradients, NoSync
 from gpt2_fp8.engine.micro_batching import MicroBatching
@@ -92,7 +93,7 @@ class TrainingStep:
     def prepare_optimizer(self) -> tuple[AdamW, LambdaLR]:
         """Build fused AdamW and its learning-rate schedule, for the parameters where they are now."""
         self.optimizer = build_optimizer(self.model, self.config.optim)
-        self.schedule = build_schedule(self.optimizer, self.config.optim, self.config.trainer.max_steps)
+        self.schedule = build_schedule(self.optimizer, self.config.optim, last_step(self.config))
         return self.optimizer, self.schedule
 
     # The step

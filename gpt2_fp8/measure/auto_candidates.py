@@ -90,6 +90,7 @@ def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
         optim=replace(config.optim, **_RATE),
         trainer=replace(
             config.trainer, accelerator="gpu", devices=1, num_nodes=1, strategy="auto", max_steps=steps,
+            max_tokens=None, max_epochs=None, max_time=None,
             val_check_interval=steps, log_every_n_steps=1, fast_dev_run=False, overfit_batches=0, profiler=None,
         ),
     )  # fmt: skip

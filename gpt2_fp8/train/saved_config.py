@@ -13,12 +13,17 @@ from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.schema import ModelConfig, OptimConfig, RunConfig
+from gpt2_fp8.config.schema import CallbacksConfig, ModelConfig, OptimConfig, RunConfig, TrainerConfig
 from gpt2_fp8.model.flops import parameter_count
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 
 KEY = "hyper_parameters"  # Lightning's name for a module's hyper-parameters in a checkpoint
-_GROWN: dict[str, type[Any]] = {"model": ModelConfig, "optim": OptimConfig}  # groups that have got keys since
+_GROWN: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "optim": OptimConfig,
+    "trainer": TrainerConfig,
+    "callbacks": CallbacksConfig,
+}  # groups that have got keys since
 _REMEDY = "give it: GPT2Module.load_from_checkpoint(FOLDER, config=load_config(...)), as it was trained"
 
 

@@ -135,6 +135,7 @@ def test_delayed_scaling_competes_as_it_is_set(gpu):
         ("optim.lr=0.1", False),
         ("optim.warmup_steps=3", False),
         ("optim.schedule=linear", False),
+        ("trainer.max_tokens=1000000", False),
         ("optim.beta2=0.9", True),
         ("optim.eps=1e-6", True),
     ],
