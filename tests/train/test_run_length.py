@@ -5,6 +5,7 @@ import pytest
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.train import length as run_length
+from gpt2_fp8.train.saved_config import from_checkpoint, to_plain
 from tests.runs import SMALL, metrics, summary, train
 
 STEP = 8 * 32  # tokens
@@ -67,3 +68,14 @@ def test_a_warm_up_beyond_the_epochs_is_refused(text):
 def test_one_step_through_everything_counts_nothing(text, monkeypatch):
     monkeypatch.setattr(run_length, "tokens_a_pass", lambda *_: pytest.fail("the text is read"))
     assert length(*text, "debug=fdr", "trainer.max_steps=null", "trainer.max_epochs=1").config.trainer.max_steps == 1
+
+
+def test_a_checkpoint_from_before_these_limits_has_none_of_them(tmp_path):
+    """Nor another schedule than the cosine: its configuration is read as it was."""
+    (config,) = preflight([*SMALL, "run_name=length"])
+    plain = to_plain(config)
+    for key in ("optim.schedule", "optim.decay_steps", "trainer.max_tokens", "trainer.max_epochs", "trainer.max_time",
+                "callbacks.keep_epochs"):  # fmt: skip
+        group, name = key.split(".")
+        del plain[group][name]
+    assert from_checkpoint({"hyper_parameters": plain}, tmp_path) == config
