@@ -125,6 +125,8 @@ def test_a_name_that_is_not_public_is_an_attribute_error():
         (["--cfg", "job"], ["no flag that shows"]),
         (["run_name=x", "trainer.val_check_interval=5"], ["run_name=x", "trainer.val_check_interval=5"]),
         (["debug=fdr"], ["trainer.fast_dev_run=true"]),
+        (["trainer.max_time=00:01:00:00"], ["trainer.max_time=00:01:00:00: only python"]),
+        (["trainer.max_epochs=2"], ["trainer.max_epochs=2: only python"]),
         (["micro_batch_size=auto"], ["micro_batch_size=auto"]),
         (["precision=auto", "run_name=x"], ["run_name=x", "precision=auto"]),
         (["logger=csv", "callbacks.keep_checkpoints=1"], ["logger=csv", "callbacks.keep_checkpoints=1"]),
