@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -24,9 +24,7 @@ from gpt2_fp8.data.reader import UnitReader
 from gpt2_fp8.data.sources import DataSettings, build_source
 from gpt2_fp8.data.token_stream import Shape, TokenStream
 from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
-
-if TYPE_CHECKING:
-    import tiktoken
+from gpt2_fp8.data.tokenizer_files import Tokenizer
 
 
 class TokenDataModule(LightningDataModule):
@@ -80,8 +78,8 @@ class TokenDataModule(LightningDataModule):
         )
 
     @cached_property
-    def tokenizer(self) -> tiktoken.Encoding:
-        """Loaded on first use. Raises UserError where GPT-2's vocabulary cannot be had."""
+    def tokenizer(self) -> Tokenizer:
+        """Loaded on first use. Raises UserError where GPT-2's vocabulary, or a file, cannot be had."""
         return load_tokenizer(self.config.tokenizer)
 
     @property
@@ -108,7 +106,7 @@ class TokenDataModule(LightningDataModule):
         if self.config.cache_dir is not None:
             cache = UnitCache(Path(self.config.cache_dir).expanduser(), tokenizer, self.vocab_size)
             cache.check()
-        reader = UnitReader(build_source(self.config), self.config.tokenizer, cache, self.plugins)
+        reader = UnitReader(build_source(self.config), self.config.tokenizer, cache, self.plugins, tokenizer)
         shape = Shape(self.n_positions, self.global_batch_size, self.config.seed)
         self.text = TokenStream(reader, self.config.num_workers, shape, self.config.val_sequences, tokenizer)
         if self._loaded is not None:
