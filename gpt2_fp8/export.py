@@ -3,7 +3,7 @@
     python -m gpt2_fp8.export outputs/first exported
     python -m gpt2_fp8.export outputs/first/checkpoints/step-00000300 exported
 
-Exit codes: 0 done, 1 the folder could not be written, 2 the input.
+Exit codes: 0 done, 1 the folder could not be written, 2 the input, 130 stopped by SIGINT.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def main(argv: list[str]) -> int:
     except RunError as error:
         print(harmless(str(error)), file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
     except OSError as error:
         cause = f"{error.filename or folder} cannot be written: {error.strerror or error}"
         print(Problem(line(cause), "free space there, or name another folder"), file=sys.stderr)

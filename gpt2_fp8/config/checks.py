@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from gpt2_fp8.config import backend_support, hf_check, model_checks, paths, tokenizer_file
@@ -64,10 +65,8 @@ def _names(config: RunConfig) -> Iterator[Finding]:
 def _vocabulary(config: RunConfig) -> Iterator[Finding]:
     """Compare the tokenizer's ids with the model's, and the model with the Hugging Face folder that it begins from."""
     tokens, vocab_size = None, config.model.vocab_size
-    try:
+    with suppress(UserError):  # `paths` says it
         tokens = tokenizer_file.number_of_ids(config.data.tokenizer)
-    except UserError as error:
-        yield from (Finding(("data.tokenizer",), problem) for problem in error.problems)
     if config.init_from and hf_check.is_folder(config.init_from):
         yield from hf_check.check(config.model, tokens, Path(config.init_from).expanduser())
     elif vocab_size is not None and tokens is not None and vocab_size < tokens:

@@ -78,7 +78,8 @@ def find(name: str) -> Path:
         raise UserError.of(cause, "data.tokenizer=gpt2, bytes, or FOLDER with a tokenizer.json")
     found = next((path / file for file in FILES if os.path.isfile(path / file)), path)
     if not os.path.isfile(found):
-        cause = f"data.tokenizer={show(name)}: the folder has no {' and no '.join(FILES[:2])}"
+        what = f"the folder has no {' and no '.join(FILES[:2])}" if path.is_dir() else "it is no regular file"
+        cause = f"data.tokenizer={show(name)}: {what}"
         raise UserError.of(cause, "name a folder that has one, or the file itself")
     return found
 

@@ -120,6 +120,9 @@ REFUSED = [
     ("gpt3", "neither gpt2 nor bytes, and no file or folder", "data.tokenizer=gpt2"),
     ("''", "neither gpt2 nor bytes", "data.tokenizer=gpt2"),
     ("empty", "the folder has no tokenizer.json and no tokenizer.model", "the file itself"),
+    ("/dev/zero", "it is no regular file", "the file itself"),
+    ("'a\tb'", "has control characters", "leave them out"),
+    (f"{'a' * 5000}", "has 5,000 characters", "at most 4,096"),
     ("llama2.model", "it is neither a tokenizer.json nor Llama 3's rank file", "name another file"),
     ("gap.model", "its ranks are not those of all bytes", "name another file"),
     ("list.json", "it is neither a tokenizer.json", "name another file"),
@@ -132,7 +135,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("word", "cause", "remedy"), REFUSED, ids=[word for word, _, _ in REFUSED])
+@pytest.mark.parametrize(("word", "cause", "remedy"), REFUSED, ids=[word[:20] for word, _, _ in REFUSED])
 def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, cause: str, remedy: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -146,7 +149,7 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, cau
     write_json(tmp_path / "wrong", WORDS, ["<s>", "</s>"], "<end>")
     write_json(tmp_path / "fits", WORDS, ["<s>", "</s>"], "</s>")
     with pytest.raises(UserError) as caught:
-        compose.preflight(["run_name=r", *f"data.tokenizer={word}".split()])
+        compose.preflight(["run_name=r", *f"data.tokenizer={word}".split(" ")])
     (problem,) = caught.value.problems
     assert cause in problem.cause
     assert remedy in problem.remedy

@@ -221,17 +221,54 @@ def test_every_difference_is_told_with_the_word_to_type_and_then_taken(tmp_path:
     with pytest.raises(UserError) as caught:
         compose.preflight(words)
     told = [problem.remedy for problem in caught.value.problems]
+    assert all(problem.cause.startswith(problem.remedy.partition("=")[0]) for problem in caught.value.problems)
     assert set(told) == {
-        "model.tied_head=true", "model.norm=rms_norm", "model.norm_epsilon=1e-06", "model.mlp=swiglu",
-        "model.positions=rope", "model.rope_base=500000.0", "model.rope_scaling=8.0", "model.rope_low_freq_factor=1.0",
+        "model.norm=rms_norm", "model.norm_epsilon=1e-06", "model.mlp=swiglu", "model.positions=rope",
+        "model.rope_base=500000.0", "model.rope_scaling=8.0", "model.rope_low_freq_factor=1.0",
         "model.rope_high_freq_factor=4.0", "model.rope_original_positions=8", "model.n_layer=2", "model.n_embd=32",
         "model.bias=false", "model.n_kv_head=2", "model.mlp_width=48", "model.n_positions=64",
-    } - {"model.tied_head=true"}  # fmt: skip
-    added = [f"+{word}" if word.startswith("model.rope_") else word for word in told]
-    (config,) = compose.preflight([*words, *(word.replace("+", "") for word in added)])
-    assert config.model.n_kv_head == 2
+    }  # fmt: skip
+    (config,) = compose.preflight([*words, *told])
+    assert (config.model.n_kv_head, config.model.rope_scaling) == (2, 8.0)
     (shorter,) = compose.preflight([*words, *told, "model.n_positions=32"])
     assert shorter.model.n_positions == 32, "a run may use fewer positions than RoPE's model has"
+
+
+LLAMA3_1B_ROPE = LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192}
+PUBLISHED = {  # what decides the numbers in the `config.json` that lie beside the published weights
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05,
+        "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257,
+    },
+    "llama3_2_1b": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
+        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_scaling": {key: value for key, value in LLAMA3_1B_ROPE.items() if key != "rope_theta"},
+        "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 128256,
+    },
+    "llama3_8b": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "max_position_embeddings": 8192, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
+    },
+    "qwen3_0_6b": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_of_published_weights_take_them_as_they_are(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    (tmp_path / "model.safetensors").touch()
+    (config,) = compose.preflight(["run_name=r", f"model={name}", "data.tokenizer=gpt2", f"init_from={tmp_path}"])
+    assert config.init_from == str(tmp_path)
 
 
 def test_a_tokenizer_of_more_ids_than_the_model_is_told_with_one_that_fits(tmp_path: Path) -> None:
