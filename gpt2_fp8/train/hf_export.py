@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpt2_fp8.checkpoint import files, find, finite, hf_folder
+from gpt2_fp8.checkpoint.errors import unreadable
 from gpt2_fp8.config import hf_config, tokenizer_file
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.checks import vocabulary
@@ -41,8 +42,14 @@ def export(source: Path, folder: Path) -> str:
 
 
 def chosen(model: ModelConfig, path: Path) -> Architecture:
-    """Return the architecture that computes a model. Raises UserError, with what the nearest lacks, if none does."""
-    spec = block_spec(model)
+    """Return the architecture that computes a model. Raises UserError, with what the nearest lacks, if none does.
+
+    `path`: the checkpoint, which may be a stranger's.
+    """
+    try:
+        spec = block_spec(model)
+    except ValueError as error:
+        raise unreadable(path, f"its model does not fit together: {error}") from None
     misfits = {architecture: hf_config.misfits(spec, architecture) for architecture in hf_config.ARCHITECTURES}
     best = min(misfits, key=lambda architecture: len(misfits[architecture]))
     if misfits[best]:

@@ -336,6 +336,7 @@ def test_weights_that_are_not_finite_and_folders_of_pickles_are_refused(tmp_path
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
+        ({"n_head": 3}, "its model does not fit together: 3 heads do not share 32 channels"),
         ({"norm": "rms_norm"}, "GPT2LMHeadModel, the nearest, has no RMSNorm, always LayerNorm"),
         ({"bias": False}, "GPT2LMHeadModel, the nearest, has always biases"),
         ({"n_kv_head": 2}, "GPT2LMHeadModel, the nearest, has no grouped-query attention"),
