@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config import tokenizer_file
+from gpt2_fp8.config import checks, tokenizer_file
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.paths import absolute
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data import reader, tokenizer_files
 from gpt2_fp8.data.documents import tokenise
 from gpt2_fp8.data.tokenizer import encode, fingerprint, load_tokenizer
@@ -116,6 +119,12 @@ def test_a_file_that_changes_while_a_run_reads_ends_it(tmp_path: Path) -> None:
         made.text.pool.reader(made.text.corpus.train[0])
 
 
+@pytest.fixture(scope="module")
+def base() -> RunConfig:
+    (config,) = compose.preflight(["run_name=r"])
+    return config
+
+
 REFUSED = [
     ("gpt3", "neither gpt2 nor bytes, and no file or folder", "data.tokenizer=gpt2"),
     ("''", "neither gpt2 nor bytes", "data.tokenizer=gpt2"),
@@ -136,7 +145,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("word", "cause", "remedy"), REFUSED, ids=[word[:20] for word, _, _ in REFUSED])
-def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, cause: str, remedy: str) -> None:
+def test_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: RunConfig, word: str, cause: str, remedy: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "llama2.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02" * 9)
@@ -148,9 +159,10 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, cau
     write_json(tmp_path / "endless", WORDS, ["<s>", "</s>"])
     write_json(tmp_path / "wrong", WORDS, ["<s>", "</s>"], "<end>")
     write_json(tmp_path / "fits", WORDS, ["<s>", "</s>"], "</s>")
-    with pytest.raises(UserError) as caught:
-        compose.preflight(["run_name=r", *f"data.tokenizer={word}".split(" ")])
-    (problem,) = caught.value.problems
+    name, _, vocab_size = word.partition(" model.vocab_size=")
+    data = replace(base.data, tokenizer=name.strip("'").replace("\\t", "\t"))
+    model = replace(base.model, vocab_size=int(vocab_size) if vocab_size else None)
+    (problem,) = [finding.problem for finding in checks.check(replace(base, data=data, model=model))]
     assert cause in problem.cause
     assert remedy in problem.remedy
 
@@ -171,13 +183,17 @@ def test_a_library_that_is_missing_is_named_before_anything_is_loaded(
         tokenizer_files.load(str(folder))
 
 
-def test_a_path_is_seen_from_where_the_command_was_typed(tmp_path: Path) -> None:
-    (config,) = compose.preflight(["run_name=r"])
-    assert tokenizer_file.NAMES.keys() == {"gpt2", "bytes"}
-    from gpt2_fp8.config.paths import absolute
+def test_a_path_is_seen_from_where_the_command_was_typed(tmp_path: Path, base: RunConfig) -> None:
+    assert absolute(base, tmp_path).data.tokenizer == "bytes"
+    own = replace(base, data=replace(base.data, tokenizer="t"))
+    assert absolute(own, tmp_path).data.tokenizer == str(tmp_path / "t")
 
-    assert absolute(config, tmp_path).data.tokenizer == "bytes"
-    write_json(tmp_path / "t", WORDS, ["</s>"], "</s>")
-    (own,) = compose.preflight(["run_name=r", f"data.tokenizer={tmp_path / 't'}"])
-    assert absolute(own, Path("/elsewhere")).data.tokenizer == str(tmp_path / "t")
-    assert reader.load_tokenizer(own.data.tokenizer).n_vocab == 6
+
+def test_a_command_line_takes_a_folder(tmp_path: Path) -> None:
+    folder = write_json(tmp_path / "t", WORDS, ["</s>"], "</s>")
+    (config,) = compose.preflight(["run_name=r", f"data.tokenizer={folder}"])
+    assert checks.vocabulary(config) == 6
+    assert reader.load_tokenizer(config.data.tokenizer).n_vocab == 6
+    with pytest.raises(UserError, match="neither gpt2 nor bytes") as caught:
+        compose.preflight(["run_name=r", "data.tokenizer=gpt3", "optim.lr=nan"])
+    assert len(caught.value.problems) == 2, "all at once"
