@@ -70,6 +70,7 @@ ONLY_IN = {
     ],
     "flash_attn": ["compat.flash_attn"],
     "huggingface_hub": ["data", "compat.hub"],
+    "tokenizers": ["data.tokenizer_files"],
     "cuda": ["kernels.nvrtc"],
     "matplotlib": ["measure.plot"],
     "hydra": ["run", "compose", "compat.hydra_private"],
