@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -20,6 +21,12 @@ pytest_plugins = ["tests.fast_ring"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
     signal.signal(_number, signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """Have garbage collections pass over what was imported and collected: a quarter of a run's time in this process."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

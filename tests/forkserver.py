@@ -1,33 +1,193 @@
-"""`python(...)`: a Python program in a process that has imported torch, Lightning and Hydra: a second in place of six.
+"""Python programs in processes that have imported torch, Lightning and Hydra: a second in place of six.
 
-It stands for `subprocess.run([sys.executable, ...])` where a test needs a process of its own and no more. These need a
-really new one (`runs.command`): signals and groups of processes, what happens before torch is imported, locales, limits
-of the system, standard streams, and variables that a library reads when it is imported. Forked processes also share
-one hash seed, so of two whose results are compared, one is started anew.
+`Popen([sys.executable, ...])`, `run([sys.executable, ...])` and `python(...)` stand for what `subprocess` starts, where
+a test needs a process of its own, or a run of several ranks, and no more. These need a really new one (`runs.command`):
+what happens before torch is imported, locales, limits of the system, closed streams, and variables that a library reads
+when it is imported. Forked processes also share one hash seed, so of two whose results are compared, one is new.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import functools
+import inspect
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+MOST = 1 << 17  # bytes of a request
 # What a shell, a test runner, a scheduler or an earlier run in this process might have set, and no test asks for.
-_NOT_OURS = ("PYTEST_", "HYDRA_", "SLURM_", "TORCHELASTIC", "WORLD_SIZE", "RANK", "LOCAL_RANK", "PL_", "_TORCHINDUCTOR")
+_NOT_OURS = (
+    "PYTEST_", "HYDRA_", "SLURM_", "TORCHELASTIC", "WORLD_SIZE", "RANK", "LOCAL_RANK", "PL_", "_TORCHINDUCTOR",
+    "PYTORCH_NVML",
+)  # fmt: skip
 # A process has these from its start; they are the same for all.
 _FIXED = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 # Only these may differ from one process to the next: they are read when they are needed.
 READ_LATE = {
     "HOME", "TMPDIR", "XDG_CACHE_HOME", "TIKTOKEN_CACHE_DIR", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "SECRET",
+    "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "SEEN",
+    "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY",
+    # A rank's, which Lightning reads when it builds a Trainer.
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "HYDRA_FULL_ERROR",
 }  # fmt: skip
+_of_ranks: ForkServer | None = None  # in a forked run: where its ranks come from
+_SET_CHILD_SUBREAPER = 36  # prctl(2)
+
+
+class ForkServer:
+    """A process that forks on request; what it forks becomes a child of the process that asks.
+
+    Args:
+        connection: to the server, which is a child of this process.
+        environment: what it was started with.
+        late: the variables of which a forked process may have other values.
+    """
+
+    def __init__(self, connection: socket.socket, environment: dict[str, str], late: set[str]) -> None:
+        self._connection, self._environment, self._late = connection, environment, late
+        self._lock = threading.Lock()
+
+    def early(self, environment: Mapping[str, str]) -> list[str]:
+        """Return the variables of `environment` that a forked process would read too late."""
+        return sorted(dict(environment.items() ^ self._environment.items()).keys() - self._late)
+
+    def start(self, streams: list[int], **request: Any) -> int:
+        """Return the id of a new child whose standard streams are `streams`."""
+        message = json.dumps(request | {"group": os.getpgrp()}, default=str).encode()
+        with self._lock, _adopts_orphans():
+            socket.send_fds(self._connection, [message], streams)
+            answer = self._connection.recv(64)
+        if not answer:
+            raise RuntimeError("the fork server has ended; its own output says why")
+        return int(answer)
+
+    def close(self) -> None:
+        """End the server."""
+        self._connection.close()
+
+
+class Popen(subprocess.Popen[Any]):
+    """`subprocess.Popen` of `[sys.executable, *words]`, forked.
+
+    With `ranks`, the ranks that the program starts are forked too. After `seconds` it says where it is.
+
+    Raises ValueError for another program, and for a variable that a forked process would read too late.
+    """
+
+    peak = 0  # MiB of memory, once it has ended
+
+    def __init__(self, args: Any, *, ranks: bool = False, seconds: float | None = None, **options: Any) -> None:
+        self._asked = {"ranks": ranks, "seconds": seconds}
+        super().__init__(args, **options)
+
+    def _execute_child(self, *arguments: Any, **named: Any) -> None:
+        # `subprocess` has no public place for another way to start. All else of it works with any child.
+        given = inspect.signature(super()._execute_child).bind(*arguments, **named).arguments  # type: ignore[misc]
+        if not _is_python(given["args"]) or given["preexec_fn"] or given["shell"]:
+            raise ValueError(f"{given['args']}: only a Python program can be forked")
+        _, *words = given["args"]
+        environment = self._seen(os.environ if given["env"] is None else given["env"])
+        if early := server().early(environment):
+            raise ValueError(f"a forked process cannot have its own {', '.join(early)}: start one by `runs.command`")
+        streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+        self.pid = server().start(
+            [number if stream == -1 else stream for number, stream in enumerate(streams)],
+            words=words, cwd=given["cwd"] or os.getcwd(), environment=environment,
+            session=given["start_new_session"], **self._asked,
+        )  # fmt: skip
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[end] for end in ends))  # type: ignore[attr-defined]
+
+    def _seen(self, environment: Mapping[str, str]) -> dict[str, str]:
+        given = environment.items() - os.environ.items()  # what a test asks for, whatever its name
+        return ours(environment) | _FIXED | dict(given)
+
+    def _try_wait(self, flags: int) -> tuple[int, int]:
+        try:
+            pid, status, used = os.wait4(self.pid, flags)
+        except ChildProcessError:  # as `subprocess` does: somebody else has waited for it
+            return self.pid, 0
+        self.peak = used.ru_maxrss >> 10
+        return pid, status
+
+
+class PopenOfRanks(Popen):
+    """What `subprocess.Popen` is in a forked run whose ranks are forked too. Another program is started as ever."""
+
+    def _execute_child(self, *arguments: Any, **named: Any) -> None:
+        start = super()._execute_child if _is_python(arguments[0]) else super(Popen, self)._execute_child  # type: ignore[misc]
+        start(*arguments, **named)
+
+    def _seen(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return dict(environment)
+
+
+def _is_python(words: object) -> bool:
+    return isinstance(words, list) and words[0] == sys.executable
+
+
+def ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` without what a shell, a test runner or a scheduler has set."""
+    return {name: value for name, value in environment.items() if not name.startswith(_NOT_OURS)}
+
+
+def server() -> ForkServer:
+    """Return the server of this process."""
+    return _of_ranks or _started()
+
+
+@functools.cache
+def _started() -> ForkServer:
+    """Start the server when it is first needed."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = ours(os.environ) | _FIXED
+    with there:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forkserver_process", str(there.fileno())],
+            cwd=ROOT, env=environment, pass_fds=[there.fileno()],
+            process_group=0,  # Ctrl-C on a terminal is for pytest alone
+        )  # fmt: skip
+    if here.recv(64) != b"ready":
+        raise RuntimeError("the fork server did not start; its own output says why")
+    started = ForkServer(here, environment, READ_LATE)
+    atexit.register(process.wait)
+    atexit.register(started.close)  # the last to be registered is the first to be called
+    return started
+
+
+def fork_ranks(connection: socket.socket, environment: dict[str, str]) -> None:
+    """Have this process, which was forked, start its ranks by the server behind `connection`."""
+    global _of_ranks
+    _of_ranks = ForkServer(connection, environment, READ_LATE)
+    subprocess.Popen = PopenOfRanks  # type: ignore[assignment,misc]
+
+
+@contextlib.contextmanager
+def _adopts_orphans() -> Iterator[None]:
+    """Be the parent of what a child of a child leaves behind. Source: prctl(2), PR_SET_CHILD_SUBREAPER."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(_SET_CHILD_SUBREAPER, 1):
+        raise OSError(ctypes.get_errno(), "prctl")
+    try:
+        yield
+    finally:
+        prctl(_SET_CHILD_SUBREAPER, 0)
 
 
 @dataclass(frozen=True)
@@ -39,76 +199,85 @@ class Ended:
     stderr: str
     seconds: float
     mib: int
-    killed: str  # why the server ended it; empty if it ended itself
+    killed: str  # why it was ended from outside; empty if it ended itself
 
 
-class ForkServer:
-    """The process that forks, started at once and ended by `close`. It runs one program at a time."""
-
-    def __init__(self) -> None:
-        self._environment = ours(os.environ) | _FIXED
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forkserver_process"],
-            cwd=ROOT, env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            start_new_session=True,  # Ctrl-C on a terminal is for pytest alone
-        )  # fmt: skip
-        if self._answer() != "ready":
-            raise RuntimeError("the fork server did not start; its own output says why")
-
-    def run(
-        self, words: list[str], cwd: Path, environment: Mapping[str, str], seconds: float, mib: int, given: str = ""
-    ) -> Ended:
-        """Run `python WORDS` in `cwd` with `given` on standard input, for at most `seconds`, with at most `mib` MiB.
-
-        Raises ValueError for a variable that a forked process would read too late.
-        """
-        environment = ours(environment) | _FIXED
-        if early := sorted(dict(environment.items() ^ self._environment.items()).keys() - READ_LATE):
-            raise ValueError(f"a forked process cannot have its own {', '.join(early)}: start one by `runs.command`")
-        with tempfile.TemporaryDirectory(prefix="forked-") as folder:
-            streams = {name: Path(folder, name) for name in ("stdin", "stdout", "stderr")}
-            streams["stdin"].write_text(given)
-            request = {"words": words, "cwd": str(cwd), "environment": environment, "seconds": seconds, "mib": mib}
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(request | streams, default=str) + "\n")
-            self._process.stdin.flush()
-            answer = json.loads(self._answer())
-            # Universal newlines, as `subprocess.run(text=True)` reads a pipe.
-            said = {name: streams[name].read_text(errors="surrogateescape") for name in ("stdout", "stderr")}
-        return Ended(**said, **answer)
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def close(self) -> None:
-        """End the server; a program that still runs ends first."""
-        self._process.communicate()
+def watched(
+    words: list[str],
+    cwd: Path,
+    environment: Mapping[str, str],
+    seconds: float,
+    mib: int,
+    given: str = "",
+    ranks: bool = False,
+) -> Ended:
+    """Run `python WORDS` in `cwd` with `given` on standard input, for at most `seconds`, with at most `mib` MiB."""
+    with tempfile.TemporaryDirectory(prefix="forked-") as folder:
+        stdin, stdout, stderr = (Path(folder, name) for name in ("stdin", "stdout", "stderr"))
+        stdin.write_text(given)
+        with stdin.open() as read, stdout.open("a") as out, stderr.open("a") as err:
+            process = Popen(
+                [sys.executable, *words], cwd=cwd, env=environment, stdin=read, stdout=out, stderr=err,
+                start_new_session=True, ranks=ranks, seconds=max(seconds - 1, 1),
+            )  # fmt: skip
+            start = time.monotonic()
+            killed = _end_in_time(process, seconds, mib)
+        took = time.monotonic() - start
+        # Universal newlines, as `subprocess.run(text=True)` reads a pipe.
+        said, complained = (path.read_text(errors="surrogateescape") for path in (stdout, stderr))
+    return Ended(process.returncode, said, complained, took, process.peak, killed)
 
 
-def ours(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` without what a shell, a test runner or a scheduler has set."""
-    return {name: value for name, value in environment.items() if not name.startswith(_NOT_OURS)}
+def _end_in_time(process: Popen, seconds: float, mib: int) -> str:
+    """Wait for the process; kill its group where it takes too long, or too much memory. Returns why."""
+    end, killed = time.monotonic() + seconds, ""
+    while process.poll() is None:
+        if not killed and time.monotonic() > end:
+            killed = f"it was at work for more than {seconds} s"
+        if not killed and _memory(process.pid) > mib:
+            killed = f"it took more than {mib} MiB of memory"
+        if killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return killed
 
 
-@functools.cache
-def server() -> ForkServer:
-    """The server of this process, started when it is first needed."""
-    started = ForkServer()
-    atexit.register(started.close)
-    return started
+def _memory(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+    except (OSError, IndexError):
+        return 0
+
+
+def run(
+    args: list[Any], *, timeout: float | None = None, capture_output: bool = False, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run` of `[sys.executable, *words]`, forked. Takes the options of `Popen` besides."""
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(args, **options) as process:
+        try:
+            said = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(args, process.returncode, *said)
+    if check:
+        done.check_returncode()
+    return done
 
 
 def python(
-    *words: object, cwd: Path, timeout: float = 180, given: str = "", **environment: str
+    *words: object, cwd: Path, timeout: float = 180, given: str = "", ranks: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS` as a forked process: `-m MODULE`, `-c CODE` or a file, and arguments.
 
-    `given` is what it reads on standard input; `environment` adds to this process's own. Raises
-    `subprocess.TimeoutExpired` after `timeout` seconds, as `subprocess.run` does.
+    `given` is what it reads on standard input, and `environment` adds to this process's own. With `ranks`, the ranks
+    that it starts are forked too. Raises `subprocess.TimeoutExpired` after `timeout` seconds, as `subprocess.run` does.
     """
     command = [str(word) for word in words]
-    ended = server().run(command, cwd, os.environ | environment, timeout, 8 << 10, given)
+    ended = watched(command, cwd, os.environ | environment, timeout, 8 << 10, given, ranks)
     if ended.killed:
         raise subprocess.TimeoutExpired(command, timeout, ended.stdout, f"{ended.killed}\n{ended.stderr}")
     return subprocess.CompletedProcess(command, ended.returncode, ended.stdout, ended.stderr)

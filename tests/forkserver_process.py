@@ -1,81 +1,107 @@
 """The process behind `tests.forkserver`: it imports what a run imports, and forks for each request.
 
-A request is a line of JSON on standard input, and so is its answer on standard output. The forked process becomes
-`python WORDS`: a session of its own, its folder, environment, streams, `__main__`, and the exit code of an interpreter.
-`gpt2_fp8.run` itself is not imported here, since the program that is run must be new to its process.
+A request comes over a socket, with three streams; the answer is the id of the new process. It becomes `python WORDS`: a
+child of who asked, in a session or group, with its folder, environment, streams, `__main__`, and the exit code of an
+interpreter. `gpt2_fp8.run` itself is not imported here, since the program that is run must be new to its process.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
+import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
+
+from tests import forkserver
 
 PRELOADED = (
     *("gpt2_fp8.train.fit", "gpt2_fp8.layers.block", "hydra._internal.hydra", "pyarrow.parquet", "tiktoken"),
-    "torch.utils.tensorboard",
+    *("torch.utils.tensorboard", "filelock", "gpt2_fp8.train.loading", "hydra._internal.logging_config"),
 )
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def serve() -> None:
-    """Answer requests until there are no more."""
-    for name in PRELOADED:
-        importlib.import_module(name)
+def main() -> None:
+    """Import everything, say so, and serve."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    with mock.patch.object(importlib.metadata, "version", _version):
+        for name in PRELOADED:
+            importlib.import_module(name)
     from gpt2_fp8 import compose
 
     compose.preflight(["trainer=cpu"])  # so that Hydra has found its plugins
-    print("ready", flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        child = os.fork()
-        if not child:
-            _become(request)
-        print(json.dumps(_wait(child, request["seconds"], request["mib"])), flush=True)
+    if "huggingface_hub" in sys.modules:
+        raise RuntimeError("huggingface_hub reads its variables when it is imported: take them out of READ_LATE")
+    gc.collect()
+    gc.freeze()  # a collection in a forked process passes over all of it
+    connection.send(b"ready")
+    serve(connection)
 
 
-def _wait(child: int, seconds: float, mib: int) -> dict[str, Any]:
-    """Wait for the child; kill its process group where it takes too long, or too much memory."""
-    start, killed = time.monotonic(), ""
+def _version(name: str, known: Callable[[str], str] = importlib.metadata.version) -> str:
+    """Return a package's version, as if transformers were not installed.
+
+    Where it is, torchmetrics, which Lightning imports, imports it, and with it huggingface_hub.
+    """
+    if name == "transformers":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return known(name)
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer requests until there are no more."""
     while True:
-        pid, status, used = os.wait4(child, os.WNOHANG)
-        if pid:
-            break
-        if not killed and time.monotonic() - start > seconds:
-            killed = f"it was at work for more than {seconds} s"
-        if not killed and _memory(child) > mib:
-            killed = f"it took more than {mib} MiB of memory"
-        if killed:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-        time.sleep(0.01)
-    code, took = os.waitstatus_to_exitcode(status), time.monotonic() - start
-    return {"returncode": code, "seconds": took, "mib": used.ru_maxrss >> 10, "killed": killed}
+        message, streams, *_ = socket.recv_fds(connection, forkserver.MOST, 3)
+        if not message:
+            return
+        child = _fork_for_another(json.loads(message), connection, streams)
+        for stream in streams:
+            os.close(stream)
+        connection.send(str(child).encode())
 
 
-def _memory(child: int) -> int:
-    try:
-        return int(Path(f"/proc/{child}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
-    except (OSError, IndexError):
-        return 0
+def _fork_for_another(request: dict[str, Any], connection: socket.socket, streams: list[int]) -> int:
+    """Fork a process that loses its parent at once, so that the one that asks, who adopts orphans, becomes it."""
+    read, write = os.pipe()
+    between = os.fork()
+    if not between:
+        between = os.getpid()
+        child = os.fork()
+        if child:
+            os.write(write, str(child).encode())
+            os._exit(0)
+        while os.getppid() == between:
+            time.sleep(0.001)
+        for end in (read, write):
+            os.close(end)
+        _become(request, connection, streams)
+    os.waitpid(between, 0)
+    os.close(write)
+    child = int(os.read(read, 64))
+    os.close(read)
+    return child
 
 
-def _become(request: dict[str, Any]) -> None:
+def _become(request: dict[str, Any], connection: socket.socket, streams: list[int]) -> NoReturn:
     """Be the program that is asked for, to its end."""
     code = 70
     try:
-        _take_place(request)
+        connection.close()
+        _take_place(request, streams)
         try:
             _run(request["words"])
             code = 0
@@ -83,38 +109,70 @@ def _become(request: dict[str, Any]) -> None:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-            code = 1
+        except BaseException as error:
+            sys.excepthook(*sys.exc_info())
+            code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         faulthandler.cancel_dump_traceback_later()
         threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter that ends
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
     finally:
-        os._exit(code)
+        os._exit(code & 0xFF)
 
 
-def _take_place(request: dict[str, Any]) -> None:
-    """Take the folder, the environment and the streams of the request, and forget what was drawn before the fork."""
+def _take_place(request: dict[str, Any], streams: list[int]) -> None:
+    """Take the place, environment and streams of the request, and forget what was drawn before the fork."""
     import numpy as np
+    from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
-    os.setsid()
+    if request["session"]:
+        os.setsid()
+    else:
+        os.setpgid(0, request["group"])
+    for number in _SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        os.dup2(os.open(request[name], os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+    for place, stream in enumerate(streams):
+        os.dup2(stream, place)
+        os.close(stream)
     sys.stdin = open(0)  # noqa: SIM115
     tempfile.tempdir = None  # TMPDIR may be another
+    rank_zero_only.rank = _get_rank() or 0  # type: ignore[attr-defined]  # read when Lightning is imported
+    if request["ranks"]:
+        _serve_ranks(request["environment"])
     np.random.seed()  # torch's generator has the same seed in every new process, Python's is drawn again by `fork`
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(max(request["seconds"] - 1, 1))  # where it hangs
+    if request["seconds"]:
+        faulthandler.enable()
+        faulthandler.dump_traceback_later(request["seconds"])  # where it hangs
+
+
+def _serve_ranks(environment: dict[str, str]) -> None:
+    """Leave a process as this one is now, to be forked when the program starts its ranks. It ends with the program."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        here.close()
+        for number in _SIGNALS:  # they are the program's, and so is what it prints
+            signal.signal(number, signal.SIG_IGN)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(nothing, stream)
+        serve(there)
+        os._exit(0)
+    there.close()
+    forkserver.fork_ranks(here, environment)
 
 
 def _run(words: list[str]) -> None:
     """Run `python WORDS`, with `__main__`, `sys.argv` and `sys.path` as the interpreter sets them."""
     first, *rest = words
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:0] = paths
     if first == "-m":
         sys.path.insert(0, os.getcwd())
         sys.argv = rest
@@ -132,4 +190,4 @@ def _run(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    main()

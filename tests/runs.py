@@ -60,7 +60,8 @@ def command(*arguments, cwd, timeout=180, **environment):
 
 def forked(*arguments, cwd, timeout=180, **environment):
     """The same in a process that has imported torch already: where no more is asked of it than to be another one."""
-    return forkserver.python("-m", "gpt2_fp8.run", *arguments, cwd=cwd, timeout=timeout, **environment)
+    ranks = "trainer=ddp" in arguments
+    return forkserver.python("-m", "gpt2_fp8.run", *arguments, cwd=cwd, timeout=timeout, ranks=ranks, **environment)
 
 
 def start_elsewhere(tmp_path, monkeypatch):

@@ -91,6 +91,7 @@ def found(folder: Path) -> dict[str, Any]:
     for path in sorted((folder / "run" / "checkpoints").glob("step-*")):
         state = upgraded(json.loads((path / "state.json").read_text()))
         state.setdefault("training_step", {}).setdefault("scaling", {})
+        state["callbacks"].pop("TimeLimit", None)  # a time
         state["model"] = with_model_options(state["model"])
         result[f"{path.name}/state"] = {key: value for key, value in state.items() if key not in NEW}
         for file in sorted(path.glob("*.safetensors")):

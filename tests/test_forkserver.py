@@ -59,8 +59,8 @@ def test_variables_that_are_read_late_are_its_own(tmp_path):
 
 
 def test_variables_that_a_library_has_read_already_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot have its own HF_HOME: start one by `runs\.command`"):
-        python("-c", "pass", cwd=tmp_path, HF_HOME="/nowhere")
+    with pytest.raises(ValueError, match=r"cannot have its own PYTHONUTF8: start one by `runs\.command`"):
+        python("-c", "pass", cwd=tmp_path, PYTHONUTF8="1")
 
 
 def test_one_that_hangs_is_ended_and_says_where(tmp_path):

@@ -269,7 +269,7 @@ def test_a_wrong_import_is_seen(module, tmp_path):
 
 
 RIGHT = {
-    "train.fit": "from gpt2_fp8.precision.scaling import Scaling",
+    "train.fit": "from gpt2_fp8.precision.scaling import FP8Scaling",
     "callbacks.checkpointing": "from gpt2_fp8.checkpoint import files\nfrom gpt2_fp8 import __version__",
     "layers.te": "def f():\n    import transformer_engine.pytorch as te",
     "config.checks": "import math\nfrom gpt2_fp8.config.errors import Problem",

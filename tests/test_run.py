@@ -49,7 +49,7 @@ def test_a_run_as_it_comes(default):
 
 def test_a_name_that_is_taken(default):
     cwd, _ = default
-    done = command("run_name=mine", "trainer.max_steps=3", "optim.warmup_steps=1", cwd=cwd, **ALONE)
+    done = forked("run_name=mine", "trainer.max_steps=3", "optim.warmup_steps=1", cwd=cwd, **ALONE)
     assert_refused(done, "already holds a run, saved up to step-00000003", "ckpt_path=last")
     assert checkpoint(cwd / "outputs/mine", 3).is_dir()
     assert summary(cwd / "outputs/mine")["status"] == "completed"  # as the run that has the name left it
@@ -172,7 +172,7 @@ LONG = [*SMALL, "run_name=run", "trainer.max_steps=400", "trainer.val_check_inte
 
 def interrupt(number, started, *arguments, cwd):
     """Send a signal once the file `started` is there; returns the exit code and what was printed."""
-    process = subprocess.Popen(
+    process = forkserver.Popen(
         [sys.executable, "-m", "gpt2_fp8.run", *arguments],
         cwd=cwd, env=os.environ | ALONE, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip

@@ -29,6 +29,7 @@ from statistics_of import Effect, difference, mean_and_deviation
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.run_length import last_step
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,7 +85,11 @@ def _jobs(folder: Path, rows: dict[str, tuple[Leg, ...]], seeds: list[int], word
     jobs = []
     for name, legs in rows.items():
         configs = [compose.preflight([*words, *leg.words])[0] for leg in legs]
-        steps = configs[-1].trainer.max_steps
+        if configs[-1].trainer.max_epochs is not None:
+            raise UserError.of(
+                f"{name}: trainer.max_epochs, and no epochs are counted here", "trainer.max_steps=NUMBER"
+            )
+        steps = last_step(configs[-1])
         if any(config.data.val_sequences == 0 for config in configs):
             raise UserError.of(f"{name}: data.val_sequences=0, and the table is of validation losses", "leave it out")
         marks = [leg.until for leg in legs[:-1] if leg.until is not None]

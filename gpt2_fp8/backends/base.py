@@ -14,7 +14,7 @@ from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig
 from gpt2_fp8.layers import Family
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import cross_entropy, split
-from gpt2_fp8.precision.scaling import NoScaling, Scaling
+from gpt2_fp8.precision.scaling import Scaling
 
 Device = Literal["cuda", "cpu"]
 Ran = Literal["fp32", "bf16", "fp8_hybrid", "fp8_e4m3"]
@@ -105,9 +105,9 @@ class Backend(ABC):
         """Return the loss that repeats a step of an FP8 run in bf16. Call it inside `bf16_context`."""
         return lambda ids, is_first_microbatch, scale: self.loss(model, ids, None, scale)
 
-    def scaling(self, model: GPT2) -> Scaling | NoScaling:
+    def scaling(self, model: GPT2) -> Scaling:
         """Return the owner of the model's FP8 scales."""
-        return NoScaling()
+        return Scaling()
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
 from gpt2_fp8.backends.twin import bf16_loss
@@ -15,7 +16,7 @@ from gpt2_fp8.layers import Family, emulated
 from gpt2_fp8.layers.emulated_gemm import Emulation
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.precision.recipes import delayed_scaling, formats
-from gpt2_fp8.precision.scaling import NoScaling, Scaling
+from gpt2_fp8.precision.scaling import FP8Scaling, Scaling
 from gpt2_fp8.precision.support import has_fp8_conversion
 
 
@@ -33,13 +34,13 @@ class Emulated(Backend):
         self.compiled = able if config.compile == "auto" else config.compile
 
     @staticmethod
+    @override
     def own_recipe(auto: AutoRecipe) -> DelayedRecipe:
-        """See `Backend`."""
         return auto.delayed
 
     @classmethod
+    @override
     def why_not(cls, config: RunConfig) -> str | None:
-        """See `Backend`."""
         if config.compile is True and (reason := cls._why_not_compiled(config)):
             return f"compile=true, and {reason}"
         lacking = why_not(block_spec(config.model), emulated.NAME, emulated.OFFERS)
@@ -62,8 +63,8 @@ class Emulated(Backend):
         chosen = self.config.precision.emulate
         return [name for name in EMULATED if chosen is None or name in chosen]
 
+    @override
     def family(self) -> Family:
-        """See `Backend`."""
         precision = self.config.precision
         assert isinstance(precision, FP8PrecisionConfig)
         assert self.recipe is not None
@@ -77,12 +78,12 @@ class Emulated(Backend):
         """See `Backend`. A twin of plain-torch layers computes it."""
         return bf16_loss(model, self.recompute)
 
-    def scaling(self, model: GPT2) -> Scaling | NoScaling:
+    def scaling(self, model: GPT2) -> Scaling:
         """See `Backend`. Scales that were found with other operands are not taken from a checkpoint."""
         name = f"{self.name} {self.switches}"
-        return Scaling.of_run(model, self.config, self.recipe, name, self.forward_context)
+        return FP8Scaling.of_run(model, self.config, self.recipe, name, self.forward_context)
 
+    @override
     def kernels(self, vocab_size: int) -> dict[str, str]:
-        """See `Backend`."""
         how = ", compiled" if self.compiled else ""
         return {"layers": f"FP8 emulated in plain torch{how}", "emulated": ", ".join(self.switches) or "nothing"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
 from gpt2_fp8.backends.twin import bf16_loss
 from gpt2_fp8.config import backend_support
@@ -10,7 +12,7 @@ from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig
 from gpt2_fp8.layers import Family
 from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
 from gpt2_fp8.precision.recipes import delayed_scaling
-from gpt2_fp8.precision.scaling import NoScaling, Scaling
+from gpt2_fp8.precision.scaling import FP8Scaling, Scaling
 from gpt2_fp8.precision.support import why_no_hopper
 
 SMALL_TOKENS = 32768  # tokens of a micro-batch; up to here launching kernels one by one costs more than it gains
@@ -29,17 +31,17 @@ class Fused(Backend):
         self.graphs = wanted and not backend_support.is_multi_process(config)
 
     @staticmethod
+    @override
     def own_recipe(auto: AutoRecipe) -> DelayedRecipe:
-        """See `Backend`."""
         return auto.delayed
 
     @classmethod
+    @override
     def why_not(cls, config: RunConfig) -> str | None:
-        """See `Backend`."""
         return backend_support.why_not_fused(config) or why_no_hopper()
 
+    @override
     def family(self) -> Family:
-        """See `Backend`."""
         from gpt2_fp8.layers.fused_family import Fused as Layers  # imports Triton
 
         precision = self.config.precision
@@ -51,20 +53,20 @@ class Fused(Backend):
         """See `Backend`. These layers have no bf16, so a twin of plain-torch layers computes it."""
         return bf16_loss(model, self.recompute)
 
-    def scaling(self, model: GPT2) -> Scaling | NoScaling:
-        """See `Backend`."""
-        return Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
+    @override
+    def scaling(self, model: GPT2) -> Scaling:
+        return FP8Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
 
+    @override
     def kernels(self, vocab_size: int) -> dict[str, str]:
-        """See `Backend`."""
         from gpt2_fp8.layers.chosen import chosen
 
         rows = self.config.micro_batch * self.config.model.n_positions
         parts = chosen(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
         return {"layers": f"fused FP8 chain{', in CUDA graphs' if self.graphs else ''}", **parts}
 
+    @override
     def slower(self) -> list[str]:
-        """See `Backend`."""
         from gpt2_fp8.layers.chosen import slower
 
         return slower()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from gpt2_fp8.backends.base import Backend, Device, Ran
 from gpt2_fp8.config.block_spec import block_spec, why_not
 from gpt2_fp8.config.schema import RunConfig
@@ -20,19 +22,19 @@ class Reference(Backend):
         self.compiled = device == "cuda" if config.compile == "auto" else config.compile
 
     @classmethod
+    @override
     def why_not(cls, config: RunConfig) -> str | None:
-        """See `Backend`."""
         return why_not(block_spec(config.model), reference.NAME, reference.OFFERS)
 
+    @override
     def family(self) -> Family:
-        """See `Backend`."""
         return Composed(reference, self.recompute)
 
     @property
+    @override
     def label(self) -> str:
-        """See `Backend`."""
         return "compiled" if self.compiled else "plain"
 
+    @override
     def kernels(self, vocab_size: int) -> dict[str, str]:
-        """See `Backend`."""
         return {"layers": "plain torch, compiled" if self.compiled else "plain torch"}

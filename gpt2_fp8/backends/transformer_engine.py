@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
+from typing_extensions import override
+
 from gpt2_fp8.backends.base import Backend
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec, why_not
@@ -14,7 +16,7 @@ from gpt2_fp8.layers import Family, te
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.precision.recipes import build_recipe
-from gpt2_fp8.precision.scaling import NoScaling, Scaling
+from gpt2_fp8.precision.scaling import FP8Scaling, Scaling
 from gpt2_fp8.precision.support import why_no_transformer_engine
 
 
@@ -24,21 +26,21 @@ class TransformerEngine(Backend):
     name = "te"
 
     @staticmethod
+    @override
     def own_recipe(auto: AutoRecipe) -> DelayedRecipe:
-        """See `Backend`."""
         return auto.delayed
 
     @classmethod
+    @override
     def why_not(cls, config: RunConfig) -> str | None:
-        """See `Backend`."""
         return why_no_transformer_engine() or why_not(block_spec(config.model), te.NAME, te.OFFERS)
 
+    @override
     def family(self) -> Family:
-        """See `Backend`."""
         return Composed(te, self.recompute)
 
+    @override
     def fp8_region(self) -> AbstractContextManager:
-        """See `Backend`."""
         if not self.fp8:
             return nullcontext()
         import transformer_engine.pytorch
@@ -52,11 +54,11 @@ class TransformerEngine(Backend):
         assert self.recipe is not None
         return build_recipe(self.config.precision, self.recipe)
 
-    def scaling(self, model: GPT2) -> Scaling | NoScaling:
-        """See `Backend`."""
+    @override
+    def scaling(self, model: GPT2) -> Scaling:
         if not self.fp8:
-            return NoScaling()
-        return Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
+            return Scaling()
+        return FP8Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
 
     def kernels(self, vocab_size: int) -> dict[str, str]:
         """See `Backend`. If the faster layers were not chosen because of the settings, it says so."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -92,6 +92,10 @@ class Checkpointing(Checkpoint):
             asynchronous=config.async_checkpoints,
         )
 
+    def keep_steps(self, steps: Iterable[int]) -> None:
+        """Save these steps too, and keep them for good: the ends of epochs."""
+        self.writer.kept_steps = frozenset(steps)
+
     @property
     def best(self) -> Pointer | None:
         """Return the best validation so far."""
@@ -166,7 +170,8 @@ class Checkpointing(Checkpoint):
         self.writer.check()
         step = trainer.global_step
         by_steps = any(n > 0 and step % n == 0 for n in (self.every_n_steps, self.keep_every_n_steps))
-        if by_steps or 0 < trainer.max_steps <= step or self._is_time(trainer):
+        last = trainer.should_stop or 0 < trainer.max_steps <= step
+        if by_steps or step in self.writer.kept_steps or last or self._is_time(trainer):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

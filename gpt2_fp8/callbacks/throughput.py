@@ -67,7 +67,8 @@ class Throughput(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         """Read the device and log, at the end of an interval."""
         step = trainer.global_step
-        if step % self.every_n_steps and step < trainer.max_steps and self._clock is not None:
+        last = trainer.should_stop or step >= trainer.max_steps
+        if step % self.every_n_steps and not last and self._clock is not None:
             return
         result = pl_module.step.last
         values = torch.stack([self._losses, result.grad_norm, result.clip_ratio]).tolist()

@@ -94,6 +94,7 @@ RUN: Form = {
                 "statistics": {"mean": LOSS, "variance": Real(0.0, 1e80), "count": COUNT},
             }
         ),
+        "TimeLimit": Maybe({"seconds": Real(0.0, 1e12)}),
     },
     "rng": Some(
         {

@@ -51,6 +51,7 @@ class Writer:
         self.folder = Path(folder)
         self.keep = max(1, keep)
         self.keep_every_n_steps = keep_every_n_steps
+        self.kept_steps: frozenset[int] = frozenset()  # kept for good too
         self.asynchronous = asynchronous
         self.outcome = Outcome()
         self.written: set[int] = set()  # the steps that this object has written, deleted or not
@@ -190,7 +191,7 @@ class Writer:
     def _prune(self, step: int) -> None:
         """Delete what newer checkpoints supersede. Later steps, of a branch left behind, stay."""
         found = {s: path for s, path in pointers.steps(self.folder).items() if s <= step}
-        kept = set(sorted(found)[-self.keep :])
+        kept = set(sorted(found)[-self.keep :]) | (found.keys() & self.kept_steps)
         if self.keep_every_n_steps:
             kept |= {s for s in found if s % self.keep_every_n_steps == 0}
         if self.outcome.best is not None:

@@ -19,6 +19,7 @@ from gpt2_fp8.compose.commandline import CommandLine
 from gpt2_fp8.config import bench_schema, parsing, tokenizer_file
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.run_length import limits
 from gpt2_fp8.config.schema import RunConfig
 
 LISTS = ("model", "precision", "recipe", "micro_batch_size")
@@ -82,6 +83,8 @@ def _config(
     problems += [Problem(*map(in_lists, problem)) for problem in found]
     if any(config.trainer.devices != 1 or config.trainer.num_nodes != 1 for config in configs):
         problems.append(Problem("the benchmark measures one device, and this is a run on several", "trainer=gpu"))
+    if not all(limits(config) for config in configs):
+        problems.append(Problem("the benchmark counts no epochs", "trainer.max_steps=NUMBER in the file that has null"))
     done = []
     for config in configs:
         model = config.model

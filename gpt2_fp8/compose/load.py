@@ -24,6 +24,7 @@ _SAID_BY_TRAINER = {
     "trainer.deterministic": "Trainer(deterministic=...)",
     "trainer.fast_dev_run": "Trainer(fast_dev_run=...)",
     "trainer.profiler": "Trainer(profiler=...)",
+    "trainer.max_time": "Trainer(max_time=...)",
 }
 
 
@@ -99,7 +100,10 @@ def _undecided(config: RunConfig) -> Iterator[Problem]:
     if isinstance(config.precision, AutoPrecisionConfig):
         cause = "precision=auto: only python -m gpt2_fp8.run measures which one is the fastest"
         yield Problem(cause, "name it: precision=fp8_hybrid, or precision=bf16")
-    for key in ("fast_dev_run", "profiler"):
+    if config.trainer.max_epochs is not None:
+        cause = f"trainer.max_epochs={config.trainer.max_epochs}: only python -m gpt2_fp8.run counts a text's tokens"
+        yield Problem(cause, "give the passes' tokens, as trainer.max_tokens=NUMBER")
+    for key in ("fast_dev_run", "profiler", "max_time"):
         if value := getattr(config.trainer, key):
             yield _not_read(f"trainer.{key}={str(value).lower()}", _SAID_BY_TRAINER[f"trainer.{key}"])
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from gpt2_fp8.config import backend_support, hf_check, model_checks, paths, tokenizer_file
+from gpt2_fp8.config import backend_support, hf_check, model_checks, paths, run_length, tokenizer_file
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.model_checks import FP8_MULTIPLE, largest_divisor, nearest, width_multiple
 from gpt2_fp8.config.parsing import show, value_of
@@ -76,11 +76,15 @@ def _vocabulary(config: RunConfig) -> Iterator[Finding]:
         yield _finding(config, "model.vocab_size data.tokenizer", f"the tokenizer has {tokens} tokens", remedy)
 
 
-def _warmup(config: RunConfig) -> Iterator[Finding]:
-    warmup, steps = config.optim.warmup_steps, config.trainer.max_steps
-    if warmup > steps:
-        remedy = f"add optim.warmup_steps={steps // 10}, or trainer.max_steps={warmup} or more"
-        yield _finding(config, "trainer.max_steps optim.warmup_steps", "the warm-up is longer than the run", remedy)
+def _schedule(config: RunConfig) -> Iterator[Finding]:
+    """Find keys of the schedule that do nothing. Whether it fits the run: `run_length.check`."""
+    optim = config.optim
+    if optim.schedule == "constant" and optim.min_lr_ratio != 1:
+        reason = "the rate stays at the peak after the warm-up"
+        yield _finding(config, "optim.schedule optim.min_lr_ratio", reason, "add optim.min_lr_ratio=1")
+    if optim.decay_steps is not None and optim.schedule != "warmup_stable_decay":
+        remedy = "leave optim.decay_steps out, or optim.schedule=warmup_stable_decay"
+        yield _finding(config, "optim.schedule optim.decay_steps", "it decays in all steps, or in none", remedy)
 
 
 def _known_batch(config: RunConfig) -> Iterator[Finding]:
@@ -134,5 +138,15 @@ def _auto(config: RunConfig) -> Iterator[Finding]:
 
 
 _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
-    *(model_checks.check, _vocabulary, _warmup, _known_batch, _format, backend_support.check, _tokens, _auto)
+    *(
+        model_checks.check,
+        _vocabulary,
+        run_length.check,
+        _schedule,
+        _known_batch,
+        _format,
+        backend_support.check,
+        _tokens,
+        _auto,
+    )
 ]

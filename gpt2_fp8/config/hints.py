@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 # Looked up by the whole path first, then by its last part.
 _INTERVAL = ("Transformer Engine dropped it, and scales are updated every step now", "remove the key")
 _GROUP = "precision is a group"
+_SCHEDULE, _SCHEDULES = "it has a shorter name", "optim.schedule=cosine, linear, constant or warmup_stable_decay"
 FOREIGN: dict[str, tuple[str, str]] = {
     "interval": _INTERVAL,
     "fp8_interval": _INTERVAL,
@@ -24,14 +25,18 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "min_lr": ("it is given as a part of the peak", "optim.min_lr_ratio=0.1"),
     "betas": ("the two have a key each", "optim.beta1 and optim.beta2"),
     "wd": ("it has a longer name", "optim.weight_decay"),
+    "lr_schedule": (_SCHEDULE, _SCHEDULES),
+    "lr_scheduler": (_SCHEDULE, _SCHEDULES),
+    "lr_scheduler_type": (_SCHEDULE, _SCHEDULES),
+    "lr_decay_style": (_SCHEDULE, _SCHEDULES),
+    "lr_decay_iters": ("cosine and linear decay until the end of the run", "trainer.max_steps"),
     "warmup": ("it is counted in steps", "optim.warmup_steps"),
     "warmup_iters": ("steps are optimizer steps", "optim.warmup_steps"),
-    "max_epochs": ("a run's length is counted in optimizer steps", "trainer.max_steps"),
-    "epochs": ("a run's length is counted in optimizer steps", "trainer.max_steps"),
-    "num_train_epochs": ("a run's length is counted in optimizer steps", "trainer.max_steps"),
+    "epochs": ("it has Lightning's name", "trainer.max_epochs"),
+    "num_train_epochs": ("it has Lightning's name", "trainer.max_epochs"),
+    "train_tokens": ("it has another name", "trainer.max_tokens"),
     "max_iters": ("steps are optimizer steps", "trainer.max_steps"),
     "steps": ("steps are optimizer steps", "trainer.max_steps"),
-    "max_time": ("a run's length is counted in optimizer steps", "trainer.max_steps"),
     "gradient_clip_val": ("clipping belongs to the optimizer", "optim.max_grad_norm"),
     "grad_clip": ("clipping belongs to the optimizer", "optim.max_grad_norm"),
     "eval_interval": ("it is Lightning's word", "trainer.val_check_interval"),

@@ -25,6 +25,7 @@ Scored = Annotated[int, at_least(0, 10**7, "sequences")]
 Tokens = Annotated[int, at_least(0, 10**6, "tokens")]
 Repeated = Annotated[int, at_least(0, 10**4, "steps, which are read before the first")]
 Sequences = Annotated[int, at_least(1, 10**6, "sequences")]
+Epochs = Annotated[int, at_least(1, 10**5, "passes")]
 StepSequences = Annotated[int, at_least(1, 10**6, "sequences a step")]  # each is dealt out by itself
 _DEVICES = Refusal("is no number of devices", "trainer.devices=auto for every GPU, or trainer=cpu")
 Devices = Annotated[int, at_least(1, 4096, "processes on a machine", _DEVICES)]
@@ -181,11 +182,13 @@ class RegisteredData(DataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW with a linear warm-up and a schedule (engine/schedule.py has the formulas)."""
 
     lr: Positive  # the peak
-    min_lr_ratio: Annotated[float, from_to(0, 1)]  # the floor of the cosine, as a part of the peak
+    schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"  # from the warm-up to the end
+    min_lr_ratio: Annotated[float, from_to(0, 1)]  # where the schedule ends, as a part of the peak; constant: 1
     warmup_steps: Steps
+    decay_steps: Count | None = None  # the last steps, in which warmup_stable_decay falls; null for the others
     weight_decay: Amount  # on matrices alone; biases and normalisation are never decayed
     beta1: Part
     beta2: Part
@@ -201,7 +204,10 @@ class TrainerConfig:
     devices: Devices | Literal["auto"]  # per node; auto: every GPU
     num_nodes: Annotated[int, at_least(1, 10**6, "machines")]
     strategy: Literal["auto", "ddp"]
-    max_steps: Count
+    max_steps: Count | None  # the shortest limit holds (config/run_length.py); null: another one gives the steps
+    max_tokens: Count | None = None  # the last step within it is the last
+    max_epochs: Epochs | None = None  # passes over the training text, whose tokens are counted first
+    max_time: str | None = None  # of training, over all resumes, as DD:HH:MM:SS; it stops, and changes no learning rate
     val_check_interval: Count  # steps between validations; there is always one at the end
     log_every_n_steps: Count
     deterministic: bool  # refuse kernels whose result depends on the order of execution
@@ -219,6 +225,7 @@ class CallbacksConfig:
     async_checkpoints: bool  # a thread writes them while training goes on
     keep_checkpoints: Count  # the newest N stay; the best by validation loss always does
     keep_every_n_steps: Steps  # and so do those of every so many steps; 0: none
+    keep_epochs: bool = False  # and the one at the end of every epoch of trainer.max_epochs
     nonfinite_limit: Count  # steps in a row without finite loss and gradient, also in bf16: back to a checkpoint
     divergence_sigma: Amount  # a loss this many standard deviations above the steps before is too high; 0: never
     divergence_steps: Count  # so many in a row: back to the last checkpoint, in bf16, once

@@ -7,7 +7,6 @@ the step are simply made again after a resume. The state does not depend on the 
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.data.cache import UnitCache
 from gpt2_fp8.data.loaders import Cursor, Steps, Validation
 from gpt2_fp8.data.packing import Batches
-from gpt2_fp8.data.reader import UnitReader
-from gpt2_fp8.data.sources import DataSettings, build_source
+from gpt2_fp8.data.sources import DataSettings, build_reader
 from gpt2_fp8.data.token_stream import Shape, TokenStream
 from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
 from gpt2_fp8.data.tokenizer_files import Tokenizer
@@ -102,11 +100,7 @@ class TokenDataModule(LightningDataModule):
         if self.text is not None:
             return
         tokenizer = fingerprint(self.tokenizer)  # a vocabulary that is missing is said before anything is downloaded
-        cache = None
-        if self.config.cache_dir is not None:
-            cache = UnitCache(Path(self.config.cache_dir).expanduser(), tokenizer, self.vocab_size)
-            cache.check()
-        reader = UnitReader(build_source(self.config), self.config.tokenizer, cache, self.plugins, tokenizer)
+        reader = build_reader(self.config, self.tokenizer, self.plugins)
         shape = Shape(self.n_positions, self.global_batch_size, self.config.seed)
         self.text = TokenStream(reader, self.config.num_workers, shape, self.config.val_sequences, tokenizer)
         if self._loaded is not None:
@@ -185,6 +179,6 @@ def _arguments(config: RunConfig) -> dict[str, int]:
     return {
         "n_positions": config.model.n_positions,
         "global_batch_size": config.global_batch_size,
-        "max_steps": config.trainer.max_steps,
+        "max_steps": last_step(config),
         "overfit_batches": config.trainer.overfit_batches,
     }

@@ -14,7 +14,7 @@ from gpt2_fp8.engine.compile import compiled
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.model.gpt2 import GPT2
-from gpt2_fp8.precision.scaling import NoScaling, Scaling, Undo
+from gpt2_fp8.precision.scaling import Scaling, Undo
 from gpt2_fp8.runtime import signals
 
 Backward = Callable[[Tensor], None]
@@ -33,9 +33,7 @@ class Gradients:
         backward: called with each micro-batch's loss, inside `no_sync`. CUDA graphs do not call it.
     """
 
-    def __init__(
-        self, plan: Plan, model: GPT2, scaling: Scaling | NoScaling, backward: Backward, no_sync: NoSync = nullcontext
-    ):
+    def __init__(self, plan: Plan, model: GPT2, scaling: Scaling, backward: Backward, no_sync: NoSync = nullcontext):
         self.plan, self.model, self.scaling = plan, model, scaling
         self.parameters = list(model.parameters())
         self._backward, self._no_sync = backward, no_sync

@@ -1,4 +1,4 @@
-"""AdamW, its parameter groups, and the learning-rate schedule."""
+"""AdamW, its parameter groups, and the check of a saved state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 
 from gpt2_fp8.config.schema import OptimConfig
 
@@ -80,22 +79,3 @@ def _with_betas(saved: dict[str, Any]) -> list[dict[str, Any]]:
         return type(betas) in (tuple, list) and len(betas) == 2 and all(type(b) is float and 0 <= b < 1 for b in betas)
 
     return [group for group in saved["param_groups"] if are_parts(group.get("betas"))]
-
-
-def learning_rate_factor(step: int, warmup_steps: int, max_steps: int, min_lr_ratio: float) -> float:
-    """Compute the learning rate of a step (counted from 0), relative to the peak.
-
-    It rises linearly to the peak at `warmup_steps`, then falls by half a cosine to `min_lr_ratio` at `max_steps`, and
-    stays there.
-    """
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
-    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def build_schedule(optimizer: AdamW, config: OptimConfig, max_steps: int) -> LambdaLR:
-    """Build `learning_rate_factor` as a torch scheduler, stepped once an optimizer step."""
-    return LambdaLR(
-        optimizer, lambda step: learning_rate_factor(step, config.warmup_steps, max_steps, config.min_lr_ratio)
-    )

@@ -16,10 +16,12 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from gpt2_fp8.backends.resolve import Plan
+from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.gradients import Backward, Gradients, NoSync
 from gpt2_fp8.engine.micro_batching import MicroBatching
-from gpt2_fp8.engine.optim import build_optimizer, build_schedule
+from gpt2_fp8.engine.optim import build_optimizer
+from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.step import StepResult, Verdict, update
 from gpt2_fp8.model.gpt2 import initialise
 from gpt2_fp8.runtime import collectives, rng
@@ -89,9 +91,9 @@ class TrainingStep:
         initialise(self.model, self.config.seed)
 
     def prepare_optimizer(self) -> tuple[AdamW, LambdaLR]:
-        """Build fused AdamW and its schedule (warm-up and cosine decay), for the parameters where they are now."""
+        """Build fused AdamW and its learning-rate schedule, for the parameters where they are now."""
         self.optimizer = build_optimizer(self.model, self.config.optim)
-        self.schedule = build_schedule(self.optimizer, self.config.optim, self.config.trainer.max_steps)
+        self.schedule = build_schedule(self.optimizer, self.config.optim, last_step(self.config))
         return self.optimizer, self.schedule
 
     # The step

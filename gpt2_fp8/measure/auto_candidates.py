@@ -38,6 +38,9 @@ FORMAT = "fp8_hybrid"
 RECIPES = ("mxfp8", "block", "current", "delayed")  # the most precise first: it wins if speeds are equal
 WARMUP, STEPS = 5, 10
 LR = 3e-4  # the same for every run: it changes how soon losses differ, and sweeps vary it
+_RATE: dict[str, Any] = {
+    "lr": LR, "warmup_steps": WARMUP, "schedule": "cosine", "min_lr_ratio": 0.1, "decay_steps": None,
+}  # fmt: skip
 OUT_OF_MEMORY = "out of memory"  # may be caused by another process on the GPU, so it is never cached
 CANDIDATE_SECONDS = 300.0  # for one candidate, with compilation
 # The text of the measurement: available on every machine, read in this process, in one order, without validation.
@@ -84,9 +87,10 @@ def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
         model=replace(model, name="auto", vocab_size=vocabulary(config)),
         cuda_graphs=config.cuda_graphs if world_size == 1 else False,  # several processes have no graphs
         data=_DATA,
-        optim=replace(config.optim, lr=LR, warmup_steps=WARMUP),
+        optim=replace(config.optim, **_RATE),
         trainer=replace(
             config.trainer, accelerator="gpu", devices=1, num_nodes=1, strategy="auto", max_steps=steps,
+            max_tokens=None, max_epochs=None, max_time=None,
             val_check_interval=steps, log_every_n_steps=1, fast_dev_run=False, overfit_batches=0, profiler=None,
         ),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from gpt2_fp8.config.schema import DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
 from gpt2_fp8.precision import magnitudes, state
@@ -24,49 +25,63 @@ Context = Callable[[], AbstractContextManager]
 Undo = Callable[[], None]
 
 
-class NoScaling:
-    """The scaling of bf16 and fp32: nothing is scaled."""
+class Scaling:
+    """What a training step asks of a model's scales. This one is of bf16 and fp32, where nothing is scaled.
+
+    Attributes:
+        ready: whether forwards may run: scales were found, or none are needed.
+    """
 
     ready = True
 
     def take(self) -> bool:
-        """See `Scaling`."""
+        """Give the layers the checkpoint's scales. Returns False if there are none, or only of other settings.
+
+        Call it once, before the first forward, with the model on its device. Raises KeyError or ValueError for a state
+        of other layers.
+        """
         return True
 
     def calibrate(self, loss_of: Callable[[Tensor], Tensor], ids: Tensor, share: float) -> None:
-        """See `Scaling`."""
+        """Find the first scales from one micro-batch. For the arguments see `precision.calibrate.calibrate`."""
 
     def remember(self) -> Undo:
-        """See `Scaling`."""
+        """Copy scales and histories, and return a function that puts them back.
+
+        For a step that begins again or is left out.
+        """
         return lambda: None
 
     def trial(self) -> Undo:
-        """See `Scaling`."""
+        """Return a function that forgets the scales found meanwhile: training finds its own, or a checkpoint's."""
         return lambda: None
 
     def agree(self) -> None:
-        """See `Scaling`."""
+        """Give all ranks the same state. Collective: see `state.agree`."""
 
     def absurd(self, micro_batches: int) -> Tensor | None:
-        """See `Scaling`."""
+        """Count the FP8 tensors whose amax has jumped in a step of `micro_batches` micro-batches.
+
+        Returns float32 on the device; None without stored scales. See `precision.magnitudes`.
+        """
         return None
 
     def limit(self, micro_batches: int) -> None:
-        """See `Scaling`."""
+        """Keep such amaxes from becoming scales. Call it before the next forward."""
 
     def unchanged(self) -> AbstractContextManager:
-        """See `Scaling`."""
+        """Keep the histories unchanged by forwards that are not training."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Scaling`."""
+        """Return scales and histories as CPU tensors, and what decided them; {} without stored scales."""
         return {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """See `Scaling`."""
+        """Keep a checkpoint's state until `take`."""
 
 
-class Scaling:
+class FP8Scaling(Scaling):
     """The scales of a model whose GEMMs run in FP8.
 
     Args:
@@ -75,9 +90,6 @@ class Scaling:
             its settings were the same. None: a recipe without stored scales, which needs no calibration.
         sequences: how many a rank computes in a step. Its gradients, and so their amaxes, are of the mean over them.
         context: the forward context under which layers allocate their state.
-
-    Attributes:
-        ready: whether forwards may run: scales were found, or none are needed.
     """
 
     def __init__(self, model: nn.Module, settings: str | None, sequences: int, context: Context):
@@ -93,7 +105,7 @@ class Scaling:
         recipe: DelayedRecipe | StatelessRecipe | None,
         backend: str,
         context: Context,
-    ) -> Scaling:
+    ) -> FP8Scaling:
         """Return the scales of a run's model, which `backend` computes."""
         precision = config.precision
         assert isinstance(precision, FP8PrecisionConfig)
@@ -101,13 +113,8 @@ class Scaling:
         share = config.global_batch_size // collectives.rank_and_world()[1]
         return cls(model, settings if isinstance(recipe, DelayedRecipe) else None, share, context)
 
+    @override
     def take(self) -> bool:
-        """Give the layers the checkpoint's scales. Returns False if there are none, or only of other settings.
-
-        If a rank's share of a step has changed (number of ranks, or global batch), the scales of gradients are adapted.
-        Call it once, before the first forward, with the model on its device. Raises KeyError or ValueError for a state
-        of other layers.
-        """
         saved, self._saved = self._saved, {}
         if self.settings is None or saved.pop("settings", None) != self.settings:
             return False
@@ -117,24 +124,21 @@ class Scaling:
             return False
         with self.context():
             state.restore(self.model, saved)
-        if sequences != self.sequences:
+        if sequences != self.sequences:  # a rank's share of a step has changed
             state.divide_gradient_amaxes(self.model, self.sequences / sequences)
         self.ready = True
         return True
 
+    @override
     def calibrate(self, loss_of: Callable[[Tensor], Tensor], ids: Tensor, share: float) -> None:
-        """Find the first scales from one micro-batch. For the arguments see `precision.calibrate.calibrate`."""
         calibrate(self.model, loss_of, ids, self.context, share)
 
+    @override
     def remember(self) -> Undo:
-        """Copy scales and histories, and return a function that puts them back.
-
-        For a step that begins again or is left out.
-        """
         return state.kept(self.model)
 
+    @override
     def trial(self) -> Undo:
-        """Return a function that forgets the scales found meanwhile: training finds its own, or a checkpoint's."""
         if self.ready:
             return lambda: None
         saved = self.state_dict()
@@ -145,33 +149,30 @@ class Scaling:
 
         return undo
 
+    @override
     def agree(self) -> None:
-        """Give all ranks the same state. Collective: see `state.agree`."""
         state.agree(self.model)
 
+    @override
     def absurd(self, micro_batches: int) -> Tensor | None:
-        """Count the FP8 tensors whose amax has jumped in a step of `micro_batches` micro-batches.
-
-        Returns float32 on the device; None without stored scales. See `precision.magnitudes`.
-        """
         return magnitudes.absurd(self.model, micro_batches)
 
+    @override
     def limit(self, micro_batches: int) -> None:
-        """Keep such amaxes from becoming scales. Call it before the next forward."""
         magnitudes.limit(self.model, micro_batches)
 
+    @override
     def unchanged(self) -> AbstractContextManager:
-        """Keep the histories unchanged by forwards that are not training."""
         return state.unchanged(self.model)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return scales and histories as CPU tensors, and what decided them; {} without stored scales."""
         if self.settings is None:
             return {}
         if not self.ready:  # before the first forward, the checkpoint's state is the newest
             return dict(self._saved)
         return {"settings": self.settings, "sequences": self.sequences, **state.capture(self.model)}
 
+    @override
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Keep a checkpoint's state until `take`."""
         self._saved = dict(saved)

@@ -18,8 +18,10 @@ from gpt2_fp8.callbacks.run_labels import RunLabels
 from gpt2_fp8.callbacks.same_kernels import SameKernels
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.callbacks.throughput import Throughput
+from gpt2_fp8.callbacks.time_limit import TimeLimit
 from gpt2_fp8.checkpoint.run_state import restoring
 from gpt2_fp8.compat.lightning_checkpoint import restore_within
+from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.kernels import libraries
@@ -49,6 +51,7 @@ def build(
     plan: Plan,
     folder: Path,
     checkpoint: Path | None,
+    time_limit: TimeLimit,
     divergence: DivergenceGuard,
     ends: list[Callback],
 ) -> Parts:
@@ -56,6 +59,7 @@ def build(
 
     Args:
         checkpoint: what the run continues from, or None.
+        time_limit: the first callback: it decides whether a step is the last.
         ends: the callbacks that save and stop. Lightning moves them behind all others, in their order.
 
     Raises UserError for weights or a tokenizer that are not there.
@@ -66,7 +70,7 @@ def build(
     throughput = Throughput(config, module.vocab_size)
     memory = PeakMemory()
     kernels = plan.backend.kernels(module.vocab_size)
-    callbacks: list[Callback] = [throughput, memory, SameKernels(kernels | _versions(plan))]
+    callbacks: list[Callback] = [time_limit, throughput, memory, SameKernels(kernels | _versions(plan))]
     if config.callbacks.sample_tokens:
         callbacks.append(Samples(config.callbacks.sample_prompt, config.callbacks.sample_tokens, config.seed))
     if config.callbacks.progress_bar:
@@ -102,9 +106,9 @@ def build_trainer(
         devices=devices.devices(config, plan.device),
         num_nodes=options.num_nodes,
         strategy=options.strategy,
-        max_steps=1 if options.fast_dev_run else options.max_steps,
+        max_steps=1 if options.fast_dev_run else last_step(config),
         max_epochs=-1,
-        val_check_interval=min(options.val_check_interval, options.max_steps),
+        val_check_interval=min(options.val_check_interval, last_step(config)),
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         limit_val_batches=0 if config.data.val_sequences == 0 else None,

@@ -10,8 +10,10 @@ from pathlib import Path
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.rank_watchdog import RankWatchdog
+from gpt2_fp8.callbacks.time_limit import TimeLimit
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.compat.lightning_process import rank
+from gpt2_fp8.config import run_length
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.precision.choose import Choice
@@ -26,14 +28,16 @@ log = logging.getLogger(__name__)
 class RunContext:
     """Ends a run in `folder`: its summary, its other ranks, and what it has changed in this process.
 
-    Attributes: `checkpointing`, `divergence` and `watchdog` are the callbacks that outlive a rollback. `parts` are
-    those of the present `fit`; None if there are none.
+    Attributes: `checkpointing`, `divergence`, `time_limit` and `watchdog` are the callbacks that outlive a rollback.
+    `parts` are those of the present `fit`; None if there are none.
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.folder = folder
         self.checkpointing = Checkpointing.from_config(folder / "checkpoints", config.callbacks)
         self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save)
+        limit = config.trainer.max_time
+        self.time_limit = TimeLimit(None if limit is None else run_length.seconds(limit))
         self.watchdog = RankWatchdog(self._write_lost)
         self.parts: Parts | None = None
         precision = Precision(asked=config.precision.name)
@@ -43,6 +47,10 @@ class RunContext:
     def chosen(self, config: RunConfig, choice: Choice | None) -> None:
         """Note the final settings; `choice`: the result of `precision=auto`, if it was asked for."""
         self._summary.recipe, self._summary.precision.choice = _recipe(config), asdict(choice) if choice else None
+
+    def ended(self, limit: str | None) -> None:
+        """Note which limit has ended the run: the key of the last step's, or None before that step."""
+        self._summary.ended_by = limit or ("trainer.max_time" if self.time_limit.reached else None)
 
     def built(self, parts: Parts) -> Parts:
         """Note the parts of a `fit` that is about to begin, and return them."""

@@ -17,6 +17,7 @@ from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.compat.lightning_logging import detach_logging
 from gpt2_fp8.compat.lightning_process import rank
 from gpt2_fp8.config.checks import check_batch
+from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.measure import auto_precision
@@ -25,6 +26,7 @@ from gpt2_fp8.runtime import devices, spool
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
 from gpt2_fp8.train.context import RunContext
+from gpt2_fp8.train.length import resolve_length
 from gpt2_fp8.train.outcome import last_val_loss, validation_missing
 from gpt2_fp8.train.process import quiet
 from gpt2_fp8.train.rollback import checkpoint_before
@@ -68,6 +70,7 @@ class _Start(NamedTuple):
     checkpoint: Path | None
     world_size: int
     asked: int  # the micro-batch that was asked for, in sequences
+    limit: str  # the key of the limit that gives the last step
 
 
 def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: bool) -> _Start:
@@ -75,22 +78,24 @@ def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: bool) 
     device = devices.device(config)
     world_size = devices.devices(config, device) * config.trainer.num_nodes
     check_batch(config, world_size)
+    config, limit, epoch_ends = resolve_length(config, rank())
+    context.checkpointing.keep_steps(epoch_ends)
     checkpoint = setup.checkpoint(config, folder)
     config, asked = setup.resolve_micro_batch(config, world_size, device, typed, checkpoint)
     if rank() == 0:
-        setup.check_room(config, context.checkpointing.folder)
+        setup.check_room(config, context.checkpointing.folder, len(epoch_ends))
     config, choice = auto_precision.decide(config, device, world_size, checkpoint, rank())
     plan = _plan(config, device, choice, checkpoint)
     context.chosen(config, choice)
-    return _Start(config, plan, checkpoint, world_size, asked)
+    return _Start(config, plan, checkpoint, world_size, asked, limit)
 
 
 def _train(start: _Start, folder: Path, context: RunContext, stop: GracefulStop) -> Parts:
     """Build and fit, again after each rollback; returns the parts of the last `fit`, which has finished."""
-    config, plan, checkpoint, world_size, asked = start
+    config, plan, checkpoint, world_size, asked, limit = start
     ends = [context.watchdog, context.checkpointing, stop]
     while True:
-        parts = context.built(build(config, plan, folder, checkpoint, context.divergence, ends))
+        parts = context.built(build(config, plan, folder, checkpoint, context.time_limit, context.divergence, ends))
         parts.module.asked_micro_batch_size = asked
         setup.announce(config, plan, parts.module.vocab_size, world_size, folder, checkpoint)
         back = _fit(parts, checkpoint)
@@ -102,6 +107,7 @@ def _train(start: _Start, folder: Path, context: RunContext, stop: GracefulStop)
     _check_end(parts, context)
     if validation_missing(parts, context.checkpointing):
         parts.trainer.validate(parts.module, datamodule=parts.data, verbose=False)
+    context.ended(limit if parts.trainer.global_step >= last_step(config) else None)
     return parts
 
 

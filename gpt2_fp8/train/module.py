@@ -18,6 +18,7 @@ from gpt2_fp8.checkpoint.run_state import restoring
 from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.logits import logits
 from gpt2_fp8.engine.training_step import TrainingStep
@@ -100,7 +101,7 @@ class GPT2Module(pl.LightningModule):
         """
         own_trainer.check(self.trainer, self.config)
         checkpoint_io.refuse_pickles(self.trainer)
-        loops.limit_steps(self.trainer, self.config.trainer.max_steps)
+        loops.limit_steps(self.trainer, last_step(self.config))
         return []
 
     def configure_model(self) -> None:
@@ -134,7 +135,7 @@ class GPT2Module(pl.LightningModule):
         self.step.load_state_dict(self._restored.step)
 
     def configure_optimizers(self) -> Any:
-        """Return fused AdamW with warm-up and cosine decay."""
+        """Return fused AdamW and its learning-rate schedule."""
         optimizer, schedule = self.step.prepare_optimizer()
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

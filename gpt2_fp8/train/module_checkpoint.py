@@ -16,6 +16,7 @@ from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.checkpoint.run_state import check_state, restoring
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.runtime import rng
@@ -100,10 +101,10 @@ def take(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingStep) ->
         return Restored()
     path = Path(str(trainer.ckpt_path))
     check_state(path, checkpoint)
-    resume.refuse_longer(path, checkpoint["global_step"], config.trainer.max_steps)
+    resume.refuse_longer(path, checkpoint["global_step"], config)
     datamodule = trainer.datamodule  # type: ignore[attr-defined]  # whose tokenizer gives the weights' shapes
     resume.refuse([*others, *datamodule.other_settings(checkpoint["TokenDataModule"])])
     rng.check(checkpoint["rng"])
     step.load_state_dict(own)
-    resume.keep_own_settings(checkpoint, step.model, config.optim, config.trainer.max_steps)
+    resume.keep_own_settings(checkpoint, step.model, config.optim, last_step(config))
     return Restored(trainer.ckpt_path, checkpoint["rng"])

@@ -16,6 +16,7 @@ from torch import distributed
 from gpt2_fp8.compat import lightning_process
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.runtime import devices
@@ -84,7 +85,7 @@ def _devices(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
 
 
 def _length(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
-    steps, epochs = config.trainer.max_steps, trainer.max_epochs or 0
+    steps, epochs = last_step(config), trainer.max_epochs or 0
     if trainer.max_steps > steps:
         cause = f"Trainer(max_steps={trainer.max_steps}) goes on after the end of trainer.max_steps={steps}"
         yield Problem(cause, f"load_config('trainer.max_steps={trainer.max_steps}'): the learning rate ends there too")

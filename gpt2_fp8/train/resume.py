@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.schema import ModelConfig, OptimConfig
-from gpt2_fp8.engine.optim import build_optimizer, build_schedule, check_moments
+from gpt2_fp8.config.run_length import last_step
+from gpt2_fp8.config.schema import ModelConfig, OptimConfig, RunConfig
+from gpt2_fp8.engine.optim import build_optimizer, check_moments
+from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.train import saved_config
 
 _SHOWN = 5  # weights that differ; a list of all of them helps nobody
@@ -38,12 +40,13 @@ def refuse(differences: list[Problem]) -> None:
         raise CheckpointError(differences)
 
 
-def refuse_longer(path: Path, step: int, max_steps: int) -> None:
+def refuse_longer(path: Path, step: int, config: RunConfig) -> None:
     """Raise UserError if the checkpoint `path`, of `step`, is after the end of the run."""
-    if step > max_steps:
-        raise UserError.of(
-            f"trainer.max_steps={max_steps} ends before {path}, of step {step}", f"trainer.max_steps={step} or more"
-        )
+    if step > (end := last_step(config)):
+        others = [key for key in ("max_tokens", "max_epochs") if getattr(config.trainer, key) is not None]
+        also = "".join(f", and a trainer.{key} that comes to as much" for key in others)
+        cause = f"trainer.max_steps={end} ends before {path}, of step {step}"
+        raise UserError.of(cause, f"trainer.max_steps={step} or more{also}")
 
 
 def refuse_other_weights(model: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:

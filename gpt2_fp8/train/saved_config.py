@@ -13,11 +13,17 @@ from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.config import parsing, tokenizer_file
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.schema import ModelConfig, RunConfig
+from gpt2_fp8.config.schema import CallbacksConfig, ModelConfig, OptimConfig, RunConfig, TrainerConfig
 from gpt2_fp8.model.flops import parameter_count
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 
 KEY = "hyper_parameters"  # Lightning's name for a module's hyper-parameters in a checkpoint
+_GROWN: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "optim": OptimConfig,
+    "trainer": TrainerConfig,
+    "callbacks": CallbacksConfig,
+}  # groups that have got keys since
 _REMEDY = "give it: GPT2Module.load_from_checkpoint(FOLDER, config=load_config(...)), as it was trained"
 
 
@@ -48,13 +54,21 @@ def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> RunConfig:
 
 def with_model_options(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plain values of a model, with GPT-2's where it was saved before models had options."""
-    return {key.name: key.default for key in fields(ModelConfig) if key.default is not MISSING} | dict(model)
+    return _with_defaults(ModelConfig, model)
 
 
 def _upgraded(plain: Any) -> Any:
-    """Return a configuration, which may be a stranger's, with the keys that models have now."""
-    model = plain.get("model") if isinstance(plain, dict) else None
-    return plain | {"model": with_model_options(model)} if isinstance(model, dict) else plain
+    """Return a configuration, which may be a stranger's, with the keys that its groups have now."""
+    if not isinstance(plain, dict):
+        return plain
+    groups = {name: plain.get(name) for name in _GROWN}
+    full = {name: _with_defaults(_GROWN[name], group) for name, group in groups.items() if isinstance(group, dict)}
+    return plain | full
+
+
+def _with_defaults(cls: type[Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a group, with the defaults of keys that it was saved without."""
+    return {key.name: key.default for key in fields(cls) if key.default is not MISSING} | dict(plain)
 
 
 def check_size(config: RunConfig, weights: dict[str, Tensor], path: Path) -> None:

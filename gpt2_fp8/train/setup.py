@@ -16,6 +16,7 @@ from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
@@ -57,8 +58,8 @@ def resolve_micro_batch(
     return Batch(fitted(config, vocabulary(config), ranks, share, typed and not auto), asked)
 
 
-def check_room(config: RunConfig, checkpoints: Path) -> None:
-    """Raise UserError if the run's checkpoints cannot be written, or will not have room."""
+def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:
+    """Raise UserError if the run's checkpoints, with those of `epochs`, cannot be written, or will not have room."""
     if config.trainer.fast_dev_run:
         return
     space.require_writable(checkpoints)
@@ -66,7 +67,7 @@ def check_room(config: RunConfig, checkpoints: Path) -> None:
     parameters = parameter_count(config.model, padded_vocabulary(vocabulary(config)))
     space.require_large_files(parameters)
     kept, every = config.callbacks.keep_checkpoints, config.callbacks.keep_every_n_steps
-    permanent = config.trainer.max_steps // every if every else 0
+    permanent = (last_step(config) // every if every else 0) + epochs
     space.require(checkpoints, space.peak_bytes(parameters, kept, permanent))
 
 
@@ -85,7 +86,7 @@ def checkpoint(config: RunConfig, folder: Path) -> Path | None:
             f"ckpt_path={found} is of another run, and {folder} has checkpoints of its own", "give a new run_name"
         )
     if found:
-        refuse_longer(found, int(read_manifest(found)["global_step"]), config.trainer.max_steps)
+        refuse_longer(found, int(read_manifest(found)["global_step"]), config)
     if found is None:
         log.info("ckpt_path=%s: no checkpoint in %s yet, so this is a fresh start", config.ckpt_path, folder)
     return found
@@ -120,7 +121,7 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
     log.info(
         "steps      %d of %d x %d = %d tokens, in micro-batches of %d sequences",
-        config.trainer.max_steps, config.global_batch_size, model.n_positions, tokens, config.micro_batch_size,
+        last_step(config), config.global_batch_size, model.n_positions, tokens, config.micro_batch_size,
     )  # fmt: skip
     if peak:
         per_token = flops_per_token(model, padded_vocab_size)

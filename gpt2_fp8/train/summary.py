@@ -65,6 +65,7 @@ class Summary:
     status: Status = "failed"
     exit_code: int = 1
     message: str = ""
+    ended_by: str | None = None  # the key of the limit that ended it: trainer.max_steps, ...; None: something else did
     started: str = field(default_factory=lambda: _now())
     ended: str | None = None
     duration_s: float | None = None

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ import pytest
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.checkpoint import files, find
 from gpt2_fp8.config.errors import Stopped
+from tests import forkserver
 from tests.callbacks.tiny_run import At, kill, run, two_ranks
 
 SCRIPT = Path(__file__).with_name("tiny_run.py")
@@ -20,7 +20,9 @@ SCRIPT = Path(__file__).with_name("tiny_run.py")
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_exit_codes_and_a_last_that_loads(tmp_path, name, code):
-    done = subprocess.run([sys.executable, SCRIPT, tmp_path, name, "5"], capture_output=True, text=True, timeout=60)
+    done = forkserver.run(
+        [sys.executable, str(SCRIPT), str(tmp_path), name, "5"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == code, done.stderr
     assert f"{name}: stopping and saving" in done.stderr
     assert "Traceback" not in done.stderr
@@ -43,7 +45,7 @@ def test_a_second_signal_leaves_at_once_and_touches_nothing(tmp_path):
         f"t.run({str(tmp_path)!r}, every=2, val=100, callbacks=[t.At('on_train_batch_start', 5, t.hang_twice)])"
     )
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = forkserver.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 143, done.stderr
     assert time.monotonic() - began < 25
     assert find.resolve("last", tmp_path / "checkpoints").name == "step-00000004"

@@ -29,6 +29,7 @@ from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.runtime import rng
 from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
 from gpt2_fp8.train.loggers import build_loggers
+from tests import forkserver
 
 
 def two_ranks(command):
@@ -39,7 +40,7 @@ def two_ranks(command):
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(
+        forkserver.Popen(
             command,
             env=os.environ | common | {"RANK": rank, "LOCAL_RANK": rank},
             stdout=subprocess.PIPE,

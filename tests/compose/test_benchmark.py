@@ -109,6 +109,7 @@ REFUSED = {
     "micro_batch_size=8": "'bench.micro_batch_size=[8]'",
     "global_batch_size=8": "bench.global_batch_size=VALUE",
     "trainer.max_steps=8": "bench.steps=VALUE",
+    "trainer.max_tokens=8": "leave trainer.max_tokens out",
     "steps=3": "did you mean bench.steps=3?",
     "run_name=x": "leave run_name out",
     "callbacks=none": "leave callbacks out",
@@ -143,6 +144,14 @@ REFUSED = {
     "--steps=3": "keys have no dashes: bench.steps=3",
     "optim.lrr=1": "did you mean optim.lr?",
 }
+
+
+def test_a_file_whose_run_is_counted_in_epochs_is_refused(tmp_path):
+    file = tmp_path / "experiment/epochs.yaml"
+    file.parent.mkdir()
+    file.write_text("# @package _global_\ntrainer:\n  max_steps: null\n  max_epochs: 2\n")
+    told = problems("-cd", str(tmp_path), "experiment=epochs")
+    assert told == {"the benchmark counts no epochs": "trainer.max_steps=NUMBER in the file that has null"}
 
 
 @pytest.mark.parametrize("word", REFUSED)

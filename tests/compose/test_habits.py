@@ -13,7 +13,7 @@ from gpt2_fp8 import run
 from gpt2_fp8.compose import conf_dir, look_only, preflight
 from gpt2_fp8.config import hydra_policy
 from gpt2_fp8.config.errors import UserError
-from tests.runs import SMALL, command, summary
+from tests.runs import SMALL, forked, summary
 from tests.test_readme import README, blocks
 
 ALONE = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -60,7 +60,7 @@ def test_chdir_leaves_every_path_where_it_was_typed_on_all_ranks(tmp_path):
     )
     (tmp_path / "seen").mkdir()
     seen = {"SEEN": str(tmp_path / "seen")}
-    done = command(*line, "plugins=[where]", "run_name=first", cwd=tmp_path, **ALONE, **seen)
+    done = forked(*line, "plugins=[where]", "run_name=first", cwd=tmp_path, **ALONE, **seen)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "outputs/first"
     assert {path.name: path.read_text() for path in (tmp_path / "seen").iterdir()} == {
@@ -70,7 +70,7 @@ def test_chdir_leaves_every_path_where_it_was_typed_on_all_ranks(tmp_path):
     assert (tmp_path / "cache").is_dir()
     assert not (folder / "cache").exists()
     start = "init_from=outputs/first/checkpoints/step-00000004"
-    done = command(*line, start, "run_name=second", cwd=tmp_path, **ALONE, **seen)
+    done = forked(*line, start, "run_name=second", cwd=tmp_path, **ALONE, **seen)
     assert done.returncode == 0, done.stdout + done.stderr
     assert summary(tmp_path / "outputs/second")["steps"] == 4
 
@@ -250,7 +250,7 @@ def test_a_file_of_the_folder_is_no_plugin():
 
 def test_log_levels(tmp_path):
     line = [*SMALL, "trainer.max_steps=2", "hydra.job_logging.root.level=WARNING", "run_name=x"]
-    done = command(*line, cwd=tmp_path, **ALONE)
+    done = forked(*line, cwd=tmp_path, **ALONE)
     assert done.returncode == 0, done.stderr
     assert "steps " not in (tmp_path / "outputs/x/run.log").read_text()
     assert preflight(["+hydra.job_logging.loggers.mine.level=DEBUG", "hydra.hydra_logging.root.level=ERROR"])

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from gpt2_fp8.data.datamodule import TokenDataModule
+from tests import forkserver
 from tests.data.corpora import files_config, items, module, write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +92,7 @@ def ranks(folder: Path, world: int, state: Any) -> list[dict[str, Any]]:
     """What each of `world` processes read in five steps from `state` on."""
     (folder / "meet").unlink(missing_ok=True)
     processes = [
-        subprocess.Popen(
+        forkserver.Popen(
             [sys.executable, "-c", RANK, str(rank), str(world), str(folder), json.dumps(state)],
             stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )

@@ -15,7 +15,7 @@ from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.backends.reference import Reference
 from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.engine.gradients import Gradients
-from gpt2_fp8.precision.scaling import Scaling
+from gpt2_fp8.precision.scaling import FP8Scaling
 from gpt2_fp8.train import fit
 from gpt2_fp8.train.module import GPT2Module
 
@@ -30,7 +30,7 @@ class Pretended(Reference):
         self.compiled = False
 
     def scaling(self, model):
-        return Scaling(model, None, self.config.global_batch_size, nullcontext)
+        return FP8Scaling(model, None, self.config.global_batch_size, nullcontext)
 
     def loss(self, model, ids, is_first_microbatch, scale):
         return Backend.loss(self, model, ids, is_first_microbatch, scale)  # FP8 layers need the flag

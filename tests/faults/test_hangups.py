@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8.runtime import signals
+from tests import forkserver
 from tests.runs import SMALL, checkpoint, summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +79,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("case", ["careless", "swallowed", "half_done", "translated", "ended"])
 def test_121_a_signal_that_a_library_loses_ends_the_run(tmp_path, case):
     (tmp_path / "script.py").write_text(SCRIPT.replace("{case}", case))
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, "script.py", *LONG], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 143, done.stdout + done.stderr
@@ -230,9 +231,10 @@ WAYS = {
 def test_122_a_signal_to_one_rank_in_start_up_ends_all_with_a_summary(tmp_path, how):
     (tmp_path / "script.py").write_text(RANK_ONE.format(how=WAYS[how]))
     words = [*LONG, "trainer.devices=2", "trainer.strategy=ddp"]
-    done = subprocess.run(
-        [sys.executable, "script.py", *words], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
-    )
+    done = forkserver.run(
+        [sys.executable, "script.py", *words], cwd=tmp_path, env=ALONE, ranks=True, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
     assert done.returncode == 143, done.stdout + done.stderr
     report = summary(tmp_path / "outputs/run")
     assert (report["status"], report["exit_code"]) == ("stopped", 143)
@@ -243,9 +245,8 @@ def test_122_a_signal_to_one_rank_in_start_up_ends_all_with_a_summary(tmp_path, 
 
 
 def started(tmp_path, *before, **options):
-    return subprocess.Popen(
-        [*before, sys.executable, "-m", "gpt2_fp8.run", *LONG], cwd=tmp_path, env=ALONE, **options
-    )  # fmt: skip
+    start = subprocess.Popen if before else forkserver.Popen
+    return start([*before, sys.executable, "-m", "gpt2_fp8.run", *LONG], cwd=tmp_path, env=ALONE, **options)
 
 
 def wait_for_steps(process, folder):
@@ -343,7 +344,7 @@ sys.exit(bench.main(["bench.model=[tiny]", "bench.precision=[fp32]", "trainer=cp
 def test_124_a_signal_to_the_benchmark_is_what_it_ends_with(tmp_path, name, code):
     """Also where what it has interrupted fails for that."""
     (tmp_path / "script.py").write_text(BENCH.format(name=name, seconds=60))
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, "script.py"], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stderr.splitlines()[-1]) == (code, "stopped"), done.stderr

@@ -2,7 +2,6 @@
 
 import logging
 import resource
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.runtime import memory_limits
 from gpt2_fp8.runtime.memory_limits import Limit
 from gpt2_fp8.train.footprint import check_step, fitted, footprint, step_bytes
+from tests import forkserver
 from tests.runs import SMALL, assert_same_checkpoint, checkpoint, summary, train, train_until
 
 GIB = 2**30
@@ -117,7 +117,9 @@ def test_119_as_it_is_typed(tmp_path):
         "sys.exit(run.main(sys.argv[1:]))\n"
     )
     words = ["model=gpt2", "trainer=cpu", "micro_batch_size=64", "run_name=run", "data.tokenizer=bytes"]
-    done = subprocess.run([sys.executable, script, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = forkserver.run(
+        [sys.executable, str(script), *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 2, done.stderr
     assert "of the memory of ulimit -v are to be had\n  fix: micro_batch_size=" in done.stderr
     assert summary(tmp_path / "outputs/run")["status"] == "refused"

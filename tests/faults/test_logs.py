@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.train import metrics_csv
 from gpt2_fp8.train.loggers import MetricsFile, build_loggers
+from tests import forkserver
 from tests.data.hub_runs import ROOT
 from tests.runs import SMALL, forked, summary, train
 
@@ -55,7 +56,7 @@ def test_77_a_killed_run_logs_each_step_once(tmp_path: Path) -> None:
     words = [*SMALL, "run_name=run", "logger=default", "callbacks.async_checkpoints=false"]
     codes, seen = [], []
     for more in ([], ["ckpt_path=last"]):
-        done = subprocess.run([sys.executable, "script.py", *words, *more], cwd=tmp_path, env=environment,
+        done = forkserver.run([sys.executable, "script.py", *words, *more], cwd=tmp_path, env=environment,
                               capture_output=True, text=True, timeout=180)  # fmt: skip
         codes.append(done.returncode)
         seen.append(logged(tmp_path / "outputs/run"))
@@ -220,7 +221,7 @@ def test_99_a_disk_that_is_full_for_a_while_leaves_no_traceback(tmp_path: Path) 
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     words = [*SMALL, "hydra.run.dir=run", "logger=default", "callbacks.async_checkpoints=false"]
     with (tmp_path / "stdout").open("w") as stdout:  # a pipe has no size
-        done = subprocess.run([sys.executable, "script.py", *words], cwd=tmp_path, env=environment, stdout=stdout,
+        done = forkserver.run([sys.executable, "script.py", *words], cwd=tmp_path, env=environment, stdout=stdout,
                               stderr=subprocess.PIPE, text=True, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -234,7 +235,7 @@ def test_99_a_full_disk_behind_stdout_changes_nothing(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "gpt2_fp8.run", *SMALL, "hydra.run.dir=run"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(words, cwd=tmp_path, env=environment, stdout=full, stderr=subprocess.PIPE, text=True,
+        done = forkserver.run(words, cwd=tmp_path, env=environment, stdout=full, stderr=subprocess.PIPE, text=True,
                               timeout=300)  # fmt: skip
     assert done.returncode == 0
     assert done.stderr.splitlines() == [

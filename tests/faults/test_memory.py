@@ -2,7 +2,6 @@
 room for so many sequences at once."""
 
 import logging
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from gpt2_fp8.callbacks import samples
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
+from tests import forkserver
 from tests.faults.pretended import NAN, Faults, Pretended, going_wrong
 from tests.runs import SMALL, checkpoint, metrics, record_steps, recorded, summary, train, train_until
 
@@ -107,7 +107,7 @@ def test_65_one_rank_makes_all_of_them_halve(tmp_path, clean):
     script.write_text(RANKS)
     two = ["run_name=ranks", "trainer.devices=2", "trainer.strategy=ddp", "micro_batch_size=2"]
     command = [sys.executable, str(script), *SMALL, *STEPS, *two]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = forkserver.run(command, cwd=tmp_path, ranks=True, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "micro_batch_size 1 instead of 2" in done.stdout + done.stderr
     assert summary(tmp_path / "outputs/ranks")["steps"] == 6

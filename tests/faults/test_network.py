@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gpt2_fp8.data import hub_client, retry
+from tests import forkserver
 from tests.data.hub import Hub
 from tests.data.hub_runs import PAJAMA, ROOT, TEXTS, WEB, Client, expected, web_units
 from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, summary
@@ -109,7 +110,7 @@ class Program:
         environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "0",
                        "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}  # fmt: skip
         self.errors = folder / "stderr"
-        self.process = subprocess.Popen(
+        self.process = forkserver.Popen(
             [sys.executable, "script.py"], cwd=folder, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors.open("w"),
         )  # fmt: skip

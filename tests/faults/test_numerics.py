@@ -17,10 +17,11 @@ from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import Diverged, Stopped
 from gpt2_fp8.data.loaders import Steps
 from gpt2_fp8.engine import divergence
-from gpt2_fp8.engine.optim import learning_rate_factor
+from gpt2_fp8.engine.schedule import learning_rate_factor
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.precision import magnitudes
 from gpt2_fp8.runtime import signals
+from tests.common import OPTIM
 from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, going_wrong
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, summary, train, train_until
 from tests.train.test_ddp import TWO, run
@@ -262,6 +263,7 @@ DIVERGING = [
     "precision=fp8_hybrid", "trainer.max_steps=36", "trainer.val_check_interval=36", "callbacks.divergence_steps=6",
     "callbacks.checkpoint_every_n_steps=6", "optim.lr=0.003",
 ]  # fmt: skip
+SCHEDULE = replace(OPTIM, warmup_steps=2)
 
 
 def test_34_a_run_that_diverges_goes_back_once_and_on_in_bf16(tmp_path, monkeypatch):
@@ -279,7 +281,9 @@ def test_34_a_run_that_diverges_goes_back_once_and_on_in_bf16(tmp_path, monkeypa
     table = metrics(tmp_path / "run")
     assert list(table["train_loss"]) == list(range(1, 37)), "each step once in the log"
     assert table["train_loss"][36] < table["train_loss"][12]
-    assert table["lr"][15] == pytest.approx(0.003 * learning_rate_factor(14, 2, 36, 0.1)), "that of after the rollback"
+    assert table["lr"][15] == pytest.approx(0.003 * learning_rate_factor(14, SCHEDULE, 36)), (
+        "that of after the rollback"
+    )
 
 
 def test_35_a_run_that_diverges_again_ends_with_exit_3(tmp_path, monkeypatch):

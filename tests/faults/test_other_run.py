@@ -104,7 +104,7 @@ def test_15_other_text_is_refused(tmp_path, begun, override, named):
 
 
 def test_16_another_length_and_schedule_are_taken(tmp_path, begun):
-    longer = ["trainer.max_steps=8", "trainer.val_check_interval=8", "optim.lr=1e-3"]
+    longer = ["trainer.max_steps=8", "trainer.val_check_interval=8", "optim.lr=1e-3", "optim.schedule=linear"]
     train(tmp_path / "longer", *SHORT, f"ckpt_path={begun}", *longer)
     train(tmp_path / "new", *SHORT, *longer)
     assert summary(tmp_path / "longer")["steps"] == 8

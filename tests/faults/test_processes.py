@@ -14,6 +14,7 @@ from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.data import worker_pool
 from gpt2_fp8.data.reader import UnitReader
 from gpt2_fp8.runtime.stragglers import Place, Stragglers
+from tests import forkserver
 from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.faults.unlucky import (
     Once,
@@ -103,8 +104,8 @@ def test_47_a_script_without_a_guard_is_told_what_it_lacks(tmp_path):
         "pool = UnitPool(UnitReader(None, 'bytes', None), num_workers=1)\n"
         "pool.take(pool.ask(Unit('a unit', 'path', 0, 1)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, script],
+    done = forkserver.run(
+        [sys.executable, str(script)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -149,8 +150,8 @@ CASES = ["raise-0", "raise-1", "data-1", "kill-0", "kill-1", "stop-0", "stop-1",
 def pairs(tmp_path_factory):
     """{case: [(exit code or None, what it printed) of each rank]}, and where their farewells are."""
     folder = tmp_path_factory.mktemp("pairs")
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests/faults/rank_cases.py", folder, *CASES],
+    done = forkserver.run(
+        [sys.executable, str(ROOT / "tests/faults/rank_cases.py"), str(folder), *CASES],
         capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from gpt2_fp8 import compose
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.magnitudes import JUMP
-from gpt2_fp8.precision.scaling import Scaling
+from gpt2_fp8.precision.scaling import FP8Scaling
 from tests.faults.pretended import NAN, Faults, going_wrong
 from tests.layers.test_delayed_scaling import trained
 from tests.runs import checkpoint, summary, train
@@ -47,7 +47,7 @@ def fused():
     scales.allocate(torch.device("cpu"))
     model = nn.Module()
     model.scales = scales
-    return scales, Scaling(model, "delayed", 8, nullcontext)
+    return scales, FP8Scaling(model, "delayed", 8, nullcontext)
 
 
 SCALE, HISTORY = "scales.scaling_fwd.scale", "scales.scaling_bwd.amax_history"
@@ -173,7 +173,7 @@ def test_79_scales_are_what_every_kernel_can_represent(amax):
 
 def owner_of(model, global_batch_size):
     (config,) = compose.preflight([f"global_batch_size={global_batch_size}", "micro_batch_size=1"])
-    return Scaling.of_run(model, config, config.recipe.delayed, "fused", nullcontext)
+    return FP8Scaling.of_run(model, config, config.recipe.delayed, "fused", nullcontext)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -16,6 +16,7 @@ from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.data import prefetch as workers_module
 from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.runtime import signals, slurm
+from tests import forkserver
 from tests.callbacks import tiny_run
 from tests.callbacks.tiny_run import At, kill, rows, run
 from tests.data.corpora import write_jsonl
@@ -314,7 +315,8 @@ PATCHES = {
 @pytest.mark.parametrize(("phase", "number", "code"), [("imports", signal.SIGINT, 130), ("data", signal.SIGTERM, 143)])
 def test_45_in_start_up(tmp_path, phase, number, code):
     (tmp_path / "script.py").write_text(START_UP.format(patch=PATCHES[phase]))
-    process = subprocess.Popen(
+    start = subprocess.Popen if phase == "imports" else forkserver.Popen
+    process = start(
         [sys.executable, "script.py", *SMALL, "run_name=run"], cwd=tmp_path, text=True,
         env=ALONE | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -343,7 +345,7 @@ FILES = [word for word in SMALL if not word.startswith("trainer.max_steps")]
 def test_46_a_signal_to_the_group_leaves_no_traceback_and_no_process(tmp_path, number, code):
     """Ctrl-C: parent and workers get it alike."""
     folder = tmp_path / "outputs/run"
-    process = subprocess.Popen(
+    process = forkserver.Popen(
         [sys.executable, "-m", "gpt2_fp8.run", *FILES, "trainer.max_steps=4000", "run_name=run", "data.num_workers=2"],
         cwd=tmp_path, text=True, env=ALONE, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

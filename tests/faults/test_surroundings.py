@@ -42,7 +42,7 @@ def test_97_a_run_clears_what_a_killed_group_left(tmp_path):
     folder.mkdir()
     environment = os.environ | PLAIN | {"TMPDIR": str(folder)}
     words = [sys.executable, "-m", "gpt2_fp8.run", *SMALL, "data.num_workers=2", "trainer.max_steps=1000000"]
-    process = subprocess.Popen([*words, "run_name=killed"], cwd=tmp_path, env=environment, start_new_session=True,
+    process = forkserver.Popen([*words, "run_name=killed"], cwd=tmp_path, env=environment, start_new_session=True,
                                stdout=subprocess.DEVNULL)  # fmt: skip
     try:
         until(lambda: list(folder.glob(f"{spool.PREFIX}*/*.npz")))
@@ -50,7 +50,7 @@ def test_97_a_run_clears_what_a_killed_group_left(tmp_path):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert len(spools(folder)) == 1
-    done = command(*SMALL, "run_name=next", cwd=tmp_path, TMPDIR=str(folder), **PLAIN)
+    done = forked(*SMALL, "run_name=next", cwd=tmp_path, TMPDIR=str(folder), **PLAIN)
     assert done.returncode == 0, done.stderr
     assert spools(folder) == []
 
@@ -154,7 +154,7 @@ def test_98_no_temporary_folder_at_all_is_refused(tmp_path):
         "    sys.exit(run.main(sys.argv[1:]))\n"
     )
     (tmp_path / "script.py").write_text(code)
-    done = subprocess.run([sys.executable, "script.py", *SMALL, "data.num_workers=2", "run_name=a"], cwd=tmp_path,
+    done = forkserver.run([sys.executable, "script.py", *SMALL, "data.num_workers=2", "run_name=a"], cwd=tmp_path,
                           capture_output=True, text=True, timeout=300, env=os.environ | PLAIN)  # fmt: skip
     assert done.returncode == 2, done.stderr
     first, second = done.stderr.splitlines()

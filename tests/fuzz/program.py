@@ -54,7 +54,7 @@ class Program:
         notes.parent.mkdir(exist_ok=True)
         notes.unlink(missing_ok=True)
         words = ["-m", "tests.fuzz.noted", str(notes), *argv]
-        ended = forkserver.server().run(words, folder / "here", environment, SECONDS, MOST_MEMORY)
+        ended = forkserver.watched(words, folder / "here", environment, SECONDS, MOST_MEMORY)
         lines = notes.read_text().splitlines() if notes.exists() else []
         return Outcome(
             argv, ended.returncode, ended.stdout, ended.stderr, ended.seconds, ended.mib, ended.killed,

@@ -10,7 +10,7 @@ from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.model.flops import peak_bf16_flops
-from gpt2_fp8.precision.scaling import Scaling
+from gpt2_fp8.precision.scaling import FP8Scaling
 from tests.gpu.common import hopper
 from tests.runs import checkpoint, metrics, record_steps, summary, train, train_until
 
@@ -78,7 +78,7 @@ def test_a_resumed_run_takes_its_scales_from_the_checkpoint(tmp_path, monkeypatc
     train_until(4, tmp_path / "legs", *overrides, base=ON_GPU)
     scales = read(checkpoint(tmp_path / "legs", 4))["training_step"]["scaling"]
     assert any(name.endswith("scaling_bwd.scale") for name in scales)
-    monkeypatch.setattr(Scaling, "calibrate", lambda *_: pytest.fail("calibrated although there were scales"))
+    monkeypatch.setattr(FP8Scaling, "calibrate", lambda *_: pytest.fail("calibrated although there were scales"))
     train_until(8, tmp_path / "legs", "ckpt_path=last", *overrides, base=ON_GPU)
     train(tmp_path / "legs", "ckpt_path=last", *overrides, base=ON_GPU)
     assert [tokens for _, tokens, _ in steps] == [tokens for _, tokens, _ in whole]

@@ -10,7 +10,7 @@ from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Place, Scales
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.calibrate import PASSES, calibrate
-from gpt2_fp8.precision.scaling import Scaling
+from gpt2_fp8.precision.scaling import FP8Scaling
 
 E4M3, E5M2 = 448.0, 57344.0  # the largest numbers of the two formats
 
@@ -320,10 +320,10 @@ def test_a_restored_run_goes_on_as_the_one_that_was_saved():
 
 def test_scales_go_through_a_checkpoint():
     saved, again = (
-        Scaling(trained(), "these settings", 8, nullcontext),
-        Scaling(Model(), "these settings", 8, nullcontext),
+        FP8Scaling(trained(), "these settings", 8, nullcontext),
+        FP8Scaling(Model(), "these settings", 8, nullcontext),
     )
-    other = Scaling(Model(), "other settings", 8, nullcontext)
+    other = FP8Scaling(Model(), "other settings", 8, nullcontext)
     assert saved.state_dict() == {}  # of before a calibration, nothing is worth keeping
     saved.ready = True
     for owner in (again, other):

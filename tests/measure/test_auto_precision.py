@@ -131,7 +131,14 @@ def test_delayed_scaling_competes_as_it_is_set(gpu):
 
 @pytest.mark.parametrize(
     ("override", "again"),
-    [("optim.lr=0.1", False), ("optim.warmup_steps=3", False), ("optim.beta2=0.9", True), ("optim.eps=1e-6", True)],
+    [
+        ("optim.lr=0.1", False),
+        ("optim.warmup_steps=3", False),
+        ("optim.schedule=linear", False),
+        ("trainer.max_tokens=1000000", False),
+        ("optim.beta2=0.9", True),
+        ("optim.eps=1e-6", True),
+    ],
 )
 def test_figures_are_those_of_the_runs_optimizer_at_one_rate(gpu, override, again):
     settle()

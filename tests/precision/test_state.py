@@ -14,7 +14,7 @@ from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.backends.reference import Reference
 from gpt2_fp8.backends.transformer_engine import TransformerEngine
 from gpt2_fp8.precision import state
-from gpt2_fp8.precision.scaling import Scaling
+from gpt2_fp8.precision.scaling import FP8Scaling
 
 
 class Layer(nn.Module):
@@ -42,7 +42,7 @@ def model(ran):
 
 
 def scaling(of, settings="delayed"):
-    made = Scaling(of, settings, 8, nullcontext)
+    made = FP8Scaling(of, settings, 8, nullcontext)
     made.ready = bool(state.capture(of))
     return made
 

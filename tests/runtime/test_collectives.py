@@ -1,5 +1,7 @@
 """What ranks tell each other: two processes joined by gloo, and all that is asked of them in one go."""
 
+import sys
+
 import pytest
 import torch
 from torch import distributed, nn
@@ -8,6 +10,7 @@ from gpt2_fp8.engine.micro_batching import MicroBatching
 from gpt2_fp8.layers.delayed_scaling import Place
 from gpt2_fp8.precision import state
 from gpt2_fp8.runtime import collectives
+from tests import forkserver
 from tests.common import ids
 from tests.engine.test_engine import POSITIONS, with_scales
 from tests.layers.test_delayed_scaling import E4M3, E5M2, scales, step
@@ -107,7 +110,10 @@ def _micro_batching(rank):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(_rank, (str(folder),), nprocs=2)
+    code = "import sys; from tests.runtime import test_collectives as t; t._rank(int(sys.argv[1]), sys.argv[2])"
+    command = [sys.executable, "-c", code]
+    processes = [forkserver.Popen([*command, str(rank), str(folder)], cwd=forkserver.ROOT) for rank in (0, 1)]
+    assert [process.wait(120) for process in processes] == [0, 0]
     return [torch.load(folder / str(rank)) for rank in (0, 1)]
 
 

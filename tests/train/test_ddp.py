@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from tests.runs import SMALL, checkpoint, command, metrics, summary, train, train_until
+from tests import forkserver
+from tests.runs import SMALL, checkpoint, forked, metrics, summary, train, train_until
 
 # A rank's share of a step are two micro-batches, so that there is one without an exchange of gradients.
 BATCH = ["micro_batch_size=2"]
@@ -120,9 +121,9 @@ def start(tmp_path, *arguments, patch="", environment=ALONE):
     if patch:
         program = [str(tmp_path / "patched.py")]
         (tmp_path / "patched.py").write_text(SCRIPT.format(patch=patch))
-    return subprocess.Popen(
+    return forkserver.Popen(
         [sys.executable, *program, *arguments],
-        cwd=tmp_path, env=os.environ | environment, text=True, start_new_session=True,
+        cwd=tmp_path, env=os.environ | environment, text=True, start_new_session=True, ranks=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
@@ -293,7 +294,7 @@ def test_a_stop_is_told_by_rank_0_whatever_time_it_takes(tmp_path):
 
 
 def test_a_sweep_over_two_processes_is_refused(tmp_path):
-    done = command("-m", *TWO, "seed=1,2", cwd=tmp_path)
+    done = forked("-m", *TWO, "seed=1,2", cwd=tmp_path)
     assert done.returncode == 2
     assert "each process would start the whole sweep again" in done.stderr
     assert os.listdir(tmp_path) == []

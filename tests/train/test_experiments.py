@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gpt2_fp8.compose import conf_dir
+from tests import forkserver
 from tests.config.conf_files import merged
 from tests.data.hub import Hub
 from tests.runs import SMALL, checkpoint, metrics, summary
@@ -96,7 +96,7 @@ def runs(tmp_path_factory):
             "HF_ENDPOINT": hub.url, "HF_HOME": str(cwd / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1",
             "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        done = subprocess.run(
+        done = forkserver.run(
             [sys.executable, "mains.py", json.dumps([words(choice) for choice in LINES])],
             cwd=cwd, env=environment, capture_output=True, text=True, timeout=180,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 import logging
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from gpt2_fp8.checkpoint.files import read_weights
 from gpt2_fp8.config.errors import Diverged, UserError
 from gpt2_fp8.train import build
+from tests.common import OPTIM
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train, train_until
 
 
@@ -103,10 +105,12 @@ def test_init_from_takes_weights_alone(tmp_path, monkeypatch):
 def test_the_command_line_governs_the_optimizer_of_a_resumed_run(tmp_path):
     train_until(4, tmp_path / "run")
     train(tmp_path / "run", "ckpt_path=last", "optim.lr=0.01", "trainer.max_steps=16")
-    from gpt2_fp8.engine.optim import learning_rate_factor
+    from gpt2_fp8.engine.schedule import learning_rate_factor
 
     rates = metrics(tmp_path / "run")["lr"]
-    assert rates[6] == pytest.approx(0.01 * learning_rate_factor(5, 2, 16, 0.1))  # steps from 1, the schedule from 0
+    assert rates[6] == pytest.approx(
+        0.01 * learning_rate_factor(5, replace(OPTIM, warmup_steps=2), 16)
+    )  # steps from 1, the schedule from 0
 
 
 def test_resuming_a_finished_run_is_done_at_once(tmp_path, monkeypatch):

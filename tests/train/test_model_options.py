@@ -8,7 +8,7 @@ from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.saved_config import from_checkpoint, to_plain, with_model_options
-from tests.runs import SMALL, checkpoint, command, metrics, record_steps, summary, train, train_until
+from tests.runs import SMALL, checkpoint, forked, metrics, record_steps, summary, train, train_until
 
 OPTIONS = [
     "model=qwen3_0_6b", "optim=tiny", "trainer.max_steps=12", "trainer.val_check_interval=5", "model.n_kv_head=1",
@@ -48,7 +48,7 @@ def test_three_legs_give_what_one_gives(tmp_path, monkeypatch, words):
 def test_two_ranks_train_as_one_and_write_text(tmp_path):
     two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "micro_batch_size=2"]
     sampled = ["callbacks.sample_tokens=8"]
-    done = command(*BASE[1:], *two, *sampled, "run_name=two", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    done = forked(*BASE[1:], *two, *sampled, "run_name=two", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert "sample at step 12: " in done.stderr + done.stdout
     train(tmp_path / "one", "micro_batch_size=2", base=BASE)

@@ -7,7 +7,7 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.backends.resolve import Plan
-from gpt2_fp8.precision.scaling import Scaling
+from gpt2_fp8.precision.scaling import FP8Scaling
 from gpt2_fp8.train.module import GPT2Module
 from tests.faults.pretended import Pretended
 
@@ -22,7 +22,7 @@ class Backend(Pretended):
         self.events, self.in_checkpoint = events, in_checkpoint
 
     def scaling(self, model):
-        made = Scaling(model, "settings", 8, self.forward_context)
+        made = FP8Scaling(model, "settings", 8, self.forward_context)
 
         def take():
             self.events.append("take")

@@ -10,7 +10,7 @@ from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.measure.case import Case, measure
 from gpt2_fp8.runtime import registry
-from tests.runs import SMALL, command, summary
+from tests.runs import SMALL, forked, summary
 from tests.test_readme import ROOT, blocks
 
 DOCUMENT = ROOT / "docs/plugins.md"
@@ -38,7 +38,7 @@ def here(tmp_path, monkeypatch):
 def test_two_ranks_with_workers_run_the_documents_code(here):
     two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "micro_batch_size=2", "data.num_workers=1"]
     labels = ["+tags.purpose=test", "+tags.round=2", "notes='for the record'"]
-    done = command(*SMALL[1:], *two, *labels, *WORDS, "run_name=x", cwd=here, **ALONE)
+    done = forked(*SMALL[1:], *two, *labels, *WORDS, "run_name=x", cwd=here, **ALONE)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = sorted(path.read_text() for path in here.glob("seen-*"))
     assert {line.split()[0] for line in seen} == {"0", "1"}
@@ -110,7 +110,7 @@ def test_names_and_kinds_that_do_not_fit():
 
 
 def test_a_name_that_nobody_registers_ends_with_two_lines(here):
-    done = command(*SMALL, "plugins=[my_module]", "callbacks.extra=[weight_nrm]", "run_name=x", cwd=here, **ALONE)
+    done = forked(*SMALL, "plugins=[my_module]", "callbacks.extra=[weight_nrm]", "run_name=x", cwd=here, **ALONE)
     assert done.returncode == 2, done.stderr
     error, fix = done.stderr.splitlines()[-2:]
     assert error.startswith("error: callbacks.extra=weight_nrm: there is no such choice")

@@ -27,7 +27,7 @@ from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.manifest import sealed
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.precision.scaling import Scaling
+from gpt2_fp8.precision.scaling import FP8Scaling
 from tests.faults.pretended import Pretended
 from tests.runs import SMALL, train
 
@@ -125,6 +125,8 @@ def test_a_name_that_is_not_public_is_an_attribute_error():
         (["--cfg", "job"], ["no flag that shows"]),
         (["run_name=x", "trainer.val_check_interval=5"], ["run_name=x", "trainer.val_check_interval=5"]),
         (["debug=fdr"], ["trainer.fast_dev_run=true"]),
+        (["trainer.max_time=00:01:00:00"], ["trainer.max_time=00:01:00:00: only python"]),
+        (["trainer.max_epochs=2"], ["trainer.max_epochs=2: only python"]),
         (["micro_batch_size=auto"], ["micro_batch_size=auto"]),
         (["precision=auto", "run_name=x"], ["run_name=x", "precision=auto"]),
         (["logger=csv", "callbacks.keep_checkpoints=1"], ["logger=csv", "callbacks.keep_checkpoints=1"]),
@@ -339,7 +341,7 @@ def test_a_sanity_check_leaves_nothing_behind(config, whole, tmp_path):
 def test_a_sanity_check_leaves_the_scales_to_training(config, saved):
     class Backend(Pretended):
         def scaling(self, model):
-            made = Scaling(model, "settings", 8, self.forward_context)
+            made = FP8Scaling(model, "settings", 8, self.forward_context)
             made.calibrate = lambda *_, **__: None
             made.take = lambda: (made._saved.clear(), setattr(made, "ready", saved))[0] or saved
             return made
@@ -424,7 +426,7 @@ def test_a_module_in_fp8_computes_logits_once_it_has_scales(config, whole):
     class Backend(Pretended):
         def scaling(self, model):
             model.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
-            return Scaling(model, "settings", 8, self.forward_context)
+            return FP8Scaling(model, "settings", 8, self.forward_context)
 
     module = GPT2Module(config, weights=whole.module.state_dict())
     plan = Plan("cpu", "fp8_hybrid", "fp8_hybrid", None, Backend(config))

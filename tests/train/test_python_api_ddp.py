@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 from gpt2_fp8.checkpoint import files
-from tests.runs import assert_equal, checkpoint, command, metrics
+from tests import forkserver
+from tests.runs import assert_equal, checkpoint, forked, metrics
 from tests.train.test_ddp import ALONE, TWO
 
 SCRIPT = """
@@ -55,9 +55,10 @@ WORDS = [word for word in TWO if not word.startswith(ONLY_THE_PROGRAM)]
 
 def script(folder, strategy):
     (folder / "own.py").write_text(SCRIPT.format(words=WORDS, strategy=strategy))
-    return subprocess.run(
-        [sys.executable, "own.py"], cwd=folder, env=os.environ | ALONE, capture_output=True, text=True, timeout=300
-    )
+    return forkserver.run(
+        [sys.executable, "own.py"], cwd=folder, env=os.environ | ALONE, ranks=True, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     done = script(folder, "ddp")
     assert done.returncode == 0, done.stdout + done.stderr
-    done = command(*TWO, "run_name=run", "callbacks.keep_checkpoints=9", cwd=folder, **ALONE)
+    done = forked(*TWO, "run_name=run", "callbacks.keep_checkpoints=9", cwd=folder, **ALONE)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -1,0 +1,74 @@
+"""The limits of a run, and the steps that they come to."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpt2_fp8.compose import preflight
+from gpt2_fp8.config import run_length
+
+STEP = 16 * 256  # tokens of a step of model=tiny
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """The tiny model, to which no limit was given."""
+    (config,) = preflight(["optim.warmup_steps=5", "trainer.max_steps=99"])
+    return replace(config, trainer=replace(config.trainer, max_steps=None))
+
+
+def limited(config, **limits):
+    return replace(config, trainer=replace(config.trainer, **limits))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps"), [(STEP, 1), (2 * STEP - 1, 1), (2 * STEP, 2), (100 * STEP + 1, 100)], ids=lambda n: f"{n:,}"
+)
+def test_a_budget_of_tokens_is_not_passed(tiny, tokens, steps):
+    assert run_length.last_step(limited(tiny, max_tokens=tokens)) == steps
+
+
+@pytest.mark.parametrize(
+    ("epochs", "text", "steps"), [(1, STEP, 1), (1, STEP + 1, 2), (2, STEP + 1, 3), (3, 5, 1), (2, 10 * STEP, 20)]
+)
+def test_epochs_end_when_all_their_tokens_were_used(tiny, epochs, text, steps):
+    asked = limited(tiny, max_epochs=epochs)
+    assert run_length.limits(asked) == {}, "nobody has counted yet"
+    assert run_length.in_steps(asked, text).trainer.max_steps == steps
+    assert run_length.epoch_ends(asked, text)[-1] == steps
+    assert run_length.epoch_ends(limited(asked, max_steps=1), text) == [end for end in (1,) if text <= STEP]
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit", "steps"),
+    [
+        ({"max_steps": 9, "max_tokens": 10 * STEP}, "trainer.max_steps", 9),
+        ({"max_steps": 11, "max_tokens": 10 * STEP}, "trainer.max_tokens", 10),
+        ({"max_steps": 11, "max_tokens": 10 * STEP, "max_epochs": 2}, "trainer.max_epochs", 8),
+        ({"max_steps": 7, "max_epochs": 2}, "trainer.max_steps", 7),
+    ],
+)
+def test_the_shortest_limit_holds(tiny, limits, limit, steps):
+    asked = limited(tiny, **limits)
+    assert run_length.shortest(asked, 4 * STEP) == limit
+    counted = run_length.in_steps(asked, 4 * STEP)
+    assert run_length.last_step(counted) == steps
+    assert run_length.in_steps(counted, 4 * STEP) == counted, "a resumed run's configuration comes to the same"
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("00:00:00:01", 1), ("00:12:00:00", 43200), ("2:01:01:01", 176461), ("12h", None), ("1:00:00", None), ("x", None)],
+)
+def test_times(time, seconds):
+    assert run_length.seconds(time) == seconds
+
+
+def test_what_is_counted_late_is_checked_late(tiny):
+    """A warm-up that is longer than the epochs."""
+    asked = limited(tiny, max_epochs=1)
+    assert list(run_length.check(asked)) == []
+    assert list(run_length.check(asked, 5 * STEP)) == []
+    (finding,) = run_length.check(asked, 4 * STEP)
+    assert "trainer.max_epochs=1, optim.warmup_steps=5: the warm-up is longer" in finding.problem.cause
+    assert finding.problem.remedy == "add optim.warmup_steps=0, or a larger trainer.max_epochs"

@@ -1,0 +1,81 @@
+"""Runs that end by tokens or epochs: their steps, their rates, and what they keep."""
+
+import pytest
+
+from gpt2_fp8.compose import preflight
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.train import length as run_length
+from gpt2_fp8.train.saved_config import from_checkpoint, to_plain
+from tests.runs import SMALL, metrics, summary, train
+
+STEP = 8 * 32  # tokens
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Settings for a text of 1,640 tokens in bytes: 6.4 steps."""
+    path = tmp_path / "text.txt"
+    path.write_text("To be or not to be, that is the question" * 41)
+    return [
+        "data=text_files", f"data.train_files=[{path}]", "data.tokenizer=bytes", "data.num_workers=0",
+        "data.val_fraction=0", "data.val_sequences=0",
+    ]  # fmt: skip
+
+
+def test_a_run_of_two_epochs_keeps_their_ends_and_its_rates_end_with_it(tmp_path, text):
+    words = [*text, "callbacks.keep_checkpoints=1", "callbacks.checkpoint_every_n_steps=4"]
+    epochs = [*words, "trainer.max_epochs=2", "callbacks.keep_epochs=true"]
+    train(tmp_path / "epochs", *epochs, "trainer.max_steps=null")
+    told = summary(tmp_path / "epochs")
+    assert (told["steps"], told["ended_by"], told["tokens"]) == (13, "trainer.max_epochs", 13 * STEP)
+    assert sorted(path.name for path in (tmp_path / "epochs/checkpoints").glob("step-*")) == [
+        "step-00000007", "step-00000013",
+    ]  # fmt: skip
+    train(tmp_path / "tokens", *words, "trainer.max_tokens=3583", "trainer.max_steps=14")
+    assert (summary(tmp_path / "tokens")["steps"], summary(tmp_path / "tokens")["ended_by"]) == (
+        13,
+        "trainer.max_tokens",
+    )
+    assert metrics(tmp_path / "tokens")["lr"] == metrics(tmp_path / "epochs")["lr"]
+    assert metrics(tmp_path / "tokens")["train_loss"] == metrics(tmp_path / "epochs")["train_loss"]
+    with pytest.raises(UserError, match=r"max_steps=10 ends before") as caught:
+        train(tmp_path / "tokens", *words, "trainer.max_tokens=2600", "ckpt_path=last")
+    assert caught.value.problems[0].remedy.endswith("and a trainer.max_tokens that comes to as much")
+
+
+def length(*words, rank=0):
+    (config,) = preflight([*SMALL, "run_name=length", *words])
+    return run_length.resolve_length(config, rank)
+
+
+def test_other_ranks_take_the_first_ones_count(text, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    counted = length(*text, "trainer.max_epochs=1")
+    assert counted.epoch_ends == [], "nobody keeps them"
+    assert "epochs     1,641 tokens each; they end at the steps 7" in caplog.messages
+    assert (
+        "length     trainer.max_epochs ends the run at step 7, and not trainer.max_steps at step 12" in caplog.messages
+    )
+    monkeypatch.setattr(run_length, "tokens_a_pass", lambda *_: pytest.fail("the text is read again"))
+    assert length(*text, "trainer.max_epochs=1", rank=1) == counted
+
+
+def test_a_warm_up_beyond_the_epochs_is_refused(text):
+    with pytest.raises(UserError, match="the warm-up is longer than the run"):
+        length(*text, "trainer.max_epochs=1", "optim.warmup_steps=8")
+
+
+def test_one_step_through_everything_counts_nothing(text, monkeypatch):
+    monkeypatch.setattr(run_length, "tokens_a_pass", lambda *_: pytest.fail("the text is read"))
+    assert length(*text, "debug=fdr", "trainer.max_steps=null", "trainer.max_epochs=1").config.trainer.max_steps == 1
+
+
+def test_a_checkpoint_from_before_these_limits_has_none_of_them(tmp_path):
+    """Nor another schedule than the cosine: its configuration is read as it was."""
+    (config,) = preflight([*SMALL, "run_name=length"])
+    plain = to_plain(config)
+    for key in ("optim.schedule", "optim.decay_steps", "trainer.max_tokens", "trainer.max_epochs", "trainer.max_time",
+                "callbacks.keep_epochs"):  # fmt: skip
+        group, name = key.split(".")
+        del plain[group][name]
+    assert from_checkpoint({"hyper_parameters": plain}, tmp_path) == config
