@@ -76,6 +76,7 @@ ONLY_IN = {
     "hydra": ["run", "compose", "compat.hydra_private"],
 }
 
+EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of later Pythons
 # Imported where it is used and nowhere else, so that everything imports, and shows its help, on a laptop.
 INSIDE_FUNCTIONS = {
     *("transformer_engine", "flash_attn", "cuda", "matplotlib"),
@@ -158,7 +159,7 @@ def violations(module, path):
             goal = target(name)
             allowed = not goal or row_of(goal) in row.imports.split() or (row_of(goal) == own and own != "callbacks")
         else:
-            allowed = package in sys.stdlib_module_names or package in row.packages.split()
+            allowed = package in EVERYWHERE or package in row.packages.split()
             allowed = allowed and any(f"{module}.".startswith(f"{place}.") for place in ONLY_IN.get(package, [module]))
             if allowed and at_top and package in INSIDE_FUNCTIONS:
                 found.append(f"{module}:{line} imports {package} at its top")

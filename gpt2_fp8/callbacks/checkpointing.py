@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.checkpoint.errors import escaped
+from gpt2_fp8.checkpoint.intervals import Intervals, KeptSteps
 from gpt2_fp8.checkpoint.ledger import Ledger
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer, finite
@@ -28,8 +29,6 @@ from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import CallbacksConfig
 
 log = logging.getLogger(__name__)
-
-_CLOCK_STEPS = 10  # the ranks compare the time at every multiple of this step
 
 
 class Checkpointing(Checkpoint):
@@ -67,15 +66,12 @@ class Checkpointing(Checkpoint):
         asynchronous: bool = True,
     ) -> None:
         self.folder = Path(folder)
-        self.every_n_steps, self.every_minutes, self.keep_every_n_steps = (
-            every_n_steps, every_minutes, keep_every_n_steps,
-        )  # fmt: skip
+        self.intervals = Intervals(every_n_steps, every_minutes, KeptSteps(keep_every_n_steps))
         self.monitor = monitor
-        self.writer = Writer(self.folder, keep, keep_every_n_steps, asynchronous)
+        self.writer = Writer(self.folder, keep, self.intervals.kept, asynchronous)
         self.ledger = Ledger(self.writer)
         self.validated_step: int | None = None
         self.longest_stall: float | None = None
-        self._taken_at = time.monotonic()
         self._prepared = False  # the writer knows the state that it will get
         self._val_loss: float | None = None  # of `validated_step`
         self._validation_due = False  # in the checkpoint that is being taken
@@ -91,10 +87,6 @@ class Checkpointing(Checkpoint):
             keep_every_n_steps=config.keep_every_n_steps,
             asynchronous=config.async_checkpoints,
         )
-
-    def keep_steps(self, steps: Iterable[int]) -> None:
-        """Save these steps too, and keep them for good: the ends of epochs."""
-        self.writer.kept_steps = frozenset(steps)
 
     @property
     def best(self) -> Pointer | None:
@@ -118,7 +110,7 @@ class Checkpointing(Checkpoint):
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or step == 0:
             return False
         before, self.ledger.taken_step = self.ledger.taken_step, step
-        self._taken_at = time.monotonic()
+        self.intervals.begin()
         self._validation_due = self.validated_step != step and loops.is_validation_due(trainer)
         path = self.folder / pointers.folder_name(step)
         with self._stalled():
@@ -157,7 +149,7 @@ class Checkpointing(Checkpoint):
             if 0 < trainer.max_steps <= (self.saved_step or 0):
                 log.info("already complete: step %d of %d is saved", self.saved_step, trainer.max_steps)
         self.ledger.sync(trainer.strategy.broadcast)
-        self._taken_at = time.monotonic()
+        self.intervals.begin()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -169,9 +161,8 @@ class Checkpointing(Checkpoint):
             self._prepared = True
         self.writer.check()
         step = trainer.global_step
-        by_steps = any(n > 0 and step % n == 0 for n in (self.every_n_steps, self.keep_every_n_steps))
         last = trainer.should_stop or 0 < trainer.max_steps <= step
-        if by_steps or step in self.writer.kept_steps or last or self._is_time(trainer):
+        if last or self.intervals.include(step) or self._is_late(trainer):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -238,12 +229,12 @@ class Checkpointing(Checkpoint):
 
     # ---- how -----------------------------------------------------------------------------------------------------
 
-    def _is_time(self, trainer: Trainer) -> bool:
-        """Return whether rank 0's clock says so. Collective at every `_CLOCK_STEPS` steps, with one small reduction."""
-        if not self.every_minutes or trainer.global_step % _CLOCK_STEPS:
+    def _is_late(self, trainer: Trainer) -> bool:
+        """Return whether rank 0's clock says so. Collective where the clocks are compared, with one small reduction."""
+        if not self.intervals.compare_clocks(trainer.global_step):
             return False
-        late = time.monotonic() - self._taken_at >= 60 * self.every_minutes
-        return trainer.strategy.reduce_boolean_decision(late and trainer.is_global_zero, all=False)
+        late = trainer.is_global_zero and self.intervals.is_late()
+        return trainer.strategy.reduce_boolean_decision(late, all=False)
 
     @contextmanager
     def _stalled(self) -> Iterator[None]:

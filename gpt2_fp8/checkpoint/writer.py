@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from gpt2_fp8.checkpoint import files, pointers
 from gpt2_fp8.checkpoint.errors import escaped
+from gpt2_fp8.checkpoint.intervals import KeptSteps
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.snapshot import Snapshots
 from gpt2_fp8.config.errors import UserError
@@ -39,7 +40,7 @@ class Writer:
     Args:
         folder: holds the checkpoints and their pointers.
         keep: how many of the newest are kept (at least one), in addition to the best.
-        keep_every_n_steps: checkpoints at multiples of this are kept for good; 0: none are.
+        kept: the steps whose checkpoints are kept for good; None: none are.
         asynchronous: write in a thread, from a copy in host memory. Each copy overwrites the one before, so a
             checkpoint waits for the one before it. The log says so once if it has to wait.
 
@@ -47,11 +48,10 @@ class Writer:
     often it happens. A process that leaves without `close` may lose the newest checkpoint, but no older one.
     """
 
-    def __init__(self, folder: Path, keep: int, keep_every_n_steps: int = 0, asynchronous: bool = True) -> None:
+    def __init__(self, folder: Path, keep: int, kept: KeptSteps | None = None, asynchronous: bool = True) -> None:
         self.folder = Path(folder)
         self.keep = max(1, keep)
-        self.keep_every_n_steps = keep_every_n_steps
-        self.kept_steps: frozenset[int] = frozenset()  # kept for good too
+        self.kept = kept or KeptSteps()
         self.asynchronous = asynchronous
         self.outcome = Outcome()
         self.written: set[int] = set()  # the steps that this object has written, deleted or not
@@ -191,9 +191,7 @@ class Writer:
     def _prune(self, step: int) -> None:
         """Delete what newer checkpoints supersede. Later steps, of a branch left behind, stay."""
         found = {s: path for s, path in pointers.steps(self.folder).items() if s <= step}
-        kept = set(sorted(found)[-self.keep :]) | (found.keys() & self.kept_steps)
-        if self.keep_every_n_steps:
-            kept |= {s for s in found if s % self.keep_every_n_steps == 0}
+        kept = set(sorted(found)[-self.keep :]) | {s for s in found if s in self.kept}
         if self.outcome.best is not None:
             kept.add(self.outcome.best.step)
         for superseded in found.keys() - kept:

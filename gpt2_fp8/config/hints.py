@@ -124,6 +124,7 @@ KINDS = {
     "file_or_hub": ("tinyshakespeare",),
     "registered": ("registered",),
 }
+DEFAULTS = {"precision": "fp8_hybrid"}  # what is advised of several that have a key; otherwise the first of them
 
 
 def near(name: str, names: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
@@ -167,7 +168,7 @@ def unknown_key(
         ours = either([f"{group}={name}" for name in KINDS.get(str(tag), (str(tag),))])
         return (
             f"{path} belongs to {group}={either(theirs)}, and this run has {ours}",
-            f"choose {group}={theirs[0]}, or leave {path} out",
+            f"choose {group}={min(theirs, key=lambda name: name != DEFAULTS.get(group))}, or leave {path} out",
         )
     paths = list(everywhere)
     matches = [p for p in paths if p.rpartition(".")[2] == leaf]

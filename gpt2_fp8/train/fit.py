@@ -79,7 +79,7 @@ def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: bool) 
     world_size = devices.devices(config, device) * config.trainer.num_nodes
     check_batch(config, world_size)
     config, limit, epoch_ends = resolve_length(config, rank())
-    context.checkpointing.keep_steps(epoch_ends)
+    context.checkpointing.intervals.kept.add(epoch_ends)
     checkpoint = setup.checkpoint(config, folder)
     config, asked = setup.resolve_micro_batch(config, world_size, device, typed, checkpoint)
     if rank() == 0:

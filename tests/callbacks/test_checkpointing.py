@@ -314,8 +314,9 @@ def test_from_config_takes_every_key(tmp_path):
     )
     tiers = Checkpointing.from_config(tmp_path, config)
     writer = tiers.writer
-    assert (tiers.every_n_steps, tiers.every_minutes, tiers.keep_every_n_steps) == (3, 4.5, 7)
-    assert (writer.folder, writer.keep, writer.keep_every_n_steps, writer.asynchronous) == (tmp_path, 6, 7, False)
+    intervals = tiers.intervals
+    assert (intervals.every_n_steps, intervals.every_minutes, intervals.kept.every_n_steps) == (3, 4.5, 7)
+    assert (writer.folder, writer.keep, writer.kept, writer.asynchronous) == (tmp_path, 6, intervals.kept, False)
 
 
 def test_what_is_saved_after_the_exception_is_written_too(tmp_path):

@@ -104,7 +104,7 @@ TABLE = [
     ("precision.tolerance=0.1", "belongs to precision=auto, and this run has precision=fp8_hybrid", "precision=auto"),
     ("recipe.margin=1", "recipe.margin belongs to recipe=delayed", "choose recipe=delayed"),
     ("precision=auto cuda_graphs=true", "only the fused FP8 layers have graphs", "cuda_graphs=auto"),
-    ("precision=auto precision.backend=te", "precision.backend belongs to precision=", "leave precision.backend out"),
+    ("precision=auto precision.backend=te", "backend belongs to precision=", "choose precision=fp8_hybrid, or"),
     # how it computes
     ("precision.backend=fuse", "must be auto, fused, te, reference or emulated", "precision.backend=fused"),
     ("precision.backend=reference", "plain torch has no FP8 GEMMs", "precision.backend=auto"),

@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch import Callback
 
 from gpt2_fp8.checkpoint import durable, files, find, lock, pointers, space
+from gpt2_fp8.checkpoint.intervals import KeptSteps
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
@@ -378,7 +379,7 @@ def test_23_two_hundred_saves_leave_a_bounded_number(tmp_path, monkeypatch):
     writer = begun(tmp_path / "run")
     for step in (7, 250):  # what it resumes from, and a later step of a branch that it leaves behind
         writer.save(state(step), at(step))
-    writer = Writer(tmp_path / "run", keep=3, keep_every_n_steps=50, asynchronous=True)
+    writer = Writer(tmp_path / "run", keep=3, kept=KeptSteps(50), asynchronous=True)
     writer.begin(7, None)
     best = None
     for step in range(8, 208):

@@ -1,0 +1,53 @@
+"""At which steps a run is saved, and which of these checkpoints are kept for good."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+_CLOCK_STEPS = 10  # the ranks compare the time at every multiple of this step
+
+
+class KeptSteps:
+    """The steps whose checkpoints stay: multiples of `every_n_steps` (0: none), and those that are added."""
+
+    def __init__(self, every_n_steps: int = 0) -> None:
+        self.every_n_steps = every_n_steps
+        self._added: frozenset[int] = frozenset()
+
+    def add(self, steps: Iterable[int]) -> None:
+        """Keep these steps too: the ends of epochs."""
+        self._added |= frozenset(steps)
+
+    def __contains__(self, step: int) -> bool:
+        return step in self._added or (self.every_n_steps > 0 and step % self.every_n_steps == 0)
+
+
+class Intervals:
+    """Says when a checkpoint is due.
+
+    Args:
+        every_n_steps: the interval in steps; 0: not by steps.
+        every_minutes: also this long after the last checkpoint; 0: not by the clock.
+        kept: these steps are saved too.
+    """
+
+    def __init__(self, every_n_steps: int, every_minutes: float, kept: KeptSteps) -> None:
+        self.every_n_steps, self.every_minutes, self.kept = every_n_steps, every_minutes, kept
+        self._began = time.monotonic()
+
+    def begin(self) -> None:
+        """Count the minutes from now on."""
+        self._began = time.monotonic()
+
+    def include(self, step: int) -> bool:
+        """Return whether `step` is to be saved, whatever the time."""
+        return step in self.kept or (self.every_n_steps > 0 and step % self.every_n_steps == 0)
+
+    def compare_clocks(self, step: int) -> bool:
+        """Return whether the ranks ask at `step` if it is late. They do so seldom, since asking is a collective."""
+        return bool(self.every_minutes) and step % _CLOCK_STEPS == 0
+
+    def is_late(self) -> bool:
+        """Return whether the minutes are over by this process's clock."""
+        return time.monotonic() - self._began >= 60 * self.every_minutes
