@@ -11,6 +11,7 @@ import atexit
 import faulthandler
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import runpy
@@ -20,8 +21,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
+from unittest import mock
 
 from tests import forkserver
 
@@ -35,8 +38,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def main() -> None:
     """Import everything, say so, and serve."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    for name in PRELOADED:
-        importlib.import_module(name)
+    with mock.patch.object(importlib.metadata, "version", _version):
+        for name in PRELOADED:
+            importlib.import_module(name)
     from gpt2_fp8 import compose
 
     compose.preflight(["trainer=cpu"])  # so that Hydra has found its plugins
@@ -46,6 +50,16 @@ def main() -> None:
     gc.freeze()  # a collection in a forked process passes over all of it
     connection.send(b"ready")
     serve(connection)
+
+
+def _version(name: str, known: Callable[[str], str] = importlib.metadata.version) -> str:
+    """Return a package's version, as if transformers were not installed.
+
+    Where it is, torchmetrics, which Lightning imports, imports it, and with it huggingface_hub.
+    """
+    if name == "transformers":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return known(name)
 
 
 def serve(connection: socket.socket) -> None:

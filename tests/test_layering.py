@@ -26,6 +26,7 @@ HOUSE = {
     # programs: each a file, none knows another
     "run": Row("compose config train runtime", "hydra omegaconf"),
     "bench": Row("compose config measure runtime"),
+    "export": Row("config train"),
     # a run under Lightning
     "train": Row(
         "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
@@ -46,7 +47,7 @@ HOUSE = {
     # the text
     "data": Row(
         "runtime compat config",
-        "torch lightning numpy pyarrow datasets huggingface_hub tiktoken requests zstandard fsspec",
+        "torch lightning numpy pyarrow datasets huggingface_hub tiktoken tokenizers requests zstandard fsspec",
     ),
     # what a backend is made of
     "layers": Row("kernels compat config", "torch transformer_engine"),
@@ -69,6 +70,7 @@ ONLY_IN = {
     ],
     "flash_attn": ["compat.flash_attn"],
     "huggingface_hub": ["data", "compat.hub"],
+    "tokenizers": ["data.tokenizer_files"],
     "cuda": ["kernels.nvrtc"],
     "matplotlib": ["measure.plot"],
     "hydra": ["run", "compose", "compat.hydra_private"],
@@ -78,11 +80,11 @@ EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of late
 # Imported where it is used and nowhere else, so that everything imports, and shows its help, on a laptop.
 INSIDE_FUNCTIONS = {
     *("transformer_engine", "flash_attn", "cuda", "matplotlib"),
-    *("datasets", "huggingface_hub", "tiktoken", "pyarrow", "requests", "filelock"),
+    *("datasets", "huggingface_hub", "tiktoken", "tokenizers", "pyarrow", "requests", "filelock"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
-    *("config", "compose", "run", "bench", "train.loading", "train.summary", "compat.hydra_private"),
+    *("config", "compose", "run", "bench", "export", "train.loading", "train.summary", "compat.hydra_private"),
     *("runtime.memory_limits", "runtime.signals", "runtime.slurm", "runtime.output", "runtime.standard_streams"),
 ]
 

@@ -15,11 +15,14 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from gpt2_fp8 import export
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
 from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.config.tokenizer_file import NAMES
 from gpt2_fp8.data.tokenizer import GPT2_FILES
 from gpt2_fp8.train.summary import Precision, Summary
+from tests.data.tokenizers_made import write_json
 from tests.runs import forked, metrics
 from tests.test_layering import HOUSE
 
@@ -28,9 +31,9 @@ README, ARCHITECTURE, PERFORMANCE = (ROOT / name for name in ("README.md", "ARCH
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 MODELS, NUMERICS = ROOT / "docs/models.md", ROOT / "docs/numerics.md"
 DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, NUMERICS, CONTRIBUTING, MODELS, ROOT / "docs/python.md"]
-DOCUMENTS += [ROOT / "CHANGELOG.md"]
+DOCUMENTS += [ROOT / "CHANGELOG.md", ROOT / "docs/huggingface.md"]
 STUDY = ["python", "docs/studies/fp8_gap.py"]
-RUN, BENCH = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench"))
+RUN, BENCH, EXPORT = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export"))
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
 
 
@@ -109,6 +112,8 @@ def stand_ins(argv):
                 path.write_text("text")
         elif key == "init_from" or (key == "ckpt_path" and value not in ("last", "best")):
             Path(str(value)).mkdir(parents=True)
+        elif key == "data.tokenizer" and value not in NAMES:
+            write_json(Path(str(value)), ["?"], ["</s>"], "</s>")
 
 
 def own_model(folder):
@@ -141,7 +146,13 @@ def test_the_refusals_of_the_page_of_models_are_what_is_said():
 
 def test_the_documents_have_commands():
     assert FIRST.argv == []
-    assert {found.document for found in RUNS} == {"README.md", "models.md", "performance.md", "numerics.md"}
+    assert {found.document for found in RUNS} == {
+        "README.md",
+        "models.md",
+        "performance.md",
+        "numerics.md",
+        "huggingface.md",
+    }
     assert len(RUNS) > 12
 
 
@@ -184,7 +195,18 @@ def test_every_command_is_of_a_known_kind():
     for found in ALL:
         start = tuple(found.words[:2]) if found.words[0] in ("python", "pip") else (found.words[0],)
         assert start in known, str(found)
-        assert found.words[:2] != ["python", "-m"] or found.words[: len(RUN)] in (RUN, BENCH), str(found)
+        assert found.words[:2] != ["python", "-m"] or found.words[: len(RUN)] in (RUN, BENCH, EXPORT), str(found)
+
+
+def test_every_export_is_read(tmp_path, monkeypatch, capsys):
+    """As far as the checkpoint that is not there."""
+    monkeypatch.chdir(tmp_path)
+    exports = [found for found in ALL if found.words[: len(EXPORT)] == EXPORT]
+    assert exports
+    for found in exports:
+        assert export.main(found.argv) == 2
+        (told,) = re.findall("^error: (.*)$", capsys.readouterr().err, re.MULTILINE)
+        assert told.startswith(f"{found.argv[0]} does not exist")
 
 
 def test_python_one_liners_are_python():

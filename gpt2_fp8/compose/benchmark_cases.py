@@ -16,9 +16,8 @@ from hydra.core.override_parser.types import Override
 from gpt2_fp8.compose import configs_of
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.commandline import CommandLine
-from gpt2_fp8.config import bench_schema, parsing
+from gpt2_fp8.config import bench_schema, parsing, tokenizer_file
 from gpt2_fp8.config.bench_schema import BenchConfig
-from gpt2_fp8.config.checks import VOCABULARY
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.run_length import limits
 from gpt2_fp8.config.schema import RunConfig
@@ -90,7 +89,7 @@ def _config(
     for config in configs:
         model = config.model
         if model.vocab_size is None and model.name.startswith(("gpt2", "llama")):
-            model = replace(model, vocab_size=VOCABULARY["gpt2"])  # also if the text has another tokenizer
+            model = replace(model, vocab_size=tokenizer_file.NAMES["gpt2"])  # also if the text has another tokenizer
         whole = bench_schema.sequences_per_step(bench, case.micro_batch_size, model.n_positions, gpu)
         done.append(replace(config, model=model, global_batch_size=whole))
     return done

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
-from gpt2_fp8.config import backend_support, model_checks, paths, run_length
+from gpt2_fp8.config import backend_support, hf_check, model_checks, paths, run_length, tokenizer_file
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.model_checks import FP8_MULTIPLE, largest_divisor, nearest, width_multiple
 from gpt2_fp8.config.parsing import show, value_of
 from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, HubData, RunConfig
 
-VOCABULARY = {"bytes": 257, "gpt2": 50257}  # the tokenizers' n_vocab
-
 
 def vocabulary(config: RunConfig) -> int:
     """Return how many ids a model has: its own number, or its tokenizer's if it has none."""
-    return config.model.vocab_size or VOCABULARY[config.data.tokenizer]
+    return config.model.vocab_size or tokenizer_file.number_of_ids(config.data.tokenizer)
 
 
 def check(config: RunConfig) -> list[Finding]:
@@ -63,10 +63,17 @@ def _names(config: RunConfig) -> Iterator[Finding]:
 
 
 def _vocabulary(config: RunConfig) -> Iterator[Finding]:
-    vocab_size, tokens = config.model.vocab_size, VOCABULARY[config.data.tokenizer]
-    if vocab_size is not None and vocab_size < tokens:
-        reason = f"the tokenizer has {tokens} tokens"
-        yield _finding(config, "model.vocab_size data.tokenizer", reason, "model.vocab_size=null takes the tokenizer's")
+    """Compare the tokenizer's ids with the model's, and the model with the Hugging Face folder that it begins from."""
+    tokens, vocab_size = None, config.model.vocab_size
+    with suppress(UserError):  # `paths` says it
+        tokens = tokenizer_file.number_of_ids(config.data.tokenizer)
+    if config.init_from and hf_check.is_folder(config.init_from):
+        yield from hf_check.check(config.model, tokens, Path(config.init_from).expanduser())
+    elif vocab_size is not None and tokens is not None and vocab_size < tokens:
+        remedy = "model.vocab_size=null takes the tokenizer's"
+        if fits := tokenizer_file.largest(vocab_size):
+            remedy += f"; data.tokenizer={fits} has {tokenizer_file.NAMES[fits]:,}"
+        yield _finding(config, "model.vocab_size data.tokenizer", f"the tokenizer has {tokens} tokens", remedy)
 
 
 def _schedule(config: RunConfig) -> Iterator[Finding]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from gpt2_fp8.config import globs, run_folder
-from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config import globs, run_folder, tokenizer_file
+from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.parsing import key_paths, show, value_of
 from gpt2_fp8.config.schema import FileOrHubData, FilesData, RunConfig
 
@@ -43,6 +43,8 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
         data = replace(data, path=placed(data.path))
     if data.cache_dir is not None:
         data = replace(data, cache_dir=placed(data.cache_dir))
+    if data.tokenizer not in tokenizer_file.NAMES:
+        data = replace(data, tokenizer=placed(data.tokenizer))
     ckpt_path, init_from = config.ckpt_path, config.init_from
     return replace(
         config,
@@ -165,6 +167,10 @@ def _data(config: RunConfig) -> Iterator[Finding]:
             yield Finding(("data.val_fraction", "data.val_files"), problem)
     if data.cache_dir is not None:
         yield from check_folder(data.cache_dir, "data.cache_dir")
+    try:
+        tokenizer_file.number_of_ids(data.tokenizer)
+    except UserError as error:
+        yield from (Finding(("data.tokenizer",), problem) for problem in error.problems)
 
 
 def _patterns(key: str, patterns: list[str]) -> Iterator[Finding]:

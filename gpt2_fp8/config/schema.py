@@ -126,7 +126,7 @@ class DataConfig:
     """What every data set has."""
 
     name: str
-    tokenizer: Literal["gpt2", "bytes"]
+    tokenizer: str  # gpt2, bytes, or the path of a tokenizer.json, of Llama 3's tokenizer.model, or of their folder
     num_workers: Workers  # processes that read and tokenise; 0: in the training process. Never changes the order
     seed: Seed  # of the order of the text; follows `seed` unless set
     val_sequences: Scored  # sequences of the validation split that are scored; 0: no validation
@@ -254,7 +254,7 @@ class RunConfig:
     run_name: str  # the folder under outputs/; a name of your own makes it stable, which ckpt_path=last needs
     seed: Seed
     ckpt_path: str | None  # last, best, or a checkpoint's folder: continue that run
-    init_from: str | None  # a checkpoint's folder: start from its weights alone
+    init_from: str | None  # the folder of a checkpoint, or of Hugging Face's weights: start from these alone
     compile: bool | Literal["auto"]  # torch.compile of the plain-torch layers; auto: on a GPU
     cuda_graphs: bool | Literal["auto"]  # replay a micro-batch as one launch (fused layers, one GPU); auto: where small
     activation_checkpointing: Literal["none", "mlp"]  # mlp: its hidden layer is computed twice, and not kept

@@ -7,7 +7,7 @@ the step are simply made again after a resume. The state does not depend on the 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -22,9 +22,7 @@ from gpt2_fp8.data.packing import Batches
 from gpt2_fp8.data.sources import DataSettings, build_reader
 from gpt2_fp8.data.token_stream import Shape, TokenStream
 from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
-
-if TYPE_CHECKING:
-    import tiktoken
+from gpt2_fp8.data.tokenizer_files import Tokenizer
 
 
 class TokenDataModule(LightningDataModule):
@@ -78,8 +76,8 @@ class TokenDataModule(LightningDataModule):
         )
 
     @cached_property
-    def tokenizer(self) -> tiktoken.Encoding:
-        """Loaded on first use. Raises UserError where GPT-2's vocabulary cannot be had."""
+    def tokenizer(self) -> Tokenizer:
+        """Loaded on first use. Raises UserError where GPT-2's vocabulary, or a file, cannot be had."""
         return load_tokenizer(self.config.tokenizer)
 
     @property

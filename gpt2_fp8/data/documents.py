@@ -10,7 +10,6 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +18,8 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data.ids import Tokens, dtype_of, little_endian
 from gpt2_fp8.data.tokenizer import encode
+from gpt2_fp8.data.tokenizer_files import Tokenizer
 from gpt2_fp8.data.units import DocumentCounts, Unit
-
-if TYPE_CHECKING:
-    import tiktoken
 
 PIECE_CHARACTERS = 1 << 20  # characters encoded in one go: bounds the memory and the time that one document can take
 
@@ -53,7 +50,7 @@ class TokenisedUnit:
 
 
 def tokenise(
-    documents: Iterable[bytes | str | object], unit: Unit, encoding: tiktoken.Encoding, counts: DocumentCounts
+    documents: Iterable[bytes | str | object], unit: Unit, encoding: Tokenizer, counts: DocumentCounts
 ) -> TokenisedUnit:
     """Encode the `documents` that are text and on the unit's side of a held-out split.
 
@@ -132,7 +129,7 @@ def on_side(text: str, unit: Unit) -> bool:
 def cut(text: str) -> Iterator[str]:
     """Cut `text` into pieces of at most `PIECE_CHARACTERS` characters, before a space or a newline if there is one.
 
-    GPT-2's own splitting also cuts before a single space, so such a cut does not change the tokens.
+    GPT-2's and Llama 3's own splitting also cuts before a single space, so such a cut does not change the tokens.
     """
     start = 0
     while len(text) - start > PIECE_CHARACTERS:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.cache import UnitCache
 from gpt2_fp8.data.documents import TokenisedUnit, tokenise
 from gpt2_fp8.data.ids import check_unit
 from gpt2_fp8.data.retry import with_retries
-from gpt2_fp8.data.tokenizer import TokenizerName, load_tokenizer
+from gpt2_fp8.data.tokenizer import load_tokenizer
+from gpt2_fp8.data.tokenizer_files import FileTokenizer
 from gpt2_fp8.data.units import DocumentCounts, Source, Unit
 
 
@@ -27,9 +29,10 @@ class UnitReader:
     """Reads a unit's tokens from the cache, or from the source (with its retries) and into the cache."""
 
     source: Source
-    tokenizer: TokenizerName
+    tokenizer: str
     cache: UnitCache | None
     plugins: tuple[str, ...] = ()  # the user's modules, which a worker process imports too
+    fingerprint: str | None = None  # the tokenizer's when the run began; None: whatever it is
 
     def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
         """Read `unit`. Raises UserError or DataSourceLost if the source does."""
@@ -43,6 +46,11 @@ class UnitReader:
     def _tokenise(self, unit: Unit) -> TokenisedUnit:
         counts = DocumentCounts()  # new for each attempt, so a failed one is not counted
         encoding = load_tokenizer(self.tokenizer)
+        if isinstance(encoding, FileTokenizer) and self.fingerprint not in (None, encoding.sha256):
+            raise UserError.of(
+                f"data.tokenizer={self.tokenizer}: its file has changed since the run began",
+                "restore it as it was, and continue with ckpt_path=last",
+            )
         made = tokenise(self.source.read(unit, counts), unit, encoding, counts)
         check_unit(made.tokens, encoding.n_vocab, unit.name)  # the cache checks its own units
         return made

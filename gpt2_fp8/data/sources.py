@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from gpt2_fp8.config.schema import FileOrHubData, FilesData, HubData, RegisteredData, StdlibData
 from gpt2_fp8.data import files, hub, retry, stdlib
 from gpt2_fp8.data.cache import UnitCache
 from gpt2_fp8.data.reader import UnitReader
 from gpt2_fp8.data.tokenizer import fingerprint
+from gpt2_fp8.data.tokenizer_files import Tokenizer
 from gpt2_fp8.data.units import Source
 from gpt2_fp8.runtime import registry
-
-if TYPE_CHECKING:
-    import tiktoken
 
 log = logging.getLogger(__name__)
 
 DataSettings = StdlibData | FilesData | HubData | FileOrHubData | RegisteredData
 
 
-def build_reader(config: DataSettings, encoding: tiktoken.Encoding, plugins: tuple[str, ...]) -> UnitReader:
+def build_reader(config: DataSettings, encoding: Tokenizer, plugins: tuple[str, ...]) -> UnitReader:
     """Return what reads the units of the source that `config` names. `plugins`: modules that workers import first.
 
     Raises UserError if its cache cannot be used, or if no plugin has registered the source.
     """
-    cache = None
+    cache, tokenizer = None, fingerprint(encoding)
     if config.cache_dir is not None:
-        cache = UnitCache(Path(config.cache_dir).expanduser(), fingerprint(encoding), encoding.n_vocab)
+        cache = UnitCache(Path(config.cache_dir).expanduser(), tokenizer, encoding.n_vocab)
         cache.check()
-    return UnitReader(build_source(config), config.tokenizer, cache, plugins)
+    return UnitReader(build_source(config), config.tokenizer, cache, plugins, tokenizer)
 
 
 def build_source(config: DataSettings) -> Source:

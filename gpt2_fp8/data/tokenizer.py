@@ -1,4 +1,4 @@
-"""The two tokenizers: GPT-2's byte-pair encoding, and plain bytes. Both are `tiktoken.Encoding`s.
+"""The tokenizers: GPT-2's byte-pair encoding and plain bytes, as `tiktoken.Encoding`s, or a file of the user's.
 
 A special token (`<|endoftext|>`) that is spelled inside a document is encoded as plain text: a document cannot end
 itself.
@@ -8,34 +8,38 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gpt2_fp8.compat.tiktoken import GPT2_FILES, has_gpt2
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data import tokenizer_files
 from gpt2_fp8.data.ids import Tokens, dtype_of, narrowed
+from gpt2_fp8.data.tokenizer_files import FileTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     import tiktoken
-
-TokenizerName = Literal["gpt2", "bytes"]
 
 END_OF_TEXT = "<|endoftext|>"
 NETWORK_TIMEOUT_SECONDS = 4.0  # until the vocabulary counts as out of reach; tiktoken itself waits without an end
 
 
 @cache
-def load_tokenizer(name: TokenizerName) -> tiktoken.Encoding:
-    """Return the encoding `name`; `n_vocab` is 50,257 for gpt2 and 257 for bytes, `eot_token` is 50,256 and 256.
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer `name`: `gpt2`, `bytes`, or the path of a file or folder. A process reads each once.
+
+    `n_vocab` is 50,257 for gpt2 and 257 for bytes, `eot_token` is 50,256 and 256.
 
     Raises:
-        UserError: GPT-2's vocabulary is not in tiktoken's cache, and cannot be fetched.
+        UserError: GPT-2's vocabulary is not in tiktoken's cache, and cannot be fetched; or the file is of no use.
     """
-    return _bytes_encoding() if name == "bytes" else _gpt2_encoding()
+    if name == "bytes":
+        return _bytes_encoding()
+    return _gpt2_encoding() if name == "gpt2" else tokenizer_files.load(name)
 
 
-def encode(encoding: tiktoken.Encoding, text: str, unit: str = "the text") -> Tokens:
+def encode(encoding: Tokenizer, text: str, unit: str = "the text") -> Tokens:
     """Return the ids of `text`, [n], in the dtype that `ids.dtype_of` gives the vocabulary.
 
     `text` must be valid unicode (no lone surrogates). Raises UserError, naming `unit`, for an id that the vocabulary
@@ -46,8 +50,13 @@ def encode(encoding: tiktoken.Encoding, text: str, unit: str = "the text") -> To
     return narrowed(encoding.encode_to_numpy(text, disallowed_special=()), encoding.n_vocab, unit)
 
 
-def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Return a sha256 over the name, every token with its id, and the special tokens. Equal encodings share it."""
+def fingerprint(encoding: tiktoken.Encoding | FileTokenizer) -> str:
+    """Return a sha256 over the name, every token with its id, and the special tokens. Equal encodings share it.
+
+    Of a file it is over the content.
+    """
+    if isinstance(encoding, FileTokenizer):
+        return encoding.sha256
     digest = hashlib.sha256(encoding.name.encode())
     for token in encoding.token_byte_values():  # sorted by bytes
         digest.update(b"%d:%d:" % (encoding.encode_single_token(token), len(token)) + token)

@@ -14,7 +14,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
 from gpt2_fp8.backends.resolve import Plan, unaccelerated
-from gpt2_fp8.checkpoint.finite import finite_weights
 from gpt2_fp8.checkpoint.run_state import restoring
 from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.checks import vocabulary
@@ -23,7 +22,7 @@ from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.logits import logits
 from gpt2_fp8.engine.training_step import TrainingStep
-from gpt2_fp8.train import checkpoint_io, module_checkpoint, own_trainer, resume, saved_config
+from gpt2_fp8.train import checkpoint_io, first_weights, module_checkpoint, own_trainer, resume, saved_config
 from gpt2_fp8.train.metric_log import MetricLog
 from gpt2_fp8.train.module_checkpoint import Restored
 
@@ -52,9 +51,11 @@ class GPT2Module(pl.LightningModule):
         self.config, self.vocab_size = config, vocab_size or vocabulary(config)
         self.val_loss: float | None = None
         self.asked_micro_batch_size: int | None = None
-        self._weights = finite_weights(Path(config.init_from)) if weights is None and config.init_from else weights
+        if weights is None and config.init_from:
+            weights = first_weights.read(Path(config.init_from).expanduser(), config.model, self.vocab_size)
+        self._weights = weights
         self._restored = Restored()
-        self.save_hyperparameters(saved_config.to_plain(config))
+        self.save_hyperparameters(saved_config.to_plain(config, self.vocab_size))
 
     # Building
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from gpt2_fp8.checkpoint.errors import CheckpointError
-from gpt2_fp8.config import parsing
+from gpt2_fp8.config import parsing, tokenizer_file
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.schema import CallbacksConfig, ModelConfig, OptimConfig, RunConfig, TrainerConfig
@@ -27,9 +27,15 @@ _GROWN: dict[str, type[Any]] = {
 _REMEDY = "give it: GPT2Module.load_from_checkpoint(FOLDER, config=load_config(...)), as it was trained"
 
 
-def to_plain(config: RunConfig) -> dict[str, Any]:
-    """Return a configuration as nested dicts and lists of plain values."""
-    return asdict(config)
+def to_plain(config: RunConfig, vocab_size: int | None = None) -> dict[str, Any]:
+    """Return a configuration as nested dicts and lists of plain values.
+
+    A tokenizer's file may be gone when they are read, so `vocab_size` then stands in for its number of ids.
+    """
+    plain = asdict(config)
+    if config.data.tokenizer not in tokenizer_file.NAMES and config.model.vocab_size is None:
+        plain["model"]["vocab_size"] = vocab_size
+    return plain
 
 
 def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> RunConfig:

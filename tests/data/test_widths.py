@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data import datamodule, token_stream
+from gpt2_fp8.data import datamodule, sources, token_stream
 from gpt2_fp8.data.cache import FORMAT
 from gpt2_fp8.data.documents import TokenisedUnit, checksum, tokenise
 from gpt2_fp8.data.ids import dtype_of, narrowed
@@ -28,7 +28,7 @@ TEXTS = [f"{i} Ein Satz, ünd noch einer: 日本語. " * 8 for i in range(60)]
 def widen(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on every data module has the made-up tokenizer."""
     monkeypatch.setattr(datamodule, "load_tokenizer", lambda name: wide())
-    monkeypatch.setattr(datamodule, "UnitReader", WideReader)
+    monkeypatch.setattr(sources, "UnitReader", WideReader)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_validation_text_that_differs_in_the_upper_half_of_an_id_has_another_dig
 
 
 def test_a_unit_of_another_vocabulary_is_not_stored(tmp_path: Path) -> None:
-    cache = datamodule.UnitCache(tmp_path, "t", N_VOCAB)
+    cache = sources.UnitCache(tmp_path, "t", N_VOCAB)
     ids = encode(load_tokenizer("bytes"), "abc")
     unit = TokenisedUnit(ids, np.array([3], np.int64), DocumentCounts(), "")
     with pytest.raises(AssertionError, match="another vocabulary"):

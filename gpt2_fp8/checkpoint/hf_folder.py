@@ -1,0 +1,112 @@
+"""Hugging Face's folders: safetensors in one file or in several, and `config.json`. Pickles are never opened."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.hf_check import CONFIG, INDEX, WEIGHTS
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # each value of them is one of float32
+_LARGEST_INDEX_BYTES = 32 << 20
+_REMEDY = "give a whole folder, as save_pretrained of transformers writes it"
+
+
+class Tensors:
+    """The tensors of a folder. Opening reads the files' headers; `load` reads numbers.
+
+    Attributes: `shapes`, by the names in the files.
+
+    Raises CheckpointError for a folder that cannot be read, or a dtype that is not float32, bfloat16 or float16.
+    """
+
+    def __init__(self, path: Path, stack: ExitStack):
+        self.path = path
+        files = {name: stack.enter_context(safe_open(path / name, framework="pt")) for name in _files(path)}
+        self._files = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118 - no dict
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for key, file in self._files.items():
+            part = file.get_slice(key)
+            self.shapes[key] = tuple(part.get_shape())
+            if part.get_dtype() not in DTYPES:
+                raise unfit(path, [f"{key} is of {part.get_dtype()}, and not of {', '.join(DTYPES)}"])
+
+    def load(self, key: str) -> Tensor:
+        """Return a tensor, on the CPU."""
+        tensor: Tensor = self._files[key].get_tensor(key)
+        return tensor
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Tensors]:
+    """Open a folder's weights. Raises CheckpointError, also for what cannot be read of them while they are open."""
+    with ExitStack() as stack:
+        try:
+            yield Tensors(path, stack)
+        except (SafetensorError, OSError) as error:
+            raise unfit(path, [f"they cannot be read ({error})"]) from error
+
+
+def unfit(path: Path, reasons: list[str]) -> CheckpointError:
+    """Return the error that says why a folder's weights are of no use."""
+    return CheckpointError([Problem(f"the weights of init_from={path}: {reason}", _REMEDY) for reason in reasons])
+
+
+def write(path: Path, weights: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Write a folder that is not there yet, or is empty. It appears whole or not at all. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        try:
+            save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:  # safetensors raises this class also for a full disk
+            raise OSError(f"{path}: {error}") from error
+        os.chmod(temporary / WEIGHTS, temporary.stat().st_mode & 0o666)  # safetensors 0.8 lets only its owner read it
+        durable.fsync(temporary / WEIGHTS)
+        durable.write_json(temporary / CONFIG, config)
+        os.replace(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    durable.fsync(path.parent)
+
+
+def _files(path: Path) -> list[str]:
+    """Return the names of a folder's files of weights."""
+    if (path / WEIGHTS).is_file():
+        return [WEIGHTS]
+    found = _read_index(path)
+    names = sorted(set(found.values())) if isinstance(found, dict) else []
+    if odd := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
+        raise unfit(path, [f"{INDEX} names {odd[0]!a:.100}, which is no file of safetensors in the folder"])
+    if missing := [name for name in names if not (path / name).is_file()]:
+        raise unfit(path, [f"{name}, which {INDEX} names, is missing" for name in missing[:5]])
+    if not names:
+        raise unfit(path, [f"{INDEX} names no files"])
+    return names
+
+
+def _read_index(path: Path) -> Any:
+    try:
+        if (path / INDEX).stat().st_size > _LARGEST_INDEX_BYTES:
+            raise ValueError("it is too large")
+        found = json.loads((path / INDEX).read_bytes())["weight_map"]
+        if not all(isinstance(name, str) for name in found.values()):
+            raise TypeError("it names a file by something else than text")
+        return found
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise unfit(path, [f"{INDEX} cannot be read ({error})"]) from None

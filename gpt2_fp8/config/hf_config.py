@@ -1,0 +1,171 @@
+"""Hugging Face's `config.json` and the keys of `model`: each in the other's words, for three architectures.
+
+The three are GPT2LMHeadModel, LlamaForCausalLM and Qwen3ForCausalLM. What a file asks for beyond these keys would be
+lost in silence, so it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from gpt2_fp8.config.block_spec import GPT2_OPTIONS, ROPE_BASE, BlockSpec, Option, RoPE, block_spec
+from gpt2_fp8.config.schema import ModelConfig
+
+Keys = dict[str, Any]  # of `model`, with numbers where `null` would mean what follows from others
+
+
+class Architecture(NamedTuple):
+    """One of Hugging Face's classes: its name, its `model_type`, and which options its block always or perhaps has."""
+
+    name: str
+    model_type: str
+    always: frozenset[Option]
+    perhaps: frozenset[Option]
+
+
+_ANY_HEADS = frozenset({Option.GROUPED_HEADS, Option.OWN_HEAD_SIZE, Option.SCALED_ROPE, Option.UNTIED_HEAD})
+_MODERN = frozenset({Option.RMS_NORM, Option.SWIGLU, Option.ROPE})
+GPT2 = Architecture("GPT2LMHeadModel", "gpt2", GPT2_OPTIONS - {Option.DROPOUT}, frozenset({Option.UNTIED_HEAD}))
+LLAMA = Architecture("LlamaForCausalLM", "llama", _MODERN, _ANY_HEADS | {Option.BIAS})
+QWEN3 = Architecture("Qwen3ForCausalLM", "qwen3", _MODERN | {Option.QK_NORM}, _ANY_HEADS)
+ARCHITECTURES = (GPT2, LLAMA, QWEN3)
+
+# Of a file that leaves a key out, as transformers reads it. None: it follows from others.
+_DEFAULTS: dict[str, Keys] = {
+    "gpt2": {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+    "llama": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": None},
+    "qwen3": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": 128},
+}
+# What else decides the numbers, and the values that mean what is computed here.
+_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "gpt2": {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+    },
+    "llama": {"hidden_act": ("silu",)},
+    "qwen3": {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
+}  # fmt: skip
+
+
+_ROPES = {None, "default", "linear", "llama3"}
+_BANDS = {
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_positions": "original_max_position_embeddings",
+}
+
+
+def misfits(spec: BlockSpec, architecture: Architecture) -> list[str]:
+    """Name what a block has that an architecture lacks, and the other way round."""
+    own = spec.options() - {Option.DROPOUT}  # which decides no logits
+    lacking, needed = own - architecture.always - architecture.perhaps, architecture.always - own
+    lacks = [f"no {option.removeprefix('a ')}" for option in Option if option in lacking]
+    return [*lacks, *(f"always {option.removeprefix('a ')}" for option in Option if option in needed)]
+
+
+def to_hf(model: ModelConfig, architecture: Architecture, vocab_size: int, separator: int | None) -> dict[str, Any]:
+    """Return the `config.json` of a model whose block an architecture has. `separator`: the id that ends a document."""
+    spec = block_spec(model)
+    shared = {
+        "architectures": [architecture.name],
+        "model_type": architecture.model_type,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": spec.tied,
+        "bos_token_id": separator,
+        "eos_token_id": separator,
+        "torch_dtype": "float32",
+    }
+    if architecture is GPT2:
+        dropouts = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), spec.dropout)
+        sizes = {"n_layer": model.n_layer, "n_head": spec.heads.n_head, "n_embd": spec.n_embd}
+        sizes |= {"n_positions": model.n_positions, "n_inner": spec.mlp.width}
+        numerics = {"activation_function": "gelu_new", "layer_norm_epsilon": spec.norm.epsilon}
+        return shared | sizes | dropouts | numerics
+    assert isinstance(spec.positions, RoPE)
+    biases = {"attention_bias": spec.bias} | ({"mlp_bias": spec.bias} if architecture is LLAMA else {})
+    return {
+        **shared,
+        **biases,
+        "num_hidden_layers": model.n_layer,
+        "num_attention_heads": spec.heads.n_head,
+        "num_key_value_heads": spec.heads.n_kv_head,
+        "head_dim": spec.heads.size,
+        "hidden_size": spec.n_embd,
+        "intermediate_size": spec.mlp.width,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.n_positions,
+        "rms_norm_eps": spec.norm.epsilon,
+        "rope_theta": spec.positions.base,
+        "rope_scaling": _to_rope_scaling(spec.positions),
+    }
+
+
+def unknown(text: Keys, architecture: Architecture) -> Iterator[str]:
+    """Yield what a `config.json` asks for that no key of `model` says."""
+    for key, values in _FIXED[architecture.model_type].items():
+        if (value := text.get(key, values[0])) not in values:
+            yield f"{key}={value!a:.60}, not {values[0]!a}"
+    if text.get("quantization_config"):
+        yield "quantization_config: its weights are quantized"
+    if set(text.get("layer_types") or []) - {"full_attention"}:
+        yield "layer_types other than full_attention"
+    if architecture is LLAMA and bool(text.get("attention_bias")) != bool(text.get("mlp_bias")):
+        yield "attention_bias without mlp_bias, or the other way round"
+    rope = _rope(text)
+    if architecture is not GPT2 and (kind := rope.get("rope_type", rope.get("type"))) not in _ROPES:
+        yield f"rope_type={kind!a:.60}, not {', '.join(sorted(filter(None, _ROPES)))}"
+    if (part := rope.get("partial_rotary_factor", 1)) != 1:
+        yield f"partial_rotary_factor={part!a:.60}"
+
+
+def from_hf(text: Keys, architecture: Architecture) -> Keys:
+    """Return the keys of `model` that a `config.json` says, `vocab_size` and `n_positions` included.
+
+    Raises KeyError for a key that it must have, and TypeError or ValueError for a value of another kind.
+    """
+    text = _DEFAULTS[architecture.model_type] | text
+    keys: Keys = {"vocab_size": int(text["vocab_size"]), "tied_head": bool(text["tie_word_embeddings"])}
+    if architecture is GPT2:
+        n_embd, n_head = int(text["n_embd"]), int(text["n_head"])
+        return keys | {
+            "n_layer": int(text["n_layer"]), "n_head": n_head, "n_kv_head": n_head, "n_embd": n_embd,
+            "head_size": n_embd // n_head, "qk_norm": False, "n_positions": int(text["n_positions"]),
+            "norm": "layer_norm", "norm_epsilon": float(text["layer_norm_epsilon"]), "mlp": "gelu",
+            "mlp_width": int(text.get("n_inner") or 4 * n_embd), "positions": "learned", "bias": True,
+            **dict.fromkeys(("rope_base", "rope_scaling", *_BANDS)),
+        }  # fmt: skip
+    n_embd, n_head = int(text["hidden_size"]), int(text["num_attention_heads"])
+    return keys | _from_rope(_rope(text)) | {
+        "n_layer": int(text["num_hidden_layers"]), "n_head": n_head,
+        "n_kv_head": int(text.get("num_key_value_heads") or n_head), "n_embd": n_embd,
+        "head_size": int(text["head_dim"] or n_embd // n_head), "qk_norm": architecture is QWEN3,
+        "n_positions": int(text["max_position_embeddings"]), "norm": "rms_norm",
+        "norm_epsilon": float(text["rms_norm_eps"]), "mlp": "swiglu", "mlp_width": int(text["intermediate_size"]),
+        "positions": "rope", "bias": bool(text.get("attention_bias")),
+    }  # fmt: skip
+
+
+def _rope(text: Keys) -> Keys:
+    """Return what a file says of RoPE. Since transformers 5 it stands in one place, before that in two."""
+    said = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return {"rope_theta": text.get("rope_theta", ROPE_BASE)} | said
+
+
+def _from_rope(rope: Keys) -> Keys:
+    kind = rope.get("rope_type", rope.get("type"))
+    keys: Keys = {"rope_base": float(rope["rope_theta"]), "rope_scaling": None, **dict.fromkeys(_BANDS)}
+    if kind in ("linear", "llama3"):
+        keys["rope_scaling"] = float(rope["factor"])
+    if kind == "llama3":
+        keys |= {ours: float(rope[theirs]) for ours, theirs in _BANDS.items()}
+        keys["rope_original_positions"] = int(rope[_BANDS["rope_original_positions"]])
+    return keys
+
+
+def _to_rope_scaling(rope: RoPE) -> Keys | None:
+    if rope.bands is None:
+        return None if rope.scaling == 1 else {"rope_type": "linear", "factor": rope.scaling}
+    low, high, original = rope.bands.low, rope.bands.high, rope.bands.original_positions
+    bands = dict(zip(_BANDS.values(), (low, high, original), strict=True))
+    return {"rope_type": "llama3", "factor": rope.scaling} | bands

@@ -1,0 +1,160 @@
+"""What a tokenizer's own file says without any library: its kind, how many ids it has, and what ends a document.
+
+Two kinds are read. `tokenizer.json` is that of the library `tokenizers`, as Hugging Face's folders have it. The other
+is the rank file of Llama 3 (`tokenizer.model`): a token in base64 and its rank on each line.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.parsing import show
+
+NAMES = {"bytes": 257, "gpt2": 50257}  # tokenizers that need no path, and their numbers of ids
+FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")  # in a folder, the first that is there
+INSTALL = 'pip install -e ".[hf]"'
+SPECIAL = 256  # special tokens of Llama 3, after its ranks
+END_OF_TEXT = "<|end_of_text|>"  # the second of them
+SEPARATORS = ("<|endoftext|>", END_OF_TEXT)  # they end a document, also where a chat's turn ends with another one
+_LARGEST_BYTES = 128 << 20
+_MOST_IDS = 1 << 31  # a batch has ids as int32
+
+
+class Described(NamedTuple):
+    """A tokenizer's file.
+
+    Attributes:
+        path: the file itself.
+        ids: how many ids a model needs: one more than the largest.
+        separator: the id that ends a document.
+        ranks: of Llama 3's file, each token's rank; None for a `tokenizer.json`.
+    """
+
+    path: Path
+    kind: Literal["tokenizer.json", "llama3"]
+    ids: int
+    separator: int
+    ranks: dict[bytes, int] | None = None
+
+
+def number_of_ids(name: str) -> int:
+    """Return how many ids the tokenizer `data.tokenizer=name` has. Raises UserError for a file that is of no use."""
+    if name in NAMES:
+        return NAMES[name]
+    path = find(name)
+    about = path.stat()
+    return _looked_at(path, about.st_mtime_ns, about.st_size)
+
+
+def separator(name: str) -> int | None:
+    """Return the id that ends a document; None if the tokenizer's file is gone, or of no use now."""
+    if name in NAMES:
+        return NAMES[name] - 1
+    try:
+        path = find(name)
+        return describe(path, read(path)).separator
+    except UserError:
+        return None
+
+
+def largest(most: int) -> str | None:
+    """Name the tokenizer without a file that has the most ids up to `most`; None if each has more."""
+    return max((name for name, ids in NAMES.items() if ids <= most), key=NAMES.__getitem__, default=None)
+
+
+def find(name: str) -> Path:
+    """Return the file that `data.tokenizer=name` means. Raises UserError if there is none."""
+    path = Path(name).expanduser()
+    if not name.strip() or not os.path.exists(path):
+        cause = f"data.tokenizer={show(name)}: neither gpt2 nor bytes, and no file or folder (looked in {Path.cwd()})"
+        raise UserError.of(cause, "data.tokenizer=gpt2, bytes, or FOLDER with a tokenizer.json")
+    found = next((path / file for file in FILES if os.path.isfile(path / file)), path)
+    if not os.path.isfile(found):
+        what = f"the folder has no {' and no '.join(FILES[:2])}" if path.is_dir() else "it is no regular file"
+        cause = f"data.tokenizer={show(name)}: {what}"
+        raise UserError.of(cause, "name a folder that has one, or the file itself")
+    return found
+
+
+def read(path: Path) -> bytes:
+    """Return a tokenizer's file. Raises UserError if it cannot be read, or is larger than any tokenizer's."""
+    try:
+        if path.stat().st_size > _LARGEST_BYTES:
+            raise OSError(f"it has more than {_LARGEST_BYTES >> 20} MiB")
+        return path.read_bytes()
+    except OSError as error:
+        raise refused(path, str(error.strerror or error)) from None
+
+
+def describe(path: Path, content: bytes) -> Described:
+    """Describe the file `path` with this content. Raises UserError if it is no tokenizer's, or nothing ends a document.
+
+    A `tokenizer.json` does not say which token ends a document. It is the first of `SEPARATORS` that the file has, or
+    else the `eos_token` of the `tokenizer_config.json` beside it.
+    """
+    try:
+        if content.lstrip()[:1] == b"{":
+            return _json(path, json.loads(content))
+        return _ranks(path, content)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise refused(path, f"it is neither a tokenizer.json nor Llama 3's rank file ({error!r:.100})") from None
+
+
+def refused(path: Path, why: str) -> UserError:
+    """Return the error that says why a file is of no use as a tokenizer."""
+    return UserError.of(f"data.tokenizer={path}: {why}", "name another file, or data.tokenizer=gpt2 or bytes")
+
+
+@lru_cache(maxsize=64)
+def _looked_at(path: Path, mtime_ns: int, size: int) -> int:
+    """Return the number of ids of a file, which is read once for each of its contents."""
+    described = describe(path, read(path))
+    if described.kind == "tokenizer.json" and find_spec("tokenizers") is None:
+        raise UserError.of(f"data.tokenizer={path}: the library tokenizers, which reads it, is not installed", INSTALL)
+    return described.ids
+
+
+def _json(path: Path, content: dict[str, Any]) -> Described:
+    vocabulary = content["model"]["vocab"]
+    known = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()  # a list: of Unigram
+    added = {str(token["content"]): token["id"] for token in content.get("added_tokens") or [] if token["special"]}
+    every = [*known, *added.values(), *(token["id"] for token in content.get("added_tokens") or [])]
+    if not every or any(type(i) is not int or not 0 <= i < _MOST_IDS for i in every):
+        raise ValueError("its ids are not whole numbers from 0 on")
+    name = next((name for name in SEPARATORS if name in added), None) or _eos_token(path)
+    if name not in added:
+        said = f"{name!a:.60}, which ends a document, is none of them" if name else "none is known to end a document"
+        cause = f"data.tokenizer={path}: it has {len(added)} special tokens, and {said}"
+        raise UserError.of(cause, 'name one of them in tokenizer_config.json beside it: {"eos_token": "TOKEN"}')
+    return Described(path, "tokenizer.json", max(every) + 1, added[name])
+
+
+def _eos_token(path: Path) -> str | None:
+    """Return what the `tokenizer_config.json` beside a `tokenizer.json` says of a text's end; None if nothing."""
+    beside = path.with_name("tokenizer_config.json")
+    if not beside.is_file():
+        return None
+    token = json.loads(read(beside)).get("eos_token")
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _ranks(path: Path, content: bytes) -> Described:
+    ranks: dict[bytes, int] = {}
+    for line in content.splitlines():
+        if line:
+            token, rank = line.split()
+            try:
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except binascii.Error:
+                raise ValueError("no base64") from None
+    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([value]) not in ranks for value in range(256)):
+        raise ValueError("its ranks are not those of all bytes and their merges")
+    return Described(path, "llama3", len(ranks) + SPECIAL, len(ranks) + 1, ranks)

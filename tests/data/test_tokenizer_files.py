@@ -1,0 +1,199 @@
+"""Tokenizers from files: their ids against Hugging Face's, what ends a document, and what a cache goes by."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt2_fp8 import compose
+from gpt2_fp8.config import checks, tokenizer_file
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.paths import absolute
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.data import reader, tokenizer_files
+from gpt2_fp8.data.documents import tokenise
+from gpt2_fp8.data.tokenizer import encode, fingerprint, load_tokenizer
+from gpt2_fp8.data.units import DocumentCounts, Unit
+from tests.data.corpora import files_config, items, module, write_jsonl
+from tests.data.tokenizers_made import RANKS, write_json, write_ranks
+
+TEXT = "The thing, 12345 things...\n\n  in the café's\r\n<|end_of_text|> 日本 \U0001f600 \t x"
+WORDS = ["?", "a", "b", "c", "."]
+
+
+def test_llama3s_ranks_give_the_ids_of_hugging_faces_own_conversion(tmp_path: Path) -> None:
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    path = write_ranks(tmp_path / "tokenizer.model")
+    converted = TikTokenConverter(vocab_file=str(path)).converted()
+    tokenizer = tokenizer_files.load(str(tmp_path))
+    assert tokenizer.encode_ordinary(TEXT) == converted.encode(TEXT, add_special_tokens=False).ids
+    assert set(tokenizer.encode_ordinary(TEXT)) & set(range(256, len(RANKS))), "tokens are merged"
+    assert tokenizer.decode(tokenizer.encode_ordinary(TEXT)) == TEXT
+    converted.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
+    converted.save(str(tmp_path / "tokenizer.json"))
+    same = tokenizer_files.load(str(tmp_path))
+    assert (same.name, same.eot_token) == ("tokenizer.json", tokenizer.eot_token)
+    assert encode(same, TEXT).tolist() == encode(tokenizer, TEXT).tolist()
+
+
+def test_llama3s_special_tokens_are_the_published_ones() -> None:
+    tokens = tokenizer_files.llama3_special_tokens(128_000)
+    assert sorted(tokens.values()) == list(range(128_000, 128_256))
+    published = {
+        "<|begin_of_text|>": 128_000, "<|end_of_text|>": 128_001, "<|reserved_special_token_0|>": 128_002,
+        "<|finetune_right_pad_id|>": 128_004, "<|start_header_id|>": 128_006, "<|end_header_id|>": 128_007,
+        "<|eom_id|>": 128_008, "<|eot_id|>": 128_009, "<|python_tag|>": 128_010,
+        "<|reserved_special_token_247|>": 128_255,
+    }  # fmt: skip
+    assert {name: tokens[name] for name in published} == published
+
+
+def test_a_file_decides_ids_separator_and_fingerprint(tmp_path: Path) -> None:
+    folders = {
+        "one": write_json(tmp_path / "one", WORDS, ["<s>", "</s>"], "</s>"),
+        "other end": write_json(tmp_path / "two", WORDS, ["<s>", "</s>"], {"content": "<s>"}),
+        "known end": write_json(tmp_path / "three", WORDS, ["<|im_end|>", "<|endoftext|>"], "<|im_end|>"),
+        "other word": write_json(tmp_path / "four", [*WORDS[:-1], "d"], ["<s>", "</s>"], "</s>"),
+        "ranks": write_ranks(tmp_path / "five" / "original" / "tokenizer.model").parents[1],
+    }
+    found = {name: tokenizer_files.load(str(folder)) for name, folder in folders.items()}
+    assert [one.eot_token for one in found.values()] == [6, 5, 6, 6, len(RANKS) + 1]
+    assert [one.n_vocab for one in found.values()] == [7, 7, 7, 7, len(RANKS) + 256]
+    assert [tokenizer_file.number_of_ids(str(f)) for f in folders.values()] == [one.n_vocab for one in found.values()]
+    assert len({fingerprint(one) for one in found.values()}) == len(found)
+    again = tokenizer_files.load(str(write_json(tmp_path / "six", WORDS, ["<s>", "</s>"], "</s>")))
+    assert fingerprint(again) == fingerprint(found["one"]), "the content decides, not its place"
+
+
+def test_a_document_cannot_end_itself_and_has_no_token_added(tmp_path: Path) -> None:
+    folder = write_json(tmp_path / "a", WORDS, ["</s>"], "</s>")
+    content = json.loads((folder / "tokenizer.json").read_bytes())
+    begin = {"SpecialToken": {"id": "</s>", "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [begin, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"</s>": {"id": "</s>", "ids": [5], "tokens": ["</s>"]}},
+    }  # fmt: skip
+    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    made = tokenise(["a b</s>c .", "b"], Unit("u", "a.txt", 0, 1), tokenizer_files.load(str(folder)), DocumentCounts())
+    assert made.tokens.tolist() == [1, 2, 0, 0, 0, 3, 4, 5, 2, 5], "`</s>` in a text is three unknown words"
+    assert made.tokens.dtype == np.uint16
+
+
+def test_text_goes_through_data_and_cache_by_the_files_content(tmp_path: Path) -> None:
+    texts = ["a b c . " * 40 for _ in range(20)]
+    corpus = write_jsonl(tmp_path / "a.jsonl", texts)
+    folder = write_json(tmp_path / "t", WORDS, ["</s>"], "</s>")
+
+    def batches() -> list[Any]:
+        config = files_config(corpus, tokenizer=str(folder), cache_dir=str(tmp_path / "cache"))
+        return [ids.tolist() for ids in items(module(config), 4)]
+
+    first = batches()
+    assert {i for batch in first for row in batch for i in row} == {1, 2, 3, 4, 5}
+    kept = {path.name for path in (tmp_path / "cache").iterdir()}
+    write_json(folder, ["?", "b", "a", "c", "."], ["</s>"], "</s>")
+    load_tokenizer.cache_clear()
+    swapped = {1: 2, 2: 1}
+    assert batches() == [[[swapped.get(i, i) for i in row] for row in batch] for batch in first]
+    assert kept < {path.name for path in (tmp_path / "cache").iterdir()}, "another tokenizer has units of its own"
+
+
+def test_a_file_that_changes_while_a_run_reads_ends_it(tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "a.jsonl", ["a b c . " * 40 for _ in range(20)])
+    folder = write_json(tmp_path / "t", WORDS, ["</s>"], "</s>")
+    made = module(files_config(corpus, tokenizer=str(folder)))
+    assert made.text is not None
+    write_json(folder, ["?", "b", "a", "c", "."], ["</s>"], "</s>")
+    load_tokenizer.cache_clear()  # as in a worker that begins later
+    with pytest.raises(UserError, match="its file has changed since the run began"):
+        made.text.pool.reader(made.text.corpus.train[0])
+
+
+@pytest.fixture(scope="module")
+def base() -> RunConfig:
+    (config,) = compose.preflight(["run_name=r"])
+    return config
+
+
+REFUSED = [
+    ("gpt3", "neither gpt2 nor bytes, and no file or folder", "data.tokenizer=gpt2"),
+    ("''", "neither gpt2 nor bytes", "data.tokenizer=gpt2"),
+    ("empty", "the folder has no tokenizer.json and no tokenizer.model", "the file itself"),
+    ("/dev/zero", "it is no regular file", "the file itself"),
+    ("'a\tb'", "has control characters", "leave them out"),
+    (f"{'a' * 5000}", "has 5,000 characters", "at most 4,096"),
+    ("llama2.model", "it is neither a tokenizer.json nor Llama 3's rank file", "name another file"),
+    ("gap.model", "its ranks are not those of all bytes", "name another file"),
+    ("list.json", "it is neither a tokenizer.json", "name another file"),
+    ("huge.json", "its ids are not whole numbers", "name another file"),
+    ("endless", "2 special tokens, and none is known to end a document", '{"eos_token": "TOKEN"}'),
+    ("wrong", "'<end>', which ends a document, is none of them", '{"eos_token": "TOKEN"}'),
+    ("fits model.vocab_size=6", "the tokenizer has 7 tokens", "model.vocab_size=null takes the tokenizer's"),
+    ("bytes model.vocab_size=256", "the tokenizer has 257 tokens", "model.vocab_size=null takes the tokenizer's"),
+    ("fits.model model.vocab_size=300", "the tokenizer has 523 tokens", "data.tokenizer=bytes has 257"),
+]
+
+
+@pytest.mark.parametrize(("word", "cause", "remedy"), REFUSED, ids=[word[:20] for word, _, _ in REFUSED])
+def test_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: RunConfig, word: str, cause: str, remedy: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "llama2.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02" * 9)
+    write_ranks(tmp_path / "gap.model", RANKS[1:])
+    write_ranks(tmp_path / "fits.model")
+    (tmp_path / "list.json").write_text("[]")
+    write_json(tmp_path / "huge", WORDS, ["</s>"])
+    (tmp_path / "huge.json").write_text((tmp_path / "huge/tokenizer.json").read_text().replace("5", str(1 << 31)))
+    write_json(tmp_path / "endless", WORDS, ["<s>", "</s>"])
+    write_json(tmp_path / "wrong", WORDS, ["<s>", "</s>"], "<end>")
+    write_json(tmp_path / "fits", WORDS, ["<s>", "</s>"], "</s>")
+    name, _, vocab_size = word.partition(" model.vocab_size=")
+    data = replace(base.data, tokenizer=name.strip("'").replace("\\t", "\t"))
+    model = replace(base.model, vocab_size=int(vocab_size) if vocab_size else None)
+    (problem,) = [finding.problem for finding in checks.check(replace(base, data=data, model=model))]
+    assert cause in problem.cause
+    assert remedy in problem.remedy
+
+
+def test_a_library_that_is_missing_is_named_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_json(tmp_path / "t", WORDS, ["</s>"], "</s>")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(tokenizer_file, "find_spec", lambda name: None if name == "tokenizers" else real(name))
+    with pytest.raises(UserError) as caught:
+        compose.preflight(["run_name=r", f"data.tokenizer={folder}"])
+    (problem,) = caught.value.problems
+    assert "the library tokenizers, which reads it, is not installed" in problem.cause
+    assert problem.remedy == 'pip install -e ".[hf]"'
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="cannot be imported"):
+        tokenizer_files.load(str(folder))
+
+
+def test_a_path_is_seen_from_where_the_command_was_typed(tmp_path: Path, base: RunConfig) -> None:
+    assert absolute(base, tmp_path).data.tokenizer == "bytes"
+    own = replace(base, data=replace(base.data, tokenizer="t"))
+    assert absolute(own, tmp_path).data.tokenizer == str(tmp_path / "t")
+
+
+def test_a_command_line_takes_a_folder(tmp_path: Path) -> None:
+    folder = write_json(tmp_path / "t", WORDS, ["</s>"], "</s>")
+    (config,) = compose.preflight(["run_name=r", f"data.tokenizer={folder}"])
+    assert checks.vocabulary(config) == 6
+    assert reader.load_tokenizer(config.data.tokenizer).n_vocab == 6
+    with pytest.raises(UserError, match="neither gpt2 nor bytes") as caught:
+        compose.preflight(["run_name=r", "data.tokenizer=gpt3", "optim.lr=nan"])
+    assert len(caught.value.problems) == 2, "all at once"

@@ -1,0 +1,395 @@
+"""Hugging Face's weights in and out: logits equal to transformers', every bit back, and what cannot be expressed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from gpt2_fp8 import compose, export
+from gpt2_fp8.checkpoint import files
+from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.config import hf_check
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.layers import reference
+from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.model.gpt2 import GPT2, initialise
+from gpt2_fp8.train import first_weights, hf_export
+from gpt2_fp8.train.module import GPT2Module
+from tests.common import CONFIG
+from tests.data.tokenizers_made import write_json
+from tests.runs import checkpoint, train
+
+IDS = 257
+BOUND = 1e-5  # of the logits' standard deviation; 6e-6 was seen, as transformers has RoPE's angles in float32
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}  # fmt: skip
+SIZES = {
+    "vocab_size": IDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+GPT2_SIZES = {
+    "vocab_size": IDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+THEIRS = {
+    "GPT-2": lambda: transformers.GPT2Config(**GPT2_SIZES, layer_norm_epsilon=1e-3),
+    "GPT-2, untied": lambda: transformers.GPT2Config(**GPT2_SIZES, n_inner=48, tie_word_embeddings=False),
+    "Llama 3.2": lambda: transformers.LlamaConfig(
+        **SIZES, num_key_value_heads=2, rope_parameters=LLAMA3, tie_word_embeddings=True
+    ),
+    "Llama, biases, linear": lambda: transformers.LlamaConfig(
+        **SIZES, num_key_value_heads=1, head_dim=16, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    ),
+    "Qwen3": lambda: transformers.Qwen3Config(
+        **SIZES, num_key_value_heads=2, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    ),
+}  # fmt: skip
+
+
+def save_theirs(folder: Path, name: str, **options: Any) -> Any:
+    """A model of transformers, in which every parameter is random and so matters, saved to a folder."""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(THEIRS[name]()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def expressed(folder: Path, **changes: Any) -> ModelConfig:
+    """The keys of `model` that are those of a folder."""
+    return replace(CONFIG, **hf_check.read(folder)[1] | changes)
+
+
+def built(model: ModelConfig, weights: dict[str, torch.Tensor] | None = None) -> GPT2:
+    made = GPT2(model, IDS, Composed(reference, recompute=False)).eval()
+    initialise(made, 3)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter[..., : model.n_embd].add_(torch.randn(parameter[..., : model.n_embd].shape) * 0.1)
+        made.tokens.weight[IDS:].zero_()
+        made.head.weight[IDS:].zero_()
+    if weights is not None:
+        made.load_state_dict(weights)
+    return made
+
+
+@torch.no_grad()
+def apart(ours: GPT2, theirs: Any) -> float:
+    """How far logits lie apart, of ids up to the last position."""
+    ids = torch.randint(0, IDS, (3, 64), generator=torch.Generator().manual_seed(1))
+    there = theirs(ids).logits
+    assert 0.1 < there.std() < 20
+    return float((ours(ids)[..., :IDS] - there).abs().max() / there.std())
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_logits_of_a_folder_are_transformers_and_go_back_bit_for_bit(tmp_path: Path, name: str) -> None:
+    theirs = save_theirs(tmp_path / "in", name, max_shard_size="20KB")
+    assert len(list((tmp_path / "in").glob("model-*.safetensors"))) > 1
+    model = expressed(tmp_path / "in")
+    assert list(hf_check.check(model, None, tmp_path / "in")) == []
+    weights = first_weights.read(tmp_path / "in", model, IDS)
+    assert apart(built(model, weights), theirs) < BOUND
+    write_checkpoint(tmp_path / "own", model, weights)
+    assert export.main([str(tmp_path / "own"), str(tmp_path / "out")]) == 0
+    there = theirs.state_dict()
+    if model.tied_head:
+        del there["lm_head.weight"]
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert back.keys() == there.keys()
+    assert all(torch.equal(back[key], there[key]) for key in there)
+    asked, said = (json.loads((tmp_path / place / "config.json").read_bytes()) for place in ("in", "out"))
+    assert said["architectures"] == asked["architectures"]
+    assert said["eos_token_id"] == 256
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_transformers_computes_an_exported_model_alike(tmp_path: Path, name: str) -> None:
+    THEIRS[name]().save_pretrained(tmp_path / "shape")
+    save_file({}, tmp_path / "shape" / "model.safetensors")
+    model = expressed(tmp_path / "shape", name="own")
+    ours = built(model)
+    write_checkpoint(tmp_path / "own", model, ours.state_dict())
+    assert export.main([str(tmp_path / "own"), str(tmp_path / "out")]) == 0
+    theirs, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values()), told
+    assert apart(ours, theirs.eval()) < BOUND
+    assert list(hf_check.check(model, IDS, tmp_path / "out")) == []
+    again = first_weights.read(tmp_path / "out", model, IDS)
+    assert again.keys() == ours.state_dict().keys()
+    assert all(torch.equal(again[key], value) for key, value in ours.state_dict().items())
+
+
+def write_checkpoint(path: Path, model: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
+    plain = asdict(_base()) | {"model": asdict(model)}
+    files.write(path, {"state_dict": dict(weights), "hyper_parameters": plain, "global_step": 0})
+
+
+_CACHED: list[Any] = []
+
+
+def _base() -> Any:
+    if not _CACHED:
+        _CACHED.extend(compose.preflight(["run_name=r"]))
+    return _CACHED[0]
+
+
+def edited(folder: Path, **changes: Any) -> Path:
+    """Change keys of a folder's `config.json`; `None` removes one."""
+    text = json.loads((folder / "config.json").read_bytes()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in text.items() if value != "gone"}))
+    return folder
+
+
+def test_the_first_gpt2_folders_are_read(tmp_path: Path) -> None:
+    """Without the prefix, with masks as tensors, with the head a second time, in a single file."""
+    theirs = save_theirs(tmp_path, "GPT-2")
+    stored = {key.removeprefix("transformer."): value for key, value in theirs.state_dict().items()}
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64).tril() for i in range(2)}
+    save_file({key: value.clone() for key, value in (stored | masks).items()}, tmp_path / "model.safetensors")
+    edited(tmp_path, tie_word_embeddings="gone", layer_norm_epsilon=1e-3)
+    model = expressed(tmp_path)
+    assert apart(built(model, first_weights.read(tmp_path, model, IDS)), theirs) < BOUND
+
+
+def test_a_configuration_of_before_transformers_5_says_the_same(tmp_path: Path) -> None:
+    save_theirs(tmp_path, "Llama 3.2")
+    now = expressed(tmp_path)
+    scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    edited(tmp_path, rope_parameters="gone", rope_theta=5e5, rope_scaling=scaling, head_dim="gone")
+    assert expressed(tmp_path) == now
+    assert (now.rope_base, now.rope_scaling, now.rope_original_positions) == (5e5, 8.0, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_become_the_same_numbers_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_theirs(tmp_path, "Qwen3").to(dtype).save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model = expressed(tmp_path)
+    weights = first_weights.read(tmp_path, model, IDS)
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert apart(built(model, weights), theirs.eval()) < BOUND
+
+
+REFUSED = [
+    ("Llama 3.2", {"architectures": ["MistralForCausalLM"]}, "['MistralForCausalLM']", "LlamaForCausalLM"),
+    ("Llama 3.2", {"architectures": "gone", "model_type": "gemma"}, "model_type 'gemma'", "GPT2LMHeadModel"),
+    ("Llama 3.2", {"rope_parameters": LLAMA3 | {"rope_type": "yarn"}}, "rope_type='yarn'", "without it"),
+    ("Llama 3.2", {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5", "without"),
+    ("Llama 3.2", {"hidden_act": "gelu"}, "hidden_act='gelu', not 'silu'", "without it"),
+    ("Llama 3.2", {"attention_bias": True}, "attention_bias without mlp_bias", "without it"),
+    ("Llama 3.2", {"quantization_config": {"bits": 4}}, "its weights are quantized", "without it"),
+    ("Llama 3.2", {"hidden_size": "gone"}, "its config.json has no hidden_size", "config.json"),
+    ("Llama 3.2", {"hidden_size": "wide"}, "its config.json cannot be read: invalid literal", "config.json"),
+    ("GPT-2", {"activation_function": "relu"}, "activation_function='relu', not 'gelu_new'", "without it"),
+    ("GPT-2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True", "without it"),
+    ("Qwen3", {"use_sliding_window": True}, "use_sliding_window=True", "without it"),
+    ("Qwen3", {"layer_types": ["sliding_attention"] * 2}, "layer_types other than full_attention", "without it"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "cause", "remedy"), REFUSED, ids=[cause for _, _, cause, _ in REFUSED])
+def test_what_no_key_says_is_refused(tmp_path: Path, name: str, changes: Any, cause: str, remedy: str) -> None:
+    THEIRS[name]().save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    architecture = {"GPT-2": "GPT2LMHeadModel", "Llama 3.2": "LlamaForCausalLM", "Qwen3": "Qwen3ForCausalLM"}[name]
+    edited(tmp_path, architectures=[architecture])
+    assert hf_check.read(tmp_path)[0].name == architecture
+    with pytest.raises(UserError) as caught:
+        hf_check.read(edited(tmp_path, **changes))
+    (problem,) = caught.value.problems
+    assert cause in problem.cause
+    assert remedy in problem.remedy
+
+
+def test_every_difference_is_told_with_the_word_to_type_and_then_taken(tmp_path: Path) -> None:
+    save_theirs(tmp_path / "hf", "Llama 3.2")
+    words = ["run_name=r", "precision=fp32", f"init_from={tmp_path / 'hf'}"]
+    with pytest.raises(UserError) as caught:
+        compose.preflight(words)
+    told = [problem.remedy for problem in caught.value.problems]
+    assert all(problem.cause.startswith(problem.remedy.partition("=")[0]) for problem in caught.value.problems)
+    assert set(told) == {
+        "model.norm=rms_norm", "model.norm_epsilon=1e-06", "model.mlp=swiglu", "model.positions=rope",
+        "model.rope_base=500000.0", "model.rope_scaling=8.0", "model.rope_low_freq_factor=1.0",
+        "model.rope_high_freq_factor=4.0", "model.rope_original_positions=8", "model.n_layer=2", "model.n_embd=32",
+        "model.bias=false", "model.n_kv_head=2", "model.mlp_width=48", "model.n_positions=64",
+    }  # fmt: skip
+    (config,) = compose.preflight([*words, *told])
+    assert (config.model.n_kv_head, config.model.rope_scaling) == (2, 8.0)
+    (shorter,) = compose.preflight([*words, *told, "model.n_positions=32"])
+    assert shorter.model.n_positions == 32, "a run may use fewer positions than RoPE's model has"
+
+
+LLAMA3_1B_ROPE = LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192}
+PUBLISHED = {  # what decides the numbers in the `config.json` that lie beside the published weights
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05,
+        "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257,
+    },
+    "llama3_2_1b": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
+        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_scaling": {key: value for key, value in LLAMA3_1B_ROPE.items() if key != "rope_theta"},
+        "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 128256,
+    },
+    "llama3_8b": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "max_position_embeddings": 8192, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
+    },
+    "qwen3_0_6b": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_of_published_weights_take_them_as_they_are(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    (tmp_path / "model.safetensors").touch()
+    (config,) = compose.preflight(["run_name=r", f"model={name}", "data.tokenizer=gpt2", f"init_from={tmp_path}"])
+    assert config.init_from == str(tmp_path)
+
+
+def test_a_tokenizer_of_more_ids_than_the_model_is_told_with_one_that_fits(tmp_path: Path) -> None:
+    save_theirs(tmp_path, "GPT-2")
+    model = replace(expressed(tmp_path), vocab_size=None)
+
+    def said(model: ModelConfig, tokens: int) -> list[Any]:
+        return [finding.problem for finding in hf_check.check(model, tokens, tmp_path)]
+
+    assert said(model, IDS) == []
+    (problem,) = said(model, 50_257)
+    assert problem.cause.endswith("its model has 257 ids, and the tokenizer 50,257")
+    assert problem.remedy == "model.vocab_size=257 data.tokenizer=bytes"
+    write_json(tmp_path, ["?", "a"], ["</s>"], "</s>")
+    (problem,) = said(replace(model, vocab_size=257), 50_257)
+    assert problem.remedy == f"data.tokenizer={tmp_path}", "the folder's own comes first"
+    (problem,) = said(model, 3)
+    assert problem.remedy == "model.vocab_size=257"
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    save_theirs(tmp_path, "GPT-2", max_shard_size="20KB")
+    model = expressed(tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_bytes())
+
+    def refused(weight_map: Any) -> str:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(CheckpointError) as caught:
+            first_weights.read(tmp_path, model, IDS)
+        return str(caught.value)
+
+    names = index["weight_map"]
+    some = {key: file for key, file in names.items() if file != names["transformer.h.0.mlp.c_fc.weight"]}
+    assert "transformer.h.0.mlp.c_fc.weight is nothing there, and the model has (32, 128)" in refused(some)
+    assert "names '../a.safetensors', which is no file of safetensors" in refused({"a": "../a.safetensors"})
+    assert "names 'pytorch_model.bin'" in refused({"a": "pytorch_model.bin"})
+    assert "gone.safetensors, which model.safetensors.index.json names, is missing" in refused(
+        {"a": "gone.safetensors"}
+    )
+    assert "names no files" in refused({})
+    assert "cannot be read" in refused([1])
+    first = tmp_path / names["transformer.wte.weight"]
+    first.write_bytes(first.read_bytes()[:-8])
+    assert "they cannot be read" in refused(names)
+    save_file({"transformer.wte.weight": torch.zeros(IDS, 32, dtype=torch.int32)}, first)
+    assert "transformer.wte.weight is of I32, and not of F32, BF16, F16" in refused(names)
+    save_file({"transformer.wte.weight": torch.full((IDS, 32), torch.nan)}, tmp_path / "model.safetensors")
+    assert "transformer.h.0.attn.c_attn.bias is nothing there" in refused({})
+
+
+def test_weights_that_are_not_finite_and_folders_of_pickles_are_refused(tmp_path: Path) -> None:
+    theirs = save_theirs(tmp_path, "GPT-2")
+    model = expressed(tmp_path)
+    with torch.no_grad():
+        theirs.transformer.ln_f.bias[3] = torch.inf
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="not finite"):
+        first_weights.read(tmp_path, model, IDS)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pickles") as caught:
+        hf_check.read(tmp_path)
+    assert "save_pretrained" in caught.value.problems[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"n_head": 3}, "its model does not fit together: 3 heads do not share 32 channels"),
+        ({"norm": "rms_norm"}, "GPT2LMHeadModel, the nearest, has no RMSNorm, always LayerNorm"),
+        ({"bias": False}, "GPT2LMHeadModel, the nearest, has always biases"),
+        ({"n_kv_head": 2}, "GPT2LMHeadModel, the nearest, has no grouped-query attention"),
+        (
+            {"norm": "rms_norm", "mlp": "swiglu", "positions": "rope", "qk_norm": True},
+            "LlamaForCausalLM, the nearest, has no QK-norm",
+        ),
+    ],
+)
+def test_a_model_that_no_class_computes_is_not_exported(tmp_path: Path, changes: Any, cause: str, capsys: Any) -> None:
+    model = replace(CONFIG, vocab_size=IDS, **changes)
+    write_checkpoint(tmp_path / "own", model, {})
+    assert export.main([str(tmp_path / "own"), str(tmp_path / "out")]) == 2
+    assert cause in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_paths_are_checked_all_at_once(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    assert export.main([str(tmp_path / "gone"), str(tmp_path / "full")]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'gone'} does not exist" in said
+    assert f"{tmp_path / 'full'} is there already, and not empty" in said
+    assert said.count("error: ") == 2
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "has no checkpoint yet" in capsys.readouterr().err
+    assert export.main([str(tmp_path / "full"), str(tmp_path / "out")]) == 2
+    assert "cannot be read as a checkpoint" in capsys.readouterr().err
+
+
+def test_a_run_begins_with_a_folder_and_its_checkpoint_goes_back(tmp_path: Path, capsys: Any) -> None:
+    """With a tokenizer of a file, which is gone when the run is exported."""
+    theirs = save_theirs(tmp_path / "hf", "GPT-2")
+    tokenizer = write_json(tmp_path / "t", [chr(i) for i in range(256)], ["</s>"], "</s>")
+    keys = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64, "norm_epsilon": 1e-3}
+    words = [f"model.{key}={value}" for key, value in keys.items()]
+    few = ["trainer.max_steps=1", "optim.warmup_steps=0", "optim.lr=1e-12", "trainer.val_check_interval=1"]
+    train(tmp_path / "run", *words, *few, f"init_from={tmp_path / 'hf'}", f"data.tokenizer={tokenizer}")
+    (tokenizer / "tokenizer.json").unlink()
+    module = GPT2Module.load_from_checkpoint(checkpoint(tmp_path / "run", 1))
+    assert apart(module.model, theirs) < BOUND, "a step with next to no learning rate"
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: GPT2LMHeadModel, ")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert apart(module.model, back) < BOUND
+    assert back.config.eos_token_id is None, "the tokenizer's file is gone"
+
+
+def test_the_export_chooses_by_the_block() -> None:
+    keys: dict[str, Any] = {"norm": "rms_norm", "mlp": "swiglu", "positions": "rope", "bias": False}
+    chosen = {name: hf_export.chosen(replace(CONFIG, **changes), Path("x")).name for name, changes in {
+        "gpt2": {}, "dropout": {"dropout": 0.1}, "llama": keys, "qwen3": keys | {"qk_norm": True},
+    }.items()}  # fmt: skip
+    assert list(chosen.values()) == ["GPT2LMHeadModel", "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"]
