@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from torch import Tensor
 
@@ -13,7 +13,14 @@ from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.config import parsing, tokenizer_file
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.schema import CallbacksConfig, ModelConfig, OptimConfig, RunConfig, TrainerConfig
+from gpt2_fp8.config.schema import (
+    CallbacksConfig,
+    FP8PrecisionConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from gpt2_fp8.model.flops import parameter_count
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 
@@ -23,6 +30,7 @@ _GROWN: dict[str, type[Any]] = {
     "optim": OptimConfig,
     "trainer": TrainerConfig,
     "callbacks": CallbacksConfig,
+    "precision": FP8PrecisionConfig,
 }  # groups that have got keys since
 _REMEDY = "give it: GPT2Module.load_from_checkpoint(FOLDER, config=load_config(...)), as it was trained"
 
@@ -62,8 +70,13 @@ def _upgraded(plain: Any) -> Any:
     if not isinstance(plain, dict):
         return plain
     groups = {name: plain.get(name) for name in _GROWN}
-    full = {name: _with_defaults(_GROWN[name], group) for name, group in groups.items() if isinstance(group, dict)}
-    return plain | full
+    return plain | {name: _with_defaults(_GROWN[name], group) for name, group in groups.items() if _is_of(name, group)}
+
+
+def _is_of(name: str, group: Any) -> bool:
+    """Return whether a group's plain values are of the class in `_GROWN`: there are several precisions."""
+    choices = get_args(get_type_hints(_GROWN[name]).get("name"))
+    return isinstance(group, dict) and (not choices or group.get("name") in choices)
 
 
 def _with_defaults(cls: type[Any], plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Runs that end by tokens or epochs: their steps, their rates, and what they keep."""
 
+from dataclasses import MISSING, fields, is_dataclass
+
 import pytest
 
 from gpt2_fp8.compose import preflight
@@ -70,12 +72,17 @@ def test_one_step_through_everything_counts_nothing(text, monkeypatch):
     assert length(*text, "debug=fdr", "trainer.max_steps=null", "trainer.max_epochs=1").config.trainer.max_steps == 1
 
 
-def test_a_checkpoint_from_before_these_limits_has_none_of_them(tmp_path):
-    """Nor another schedule than the cosine: its configuration is read as it was."""
-    (config,) = preflight([*SMALL, "run_name=length"])
-    plain = to_plain(config)
-    for key in ("optim.schedule", "optim.decay_steps", "trainer.max_tokens", "trainer.max_epochs", "trainer.max_time",
-                "callbacks.keep_epochs"):  # fmt: skip
+@pytest.mark.parametrize("precision", ["fp8_hybrid", "bf16", "auto"])
+def test_a_checkpoint_from_before_these_limits_has_none_of_them(tmp_path, precision):
+    """Nor any other key that has come since: each has a default in the schema, which is what runs did before it."""
+    (config,) = preflight([*SMALL, "run_name=length", f"precision={precision}"])
+    plain, removed = to_plain(config), set()
+    for group in fields(config):
+        if is_dataclass(of := getattr(config, group.name)):
+            removed |= {f"{group.name}.{key.name}" for key in fields(of) if key.default is not MISSING}
+    for key in removed:
         group, name = key.split(".")
         del plain[group][name]
+    assert removed >= {"optim.schedule", "trainer.max_time", "callbacks.keep_epochs", "model.rope_base"}
+    assert ("precision.emulate" in removed) == (precision == "fp8_hybrid")
     assert from_checkpoint({"hyper_parameters": plain}, tmp_path) == config
