@@ -69,14 +69,18 @@ def _upgraded(plain: Any) -> Any:
     """Return a configuration, which may be a stranger's, with the keys that its groups have now."""
     if not isinstance(plain, dict):
         return plain
-    groups = {name: plain.get(name) for name in _GROWN}
-    return plain | {name: _with_defaults(_GROWN[name], group) for name, group in groups.items() if _is_of(name, group)}
+    full = dict(plain)
+    for name, cls in _GROWN.items():
+        group = plain.get(name)
+        if isinstance(group, dict) and _is_of(cls, group):
+            full[name] = _with_defaults(cls, group)
+    return full
 
 
-def _is_of(name: str, group: Any) -> bool:
-    """Return whether a group's plain values are of the class in `_GROWN`: there are several precisions."""
-    choices = get_args(get_type_hints(_GROWN[name]).get("name"))
-    return isinstance(group, dict) and (not choices or group.get("name") in choices)
+def _is_of(cls: type[Any], group: Mapping[str, Any]) -> bool:
+    """Return whether a group's plain values are of `cls`, by its name: there are several precisions."""
+    choices = get_args(get_type_hints(cls).get("name"))
+    return not choices or group.get("name") in choices
 
 
 def _with_defaults(cls: type[Any], plain: Mapping[str, Any]) -> dict[str, Any]:
