@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def run(cwd, arguments, faults):
     """The exit code, what was printed, and the run's folder; fails where a process is left running."""
     cwd.mkdir()
     patch = "from tests.gpu import rank_faults\n" + "".join(f"rank_faults.{name}()\n" for name in ["note", *faults])
-    process = start(cwd, *arguments, patch=patch, environment=ENVIRONMENT)
+    process = start(cwd, *arguments, patch=patch, environment=ENVIRONMENT, popen=subprocess.Popen)
     return *finish(process, SECONDS), cwd / "outputs/run"
 
 

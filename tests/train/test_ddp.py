@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -114,16 +115,21 @@ def slow_write(self, folder):
 Summary.write = slow_write
 """
 
+forked_with_ranks = partial(forkserver.Popen, ranks=True)
 
-def start(tmp_path, *arguments, patch="", environment=ALONE):
-    """The command in a process group of its own, with `patch` in all of its processes."""
+
+def start(tmp_path, *arguments, patch="", environment=ALONE, popen=forked_with_ranks):
+    """The command in a process group of its own, with `patch` in all of its processes.
+
+    With GPUs `popen` is `subprocess.Popen`: what the fork server imports sees none.
+    """
     program = ["-m", "gpt2_fp8.run"]
     if patch:
         program = [str(tmp_path / "patched.py")]
         (tmp_path / "patched.py").write_text(SCRIPT.format(patch=patch))
-    return forkserver.Popen(
+    return popen(
         [sys.executable, *program, *arguments],
-        cwd=tmp_path, env=os.environ | environment, text=True, start_new_session=True, ranks=True,
+        cwd=tmp_path, env=os.environ | environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
