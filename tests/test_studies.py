@@ -198,8 +198,11 @@ def test_a_study_that_was_stopped_continues(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     stopped.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    stopped.send_signal(signal.SIGINT)  # while it waits for the run to save
     out, _ = stopped.communicate(timeout=100)
     assert (stopped.returncode, "the same command continues" in out) == (130, True), out
+    assert "Traceback" not in out
     assert summary(folder)["status"] == "stopped"
     saved = summary(folder)["steps"]
     assert 0 < saved < 60

@@ -120,7 +120,9 @@ class Queue:
             for process, _ in self._running.values():
                 process.send_signal(signal.SIGTERM)
             for process, _ in self._running.values():
-                process.wait()
+                while process.poll() is None:  # a second Ctrl-C reaches the runs too, which then leave at once
+                    with suppress(KeyboardInterrupt):
+                        process.wait()
         return 1 if self._failed else 0
 
     def _start(self, job: Job, gpu: str | None) -> None:
