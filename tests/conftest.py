@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -20,6 +21,12 @@ pytest_plugins = ["tests.fast_ring", "tests.once"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
     signal.signal(_number, signal.SIG_DFL)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """Run a worker more than there are cores: a fifth of the time tests wait, for ranks, hubs and signals."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.fixture(scope="module")
