@@ -360,18 +360,20 @@ def test_links_lead_somewhere(document):
     for link in re.findall(r"\]\(([^)]+)\)", document.read_text()):
         if link.startswith("https://"):
             continue
-        name, _, anchor = link.partition("#")
+        name, _, place = link.partition("#")
         target = document.parent / name if name else document
         assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+        assert not place or place in anchors(target), link
 
 
 def anchors(document):
     """What a link to a heading of the document may end in."""
-    return {
-        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        for title in re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
-    }
+    return {anchor(title) for title in re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)}
+
+
+def anchor(title):
+    """What a link to a heading ends in."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -11,7 +11,7 @@ from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import errors
 from gpt2_fp8.config.parsing import key_paths
 from gpt2_fp8.config.schema import RunConfig
-from tests.test_readme import ROOT, RUN, blocks, names
+from tests.test_readme import ROOT, RUN, anchor, blocks, names
 
 SEEDS = ROOT / "docs/seeds.md"
 VERDICTS = "here|partly here|not here yet|refused|held|refuted|not measured|out of reach here"
@@ -79,12 +79,11 @@ def test_every_key_of_the_tables_exists():
 
 def section(link):
     """The text of a page, or of the section that the link leads to, with those below it."""
-    name, _, anchor = link.partition("#")
-    found, inside = [], 0 if anchor else 1  # the level of the heading that the section begins with
+    name, _, place = link.partition("#")
+    found, inside = [], 0 if place else 1  # the level of the heading that the section begins with
     for line in (SEEDS.parent / name).read_text().splitlines():
-        if anchor and (heading := re.match(r"(#+) (.*)", line)) and not 0 < inside < len(heading[1]):
-            title = re.sub(r"[^\w\- ]", "", heading[2].lower()).replace(" ", "-")
-            inside = len(heading[1]) if title == anchor else 0
+        if place and (heading := re.match(r"(#+) (.*)", line)) and not 0 < inside < len(heading[1]):
+            inside = len(heading[1]) if anchor(heading[2]) == place else 0
         found += [line] if inside else []
     return "\n".join(found)
 
