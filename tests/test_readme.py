@@ -31,7 +31,7 @@ README, ARCHITECTURE, PERFORMANCE = (ROOT / name for name in ("README.md", "ARCH
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 MODELS, NUMERICS = ROOT / "docs/models.md", ROOT / "docs/numerics.md"
 DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, NUMERICS, CONTRIBUTING, MODELS, ROOT / "docs/python.md"]
-DOCUMENTS += [ROOT / "CHANGELOG.md", ROOT / "docs/huggingface.md"]
+DOCUMENTS += [ROOT / "CHANGELOG.md", ROOT / "docs/huggingface.md", ROOT / "docs/seeds.md"]
 STUDY = ["python", "docs/studies/fp8_gap.py"]
 RUN, BENCH, EXPORT = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export"))
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
@@ -152,6 +152,7 @@ def test_the_documents_have_commands():
         "performance.md",
         "numerics.md",
         "huggingface.md",
+        "seeds.md",
     }
     assert len(RUNS) > 12
 
@@ -359,18 +360,20 @@ def test_links_lead_somewhere(document):
     for link in re.findall(r"\]\(([^)]+)\)", document.read_text()):
         if link.startswith("https://"):
             continue
-        name, _, anchor = link.partition("#")
+        name, _, place = link.partition("#")
         target = document.parent / name if name else document
         assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+        assert not place or place in anchors(target), link
 
 
 def anchors(document):
     """What a link to a heading of the document may end in."""
-    return {
-        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        for title in re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
-    }
+    return {anchor(title) for title in re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)}
+
+
+def anchor(title):
+    """What a link to a heading ends in."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
