@@ -160,9 +160,7 @@ class Checkpointing(Checkpoint):
             self.writer.prepare([pl_module.state_dict(), *(optimizer.state_dict() for optimizer in trainer.optimizers)])
             self._prepared = True
         self.writer.check()
-        step = trainer.global_step
-        last = trainer.should_stop or 0 < trainer.max_steps <= step
-        if last or self.intervals.include(step) or self._is_late(trainer):
+        if loops.is_last_step(trainer) or self.intervals.include(trainer.global_step) or self._is_late(trainer):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

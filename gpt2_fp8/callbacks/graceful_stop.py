@@ -100,7 +100,7 @@ class GracefulStop(Checkpoint):
             self._save(trainer)
             lightning_logging.log_last_step(trainer)
             raise Stopped(signum)
-        self._waiting = trainer.global_step < trainer.max_steps and not trainer.should_stop
+        self._waiting = not loops.is_last_step(trainer)
 
     def on_validation_start(self, *_: Any) -> None:
         """Note that a later error is not a wait for data."""
@@ -109,7 +109,7 @@ class GracefulStop(Checkpoint):
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         """Return to the steps, if any are left."""
         self._validating = False
-        self._waiting = trainer.global_step < trainer.max_steps and not trainer.should_stop
+        self._waiting = not loops.is_last_step(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Stop in the middle of a validation. The resumed run starts that validation again."""

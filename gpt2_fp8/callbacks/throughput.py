@@ -10,6 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from gpt2_fp8.compat import lightning_loops as loops
+from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
@@ -29,7 +31,7 @@ class Throughput(pl.Callback):
 
     def __init__(self, config: RunConfig, vocab_size: int):
         self.every_n_steps = config.trainer.log_every_n_steps
-        self.tokens_per_step = config.global_batch_size * config.model.n_positions
+        self.tokens_per_step = tokens_a_step(config)
         self.flops_per_token = flops_per_token(config.model, padded_vocabulary(vocab_size))
         self.rates: list[float] = []  # tokens per second of every interval
         self.train_loss: float | None = None
@@ -67,8 +69,7 @@ class Throughput(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         """Read the device and log, at the end of an interval."""
         step = trainer.global_step
-        last = trainer.should_stop or step >= trainer.max_steps
-        if step % self.every_n_steps and not last and self._clock is not None:
+        if step % self.every_n_steps and not loops.is_last_step(trainer) and self._clock is not None:
             return
         result = pl_module.step.last
         values = torch.stack([self._losses, result.grad_norm, result.clip_ratio]).tolist()

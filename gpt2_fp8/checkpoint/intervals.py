@@ -20,7 +20,7 @@ class KeptSteps:
         self._added |= frozenset(steps)
 
     def __contains__(self, step: int) -> bool:
-        return step in self._added or (self.every_n_steps > 0 and step % self.every_n_steps == 0)
+        return step in self._added or _is_multiple(step, self.every_n_steps)
 
 
 class Intervals:
@@ -42,7 +42,7 @@ class Intervals:
 
     def include(self, step: int) -> bool:
         """Return whether `step` is to be saved, whatever the time."""
-        return step in self.kept or (self.every_n_steps > 0 and step % self.every_n_steps == 0)
+        return step in self.kept or _is_multiple(step, self.every_n_steps)
 
     def compare_clocks(self, step: int) -> bool:
         """Return whether the ranks ask at `step` if it is late. They do so seldom, since asking is a collective."""
@@ -51,3 +51,7 @@ class Intervals:
     def is_late(self) -> bool:
         """Return whether the minutes are over by this process's clock."""
         return time.monotonic() - self._began >= 60 * self.every_minutes
+
+
+def _is_multiple(step: int, of: int) -> bool:
+    return of > 0 and step % of == 0

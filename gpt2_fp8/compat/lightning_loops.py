@@ -33,6 +33,11 @@ def limit_steps(trainer: Any, max_steps: int) -> None:
         trainer.fit_loop.epoch_loop.max_steps = max_steps
 
 
+def is_last_step(trainer: Any) -> bool:
+    """Return whether no step follows the one that the Trainer has counted last: by `max_steps`, or as it was told."""
+    return trainer.should_stop or 0 < trainer.max_steps <= trainer.global_step
+
+
 def is_validation_due(trainer: Any) -> bool:
     """Return whether the last trained step must be validated; also in the middle of that validation."""
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.errors import Finding
+from gpt2_fp8.config.parsing import finding
 from gpt2_fp8.config.ranges import Refusal, above_zero, at_least
 from gpt2_fp8.config.schema import Count, RunConfig
 
@@ -71,5 +71,4 @@ def sequences_per_step(bench: BenchConfig, micro_batch_size: int, n_positions: i
 
 
 def _finding(bench: BenchConfig, name: str, reason: str, remedy: str) -> Finding:
-    key = f"bench.{name}"
-    return Finding((key,), Problem(f"{key}={show(getattr(bench, name))}: {reason}", remedy))
+    return finding(bench, name, reason, remedy, "bench.")

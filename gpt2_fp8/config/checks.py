@@ -11,7 +11,7 @@ from pathlib import Path
 from gpt2_fp8.config import backend_support, hf_check, model_checks, paths, run_length, tokenizer_file
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.model_checks import FP8_MULTIPLE, largest_divisor, nearest, width_multiple
-from gpt2_fp8.config.parsing import show, value_of
+from gpt2_fp8.config.parsing import finding, show, value_of
 from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, HubData, RunConfig
 
 
@@ -34,13 +34,6 @@ def check_batch(config: RunConfig, world_size: int) -> None:
         raise UserError(finding.problem for finding in found)
 
 
-def _finding(config: RunConfig, keys: str, reason: str, remedy: str) -> Finding:
-    """Return a finding whose cause begins with the keys' values."""
-    names = tuple(keys.split())
-    values = ", ".join(f"{name}={show(value_of(config, name))}" for name in names)
-    return Finding(names, Problem(f"{values}: {reason}", remedy))
-
-
 def _names(config: RunConfig) -> Iterator[Finding]:
     if isinstance(config.precision, (FP8PrecisionConfig, AutoPrecisionConfig)):
         for name in config.precision.keep_bf16:
@@ -49,17 +42,17 @@ def _names(config: RunConfig) -> Iterator[Finding]:
                 last = config.model.n_layer - 1
                 reason = f"there is no layer {show(name)} in a model of {config.model.n_layer} blocks"
                 remedy = f"name head, first, last, or blocks.0 to blocks.{last}: precision.keep_bf16='[head,last]'"
-                yield _finding(config, "precision.keep_bf16", reason, remedy)
+                yield finding(config, "precision.keep_bf16", reason, remedy)
     for key in () if config.plugins else ("callbacks.extra", "logger.extra", "data.source"):
         if value_of(config, key):
-            yield _finding(
+            yield finding(
                 config, key, "is registered by no plugin", "plugins=[MODULE], of the module that registers it"
             )
     for key in ("data.repo", "data.revision", "data.text_column", "data.path"):
         if value_of(config, key) == "":
-            yield _finding(config, key, "is empty", f"leave {key} out, or give it a value")
+            yield finding(config, key, "is empty", f"leave {key} out, or give it a value")
     if isinstance(config.data, HubData) and not config.data.train_files:
-        yield _finding(config, "data.train_files", "names no file", "leave it out, or list files of the repository")
+        yield finding(config, "data.train_files", "names no file", "leave it out, or list files of the repository")
 
 
 def _vocabulary(config: RunConfig) -> Iterator[Finding]:
@@ -73,7 +66,7 @@ def _vocabulary(config: RunConfig) -> Iterator[Finding]:
         remedy = "model.vocab_size=null takes the tokenizer's"
         if fits := tokenizer_file.largest(vocab_size):
             remedy += f"; data.tokenizer={fits} has {tokenizer_file.NAMES[fits]:,}"
-        yield _finding(config, "model.vocab_size data.tokenizer", f"the tokenizer has {tokens} tokens", remedy)
+        yield finding(config, "model.vocab_size data.tokenizer", f"the tokenizer has {tokens} tokens", remedy)
 
 
 def _schedule(config: RunConfig) -> Iterator[Finding]:
@@ -81,10 +74,10 @@ def _schedule(config: RunConfig) -> Iterator[Finding]:
     optim = config.optim
     if optim.schedule == "constant" and optim.min_lr_ratio != 1:
         reason = "the rate stays at the peak after the warm-up"
-        yield _finding(config, "optim.schedule optim.min_lr_ratio", reason, "add optim.min_lr_ratio=1")
+        yield finding(config, "optim.schedule optim.min_lr_ratio", reason, "add optim.min_lr_ratio=1")
     if optim.decay_steps is not None and optim.schedule != "warmup_stable_decay":
         remedy = "leave optim.decay_steps out, or optim.schedule=warmup_stable_decay"
-        yield _finding(config, "optim.schedule optim.decay_steps", "it decays in all steps, or in none", remedy)
+        yield finding(config, "optim.schedule optim.decay_steps", "it decays in all steps, or in none", remedy)
 
 
 def _known_batch(config: RunConfig) -> Iterator[Finding]:
@@ -106,7 +99,7 @@ def _batch(config: RunConfig, world_size: int) -> Iterator[Finding]:
     over = f"{micro} on each of {world_size} devices" if world_size > 1 else f"{micro}"
     reason = f"a step of {whole} sequences does not divide into forward passes of {over}"
     keys = "global_batch_size micro_batch_size" + (" trainer.devices trainer.num_nodes" if world_size > 1 else "")
-    yield _finding(config, keys, reason, remedy)
+    yield finding(config, keys, reason, remedy)
 
 
 def _format(config: RunConfig) -> Iterator[Finding]:
@@ -128,13 +121,13 @@ def _tokens(config: RunConfig) -> Iterator[Finding]:
     if width_multiple(config) > 1 and positions % FP8_MULTIPLE:
         reason = f"FP8 matrix products need sequences of a multiple of {FP8_MULTIPLE} tokens"
         remedy = f"model.n_positions={nearest(positions, FP8_MULTIPLE)}, or precision=bf16"
-        yield _finding(config, "model.n_positions", reason, remedy)
+        yield finding(config, "model.n_positions", reason, remedy)
 
 
 def _auto(config: RunConfig) -> Iterator[Finding]:
     if isinstance(config.precision, AutoPrecisionConfig) and config.micro_batch_size == "auto":
         reason = "the speed of a precision is measured at a size, and what fits depends on the precision"
-        yield _finding(config, "micro_batch_size precision.name", reason, "give one of the two: micro_batch_size=16")
+        yield finding(config, "micro_batch_size precision.name", reason, "give one of the two: micro_batch_size=16")
 
 
 _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.errors import Finding
+from gpt2_fp8.config.parsing import finding
 from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
 
 FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)
@@ -105,7 +105,4 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def _finding(model: ModelConfig, keys: str, reason: str, remedy: str) -> Finding:
-    """Make a problem whose cause starts with the keys' values."""
-    names = keys.split()
-    values = ", ".join(f"model.{name}={show(getattr(model, name))}" for name in names)
-    return Finding(tuple(f"model.{name}" for name in names), Problem(f"{values}: {reason}", remedy))
+    return finding(model, keys, reason, remedy, "model.")

@@ -62,6 +62,13 @@ def value_of(config: object, key: str) -> object:
     return config
 
 
+def finding(of: object, keys: str, reason: str, remedy: str, prefix: str = "") -> Finding:
+    """Return a finding whose cause begins with the values of `keys`, words of `of` that `prefix` makes whole."""
+    names = keys.split()
+    values = ", ".join(f"{prefix}{name}={show(value_of(of, name))}" for name in names)
+    return Finding(tuple(f"{prefix}{name}" for name in names), Problem(f"{values}: {reason}", remedy))
+
+
 def show(value: object) -> str:
     """Return a value as it would be typed on the command line, cut to what fits a line."""
     if value is None or isinstance(value, bool):

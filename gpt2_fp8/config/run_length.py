@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.parsing import show, value_of
+from gpt2_fp8.config.errors import Finding
+from gpt2_fp8.config.parsing import finding
 from gpt2_fp8.config.schema import FileOrHubData, HubData, RunConfig
 
 _TIME = re.compile(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)")  # as Lightning's `Timer` takes it
@@ -41,7 +41,7 @@ def limits(config: RunConfig, tokens_a_pass: int | None = None) -> dict[str, int
 
 def epoch_ends(config: RunConfig, tokens_a_pass: int) -> list[int]:
     """Return the last step of each epoch that ends within the run: the first by which its tokens were used."""
-    step, last = tokens_a_step(config), min(limits(config, tokens_a_pass).values())
+    step, last = tokens_a_step(config), last_step(config, tokens_a_pass)
     ends = {-(-epoch * tokens_a_pass // step) for epoch in range(1, (config.trainer.max_epochs or 0) + 1)}
     return sorted(end for end in ends if end <= last)
 
@@ -52,15 +52,14 @@ def shortest(config: RunConfig, tokens_a_pass: int | None = None) -> str:
     return min(found, key=lambda key: found[key])
 
 
-def last_step(config: RunConfig) -> int:
-    """Return the step after which the run ends, once `max_epochs` is counted (`in_steps`)."""
-    return min(limits(config).values())
+def last_step(config: RunConfig, tokens_a_pass: int | None = None) -> int:
+    """Return the step after which the run ends. `tokens_a_pass`: None once `max_epochs` is counted (`in_steps`)."""
+    return min(limits(config, tokens_a_pass).values())
 
 
 def in_steps(config: RunConfig, tokens_a_pass: int | None) -> RunConfig:
     """Return the configuration with what its limits come to as its `max_steps`."""
-    steps = min(limits(config, tokens_a_pass).values())
-    return replace(config, trainer=replace(config.trainer, max_steps=steps))
+    return replace(config, trainer=replace(config.trainer, max_steps=last_step(config, tokens_a_pass)))
 
 
 def seconds(time: str) -> int | None:
@@ -79,11 +78,11 @@ def check(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Findi
         if config.trainer.max_epochs is None:
             keys = "trainer.max_steps trainer.max_tokens trainer.max_epochs"
             remedy = "give one: trainer.max_steps=NUMBER, trainer.max_tokens=NUMBER or trainer.max_epochs=NUMBER"
-            yield _finding(config, keys, "the learning rate needs an end of the run, in steps", remedy)
+            yield finding(config, keys, "the learning rate needs an end of the run, in steps", remedy)
         return
     if min(known.values()) < 1:
         reason = f"a step has {tokens_a_step(config):,} tokens"
-        yield _finding(config, "trainer.max_tokens", reason, f"trainer.max_tokens={tokens_a_step(config)} or more")
+        yield finding(config, "trainer.max_tokens", reason, f"trainer.max_tokens={tokens_a_step(config)} or more")
         return
     limit = shortest(config, tokens_a_pass)
     yield from _schedule(config, limit, known[limit])
@@ -92,7 +91,7 @@ def check(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Findi
 def _time(config: RunConfig) -> Iterator[Finding]:
     if config.trainer.max_time is not None and not seconds(config.trainer.max_time):
         remedy = "such as trainer.max_time=00:12:00:00, twelve hours; in a file in quotes"
-        yield _finding(config, "trainer.max_time", "must be a time above 0, as days:hours:minutes:seconds", remedy)
+        yield finding(config, "trainer.max_time", "must be a time above 0, as days:hours:minutes:seconds", remedy)
 
 
 def _epochs(config: RunConfig) -> Iterator[Finding]:
@@ -100,18 +99,18 @@ def _epochs(config: RunConfig) -> Iterator[Finding]:
     data = config.data
     if config.callbacks.keep_epochs and config.trainer.max_epochs is None:
         remedy = "add trainer.max_epochs=NUMBER, or leave callbacks.keep_epochs out"
-        yield _finding(config, "callbacks.keep_epochs trainer.max_epochs", "no epochs are counted", remedy)
+        yield finding(config, "callbacks.keep_epochs trainer.max_epochs", "no epochs are counted", remedy)
     if config.trainer.max_epochs is None:
         return
     if config.trainer.overfit_batches:
         reason = "the first steps' data is repeated, and there are no passes over the text"
         remedy = "leave one of them out, and give trainer.max_steps=NUMBER"
-        yield _finding(config, "trainer.max_epochs trainer.overfit_batches", reason, remedy)
+        yield finding(config, "trainer.max_epochs trainer.overfit_batches", reason, remedy)
     here = isinstance(data, FileOrHubData) and Path(data.path).expanduser().is_file()
     if isinstance(data, HubData) and not here:
         reason = "a hub's text is streamed, and its tokens are not counted before the first pass is over"
         remedy = "trainer.max_epochs=null, and the passes' tokens as trainer.max_tokens=NUMBER"
-        yield _finding(config, "trainer.max_epochs data.repo", reason, remedy)
+        yield finding(config, "trainer.max_epochs data.repo", reason, remedy)
 
 
 def _schedule(config: RunConfig, limit: str, steps: int) -> Iterator[Finding]:
@@ -121,19 +120,12 @@ def _schedule(config: RunConfig, limit: str, steps: int) -> Iterator[Finding]:
         enough = {"trainer.max_steps": warmup, "trainer.max_tokens": warmup * tokens_a_step(config)}
         longer = f"{limit}={enough[limit]} or more" if limit in enough else f"a larger {limit}"
         remedy = f"add optim.warmup_steps={steps // 10}, or {longer}"
-        yield _finding(config, f"{limit} optim.warmup_steps", "the warm-up is longer than the run", remedy)
+        yield finding(config, f"{limit} optim.warmup_steps", "the warm-up is longer than the run", remedy)
     elif config.optim.schedule == "warmup_stable_decay" and decay is None:
         reason = "the steps at the end in which the rate falls are not given"
         remedy = f"add optim.decay_steps={max(1, (steps - warmup) // 5)}"
-        yield _finding(config, "optim.schedule optim.decay_steps", reason, remedy)
+        yield finding(config, "optim.schedule optim.decay_steps", reason, remedy)
     elif decay is not None and decay > steps - warmup:
         remedy = f"optim.decay_steps={steps - warmup} or less" if steps > warmup else "a longer run, or less warm-up"
         keys = f"optim.decay_steps {limit} optim.warmup_steps"
-        yield _finding(config, keys, "the decay is longer than what follows the warm-up", remedy)
-
-
-def _finding(config: RunConfig, keys: str, reason: str, remedy: str) -> Finding:
-    """Return a finding whose cause begins with the keys' values."""
-    names = tuple(keys.split())
-    values = ", ".join(f"{name}={show(value_of(config, name))}" for name in names)
-    return Finding(names, Problem(f"{values}: {reason}", remedy))
+        yield finding(config, keys, "the decay is longer than what follows the warm-up", remedy)

@@ -22,6 +22,7 @@ from torch import Tensor
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.block_spec import GPT2_OPTIONS, block_spec, why_not
 from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
 from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.measure import subprocesses, timing
@@ -66,7 +67,7 @@ def measure(name: str, config: RunConfig, steps: int, warmup: int) -> Row:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     calls = [lambda i=i: loop.step(batches[i % len(batches)]) for i in range(warmup, warmup + steps)]
-    tokens = config.global_batch_size * config.model.n_positions
+    tokens = tokens_a_step(config)
     rates = [tokens / seconds for seconds in timing.seconds_of_each(calls, device)]
     loss = loop.loss.item()
     return {

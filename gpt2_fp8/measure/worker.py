@@ -22,6 +22,7 @@ from torch import Tensor
 from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
@@ -92,7 +93,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
         if not plan.backend.graphs:  # a graph's memory was allocated when it was recorded
             torch.cuda.reset_peak_memory_stats()
     seconds = _timed(step, batches[case.warmup : case.warmup + case.steps], device)
-    tokens = config.global_batch_size * config.model.n_positions
+    tokens = tokens_a_step(config)
     rates = [tokens / s for s in seconds]
     median = statistics.median(rates)
     known.update(tokens_per_second=median, slowest=min(rates), fastest=max(rates))

@@ -16,7 +16,7 @@ from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.run_length import last_step
+from gpt2_fp8.config.run_length import last_step, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
@@ -100,7 +100,7 @@ def step_of(checkpoint: Path | None) -> int | None:
 def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, folder: Path, start: Path | None) -> None:
     """Log what was chosen and why, in at most a dozen lines."""
     model, padded_vocab_size = config.model, padded_vocabulary(vocab_size)
-    tokens = config.global_batch_size * model.n_positions
+    tokens = tokens_a_step(config)
     name = torch.cuda.get_device_name() if plan.device == "cuda" else "the CPU"
     peak = peak_bf16_flops(name)
     log.info(

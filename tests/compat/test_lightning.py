@@ -268,6 +268,21 @@ def test_limit_steps_ends_a_trainer_that_was_told_of_no_steps(tmp_path):
         assert made.global_step == made.max_steps == ends
 
 
+@pytest.mark.parametrize(("told_at", "seen"), [(None, [False, False, True]), (2, [False, True])])
+def test_is_last_step_is_that_of_max_steps_or_of_a_trainer_that_is_told_to_stop(tmp_path, told_at, seen):
+    class Look(Callback):
+        def __init__(self):
+            self.found = []
+
+        def on_train_batch_end(self, trainer, *_):
+            trainer.should_stop = trainer.global_step == told_at
+            self.found.append(lightning_loops.is_last_step(trainer))
+
+    look = Look()
+    fit(trainer(tmp_path, [look], steps=3), Module())
+    assert look.found == seen
+
+
 def test_callbacks_hold_the_module_until_detach_logging(tmp_path):
     callback = Callback()
     of = trainer(tmp_path, [callback])
