@@ -18,7 +18,7 @@ OPTIM = OptimConfig(
 
 
 def build(config=CONFIG, seed=1):
-    model = GPT2(config, VOCAB, Composed(reference, recompute=False))
+    model = GPT2(config, VOCAB, Composed(reference, recompute="none"))
     initialise(model, seed)
     return model
 

@@ -10,7 +10,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.config.schema import (
+    AutoRecipe,
+    DelayedRecipe,
+    FP8PrecisionConfig,
+    Recompute,
+    RunConfig,
+    StatelessRecipe,
+)
 from gpt2_fp8.layers import Family
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import cross_entropy, split
@@ -79,9 +86,9 @@ class Backend(ABC):
         return self.config.precision.keep_bf16 if isinstance(self.config.precision, FP8PrecisionConfig) else []
 
     @property
-    def recompute(self) -> bool:
-        """Whether the MLP's hidden layer is computed again in the backward."""
-        return self.config.activation_checkpointing == "mlp"
+    def recompute(self) -> Recompute:
+        """What is computed again in the backward."""
+        return self.config.activation_checkpointing
 
     def build(self, vocab_size: int) -> GPT2:
         """Build the model on torch's default device, with uninitialised parameters."""

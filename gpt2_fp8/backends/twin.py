@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.backends.base import LossOf
+from gpt2_fp8.config.schema import Recompute
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import cross_entropy, split
 
 
-def twin_of(model: GPT2, recompute: bool = False) -> GPT2:
+def twin_of(model: GPT2, recompute: Recompute = "none") -> GPT2:
     """Build a model of the reference layers that shares the parameters of `model`, tied ones included."""
     with torch.device("meta"):
         twin = GPT2(model.config, model.vocab_size, Composed(reference, recompute))
@@ -24,7 +25,7 @@ def twin_of(model: GPT2, recompute: bool = False) -> GPT2:
     return twin
 
 
-def bf16_loss(model: GPT2, recompute: bool = False) -> LossOf:
+def bf16_loss(model: GPT2, recompute: Recompute = "none") -> LossOf:
     """Return the loss of a twin of `model`, which is built at the first call. Call it inside `bf16_context`."""
     twin: list[GPT2] = []
 

@@ -7,8 +7,8 @@ Importing this module needs nothing. Its functions import Transformer Engine onl
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -59,6 +59,32 @@ def apply_rotary() -> Any:
     return apply_rotary_pos_emb
 
 
+def computed_twice() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a forward and of the same forward again in its backward, for torch's `checkpoint`.
+
+    The first has each layer keep its scales and amaxes. The second has it take them back, compute, and put the newer
+    ones in place again. It sets the region that was entered at the first, since a backward runs outside of it.
+    """
+    from transformer_engine.pytorch.distributed import activation_recompute_forward as phase
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    region = FP8GlobalStateManager.get_autocast_state()
+    return phase(activation_recompute=True), _in_region(region, phase(activation_recompute=True, recompute_phase=True))
+
+
+@contextmanager
+def _in_region(region: Any, phase: AbstractContextManager[Any]) -> Iterator[None]:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    outside = FP8GlobalStateManager.get_autocast_state()
+    try:
+        with phase:  # it sets which layer is the region's first, from a queue of forwards; a backward comes in reverse
+            FP8GlobalStateManager.set_autocast_state(region)
+            yield
+    finally:
+        FP8GlobalStateManager.set_autocast_state(outside)
+
+
 def reset() -> None:
     """Forget what Transformer Engine remembers of the models of this process."""
     if "transformer_engine.pytorch" in sys.modules:
@@ -76,12 +102,14 @@ def unfinished_passes() -> Callable[[], None]:
     """
     if "transformer_engine.pytorch" not in sys.modules:
         return lambda: None
+    from transformer_engine.pytorch.distributed import activation_recompute_forward
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     region = FP8GlobalStateManager.get_autocast_state()
 
     def forget() -> None:
         FP8GlobalStateManager.set_autocast_state(region)
+        activation_recompute_forward._is_first_fp8_module.clear()
         for waiting in FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer:
             waiting.clear()
 

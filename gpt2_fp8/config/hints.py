@@ -96,7 +96,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "data_dir": ("files are listed", "data=text_files data.train_files='[FOLDER/*.txt]'"),
     "dataset": ("it is a group", "data=NAME"),
     "val_ratio": ("it has another name", "data.val_fraction"),
-    "gradient_checkpointing": ("it has another name", "activation_checkpointing=mlp"),
+    "gradient_checkpointing": ("it has another name", "activation_checkpointing=full (whole blocks) or mlp"),
     "use_compile": ("it has torch's name", "compile=true or false"),
     "wandb": ("runs log to TensorBoard and CSV", "logger=default, tensorboard, csv or none"),
     "train": ("this program always trains", "remove the key"),

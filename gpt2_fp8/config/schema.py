@@ -27,6 +27,7 @@ Repeated = Annotated[int, at_least(0, 10**4, "steps, which are read before the f
 Sequences = Annotated[int, at_least(1, 10**6, "sequences")]
 Epochs = Annotated[int, at_least(1, 10**5, "passes")]
 StepSequences = Annotated[int, at_least(1, 10**6, "sequences a step")]  # each is dealt out by itself
+Recompute = Literal["none", "mlp", "full"]
 _DEVICES = Refusal("is no number of devices", "trainer.devices=auto for every GPU, or trainer=cpu")
 Devices = Annotated[int, at_least(1, 4096, "processes on a machine", _DEVICES)]
 
@@ -257,7 +258,7 @@ class RunConfig:
     init_from: str | None  # the folder of a checkpoint, or of Hugging Face's weights: start from these alone
     compile: bool | Literal["auto"]  # torch.compile of the plain-torch layers; auto: on a GPU
     cuda_graphs: bool | Literal["auto"]  # replay a micro-batch as one launch (fused layers, one GPU); auto: where small
-    activation_checkpointing: Literal["none", "mlp"]  # mlp: its hidden layer is computed twice, and not kept
+    activation_checkpointing: Recompute  # what a backward computes again and does not keep: the MLP, or whole blocks
     global_batch_size: StepSequences  # sequences per optimizer step, over all GPUs
     micro_batch_size: Sequences | Literal["auto"]  # sequences per GPU and forward pass; auto: all that fit
     model: ModelConfig

@@ -105,7 +105,7 @@ class Fitting:
         if self.size == 1:
             raise UserError.of(
                 f"out of memory with {self.what}=1: {reason}",
-                "activation_checkpointing=mlp, a smaller model, or a shorter model.n_positions",
+                "activation_checkpointing=full, a smaller model, or a shorter model.n_positions",
             )
         before, most = self.size, self.size // 2 if self.proven else self.size - 1
         self.size = largest_divisor(sequences, most)

@@ -7,12 +7,13 @@ All families have the same parameter names, shapes and initial values, so a stat
 - `fused`: FP8 GEMMs chained by our own kernels, for delayed scaling on Hopper. It is the fastest there.
 - `emulated`: the layers of `reference` with FP8 operands emulated, on any device. It is for finding out, not for speed.
 
-`reference`, `te` and `emulated.Layers` offer the same five layers. `block.Composed` builds blocks and heads from them:
+`reference`, `te` and `emulated.Layers` offer the same layers. `block.Composed` builds blocks and heads from them:
 
 - `layer_norm_linear(in_features, out_features, norm, bias, fp8)`: `layer_norm_*, weight[, bias]`
 - `linear(in_features, out_features, bias, fp8)`: `weight[, bias]`
 - `layer_norm_mlp(n_embd, mlp, norm, bias, fp8, recompute)`: `layer_norm_*, fc1_weight[, fc1_bias], fc2_weight[, ...]`
 - `head(n_embd, padded_vocab_size, norm, fp8)`: a `layer_norm_linear` without bias. Its FP8 gradient is always E5M2.
+- `again(part, *inputs, draws)`: `part(*inputs)`, which is computed once more in its backward
 - `attention(heads, dropout, epsilon)`: causal attention over packed queries, keys and values. It is called as
   `attention(qkv, angle)`, with RoPE's angles or None. QK-norm alone has parameters: `[q_norm, k_norm]`
 

@@ -7,24 +7,35 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpt2_fp8.config.block_spec import BlockSpec, why_not
+from gpt2_fp8.config.schema import Recompute
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.embedding import embed
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each added to the residual stream. x: [batch, tokens, n_embd]."""
+    """Attention and an MLP, each added to the residual stream. x: [batch, tokens, n_embd].
 
-    def __init__(self, spec: BlockSpec, layers: Any, fp8: bool, recompute: bool):
+    `recompute`: "mlp" computes the MLP's hidden layer again in the backward; "full" the whole block, and keeps x alone.
+    """
+
+    def __init__(self, spec: BlockSpec, layers: Any, fp8: bool, recompute: Recompute):
         super().__init__()
+        self.again = layers.again if recompute == "full" else None
         n_embd, heads, bias = spec.n_embd, spec.heads, spec.bias
         self.qkv = layers.layer_norm_linear(n_embd, heads.packed, spec.norm, bias, fp8)
         self.attention = layers.attention(heads, spec.dropout, spec.norm.epsilon)
         self.projection = layers.linear(heads.queries, n_embd, bias, fp8)
-        self.mlp = layers.layer_norm_mlp(n_embd, spec.mlp, spec.norm, bias, fp8, recompute)
+        self.mlp = layers.layer_norm_mlp(n_embd, spec.mlp, spec.norm, bias, fp8, recompute == "mlp")
+        self.draws = spec.dropout > 0
         self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None, angle: Tensor | None = None) -> Tensor:
         """Compute the block. See `layers.Family.block`."""
+        if self.again is None:
+            return self._forward(x, is_first_microbatch, angle)
+        return self.again(self._forward, x, is_first_microbatch, angle, draws=self.draws)
+
+    def _forward(self, x: Tensor, is_first_microbatch: bool | None, angle: Tensor | None) -> Tensor:
         y = self.attention(self.qkv(x, is_first_microbatch), angle)
         x = self.add(x, self.dropout(self.projection(y, is_first_microbatch)))
         return self.add(x, self.dropout(self.mlp(x, is_first_microbatch)))
@@ -40,7 +51,7 @@ class Composed:
     scales: Scales | None = None
     embed = staticmethod(embed)
 
-    def __init__(self, layers: Any, recompute: bool):
+    def __init__(self, layers: Any, recompute: Recompute):
         self.layers, self.recompute = layers, recompute
 
     def why_not(self, spec: BlockSpec) -> str | None:

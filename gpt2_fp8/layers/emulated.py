@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.block_spec import GPT2_OPTIONS, MLP, BlockSpec, Heads, Norm, why_not
+from gpt2_fp8.config.schema import Recompute
 from gpt2_fp8.layers import block, reference
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.layers.embedding import embed
@@ -36,7 +37,7 @@ OFFERS = GPT2_OPTIONS
 class Emulated:
     """The family of the emulated layers. A part that stays in bf16 is built from the plain-torch layers."""
 
-    def __init__(self, emulation: Emulation, delayed: DelayedScaling | None, recompute: bool):
+    def __init__(self, emulation: Emulation, delayed: DelayedScaling | None, recompute: Recompute):
         self._scales = EmulatedScales(delayed) if delayed else None
         self.scales: Scales | None = self._scales
         self.emulation, self.recompute = emulation, recompute
@@ -69,7 +70,7 @@ class Emulated:
 class Block(block.Block):
     """A block whose residual stream is added as `residual` says."""
 
-    def __init__(self, spec: BlockSpec, layers: Any, fp8: bool, recompute: bool, residual: bool):
+    def __init__(self, spec: BlockSpec, layers: Any, fp8: bool, recompute: Recompute, residual: bool):
         super().__init__(spec, layers, fp8, recompute)
         self.residual = residual
 
@@ -93,6 +94,8 @@ class _AddOnce(torch.autograd.Function):
 
 class Layers:
     """What `block.Block` builds a block from, in the emulated form."""
+
+    again = staticmethod(reference.again)
 
     def __init__(self, emulation: Emulation, scales: EmulatedScales | None):
         self._gemm = emulation, scales

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.block_spec import BlockSpec
+from gpt2_fp8.config.schema import Recompute
 from gpt2_fp8.kernels.cast import cast_transpose
 from gpt2_fp8.kernels.layer_norm import LayerNormGradient, Statistics, layer_norm_backward, layer_norm_cast
 from gpt2_fp8.layers import reference
@@ -32,11 +33,12 @@ from gpt2_fp8.layers.received import Received
 class Block(nn.Module):
     """Attention and an MLP, each added to the residual stream; the FP8 form of `layers.block.Block`.
 
-    `recompute`: the MLP's hidden layer is computed again in the backward instead of being kept in memory. `below`: the
-    block that feeds this one. Its backward needs its output's gradient in FP8: this block's last kernel writes it.
+    `recompute`: what the backward computes again instead of keeping it: the MLP's hidden layer ("mlp"), or all but the
+    block's input ("full"). `below`: the block that feeds this one. Its backward needs its output's gradient in FP8: this
+    block's last kernel writes it.
     """
 
-    def __init__(self, spec: BlockSpec, scales: Scales, recompute: bool, below: Block | None):
+    def __init__(self, spec: BlockSpec, scales: Scales, recompute: Recompute, below: Block | None):
         super().__init__()
         d, heads, norm, bias, self.recompute = spec.n_embd, spec.heads, spec.norm, spec.bias, recompute
         self.qkv = reference.LayerNormLinear(d, heads.packed, norm, bias)
@@ -58,6 +60,19 @@ class Block(nn.Module):
         projection.refresh(self.projection.weight, self.projection.bias)
         fc1.refresh(self.mlp.fc1_weight, self.mlp.fc1_bias)
         fc2.refresh(self.mlp.fc2_weight, self.mlp.fc2_bias)
+
+    def attend(self, x: Tensor, shape: torch.Size, training: bool) -> Attended:
+        """Compute the block up to its middle. x: bfloat16 [M, d]; `shape`: what it is rows of, [batch, tokens, d]."""
+        qkv, projection, _, _ = self.linears
+        norm = self.qkv
+        y8, y8t, statistics = layer_norm_cast(
+            x, norm.layer_norm_weight, norm.layer_norm_bias, norm.epsilon, qkv.slot("input"), training
+        )
+        packed = qkv.forward(y8).view(*shape[:-1], -1).requires_grad_(training)
+        with torch.set_grad_enabled(training):
+            attended = self.attention(packed)
+        o8, o8t, _ = cast_transpose(attended.detach().reshape(x.shape), projection.slot("input"))
+        return Attended(projection.forward(o8, add=x), packed, attended, y8t, o8t, statistics)
 
     def hidden(self, middle: Tensor, again: bool = False) -> tuple[Tensor | None, Hidden]:
         """Compute the MLP's GELU, FP8 [M, f], and what its backward needs.
@@ -88,6 +103,17 @@ class FP8Linears(NamedTuple):
     fc2: FP8Linear
 
 
+class Attended(NamedTuple):
+    """What a block's backward needs of its first half."""
+
+    middle: Tensor  # the residual stream after attention: bfloat16 [M, d]
+    packed: Tensor  # attention's input [batch, tokens, heads.packed] and its result, with autograd's graph between them
+    attended: Tensor
+    y8t: Tensor  # the transposed inputs of the two GEMMs, FP8 [d, M]
+    o8t: Tensor
+    statistics: Statistics  # of the normalisation before them
+
+
 class Hidden(NamedTuple):
     """What a block's backward needs of its MLP's hidden layer."""
 
@@ -106,37 +132,30 @@ class _BlockFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: Block, training: bool, *parameters: nn.Parameter) -> Tensor:
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
-        qkv, projection, _, fc2 = block.linears
-        norm = block.qkv
-        y8, y8t, statistics = layer_norm_cast(
-            x, norm.layer_norm_weight, norm.layer_norm_bias, norm.epsilon, qkv.slot("input"), training
-        )
-        packed = qkv.forward(y8).view(*shape[:-1], -1).requires_grad_(training)
-        with torch.set_grad_enabled(training):
-            attended = block.attention(packed)
-        o8, o8t, _ = cast_transpose(attended.detach().reshape(x.shape), projection.slot("input"))
-        middle = projection.forward(o8, add=x)
-        z8, hidden = block.hidden(middle)
+        attended = block.attend(x, shape, training)
+        z8, hidden = block.hidden(attended.middle)
         assert z8 is not None
         if training:
-            ctx.block, ctx.attention, ctx.statistics = block, (packed, attended), statistics
-            ctx.nothing = [None] * len(parameters)
-            ctx.hidden = None if block.recompute else hidden
-            ctx.save_for_backward(x, middle, y8t, o8t)
-        return fc2.forward(z8, add=middle).view(shape)
+            ctx.block, ctx.nothing, ctx.left = block, [None] * len(parameters), True
+            ctx.attended = None if block.recompute == "full" else attended
+            ctx.hidden = hidden if block.recompute == "none" else None
+            ctx.save_for_backward(x)
+        return block.linears.fc2.forward(z8, add=attended.middle).view(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        x, middle, y8t, o8t = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         block: Block = ctx.block
-        assert ctx.attention is not None, "one backward only"
+        assert ctx.left, "one backward only"
         dout = upstream[0].reshape(x.shape).contiguous()
-        hidden = ctx.hidden or block.hidden(middle, again=True)[1]
-        # freed here: autograd's graph lives longer than its backward
-        attention, ctx.hidden, ctx.attention = ctx.attention, None, None
-        into_middle = _mlp_backward(block, dout, middle, hidden)
-        dx = _attention_backward(block, into_middle, x, ctx.statistics, y8t, o8t, attention)
+        # The same kernels under the same scales: what is computed again has the same bits, and so have its amaxes.
+        attended = ctx.attended or block.attend(x, upstream[0].shape, training=True)
+        hidden = ctx.hidden or block.hidden(attended.middle, again=True)[1]
+        ctx.left, ctx.hidden, ctx.attended = False, None, None  # freed: autograd's graph lives longer than its backward
+        into_middle = _mlp_backward(block, dout, attended.middle, hidden)
+        del hidden
+        dx = _attention_backward(block, into_middle, x, attended)
         return dx.view(upstream[0].shape), None, None, *ctx.nothing
 
 
@@ -171,10 +190,7 @@ def _mlp_backward(block: Block, dout: Tensor, middle: Tensor, hidden: Hidden) ->
     return result
 
 
-def _attention_backward(
-    block: Block, into_middle: LayerNormGradient, x: Tensor, statistics: Statistics, y8t: Tensor, o8t: Tensor,
-    attention: tuple[Tensor, Tensor],
-) -> Tensor:  # fmt: skip
+def _attention_backward(block: Block, into_middle: LayerNormGradient, x: Tensor, attended: Attended) -> Tensor:
     """Compute the gradient of a block's input, [M, d], from that at its middle.
 
     The gradients of attention's parameters are added to their `.grad`.
@@ -182,18 +198,17 @@ def _attention_backward(
     qkv, projection = block.linears.qkv, block.linears.projection
     weight, bias = block.projection.weight, block.projection.bias
     add_vector_gradient(bias, into_middle.sums[:, 2])
-    projection.add_weight_gradient(weight, into_middle.qt, o8t)
-    packed, attended = attention
-    dattended = projection.input_gradient(into_middle.q).view(attended.shape)
-    (dpacked,) = torch.autograd.grad(attended, packed, dattended)
+    projection.add_weight_gradient(weight, into_middle.qt, attended.o8t)
+    dattended = projection.input_gradient(into_middle.q).view(attended.attended.shape)
+    (dpacked,) = torch.autograd.grad(attended.attended, attended.packed, dattended)
     g8, g8t, sums = cast_transpose(dpacked.reshape(x.shape[0], -1), qkv.slot("gradient"), sums=True)
     norm = block.qkv
     add_vector_gradient(norm.bias, sums)
-    qkv.add_weight_gradient(norm.weight, g8t, y8t)
+    qkv.add_weight_gradient(norm.weight, g8t, attended.y8t)
     dy = qkv.input_gradient(g8)
     below = block.below[0]
     slot = None if below is None else below.linears.fc2.slot("gradient")
-    result = layer_norm_backward(dy, x, statistics, norm.layer_norm_weight, into_middle.dx, slot)
+    result = layer_norm_backward(dy, x, attended.statistics, norm.layer_norm_weight, into_middle.dx, slot)
     if below is not None:
         below.received = Received(result)
     add_vector_gradient(norm.layer_norm_weight, result.sums[:, 0])

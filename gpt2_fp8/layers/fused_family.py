@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from gpt2_fp8.config.block_spec import FUSED_OPTIONS, BlockSpec, why_not
+from gpt2_fp8.config.schema import Recompute
 from gpt2_fp8.layers import te
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
@@ -18,7 +19,7 @@ class Fused:
 
     embed = staticmethod(fused_embed)
 
-    def __init__(self, settings: DelayedScaling, recompute: bool):
+    def __init__(self, settings: DelayedScaling, recompute: Recompute):
         self.scales: Scales | None = Scales(settings)
         self.recompute = recompute
         self._bf16 = Composed(te, recompute)

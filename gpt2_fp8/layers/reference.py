@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -143,6 +144,16 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
     return y.transpose(1, 2).flatten(2)
+
+
+def again(part: Callable[..., Tensor], *inputs: Any, draws: bool) -> Tensor:
+    """Compute `part(*inputs)`. Its backward computes it once more: of what it computes, nothing is kept until then.
+
+    `draws`: whether it draws random numbers, which are then drawn again.
+    """
+    if not torch.is_grad_enabled():
+        return part(*inputs)
+    return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=draws)
 
 
 def layer_norm_linear(in_features: int, out_features: int, norm: Norm, bias: bool, fp8: bool) -> nn.Module:

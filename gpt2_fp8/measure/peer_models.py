@@ -153,7 +153,7 @@ def lightning_transformer_engine(config: ModelConfig, vocab_size: int, device: s
 def plain_torch(config: ModelConfig, vocab_size: int, device: str) -> Peer:
     """Build this project's model in plain torch, for a bare loop."""
     with torch.device(device):
-        model = GPT2(config, vocab_size, Composed(reference, recompute=False))
+        model = GPT2(config, vocab_size, Composed(reference, recompute="none"))
     initialise(model, seed=0)
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:

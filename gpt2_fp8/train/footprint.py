@@ -26,6 +26,7 @@ KEPT_BYTES = 4  # a token and channel of what a block keeps for its backward (`_
 LOGIT_BYTES = 4 * 4  # a logit: with padding, without it, its softmax, its gradient
 SCORE_BYTES = 4 * 4  # a pair of tokens and a head: attention with dropout keeps them all
 ID_BYTES = 4  # a token
+AGAIN = 4.5  # times what a block keeps: one that is computed again as a whole, with its gradients; 4.3 was measured
 EMULATED = 1.8  # times as much a sequence where FP8 is emulated; 1.3 was measured
 STEPS_HELD = {"cpu": 2, "cuda": 4}  # this step's ids and the next one's while they are read; a GPU's also page-locked
 USED = 0.9  # of what is left now
@@ -56,18 +57,27 @@ def footprint(config: RunConfig, vocab_size: int) -> Footprint:
     """Estimate a run on a CPU: an upper bound, 1.2 to 1.6 times what was measured."""
     model, padded_vocab_size = config.model, padded_vocabulary(vocab_size)
     parameters = parameter_count(model, padded_vocab_size)
-    tokens, recompute = model.n_positions, config.activation_checkpointing == "mlp"
+    tokens = model.n_positions
     attention, mlp = (tokens * channels * KEPT_BYTES for channels in _kept_channels(block_spec(model)))
-    block = attention if recompute else attention + mlp
     if model.dropout:
-        block += SCORE_BYTES * model.n_head * tokens**2
-    kept = model.n_layer * block + (mlp if recompute else 0)
+        attention += SCORE_BYTES * model.n_head * tokens**2
+    kept = _kept(config, attention, mlp)
     emulated = isinstance(config.precision, FP8PrecisionConfig) and config.precision.backend == "emulated"
     casts = 2 * parameters if config.precision.name == "bf16" or emulated else 0
     sequence = kept + LOGIT_BYTES * tokens * padded_vocab_size
     if emulated:
         sequence = int(EMULATED * sequence)
     return Footprint(PROCESS_BYTES + PARAMETER_BYTES * parameters + casts, sequence)
+
+
+def _kept(config: RunConfig, attention: int, mlp: int) -> int:
+    """Return the bytes that all blocks keep, and what one of them computes again, of a sequence."""
+    always, again = {
+        "none": (attention + mlp, 0),
+        "mlp": (attention, mlp),
+        "full": (config.model.n_positions * config.model.n_embd * KEPT_BYTES, int(AGAIN * (attention + mlp))),
+    }[config.activation_checkpointing]
+    return config.model.n_layer * always + again
 
 
 def _kept_channels(spec: BlockSpec) -> tuple[int, int]:

@@ -135,11 +135,11 @@ TABLE = [
     ("precision.fast_accumulation=true recipe=current", "not recipe=current", "leave it out"),
     ("precision.fast_accumulation=true model.dropout=0.1", "they have no dropout", "leave it out"),
     ("cuda_graphs=yes", "true or false or auto", "cuda_graphs=true, false or auto"),
-    ("activation_checkpointing=true", "must be none or mlp", "activation_checkpointing=none|mlp"),
+    ("activation_checkpointing=true", "must be none, mlp or full", "activation_checkpointing=none|mlp|full"),
     ("layers=te", "there is no key layers: it has been renamed", "precision.backend=auto, fused, te"),
     ("precision.layers=te", "there is no key precision.layers: it has been renamed", "precision.backend=auto, fused"),
     ("cudagraphs=true", "there is no key cudagraphs", "did you mean cuda_graphs?"),
-    ("gradient_checkpointing=true", "it has another name", "activation_checkpointing=mlp"),
+    ("gradient_checkpointing=true", "it has another name", "activation_checkpointing=full"),
     # keys and choices that are not there
     ("recipe=current recipe.margin=1", "belongs to recipe=delayed, and this run has recipe=current", "recipe=delayed"),
     ("precision=bf16 precision.fallback=error", "belongs to precision=fp8_hybrid", "choose precision=fp8_hybrid"),

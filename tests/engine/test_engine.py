@@ -1,5 +1,6 @@
 """How a run computes: the engine's gradients are the plain step's, and what is recomputed changes no bit."""
 
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -82,7 +83,7 @@ def assert_bit_equal(one, other):
 def test_gradients_are_the_plain_steps():
     config = composed()
     of = build(config)
-    model = GPT2(config.model, VOCAB, Composed(reference, recompute=False))
+    model = GPT2(config.model, VOCAB, Composed(reference, recompute="none"))
     initialise(model, config.seed)
     loss = accumulate(batch(), config.micro_batch_size, loss_of(model), nullcontext, torch.Tensor.backward)
     assert_bit_equal(step(of), (loss, {name: p.grad for name, p in model.named_parameters()}))
@@ -366,31 +367,36 @@ def test_layers_of_transformer_engine_compute_it_themselves(monkeypatch):
 
 # activation_checkpointing
 
+recomputing = pytest.mark.parametrize("choice", ["mlp", "full"])
+
 
 @pytest.fixture
 def passes(monkeypatch):
-    """The hidden layers computed so far."""
-    from gpt2_fp8.layers.reference import LayerNormMLP
+    """The attentions and hidden layers computed so far, each with whether gradients were on."""
+    count = []
 
-    count, forward = [], LayerNormMLP._forward
+    def counted(part, forward):
+        def counting(self, *inputs):
+            count.append((part, torch.is_grad_enabled()))
+            return forward(self, *inputs)
 
-    def counting(self, x):
-        count.append(torch.is_grad_enabled())
-        return forward(self, x)
+        return counting
 
-    monkeypatch.setattr(LayerNormMLP, "_forward", counting)
+    for part, name in ((reference.LayerNormMLP, "_forward"), (reference.Attention, "forward")):
+        monkeypatch.setattr(part, name, counted(part.__name__, getattr(part, name)))
     return count
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_recomputed_activations_change_no_bit(dropout, autocast, passes):
+@pytest.mark.parametrize(("choice", "attentions"), [("mlp", 4), ("full", 8)])
+def test_recomputed_activations_change_no_bit(choice, attentions, dropout, autocast, passes):
     keys = ["model.n_layer=2", f"model.dropout={dropout}"]
     kept = step(build(composed(*keys)), autocast)
-    assert len(passes) == 4, "two blocks, two micro-batches"
+    assert Counter(passes) == {("LayerNormMLP", True): 4, ("Attention", True): 4}, "two blocks, two micro-batches"
     passes.clear()
-    recomputed = step(build(composed(*keys, "activation_checkpointing=mlp")), autocast)
-    assert len(passes) == 8, "each computed twice"
+    recomputed = step(build(composed(*keys, f"activation_checkpointing={choice}")), autocast)
+    assert Counter(passes) == {("LayerNormMLP", True): 8, ("Attention", True): attentions}
     assert_bit_equal(kept, recomputed)
     if dropout:
         other = step(build(composed(*keys)), autocast, seed=8)
@@ -399,20 +405,53 @@ def test_recomputed_activations_change_no_bit(dropout, autocast, passes):
 
 def test_recomputing_leaves_the_random_numbers_where_they_are():
     states = []
-    for choice in ("none", "mlp"):
+    for choice in ("none", "mlp", "full"):
         step(build(composed("model.dropout=0.3", f"activation_checkpointing={choice}")))
         states.append(torch.get_rng_state())
-    assert torch.equal(*states)
+    assert all(torch.equal(states[0], state) for state in states)
 
 
-def test_nothing_is_recomputed_without_gradients(passes):
-    of = build(composed("activation_checkpointing=mlp"))
+def test_a_block_that_is_computed_again_keeps_its_input_alone():
+    """The bytes that autograd keeps for the backward, parameters left out: `none` keeps all, `full` a block's input."""
+    held = {}
+    for choice in ("none", "mlp", "full"):
+        of = build(composed("model.n_layer=2", f"activation_checkpointing={choice}"))
+        known, kept = {p.data_ptr() for p in of.model.parameters()}, {}
+
+        def keep(tensor, known=known, kept=kept):
+            if tensor.untyped_storage().data_ptr() not in known:
+                kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        x = torch.randn(4, POSITIONS, of.model.config.n_embd, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = of.model.blocks[1](of.model.blocks[0](x, None), None)
+        assert out.requires_grad
+        held[choice] = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert held["full"] == 2 * x.untyped_storage().nbytes(), "the inputs of two blocks"
+    assert held["full"] < held["mlp"] < held["none"]
+
+
+@recomputing
+def test_nothing_is_recomputed_without_gradients(choice, passes):
+    of = build(composed(f"activation_checkpointing={choice}"))
     with torch.no_grad():
         of.loss(batch(4))
-    assert passes == [False]
+    assert passes == [("Attention", False), ("LayerNormMLP", False)]
 
 
-def test_parameters_are_the_same_with_recomputation():
-    one, other = build(composed()), build(composed("activation_checkpointing=mlp"))
+@pytest.mark.whole
+def test_compiled_blocks_that_are_computed_again_change_no_bit():
+    found = []
+    for choice in ("none", "full"):
+        config = composed("compile=true", f"activation_checkpointing={choice}")
+        found.append(step(build(config, resolve(config, "cpu"))))
+        torch.compiler.reset()
+    assert_bit_equal(*found)
+
+
+@recomputing
+def test_parameters_are_the_same_with_recomputation(choice):
+    one, other = build(composed()), build(composed(f"activation_checkpointing={choice}"))
     assert one.model.state_dict().keys() == other.model.state_dict().keys()
     other.model.load_state_dict(one.model.state_dict())

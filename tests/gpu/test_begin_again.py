@@ -11,8 +11,11 @@ pytestmark = pytest.mark.fp8
 
 FUSED = ["precision.backend=fused", "cuda_graphs=false"]
 TE = ["precision.backend=te"]
-MLP = "activation_checkpointing=mlp"
-ROADS = [TE, [*TE, MLP], *(pytest.param(road, marks=hopper) for road in (FUSED, [*FUSED, MLP]))]
+MLP, FULL = "activation_checkpointing=mlp", "activation_checkpointing=full"
+ROADS = [
+    *(TE, [*TE, MLP], [*TE, FULL]),
+    *(pytest.param(road, marks=hopper) for road in (FUSED, [*FUSED, MLP], [*FUSED, FULL])),
+]
 
 
 def run_out(engine, seed):
@@ -66,9 +69,9 @@ def test_a_gradient_that_waits_for_a_backward_that_failed_is_let_go():
     assert lowest.received is None
 
 
-@pytest.mark.parametrize("overrides", ROADS[:2], ids=" ".join)
+@pytest.mark.parametrize("overrides", ROADS[:3], ids=" ".join)
 def test_bf16_layers_are_so_after_a_backward_that_failed_in_transformer_engines_region(overrides):
-    """Where the MLP is computed again in the backward, Transformer Engine sets its region by hand."""
+    """Where something is computed again in the backward, the region is set by hand."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     engine = prepared(*overrides)

@@ -140,16 +140,19 @@ def test_apply_rotary_turns_pairs_of_the_two_halves():
 
 @pytest.mark.fp8
 def test_unfinished_passes_are_forgotten_and_the_region_is_put_back():
+    from transformer_engine.pytorch.distributed import activation_recompute_forward as Phase
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
     forget = transformer_engine.unfinished_passes()
     Manager.quantization_state.fp8_enabled = True  # as an error in the midst of a backward leaves it
     Manager.quantization_state.fp8_tensors_recompute_buffer.append(["scales"])
+    Phase._is_first_fp8_module.append(True)
     assert Manager.is_fp8_enabled()
     try:
         forget()
         assert not Manager.is_fp8_enabled()
         assert not any(Manager.quantization_state.fp8_tensors_recompute_buffer)
+        assert not Phase._is_first_fp8_module
     finally:
         transformer_engine.reset()
     assert not Manager.quantization_state.fp8_tensors_recompute_buffer, "reset forgets the queues themselves"

@@ -28,7 +28,7 @@ def _deterministic():
         yield
 
 
-def against_bf16(ids, keep_bf16=(), config=CONFIG, precision="fp8_hybrid", recompute=False):
+def against_bf16(ids, keep_bf16=(), config=CONFIG, precision="fp8_hybrid", recompute="none"):
     """The fused model after it was held to bf16's loss and gradients on `ids`, and its plugin."""
     expected_loss, expected = gradients(build("reference", config=config), ids, False, common.bf16)
     model, fp8 = calibrated(
@@ -121,13 +121,16 @@ def test_chunks_of_the_head_change_nothing(monkeypatch, chunk):
 
 
 @pytest.mark.usefixtures("_deterministic")
-def test_recomputing_changes_no_bit():
+@pytest.mark.parametrize("choice", ["mlp", "full"])
+def test_recomputing_changes_no_bit(choice):
     ids = tokens(4)
-    (model, fp8), (other, _) = (calibrated("fused", ids=ids, recompute=recompute) for recompute in (False, True))
+    (model, fp8), (other, _) = (calibrated("fused", ids=ids, recompute=recompute) for recompute in ("none", choice))
     loss, expected = gradients(model, ids, True, fp8.forward_context)
     again, ours = gradients(other, ids, True, fp8.forward_context)
     assert again == loss
     common.assert_same_gradients(ours, expected)
+    kept, recomputed = state.capture(model), state.capture(other)
+    assert all(torch.equal(kept[name], recomputed[name]) for name in kept), "amaxes are those of one pass"
 
 
 @pytest.mark.usefixtures("_deterministic")

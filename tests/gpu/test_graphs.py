@@ -76,9 +76,12 @@ def test_gradients_and_scales_are_those_without_graphs(sequences, micro_batch_si
 
 @pytest.mark.parametrize(
     "overrides",
-    [["precision.keep_bf16=[first,head]"], ["activation_checkpointing=mlp", "model.bias=false"]],
+    [
+        ["precision.keep_bf16=[first,head]"], ["activation_checkpointing=mlp", "model.bias=false"],
+        ["activation_checkpointing=full", "precision.keep_bf16=[first]"],
+    ],
     ids=" ".join,
-)
+)  # fmt: skip
 def test_other_parts_can_be_recorded_too(overrides):
     runs = [step(built(graphed, *overrides), batch(0)) for graphed in (True, False)]
     (loss, ours), (expected_loss, expected) = runs

@@ -27,14 +27,14 @@ DELAYED = DelayedScaling(history=4, margin=1, most_recent=False, forward=E4M3, g
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def build(switches=EMULATED, recipe="delayed", keep_bf16=(), recompute=False, config=CONFIG, gradient=E5M2):
+def build(switches=EMULATED, recipe="delayed", keep_bf16=(), recompute="none", config=CONFIG, gradient=E5M2):
     emulation = Emulation(recipe, E4M3, gradient, frozenset(switches))
     delayed = replace(DELAYED, gradient=gradient) if recipe == "delayed" else None
     return initialised(GPT2(config, VOCAB, Emulated(emulation, delayed, recompute), keep_bf16))
 
 
 def plain(config=CONFIG):
-    return initialised(GPT2(config, VOCAB, Composed(reference, recompute=False)))
+    return initialised(GPT2(config, VOCAB, Composed(reference, recompute="none")))
 
 
 def initialised(model):
@@ -222,10 +222,15 @@ def test_kept_parts_are_the_plain_layers(bf16):
     assert build(keep_bf16=["first"]).scales.scale.numel() == 3 * 4 + 2  # four GEMMs of a block, and the head's two
 
 
+@pytest.mark.parametrize("recompute", ["mlp", "full"])
 @recipes
-def test_recomputing_changes_no_bit(recipe):
-    (loss, theirs), (again, ours) = (gradients(build(recipe=recipe, recompute=r), ids()) for r in (False, True))
+def test_recomputing_changes_no_bit(recipe, recompute):
+    models = [build(recipe=recipe, recompute=r) for r in ("none", recompute)]
+    (loss, theirs), (again, ours) = (gradients(model, ids()) for model in models)
     assert (loss, differ(ours, theirs)) == (again, set())
+    kept, recomputed = map(state.capture, models)
+    assert bool(kept) == (recipe == "delayed")
+    assert all(torch.equal(kept[name], recomputed[name]) for name in kept), "amaxes are those of one pass"
 
 
 def test_dropout_drops():

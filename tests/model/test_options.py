@@ -116,11 +116,12 @@ def test_initial_values_are_stated(name):
         assert not p[len(rows) :].any()
 
 
+@pytest.mark.parametrize("recompute", ["mlp", "full"])
 @every_option
-def test_recomputing_the_mlp_changes_nothing(name):
+def test_recomputing_changes_nothing(name, recompute):
     config = configured(name)
     model = build(config)
-    recomputed = GPT2(config, VOCAB, Composed(reference, recompute=True))
+    recomputed = GPT2(config, VOCAB, Composed(reference, recompute=recompute))
     recomputed.load_state_dict(model.state_dict())
     losses = [loss_of(m)(ids()) for m in (model, recomputed)]
     for loss in losses:

@@ -4,6 +4,7 @@ import sys
 from collections import deque
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -105,16 +106,22 @@ def test_what_transformer_engine_keeps_of_unfinished_passes_is_forgotten(monkeyp
         def set_autocast_state(cls, region):
             cls.region = region
 
-    names = "transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.quantization"
+    class Phase:
+        _is_first_fp8_module: ClassVar = [True]
+
+    package = "transformer_engine.pytorch"
+    names = "transformer_engine", package, f"{package}.distributed", f"{package}.quantization"
     for name in names:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules[names[-1]].FP8GlobalStateManager = Manager
+    sys.modules[names[-2]].activation_recompute_forward = Phase
     begin_again = state.kept(model(ran=True))
     Manager.quantization_state.fp8_tensors_recompute_buffer[1].append("scales")
     Manager.region = "inside"
     begin_again()
     assert not any(Manager.quantization_state.fp8_tensors_recompute_buffer)
     assert Manager.region == "outside"
+    assert not Phase._is_first_fp8_module
 
 
 def test_gradient_amaxes_are_divided_exactly_and_alone():

@@ -50,7 +50,7 @@ def test_log_and_summary_say_what_is_emulated(tmp_path, caplog):
 
 @pytest.mark.parametrize("words", [["model.dropout=0.1"], ["recipe=block"]], ids=" ".join)
 def test_legs_equal_one_run_bit_for_bit(tmp_path, monkeypatch, words):
-    words = [*FP8, *words, "activation_checkpointing=mlp", "precision.keep_bf16=[first]", "model.n_layer=2"]
+    words = [*FP8, *words, "activation_checkpointing=full", "precision.keep_bf16=[first]", "model.n_layer=2"]
     whole, logged = recorded(tmp_path / "whole", *words)
     legs = record_steps(monkeypatch)
     train_until(6, tmp_path / "legs", *words)

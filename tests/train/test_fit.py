@@ -143,10 +143,11 @@ def test_a_diverged_model_ends_with_exit_3_whatever_is_logged_and_sampled(tmp_pa
     assert summary(tmp_path / "run")["exit_code"] == 3
 
 
-def test_recomputed_activations_train_the_same_model(tmp_path):
+@pytest.mark.parametrize("choice", ["mlp", "full"])
+def test_recomputed_activations_train_the_same_model(tmp_path, choice):
     keys = ["model.dropout=0.2", "trainer.max_steps=5", "callbacks.sample_tokens=5"]
     train(tmp_path / "kept", *keys)
-    train(tmp_path / "recomputed", *keys, "activation_checkpointing=mlp")
+    train(tmp_path / "recomputed", *keys, f"activation_checkpointing={choice}")
     assert_same_checkpoint(checkpoint(tmp_path / "kept", 5), checkpoint(tmp_path / "recomputed", 5))
 
 

@@ -74,7 +74,7 @@ def expressed(folder: Path, **changes: Any) -> ModelConfig:
 
 
 def built(model: ModelConfig, weights: dict[str, torch.Tensor] | None = None) -> GPT2:
-    made = GPT2(model, IDS, Composed(reference, recompute=False)).eval()
+    made = GPT2(model, IDS, Composed(reference, recompute="none")).eval()
     initialise(made, 3)
     with torch.no_grad():
         for parameter in made.parameters():
