@@ -34,8 +34,8 @@ class Block(nn.Module):
     """Attention and an MLP, each added to the residual stream; the FP8 form of `layers.block.Block`.
 
     `recompute`: what the backward computes again instead of keeping it: the MLP's hidden layer ("mlp"), or all but the
-    block's input ("full"). `below`: the block that feeds this one. Its backward needs its output's gradient in FP8: this
-    block's last kernel writes it.
+    block's input ("full"). `below`: the block that feeds this one. Its backward needs its output's gradient in FP8:
+    this block's last kernel writes it.
     """
 
     def __init__(self, spec: BlockSpec, scales: Scales, recompute: Recompute, below: Block | None):

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from gpt2_fp8.compat import flash_attn, torch_private, transformer_engine
+from gpt2_fp8.precision import state
+from tests.gpu.common import calibrated, gradients, tokens
 
 
 def packed(tokens=256, heads=2, size=64):
@@ -136,6 +138,26 @@ def test_apply_rotary_turns_pairs_of_the_two_halves():
     turned = transformer_engine.apply_rotary()(x, both, tensor_format="bshd", fused=True)
     expected = torch.complex(x[..., :32], x[..., 32:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
     assert torch.allclose(turned, torch.cat((expected.real, expected.imag), dim=-1), atol=1e-5)
+
+
+@pytest.mark.fp8
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_a_forward_that_is_computed_twice_counts_once(recipe):
+    """`computed_twice`, around each of three blocks: losses are equal, and so is the state of delayed scaling."""
+    found = []
+    for recompute in ("none", "full"):
+        ids = tokens(4)
+        model, fp8 = calibrated("te", recipe, recompute=recompute, ids=ids)
+        losses = [gradients(model, ids, True, fp8.forward_context)[0] for _ in range(3)]
+        found.append((losses, state.capture(model)))
+        transformer_engine.reset()
+    (losses, kept), (again, twice) = found
+    assert losses[0] == again[0]
+    assert losses == pytest.approx(again, rel=1e-4)
+    assert bool(kept) == (recipe == "delayed")
+    for name, tensor in kept.items():
+        assert torch.equal(tensor == 0, twice[name] == 0), f"{name}: rows of the history that were not written"
+        torch.testing.assert_close(twice[name], tensor, rtol=0.02, atol=0, msg=name)
 
 
 @pytest.mark.fp8
