@@ -10,7 +10,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from gpt2_fp8.config.block_spec import Heads, block_spec
 from gpt2_fp8.config.schema import (
+    AttentionKernel,
     AutoRecipe,
     DelayedRecipe,
     FP8PrecisionConfig,
@@ -18,7 +20,7 @@ from gpt2_fp8.config.schema import (
     RunConfig,
     StatelessRecipe,
 )
-from gpt2_fp8.layers import Family
+from gpt2_fp8.layers import Family, sdpa
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import cross_entropy, split
 from gpt2_fp8.precision.scaling import Scaling
@@ -89,6 +91,25 @@ class Backend(ABC):
     def recompute(self) -> Recompute:
         """What is computed again in the backward."""
         return self.config.activation_checkpointing
+
+    def why_not_attention(self, kernel: AttentionKernel) -> str | None:
+        """Return why these layers cannot take a kernel of attention on this machine; None if they can.
+
+        "auto" is not asked about. Here: what torch says of its own kernels.
+        """
+        if kernel == "te":
+            return "these layers have only torch's kernels"
+        return sdpa.why_not(kernel, *self.attention_shape) if kernel in sdpa.HELD else None
+
+    @property
+    def attention_shape(self) -> tuple[Heads, int, float]:
+        """The heads, the tokens and the dropout of attention."""
+        return block_spec(self.config.model).heads, self.config.model.n_positions, self.config.model.dropout
+
+    def torch_attention(self) -> str:
+        """Name the kernel that torch runs for `attention`, for people."""
+        dtype = torch.float32 if self.ran == "fp32" else torch.bfloat16
+        return sdpa.kernels(self.config.attention, *self.attention_shape, dtype, self.device)
 
     def build(self, vocab_size: int) -> GPT2:
         """Build the model on torch's default device, with uninitialised parameters."""

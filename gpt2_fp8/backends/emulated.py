@@ -72,7 +72,7 @@ class Emulated(Backend):
         forward, gradient = formats(precision)
         emulation = Emulation(self.recipe.name, forward, gradient, frozenset(self.switches))
         delayed = delayed_scaling(precision, self.recipe) if isinstance(self.recipe, DelayedRecipe) else None
-        return emulated.Emulated(emulation, delayed, self.recompute)
+        return emulated.Emulated(emulation, delayed, self.recompute, self.config.attention)
 
     def bf16_loss(self, model: GPT2) -> LossOf:
         """See `Backend`. A twin of plain-torch layers computes it."""
@@ -86,4 +86,8 @@ class Emulated(Backend):
     @override
     def kernels(self, vocab_size: int) -> dict[str, str]:
         how = ", compiled" if self.compiled else ""
-        return {"layers": f"FP8 emulated in plain torch{how}", "emulated": ", ".join(self.switches) or "nothing"}
+        return {
+            "layers": f"FP8 emulated in plain torch{how}",
+            "emulated": ", ".join(self.switches) or "nothing",
+            "attention": self.torch_attention(),
+        }

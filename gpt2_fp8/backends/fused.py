@@ -8,12 +8,12 @@ from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
 from gpt2_fp8.backends.twin import bf16_loss
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec
-from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.layers import Family
 from gpt2_fp8.model.gpt2 import GPT2, padded_vocabulary
 from gpt2_fp8.precision.recipes import delayed_scaling
 from gpt2_fp8.precision.scaling import FP8Scaling, Scaling
-from gpt2_fp8.precision.support import why_no_hopper
+from gpt2_fp8.precision.support import why_no_hopper, why_no_transformer_engine
 
 SMALL_TOKENS = 32768  # tokens of a micro-batch; up to here launching kernels one by one costs more than it gains
 
@@ -47,7 +47,7 @@ class Fused(Backend):
         precision = self.config.precision
         assert isinstance(precision, FP8PrecisionConfig)
         assert isinstance(self.recipe, DelayedRecipe)
-        return Layers(delayed_scaling(precision, self.recipe), self.recompute)
+        return Layers(delayed_scaling(precision, self.recipe), self.recompute, self.config.attention)
 
     def bf16_loss(self, model: GPT2) -> LossOf:
         """See `Backend`. These layers have no bf16, so a twin of plain-torch layers computes it."""
@@ -58,11 +58,24 @@ class Fused(Backend):
         return FP8Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
 
     @override
+    def why_not_attention(self, kernel: AttentionKernel) -> str | None:
+        if kernel == "flash":
+            from gpt2_fp8.layers.attention import why_not_flash
+
+            heads, tokens, _ = self.attention_shape
+            return why_not_flash(heads, tokens)
+        return why_no_transformer_engine() if kernel == "te" else super().why_not_attention(kernel)
+
+    @override
     def kernels(self, vocab_size: int) -> dict[str, str]:
         from gpt2_fp8.layers.chosen import chosen
 
         rows = self.config.micro_batch * self.config.model.n_positions
         parts = chosen(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
+        if self.config.attention in ("sdpa", "cudnn"):
+            parts["attention"] = self.torch_attention()
+        elif self.config.attention == "te":
+            parts["attention"] = "Transformer Engine's choice"
         return {"layers": f"fused FP8 chain{', in CUDA graphs' if self.graphs else ''}", **parts}
 
     @override

@@ -28,7 +28,7 @@ class Reference(Backend):
 
     @override
     def family(self) -> Family:
-        return Composed(reference, self.recompute)
+        return Composed(reference, self.recompute, self.config.attention)
 
     @property
     @override
@@ -37,4 +37,7 @@ class Reference(Backend):
 
     @override
     def kernels(self, vocab_size: int) -> dict[str, str]:
-        return {"layers": "plain torch, compiled" if self.compiled else "plain torch"}
+        return {
+            "layers": "plain torch, compiled" if self.compiled else "plain torch",
+            "attention": self.torch_attention(),
+        }

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gpt2_fp8.backends import attention_choice
 from gpt2_fp8.backends.base import Backend, Device, Ran
 from gpt2_fp8.backends.emulated import Emulated
 from gpt2_fp8.backends.fused import Fused
@@ -55,9 +56,15 @@ class Plan:
 def resolve(config: RunConfig, device: Device) -> Plan:
     """Decide precision and backend for a device.
 
-    Raises UserError in three cases. FP8 cannot run and `precision.fallback=error`. The GPU can do FP8 but not the
-    recipe. The backend that was asked for cannot compute the run.
+    Raises UserError in four cases. FP8 cannot run and `precision.fallback=error`. The GPU can do FP8 but not the
+    recipe. The backend that was asked for cannot compute the run. Its layers cannot take `attention`.
     """
+    plan = _resolve(config, device)
+    attention_choice.check(plan.backend)
+    return plan
+
+
+def _resolve(config: RunConfig, device: Device) -> Plan:
     precision = config.precision
     assert not isinstance(precision, AutoPrecisionConfig)  # decided before a plan is made
     if not isinstance(precision, FP8PrecisionConfig):
@@ -79,7 +86,7 @@ def resolve(config: RunConfig, device: Device) -> Plan:
 def unaccelerated(config: RunConfig, device: Device) -> Plan:
     """Return the plan of plain torch in float32, which can hold any run's weights on any machine."""
     reason = "no Trainer has said yet what computes"
-    return Plan(device, config.precision.name, "fp32", reason, Reference(config, "fp32", device))
+    return Plan(device, config.precision.name, "fp32", reason, Reference(_freely(config), "fp32", device))
 
 
 def fallen_back(plan: Plan, config: RunConfig, reason: str) -> Plan:
@@ -87,7 +94,14 @@ def fallen_back(plan: Plan, config: RunConfig, reason: str) -> Plan:
     if not plan.fp8:
         return plan
     backend = Reference(config, "bf16", plan.device)
+    if attention_choice.why_not(backend, config.attention):
+        backend = Reference(_freely(config), "bf16", plan.device)
     return replace(plan, ran="bf16", reason=reason, backend=backend, fell_back=True)
+
+
+def _freely(config: RunConfig) -> RunConfig:
+    """Leave the kernel of attention to torch, for layers that a run did not ask for."""
+    return replace(config, attention="auto")
 
 
 def as_before(plan: Plan, config: RunConfig, saved: Mapping[str, Any]) -> Plan:

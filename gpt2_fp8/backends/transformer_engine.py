@@ -11,7 +11,7 @@ from typing_extensions import override
 from gpt2_fp8.backends.base import Backend
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec, why_not
-from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.schema import AttentionKernel, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.layers import Family, te
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
@@ -37,7 +37,7 @@ class TransformerEngine(Backend):
 
     @override
     def family(self) -> Family:
-        return Composed(te, self.recompute)
+        return Composed(te, self.recompute, self.config.attention)
 
     @override
     def fp8_region(self) -> AbstractContextManager:
@@ -60,9 +60,17 @@ class TransformerEngine(Backend):
             return Scaling()
         return FP8Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
 
+    @override
+    def why_not_attention(self, kernel: AttentionKernel) -> str | None:
+        return None if kernel == "te" else super().why_not_attention(kernel)
+
     def kernels(self, vocab_size: int) -> dict[str, str]:
         """See `Backend`. If the faster layers were not chosen because of the settings, it says so."""
         precision = self.config.precision
         auto = isinstance(precision, FP8PrecisionConfig) and precision.backend == "auto"
         reason = backend_support.why_not_fused(self.config) if auto else None
-        return {"layers": "Transformer Engine" + (f", not the fused ones: {reason}" if reason else "")}
+        own = self.config.attention in ("auto", "te")
+        return {
+            "layers": "Transformer Engine" + (f", not the fused ones: {reason}" if reason else ""),
+            "attention": "Transformer Engine's choice" if own else self.torch_attention(),
+        }

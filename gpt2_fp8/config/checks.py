@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from gpt2_fp8.config import backend_support, hf_check, model_checks, paths, run_length, tokenizer_file
+from gpt2_fp8.config import (
+    attention_support,
+    backend_support,
+    hf_check,
+    model_checks,
+    paths,
+    run_length,
+    tokenizer_file,
+)
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.model_checks import FP8_MULTIPLE, largest_divisor, nearest, width_multiple
 from gpt2_fp8.config.parsing import finding, show, value_of
@@ -139,6 +147,7 @@ _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
         _known_batch,
         _format,
         backend_support.check,
+        attention_support.check,
         _tokens,
         _auto,
     )

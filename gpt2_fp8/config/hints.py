@@ -10,6 +10,11 @@ from collections.abc import Iterable, Sequence
 _INTERVAL = ("Transformer Engine dropped it, and scales are updated every step now", "remove the key")
 _GROUP = "precision is a group"
 _SCHEDULE, _SCHEDULES = "it has a shorter name", "optim.schedule=cosine, linear, constant or warmup_stable_decay"
+_ATTENTION = ("it has a shorter name", "attention=auto, sdpa, cudnn, flash or te")
+_ATTENTION_OF_TE = (
+    "it is Transformer Engine's, and stands in the environment",
+    "attention=flash, cudnn, sdpa or te; or NAME=1 in front of the command, for attention=te",
+)
 FOREIGN: dict[str, tuple[str, str]] = {
     "interval": _INTERVAL,
     "fp8_interval": _INTERVAL,
@@ -97,6 +102,14 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "dataset": ("it is a group", "data=NAME"),
     "val_ratio": ("it has another name", "data.val_fraction"),
     "gradient_checkpointing": ("it has another name", "activation_checkpointing=full (whole blocks) or mlp"),
+    "use_flash_attention": _ATTENTION,
+    "use_flash_attn": _ATTENTION,
+    "flash_attention": _ATTENTION,
+    "attention_backend": _ATTENTION,
+    "attention_type": _ATTENTION,
+    "attn_implementation": _ATTENTION,
+    "NVTE_FLASH_ATTN": _ATTENTION_OF_TE,
+    "NVTE_FUSED_ATTN": _ATTENTION_OF_TE,
     "use_compile": ("it has torch's name", "compile=true or false"),
     "wandb": ("runs log to TensorBoard and CSV", "logger=default, tensorboard, csv or none"),
     "train": ("this program always trains", "remove the key"),

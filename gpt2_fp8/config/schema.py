@@ -28,6 +28,7 @@ Sequences = Annotated[int, at_least(1, 10**6, "sequences")]
 Epochs = Annotated[int, at_least(1, 10**5, "passes")]
 StepSequences = Annotated[int, at_least(1, 10**6, "sequences a step")]  # each is dealt out by itself
 Recompute = Literal["none", "mlp", "full"]
+AttentionKernel = Literal["auto", "sdpa", "cudnn", "flash", "te"]
 _DEVICES = Refusal("is no number of devices", "trainer.devices=auto for every GPU, or trainer=cpu")
 Devices = Annotated[int, at_least(1, 4096, "processes on a machine", _DEVICES)]
 
@@ -258,6 +259,8 @@ class RunConfig:
     init_from: str | None  # the folder of a checkpoint, or of Hugging Face's weights: start from these alone
     compile: bool | Literal["auto"]  # torch.compile of the plain-torch layers; auto: on a GPU
     cuda_graphs: bool | Literal["auto"]  # replay a micro-batch as one launch (fused layers, one GPU); auto: where small
+    # sdpa: torch's, which chooses; cudnn, flash: torch's held to one; te: Transformer Engine's; auto: the layers' own
+    attention: AttentionKernel = "auto"
     activation_checkpointing: Recompute  # what a backward computes again and does not keep: the MLP, or whole blocks
     global_batch_size: StepSequences  # sequences per optimizer step, over all GPUs
     micro_batch_size: Sequences | Literal["auto"]  # sequences per GPU and forward pass; auto: all that fit

@@ -14,7 +14,7 @@ All families have the same parameter names, shapes and initial values, so a stat
 - `layer_norm_mlp(n_embd, mlp, norm, bias, fp8, recompute)`: `layer_norm_*, fc1_weight[, fc1_bias], fc2_weight[, ...]`
 - `head(n_embd, padded_vocab_size, norm, fp8)`: a `layer_norm_linear` without bias. Its FP8 gradient is always E5M2.
 - `again(part, *inputs, draws)`: `part(*inputs)`, which is computed once more in its backward
-- `attention(heads, dropout, epsilon)`: causal attention over packed queries, keys and values. It is called as
+- `attention(heads, dropout, epsilon, kernel)`: causal attention over packed queries, keys and values. It is called as
   `attention(qkv, angle)`, with RoPE's angles or None. QK-norm alone has parameters: `[q_norm, k_norm]`
 
 `norm`, `mlp` and `heads` are parts of a `block_spec.BlockSpec`. `NAME` and `OFFERS` say which options of it they have.

@@ -1,4 +1,4 @@
-"""Causal attention for the fused layers: cuDNN's forward, and FlashAttention 4's backward if it is installed.
+"""Causal attention for the fused layers. By default: cuDNN's forward, FlashAttention 4's backward where installed.
 
 Measured on an H200 with 64 sequences of 1,024 tokens and 12 heads of 64. Forward: cuDNN 0.30 ms, FlashAttention 0.38
 ms. Backward: FlashAttention 0.79 ms, cuDNN 1.02 ms; FlashAttention also writes the packed gradient, so nothing is
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from gpt2_fp8.compat.flash_attn import flash_backward, why_no_flash
 from gpt2_fp8.compat.torch_private import cudnn_attention
 from gpt2_fp8.config.block_spec import Heads
+from gpt2_fp8.config.schema import AttentionKernel
 from gpt2_fp8.layers import reference, te
 
 HEAD_SIZES = (64, 128)  # where FlashAttention 4 was measured to be faster, and is tested
@@ -23,21 +24,31 @@ SHORT_TOKENS = 128  # one block of its backward; shorter sequences take other ke
 
 
 def kernels(heads: Heads) -> str:
-    """Name the kernels that `attention` will run, for people."""
+    """Name the kernels that `attention` will run if it may choose, for people."""
     return "cuDNN" if why_not_flash(heads) else "cuDNN forward, FlashAttention 4 backward"
 
 
-def why_not_flash(heads: Heads) -> str | None:
-    """Return why FlashAttention 4 does not compute `attention`'s backward; None if it does."""
+def why_not_flash(heads: Heads, tokens: int | None = None) -> str | None:
+    """Return why FlashAttention 4 does not compute `attention`'s backward; None if it does.
+
+    `tokens`: of a sequence. Without them, only the heads are asked about.
+    """
+    if tokens is not None and tokens <= SHORT_TOKENS:
+        return f"sequences of {tokens} tokens, and it is for more than {SHORT_TOKENS}"
     return why_no_flash() if heads.size in HEAD_SIZES else f"heads of {heads.size}"
 
 
-def attention(heads: Heads) -> nn.Module:
+def attention(heads: Heads, kernel: AttentionKernel = "auto") -> nn.Module:
     """Build causal attention over packed queries, keys and values, bfloat16.
 
-    It computes the same as `te.attention` without dropout.
+    It computes the same as `te.attention` without dropout. `kernel="flash"` is FlashAttention 4's backward with cuDNN's
+    forward, which "auto" takes where it can; "sdpa" and "cudnn" are torch's.
     """
-    return te.attention(heads, dropout=0.0) if why_not_flash(heads) else FlashAttention(heads)
+    if kernel in ("sdpa", "cudnn"):
+        return reference.attention(heads, dropout=0.0, kernel=kernel)
+    if kernel == "te" or (kernel == "auto" and why_not_flash(heads)):
+        return te.attention(heads, dropout=0.0)
+    return FlashAttention(heads)
 
 
 class FlashAttention(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpt2_fp8.config.block_spec import BlockSpec, why_not
-from gpt2_fp8.config.schema import Recompute
+from gpt2_fp8.config.schema import AttentionKernel, Recompute
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.embedding import embed
 
@@ -16,14 +16,15 @@ class Block(nn.Module):
     """Attention and an MLP, each added to the residual stream. x: [batch, tokens, n_embd].
 
     `recompute`: "mlp" computes the MLP's hidden layer again in the backward; "full" the whole block, and keeps x alone.
+    `kernel`: what computes attention.
     """
 
-    def __init__(self, spec: BlockSpec, layers: Any, fp8: bool, recompute: Recompute):
+    def __init__(self, spec: BlockSpec, layers: Any, fp8: bool, recompute: Recompute, kernel: AttentionKernel = "auto"):
         super().__init__()
         self.again = layers.again if recompute == "full" else None
         n_embd, heads, bias = spec.n_embd, spec.heads, spec.bias
         self.qkv = layers.layer_norm_linear(n_embd, heads.packed, spec.norm, bias, fp8)
-        self.attention = layers.attention(heads, spec.dropout, spec.norm.epsilon)
+        self.attention = layers.attention(heads, spec.dropout, spec.norm.epsilon, kernel)
         self.projection = layers.linear(heads.queries, n_embd, bias, fp8)
         self.mlp = layers.layer_norm_mlp(n_embd, spec.mlp, spec.norm, bias, fp8, recompute == "mlp")
         self.draws = spec.dropout > 0
@@ -51,8 +52,8 @@ class Composed:
     scales: Scales | None = None
     embed = staticmethod(embed)
 
-    def __init__(self, layers: Any, recompute: Recompute):
-        self.layers, self.recompute = layers, recompute
+    def __init__(self, layers: Any, recompute: Recompute, kernel: AttentionKernel = "auto"):
+        self.layers, self.recompute, self.kernel = layers, recompute, kernel
 
     def why_not(self, spec: BlockSpec) -> str | None:
         """See `layers.Family`."""
@@ -60,7 +61,7 @@ class Composed:
 
     def block(self, spec: BlockSpec, fp8: bool) -> nn.Module:
         """See `layers.Family`."""
-        return Block(spec, self.layers, fp8, self.recompute)
+        return Block(spec, self.layers, fp8, self.recompute, self.kernel)
 
     def head(self, spec: BlockSpec, padded_vocab_size: int, fp8: bool) -> nn.Module:
         """See `layers.Family`."""

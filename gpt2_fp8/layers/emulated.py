@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.block_spec import GPT2_OPTIONS, MLP, BlockSpec, Heads, Norm, why_not
-from gpt2_fp8.config.schema import Recompute
+from gpt2_fp8.config.schema import AttentionKernel, Recompute
 from gpt2_fp8.layers import block, reference
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.layers.embedding import embed
@@ -37,10 +37,16 @@ OFFERS = GPT2_OPTIONS
 class Emulated:
     """The family of the emulated layers. A part that stays in bf16 is built from the plain-torch layers."""
 
-    def __init__(self, emulation: Emulation, delayed: DelayedScaling | None, recompute: Recompute):
+    def __init__(
+        self,
+        emulation: Emulation,
+        delayed: DelayedScaling | None,
+        recompute: Recompute,
+        kernel: AttentionKernel = "auto",
+    ):
         self._scales = EmulatedScales(delayed) if delayed else None
         self.scales: Scales | None = self._scales
-        self.emulation, self.recompute = emulation, recompute
+        self.emulation, self.recompute, self.kernel = emulation, recompute, kernel
         self._residual = "residual" in emulation.switches
 
     def embed(self, ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
@@ -58,7 +64,7 @@ class Emulated:
     def block(self, spec: BlockSpec, fp8: bool) -> nn.Module:
         """See `layers.Family`."""
         layers: Any = Layers(self.emulation, self._scales) if fp8 else reference
-        return Block(spec, layers, fp8, self.recompute, self._residual)
+        return Block(spec, layers, fp8, self.recompute, self.kernel, self._residual)
 
     def head(self, spec: BlockSpec, padded_vocab_size: int, fp8: bool) -> nn.Module:
         """See `layers.Family`."""
@@ -70,8 +76,10 @@ class Emulated:
 class Block(block.Block):
     """A block whose residual stream is added as `residual` says."""
 
-    def __init__(self, spec: BlockSpec, layers: Any, fp8: bool, recompute: Recompute, residual: bool):
-        super().__init__(spec, layers, fp8, recompute)
+    def __init__(
+        self, spec: BlockSpec, layers: Any, fp8: bool, recompute: Recompute, kernel: AttentionKernel, residual: bool
+    ):
+        super().__init__(spec, layers, fp8, recompute, kernel)
         self.residual = residual
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -114,9 +122,9 @@ class Layers:
         gemms = Gemm(*self._gemm), Gemm(*self._gemm, self._rounded)
         return LayerNormMLP(n_embd, mlp, norm, bias, recompute, gemms)
 
-    def attention(self, heads: Heads, dropout: float, epsilon: float = 1e-5) -> nn.Module:
+    def attention(self, heads: Heads, dropout: float, epsilon: float, kernel: AttentionKernel) -> nn.Module:
         """See the package."""
-        return reference.attention(heads, dropout, epsilon)
+        return reference.attention(heads, dropout, epsilon, kernel)
 
 
 class Gemm:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.block_spec import BlockSpec
-from gpt2_fp8.config.schema import Recompute
+from gpt2_fp8.config.schema import AttentionKernel, Recompute
 from gpt2_fp8.kernels.cast import cast_transpose
 from gpt2_fp8.kernels.layer_norm import LayerNormGradient, Statistics, layer_norm_backward, layer_norm_cast
 from gpt2_fp8.layers import reference
@@ -38,11 +38,13 @@ class Block(nn.Module):
     this block's last kernel writes it.
     """
 
-    def __init__(self, spec: BlockSpec, scales: Scales, recompute: Recompute, below: Block | None):
+    def __init__(
+        self, spec: BlockSpec, scales: Scales, recompute: Recompute, kernel: AttentionKernel, below: Block | None
+    ):
         super().__init__()
         d, heads, norm, bias, self.recompute = spec.n_embd, spec.heads, spec.norm, spec.bias, recompute
         self.qkv = reference.LayerNormLinear(d, heads.packed, norm, bias)
-        self.attention = attention(heads)
+        self.attention = attention(heads, kernel)
         self.projection = reference.Linear(heads.queries, d, bias)
         self.mlp = reference.LayerNormMLP(d, spec.mlp, norm, bias)
         self.linears = FP8Linears(*(FP8Linear(scales) for _ in range(4)))

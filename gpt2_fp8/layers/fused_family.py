@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from gpt2_fp8.config.block_spec import FUSED_OPTIONS, BlockSpec, why_not
-from gpt2_fp8.config.schema import Recompute
+from gpt2_fp8.config.schema import AttentionKernel, Recompute
 from gpt2_fp8.layers import te
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
@@ -19,10 +19,10 @@ class Fused:
 
     embed = staticmethod(fused_embed)
 
-    def __init__(self, settings: DelayedScaling, recompute: Recompute):
+    def __init__(self, settings: DelayedScaling, recompute: Recompute, kernel: AttentionKernel = "auto"):
         self.scales: Scales | None = Scales(settings)
-        self.recompute = recompute
-        self._bf16 = Composed(te, recompute)
+        self.recompute, self.kernel = recompute, kernel
+        self._bf16 = Composed(te, recompute, kernel)
         self._below: Block | None = None  # the last block built, if it is a fused one
 
     def why_not(self, spec: BlockSpec) -> str | None:
@@ -35,7 +35,7 @@ class Fused:
         if not fp8:
             self._below = None
             return self._bf16.block(spec, fp8=False)
-        self._below = Block(spec, self.scales, self.recompute, self._below)
+        self._below = Block(spec, self.scales, self.recompute, self.kernel, self._below)
         return self._below
 
     def head(self, spec: BlockSpec, padded_vocab_size: int, fp8: bool) -> nn.Module:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_fp8.config.block_spec import ALL_OPTIONS, MLP, Heads, Norm
+from gpt2_fp8.config.schema import AttentionKernel
 from gpt2_fp8.layers.rotary import rotate
+from gpt2_fp8.layers.sdpa import causal
 
 NAME = "the plain-torch layers"
 OFFERS = ALL_OPTIONS
@@ -100,12 +102,12 @@ class Attention(nn.Module):
     """Causal attention, with what is done to queries and keys before it.
 
     qkv: [batch, tokens, heads.packed]: queries, then keys, then values, and within each head after head. Returns
-    [batch, tokens, heads.queries]. `epsilon`: of QK-norm.
+    [batch, tokens, heads.queries]. `epsilon`: of QK-norm. `kernel`: see `sdpa.causal`.
     """
 
-    def __init__(self, heads: Heads, dropout: float, epsilon: float = 1e-5):
+    def __init__(self, heads: Heads, dropout: float, epsilon: float = 1e-5, kernel: AttentionKernel = "auto"):
         super().__init__()
-        self.heads, self.dropout, self.epsilon = heads, dropout, epsilon
+        self.heads, self.dropout, self.epsilon, self.choice = heads, dropout, epsilon, kernel
         self.q_norm = _parameter(heads.size) if heads.qk_norm else None
         self.k_norm = _parameter(heads.size) if heads.qk_norm else None
 
@@ -129,21 +131,13 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute attention over what `split` returns, with dropout only in training."""
-        return _causal(q, k, v, self.dropout if self.training else 0.0)
+        return causal(q, k, v, self.dropout if self.training else 0.0, self.choice)
 
 
 def causal_attention(qkv: Tensor, n_head: int) -> Tensor:
     """Compute what `Attention` does without options: as many key-value heads as heads, and no dropout."""
     q, k, v = (part.unflatten(2, (n_head, -1)) for part in qkv.chunk(3, dim=2))
-    return _causal(q, k, v, 0.0)
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute causal attention over [batch, tokens, heads, size], with the kernel that torch chooses."""
-    shared = q.shape[2] != k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
-    return y.transpose(1, 2).flatten(2)
+    return causal(q, k, v, 0.0)
 
 
 def again(part: Callable[..., Tensor], *inputs: Any, draws: bool) -> Tensor:
@@ -176,6 +170,6 @@ def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: bool, rec
     return LayerNormMLP(n_embd, mlp, norm, bias, recompute)
 
 
-def attention(heads: Heads, dropout: float, epsilon: float = 1e-5) -> nn.Module:
+def attention(heads: Heads, dropout: float, epsilon: float = 1e-5, kernel: AttentionKernel = "auto") -> nn.Module:
     """Build what the package describes."""
-    return Attention(heads, dropout, epsilon)
+    return Attention(heads, dropout, epsilon, kernel)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2_fp8.compat.transformer_engine import apply_rotary, computed_twice, entered_recipe, split_along_dim
 from gpt2_fp8.config.block_spec import ALL_OPTIONS, MLP, Heads, Norm
+from gpt2_fp8.config.schema import AttentionKernel
 from gpt2_fp8.layers import reference
 
 NAME = "Transformer Engine's layers here"
@@ -133,18 +134,17 @@ def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: bool, rec
 class Attention(reference.Attention):
     """Causal attention with the kernel that TE chooses (cuDNN on Hopper), in bf16: FP8 gains nothing with heads of 64.
 
+    `kernel`: another than "auto" and "te" is torch's, as `reference.Attention` has it.
+
     RoPE is TE's fused kernel. QK-norm is torch's: TE has none apart from its own multi-head attention.
     """
 
-    def __init__(self, heads: Heads, dropout: float, epsilon: float = 1e-5):
-        super().__init__(heads, dropout, epsilon)
+    def __init__(self, heads: Heads, dropout: float, epsilon: float = 1e-5, kernel: AttentionKernel = "auto"):
+        super().__init__(heads, dropout, epsilon, kernel)
         self.splitter = split_along_dim()
         # Transformer Engine 2.20 recommends its argument `qkv_layer=` instead, but the backward of that copies.
         warnings.filterwarnings("ignore", message="Relying on pointer-based detection", category=DeprecationWarning)
-        self.kernel = _variant("DotProductAttention")(
-            heads.n_head, heads.size, num_gqa_groups=heads.n_kv_head, attention_dropout=dropout, qkv_format="bshd",
-            attn_mask_type="causal",
-        )  # fmt: skip
+        self.kernel = _kernel(heads, dropout) if kernel in ("auto", "te") else None
 
     def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Split into queries, keys and values, with a backward that does not copy."""
@@ -162,9 +162,16 @@ class Attention(reference.Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute attention; its dropout is the kernel's."""
-        return self.kernel(q, k, v)
+        return super().attend(q, k, v) if self.kernel is None else self.kernel(q, k, v)
 
 
-def attention(heads: Heads, dropout: float, epsilon: float = 1e-5) -> nn.Module:
+def _kernel(heads: Heads, dropout: float) -> nn.Module:
+    return _variant("DotProductAttention")(
+        heads.n_head, heads.size, num_gqa_groups=heads.n_kv_head, attention_dropout=dropout, qkv_format="bshd",
+        attn_mask_type="causal",
+    )  # fmt: skip
+
+
+def attention(heads: Heads, dropout: float, epsilon: float = 1e-5, kernel: AttentionKernel = "auto") -> nn.Module:
     """Build what the package describes."""
-    return Attention(heads, dropout, epsilon)
+    return Attention(heads, dropout, epsilon, kernel)

@@ -49,6 +49,7 @@ class Result:
     backend: str | None = None
     layers: str | None = None  # the backend's word for what it is made of
     compiled: bool | None = None
+    attention: str | None = None  # the kernel of attention, in the backend's words
     tokens_per_second: float | None = None  # the median of the timed steps
     slowest: float | None = None  # tokens per second of the slowest and of the fastest timed step
     fastest: float | None = None

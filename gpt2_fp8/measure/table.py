@@ -75,6 +75,7 @@ def case_rows(every: Sequence[Measured]) -> list[Row]:
             "precision": config.precision.name,
             "recipe": measured.recipe,
             "layers": measured.layers,
+            "attention": result.attention if config.attention != "auto" else "",
             "tokens/s": _form(result.tokens_per_second, ",.0f"),
             "slowest": _form(result.slowest, ",.0f"),
             "fastest": _form(result.fastest, ",.0f"),

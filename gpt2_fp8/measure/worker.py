@@ -82,6 +82,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
         compiled=plan.backend.compiled,
     )
     batches, vocab_size = _batches(config, case.warmup + case.steps + case.profile, device)
+    known["attention"] = plan.backend.kernels(vocab_size)["attention"]
     step = _built(config, plan, vocab_size)
     results: list[StepResult] = []
     step.on_settled.append(results.append)

@@ -202,8 +202,10 @@ def test_an_option_that_the_fused_layers_lack_takes_transformer_engine_and_says_
     assert problem.cause == f"precision.backend=fused cannot run here: they have no {lacking}"
     chosen = resolve(asked("auto"), "cuda").backend
     assert chosen.name == "te"
-    assert chosen.kernels(50257) == {"layers": f"Transformer Engine, not the fused ones: they have no {lacking}"}
-    assert resolve(asked("te"), "cuda").backend.kernels(50257) == {"layers": "Transformer Engine"}
+    attention = {"attention": "Transformer Engine's choice"}
+    said = f"Transformer Engine, not the fused ones: they have no {lacking}"
+    assert chosen.kernels(50257) == {"layers": said} | attention
+    assert resolve(asked("te"), "cuda").backend.kernels(50257) == {"layers": "Transformer Engine"} | attention
 
 
 @pytest.mark.usefixtures("hopper")
@@ -266,7 +268,8 @@ def test_emulated_layers_have_the_recipe_and_the_formats(config, recipe, scaled)
     assert (family.emulation.recipe, family.scales is not None) == (recipe, scaled)
     assert family.emulation.forward == family.emulation.gradient == torch.float8_e4m3fn
     assert family.emulation.switches == {"weight", "head"}
-    assert made.kernels(257) == {"layers": "FP8 emulated in plain torch", "emulated": "weight, head"}
+    said = {"layers": "FP8 emulated in plain torch", "emulated": "weight, head", "attention": "torch's flash kernel"}
+    assert made.kernels(257) == said
 
 
 def test_emulated_layers_are_compiled_on_a_gpu_that_converts(config, monkeypatch):

@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from torch import distributed
+from torch.nn.attention import SDPBackend
 from torch.optim.lr_scheduler import LambdaLR
 
 from gpt2_fp8.compat import torch_private
@@ -74,6 +75,15 @@ def test_cudnns_attention_is_there_under_the_arguments_of_cudnn_attention():
         *("query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal"),
     ]
     assert [result.name for result in schema.returns[:2]] == ["output", "logsumexp"]
+
+
+@pytest.mark.parametrize(("dropout", "expected"), [(0.0, SDPBackend.FLASH_ATTENTION), (0.1, SDPBackend.MATH)])
+def test_chosen_attention_is_what_runs(dropout, expected):
+    """On a CPU, which has a kernel without dropout: the choice is that of the operator in autograd's graph."""
+    q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+    assert SDPBackend(torch_private.chosen_attention(q, k, v, dropout, False)) == expected
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    assert ("Flash" in type(y.grad_fn).__name__) == (expected == SDPBackend.FLASH_ATTENTION)
 
 
 def test_fp8_product_scales_and_adds_up():

@@ -164,7 +164,7 @@ def test_block(model, implementation):
 
     config, scales = config_of(model), Scales(scaling())
     with torch.device(DEVICE):
-        block = Block(block_spec(config), scales, recompute="none", below=None)
+        block = Block(block_spec(config), scales, recompute="none", kernel="auto", below=None)
     scales.allocate(torch.device(DEVICE))
     fill(block)
     d, length = config.n_embd, config.n_positions

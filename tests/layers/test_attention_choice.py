@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from gpt2_fp8.config.block_spec import gpt2_heads
-from gpt2_fp8.layers import attention, te
+from gpt2_fp8.layers import attention, reference, te
 from gpt2_fp8.layers.attention import FlashAttention, flash_backward, kernels, why_no_flash, why_not_flash
 
 OF_64 = gpt2_heads(n_head=12, n_embd=768)
@@ -67,6 +67,23 @@ def test_what_is_not_the_one_that_is_known_is_left_alone(install, function, reas
     assert kernels(OF_64) == "cuDNN"
     monkeypatch.setattr(te, "attention", lambda heads, dropout: ("te", heads, dropout))
     assert attention.attention(OF_64) == ("te", OF_64, 0.0)
+
+
+@pytest.mark.parametrize("function", [backward, None], ids=["installed", "not installed"])
+def test_a_kernel_that_is_asked_for_is_taken_whatever_is_installed(install, function, monkeypatch):
+    install(function)
+    monkeypatch.setattr(te, "attention", lambda heads, dropout: ("te", heads, dropout))
+    assert attention.attention(OF_64, "te") == ("te", OF_64, 0.0)
+    assert isinstance(attention.attention(OF_64, "flash"), FlashAttention)
+    for kernel in ("sdpa", "cudnn"):
+        made = attention.attention(OF_64, kernel)
+        assert (type(made), made.choice, made.dropout) == (reference.Attention, kernel, 0.0)
+
+
+def test_short_sequences_are_not_flash_attentions(install):
+    install(backward)
+    assert why_not_flash(OF_64, 129) is None
+    assert why_not_flash(OF_64, 128) == "sequences of 128 tokens, and it is for more than 128"
 
 
 @pytest.mark.parametrize("error", [OSError("libcute.so: cannot open"), RuntimeError("no compiler")])

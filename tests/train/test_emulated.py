@@ -41,7 +41,7 @@ def test_log_and_summary_say_what_is_emulated(tmp_path, caplog):
     with caplog.at_level("INFO"):
         train(tmp_path, *FP8, "precision.emulate=[weight,head]", "trainer.max_steps=3", "trainer.val_check_interval=3")
     said = dict(message.split(maxsplit=1) for message in caplog.messages if " " in message)
-    assert said["layers"] == "FP8 emulated in plain torch; emulated weight, head"
+    assert said["layers"] == "FP8 emulated in plain torch; emulated weight, head; attention torch's flash kernel"
     assert said["precision"] == "fp8_hybrid, recipe delayed"
     found = summary(tmp_path)
     assert found["precision"] == {"asked": "fp8_hybrid", "ran": "fp8_hybrid", "reason": None, "choice": None}

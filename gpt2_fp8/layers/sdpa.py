@@ -1,0 +1,76 @@
+"""Causal attention by torch's `scaled_dot_product_attention`: which of its kernels computes it, and which could."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpt2_fp8.compat.torch_private import chosen_attention
+from gpt2_fp8.config.block_spec import Heads
+from gpt2_fp8.config.schema import AttentionKernel
+
+HELD: dict[AttentionKernel, SDPBackend] = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+}
+WORDS = {
+    SDPBackend.MATH: "unfused",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+}
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, dropout: float, kernel: AttentionKernel = "auto") -> Tensor:
+    """Compute causal attention over [batch, tokens, heads, size]; returns [batch, tokens, heads * size].
+
+    Keys and values may have fewer heads than queries. A `kernel` of `HELD` alone may compute it: torch raises
+    RuntimeError where that cannot. Of any other, torch chooses.
+    """
+    shared = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if kernel in HELD:
+        with sdpa_kernel(HELD[kernel]):
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
+    return y.transpose(1, 2).flatten(2)
+
+
+def why_not(kernel: AttentionKernel, heads: Heads, tokens: int, dropout: float) -> str | None:
+    """Return why a kernel of `HELD` cannot compute training in bfloat16 on this GPU, in torch's words; None if it can.
+
+    It allocates the queries, keys and values of one sequence.
+    """
+    parameters = SDPAParams(*_one(heads, tokens, torch.bfloat16, "cuda"), None, dropout, True, _shared(heads))
+    can_use = can_use_cudnn_attention if kernel == "cudnn" else can_use_flash_attention
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if can_use(parameters, debug=True):
+            return None
+    return str(said[0].message).partition("(Triggered")[0].strip().rstrip(".") if said else "torch cannot use it here"
+
+
+def kernels(kernel: AttentionKernel, heads: Heads, tokens: int, dropout: float, dtype: torch.dtype, device: str) -> str:
+    """Name for people the kernel that `causal` runs in training."""
+    if kernel in HELD:
+        return f"torch's {WORDS[HELD[kernel]]} kernel, as asked"
+    found = chosen_attention(*_one(heads, tokens, dtype, device), dropout, _shared(heads))
+    return f"torch's {WORDS.get(SDPBackend(found), 'own')} kernel"
+
+
+def _shared(heads: Heads) -> bool:
+    return heads.n_head != heads.n_kv_head
+
+
+def _one(heads: Heads, tokens: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate queries, keys and values of one sequence, as a layer splits them: [1, heads of each, tokens, size]."""
+    numbers = heads.n_head, heads.n_kv_head, heads.n_kv_head
+    packed = torch.empty(1, tokens, sum(numbers), heads.size, dtype=dtype, device=device, requires_grad=True)
+    q, k, v = (part.transpose(1, 2) for part in packed.split(numbers, dim=2))
+    return q, k, v
