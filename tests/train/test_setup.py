@@ -11,6 +11,7 @@ from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.backends.reference import Reference
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.backends.transformer_engine import TransformerEngine
+from gpt2_fp8.layers import sdpa
 from gpt2_fp8.train.setup import announce
 
 (CONFIG,) = compose.preflight(["model=gpt2"])
@@ -31,6 +32,7 @@ REFERENCE = plan(Reference, "bf16", compiled=True)
 def said(caplog, monkeypatch, tmp_path):
     """What is logged of a plan, by its label."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(sdpa, "kernels", lambda *_: "torch's cuDNN kernel")  # which it asks the GPU
 
     def say(plan):
         caplog.clear()
