@@ -37,6 +37,7 @@ class Backend(ABC):
         name: the value of `precision.backend` that chooses it.
         compiled: whether `torch.compile` compiles its loss.
         compile_options: options of `torch.compile` for that.
+        recorded: whether `torch.compile` records CUDA graphs of it.
         graphs: whether this run's micro-batches are recorded and replayed.
         records_graphs: whether it can record micro-batches as CUDA graphs.
         fused_loss: whether the loss overwrites the logits with their gradient (`kernels.cross_entropy`; CUDA only).
@@ -51,7 +52,7 @@ class Backend(ABC):
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         self.config, self.ran, self.device = config, ran, device
-        self.compiled = self.graphs = False
+        self.compiled = self.graphs = self.recorded = False
         self.recipe = self.own_recipe(config.recipe) if isinstance(config.recipe, AutoRecipe) else config.recipe
 
     @staticmethod

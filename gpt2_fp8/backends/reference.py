@@ -20,6 +20,7 @@ class Reference(Backend):
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         super().__init__(config, ran, device)
         self.compiled = device == "cuda" if config.compile == "auto" else config.compile
+        self.recorded = self.compiled and device == "cuda" and config.compile_mode == "reduce-overhead"
 
     @classmethod
     @override
@@ -33,11 +34,11 @@ class Reference(Backend):
     @property
     @override
     def label(self) -> str:
-        return "compiled" if self.compiled else "plain"
+        return ("recorded" if self.recorded else "compiled") if self.compiled else "plain"
 
     @override
     def kernels(self, vocab_size: int) -> dict[str, str]:
         return {
-            "layers": "plain torch, compiled" if self.compiled else "plain torch",
+            "layers": "plain torch" + (", compiled" if self.compiled else "") + (", recorded" if self.recorded else ""),
             "attention": self.torch_attention(),
         }

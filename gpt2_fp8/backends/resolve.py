@@ -56,11 +56,15 @@ class Plan:
 def resolve(config: RunConfig, device: Device) -> Plan:
     """Decide precision and backend for a device.
 
-    Raises UserError in four cases. FP8 cannot run and `precision.fallback=error`. The GPU can do FP8 but not the
+    Raises UserError in five cases. FP8 cannot run and `precision.fallback=error`. The GPU can do FP8 but not the
     recipe. The backend that was asked for cannot compute the run. Its layers cannot take `attention`.
+    There is no GPU for `compile_mode`.
     """
     plan = _resolve(config, device)
     attention_choice.check(plan.backend)
+    if config.compile_mode != "default" and not plan.backend.recorded:
+        cause = f"compile_mode={config.compile_mode} records CUDA graphs, and this run is on the CPU"
+        raise UserError.of(cause, "compile_mode=default")
     return plan
 
 

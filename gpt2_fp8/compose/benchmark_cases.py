@@ -38,6 +38,8 @@ class _Case(NamedTuple):
         tags, group = parsing.key_paths(RunConfig).get(key, ()), key.partition(".")[0]
         if group == "recipe" and self.recipe is None:
             return False
+        if key == "compile_mode" and self.recipe is not None:  # only the plain layers have it
+            return False
         if key == "cuda_graphs" and self.recipe != "delayed":  # only the fused layers have it
             return False
         return not tags or group not in ("precision", "recipe") or getattr(self, group) in tags

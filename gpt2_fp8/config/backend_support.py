@@ -80,9 +80,29 @@ def check(config: RunConfig) -> Iterator[Finding]:
     if fast and (reason := _only_fused(config, "that choice")):
         problem = Problem(f"precision.fast_accumulation=true: {reason}", "leave it out")
         yield Finding(("precision.fast_accumulation",), problem)
+    if config.compile_mode != "default" and (reason := why_not_recorded(config)):
+        problem = Problem(f"compile_mode={config.compile_mode}: {reason}", "compile_mode=default")
+        yield Finding(("compile_mode",), problem)
     if config.cuda_graphs is True and (reason := _why_no_graphs(config)):
         problem = Problem(f"cuda_graphs=true: {reason}", "cuda_graphs=auto takes them where they help")
         yield Finding(("cuda_graphs",), problem)
+
+
+def why_not_recorded(config: RunConfig) -> str | None:
+    """Return why torch.compile cannot record a run's micro-batches, whatever the GPU; None if it can."""
+    if config.precision.name not in ("fp32", "bf16"):
+        return f"it records the plain-torch layers of bf16 and fp32, and this is precision={config.precision.name}"
+    assert not isinstance(config.precision, (AutoPrecisionConfig, FP8PrecisionConfig))
+    if config.precision.backend not in ("auto", "reference"):
+        return f"it records the plain-torch layers, and this is precision.backend={config.precision.backend}"
+    if config.trainer.accelerator == "cpu":
+        return "CUDA graphs are a GPU's, and this is trainer.accelerator=cpu"
+    if config.compile is False:
+        return "it is a mode of torch.compile, and this is compile=false"
+    if config.model.dropout:
+        reason = "what a graph draws is not known to be what an uninterrupted run draws"
+        return f"{reason}, and this is model.dropout={config.model.dropout:g}"
+    return None
 
 
 def _only_fused(config: RunConfig, what: str) -> str | None:

@@ -110,6 +110,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "attn_implementation": _ATTENTION,
     "NVTE_FLASH_ATTN": _ATTENTION_OF_TE,
     "NVTE_FUSED_ATTN": _ATTENTION_OF_TE,
+    "torch_compile_mode": ("it has a shorter name", "compile_mode=default or reduce-overhead"),
     "use_compile": ("it has torch's name", "compile=true or false"),
     "wandb": ("runs log to TensorBoard and CSV", "logger=default, tensorboard, csv or none"),
     "train": ("this program always trains", "remove the key"),
@@ -120,6 +121,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
 VALUES = {
     "trainer.devices": "a number of GPUs or auto; which ones is CUDA_VISIBLE_DEVICES=0,1 in front of the command",
     "compile": "compile=true, false or auto",
+    "compile_mode": "compile_mode=default or reduce-overhead",
     "cuda_graphs": "cuda_graphs=true, false or auto",
     "micro_batch_size": "a number of sequences that fits the GPU's memory: micro_batch_size=8",
     "precision.keep_bf16": "'precision.keep_bf16=[head,last]'",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
+from gpt2_fp8.backends.base import LossOf
 from gpt2_fp8.compat import torch_private
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,29 @@ def compiled(function: Callable[P, R], options: dict[str, Any] | None = None) ->
     if torch.cuda.is_available():
         start_workers()
     return torch.compile(function, options=options) if options else torch.compile(function)
+
+
+def recorded(loss_of: LossOf) -> LossOf:
+    """Compile a loss as `compiled` does, with its forward and backward as CUDA graphs, which Inductor records.
+
+    A graph's results lie in memory that its next replay writes over. So what leaves here is a new tensor: the loss
+    times `scale`. That also keeps `scale` out of the graphs. Gradients that a backward returns lie there too. They must
+    be added to a `.grad` that is there already (`prepared`): autograd would keep the first as they are.
+    """
+    replayed = compiled(loss_of, {"triton.cudagraphs": True})
+
+    def loss(ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return replayed(ids, is_first_microbatch, 1.0) * scale
+
+    return loss
+
+
+def prepared(parameters: Iterable[Tensor]) -> None:
+    """Give every parameter without a gradient one of zeros, to which the graphs' gradients are added."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def start_workers() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt2_fp8.backends.base import LossOf
 from gpt2_fp8.backends.resolve import Plan
-from gpt2_fp8.engine.compile import compiled
+from gpt2_fp8.engine.compile import compiled, prepared, recorded
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.model.gpt2 import GPT2
@@ -38,7 +38,11 @@ class Gradients:
         self.parameters = list(model.parameters())
         self._backward, self._no_sync = backward, no_sync
         backend, own = plan.backend, self._own_loss
-        self._loss_of: LossOf = compiled(own, backend.compile_options) if backend.compiled else own
+        self._loss_of: LossOf = own
+        if backend.recorded:
+            self._loss_of = recorded(own)
+        elif backend.compiled:
+            self._loss_of = compiled(own, backend.compile_options)
         self._in_bf16: LossOf | None = None
         self._graphed: GraphedGradients | None = None
         self._undo: Undo = _nothing
@@ -61,6 +65,8 @@ class Gradients:
         self._remember()
         with self._no_sync():
             if not self.plan.backend.graphs:
+                if self.plan.backend.recorded:
+                    prepared(self.parameters)
                 return accumulate(ids, micro_batch_size, self.loss, self._forward, self._go_back)
             # no `signals.look` here: a recording must not stop half-way, and replays are short
             if self._graphed is None:

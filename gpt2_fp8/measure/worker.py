@@ -91,7 +91,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
     step.settle()
     if device == "cuda":
         torch.cuda.synchronize()
-        if not plan.backend.graphs:  # a graph's memory was allocated when it was recorded
+        if not (plan.backend.graphs or plan.backend.recorded):  # a graph's memory was allocated when it was recorded
             torch.cuda.reset_peak_memory_stats()
     seconds = _timed(step, batches[case.warmup : case.warmup + case.steps], device)
     tokens = tokens_a_step(config)

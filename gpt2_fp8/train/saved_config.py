@@ -69,7 +69,7 @@ def _upgraded(plain: Any) -> Any:
     """Return a configuration, which may be a stranger's, with the keys that its groups have now."""
     if not isinstance(plain, dict):
         return plain
-    full = dict(plain)
+    full = _with_defaults(RunConfig, plain)
     for name, cls in _GROWN.items():
         group = plain.get(name)
         if isinstance(group, dict) and _is_of(cls, group):

@@ -13,7 +13,9 @@ from gpt2_fp8.backends.reference import Reference
 from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.backends.transformer_engine import TransformerEngine
 from gpt2_fp8.backends.twin import twin_of
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine import gradients as engine
+from gpt2_fp8.engine.compile import recorded
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.step import accumulate
@@ -363,6 +365,57 @@ def test_layers_of_transformer_engine_compute_it_themselves(monkeypatch):
     of.plan = replace(of.plan, backend=backend)
     again(of)
     assert seen == [(4, None, 0.5)] * 2, "no cast of a weight is kept, and none used"
+
+
+def test_a_recorded_loss_is_a_new_tensor_and_its_scale_is_outside(monkeypatch):
+    """What is compiled writes each result into the same memory, as a replayed graph does."""
+    place, marks, seen = torch.zeros(()), [], []
+
+    def compile(function, options):
+        assert options == {"triton.cudagraphs": True}
+
+        def replay(ids, is_first_microbatch, scale):
+            seen.append((len(marks), scale))
+            place.copy_(function(ids, is_first_microbatch, scale))
+            return place
+
+        return replay
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+    loss = recorded(lambda ids, first, scale: ids.sum() * scale)
+    first, second = loss(torch.ones(4), True, 0.5), loss(torch.ones(2))
+    assert (first.item(), second.item()) == (2.0, 2.0)
+    assert seen == [(1, 1.0), (2, 1.0)]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("choice", ["none", "full"])
+def test_a_recorded_step_is_the_compiled_one_bit_for_bit(choice):
+    """On a CPU, where Inductor compiles the same and records nothing; tests/gpu has graphs."""
+    found = []
+    for is_recorded in (False, True):
+        plan = resolve(composed("compile=true", f"activation_checkpointing={choice}"), "cpu")
+        plan.backend.recorded = is_recorded
+        of = build(composed(), plan)
+        places = []
+        if is_recorded:
+            of._backward = lambda loss, of=of, places=places: (
+                places.append([p.grad.data_ptr() for p in of.model.parameters()]),
+                loss.backward(),
+            )
+        found.append(step(of))
+        torch.compiler.reset()
+    assert len(places) == 2
+    assert places[0] == places[1], "gradients are there before the first backward, and are added to"
+    assert_bit_equal(*found)
+
+
+def test_reduce_overhead_needs_a_gpu():
+    (config,) = compose.preflight([*SMALL, "precision=bf16", "trainer=auto", "compile_mode=reduce-overhead"])
+    with pytest.raises(UserError, match="compile_mode=reduce-overhead records CUDA graphs, and this run is on the CPU"):
+        resolve(config, "cpu")
+    assert resolve(config, "cuda").backend.recorded
 
 
 # activation_checkpointing

@@ -83,6 +83,9 @@ def test_a_checkpoint_from_before_these_limits_has_none_of_them(tmp_path, precis
     for key in removed:
         group, name = key.split(".")
         del plain[group][name]
+    for key in (at_top := {key.name for key in fields(config) if key.default is not MISSING}):
+        del plain[key]
+    assert at_top >= {"attention", "compile_mode"}
     assert removed >= {"optim.schedule", "trainer.max_time", "callbacks.keep_epochs", "model.rope_base"}
     assert ("precision.emulate" in removed) == (precision == "fp8_hybrid")
     assert from_checkpoint({"hyper_parameters": plain}, tmp_path) == config
