@@ -10,7 +10,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from gpt2_fp8.config import tokenizer_file
 from gpt2_fp8.config.block_spec import Heads, block_spec
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import (
     AttentionKernel,
     AutoRecipe,
@@ -110,11 +112,28 @@ class Backend(ABC):
     def torch_attention(self) -> str:
         """Name the kernel that torch runs for `attention`, for people."""
         dtype = torch.float32 if self.ran == "fp32" else torch.bfloat16
-        return sdpa.kernels(self.config.attention, *self.attention_shape, dtype, self.device)
+        masked = self.config.document_mask
+        said = sdpa.kernels(self.kernel, *self.attention_shape, dtype, self.device, masked)
+        return f"{said}, within documents" if masked else said
 
     def build(self, vocab_size: int) -> GPT2:
         """Build the model on torch's default device, with uninitialised parameters."""
-        return GPT2(self.config.model, vocab_size, self.family(), self.keep_bf16)
+        return GPT2(self.config.model, vocab_size, self.family(), self.keep_bf16, self._separator())
+
+    def _separator(self) -> int | None:
+        """Return the id at which documents end for attention; None without `document_mask`. Raises UserError."""
+        if not self.config.document_mask:
+            return None
+        name = self.config.data.tokenizer
+        if (found := tokenizer_file.separator(name)) is None:
+            cause = f"document_mask=true, and the tokenizer {name} is not there to say which id ends a document"
+            raise UserError.of(cause, "put it back, or data.tokenizer=PATH")
+        return found
+
+    @property
+    def kernel(self) -> AttentionKernel:
+        """What computes attention: with a mask, the kernels that torch chooses."""
+        return "sdpa" if self.config.document_mask else self.config.attention
 
     def loss(self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
         """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.

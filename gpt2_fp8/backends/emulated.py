@@ -72,7 +72,7 @@ class Emulated(Backend):
         forward, gradient = formats(precision)
         emulation = Emulation(self.recipe.name, forward, gradient, frozenset(self.switches))
         delayed = delayed_scaling(precision, self.recipe) if isinstance(self.recipe, DelayedRecipe) else None
-        return emulated.Emulated(emulation, delayed, self.recompute, self.config.attention)
+        return emulated.Emulated(emulation, delayed, self.recompute, self.kernel)
 
     def bf16_loss(self, model: GPT2) -> LossOf:
         """See `Backend`. A twin of plain-torch layers computes it."""

@@ -47,7 +47,7 @@ class Fused(Backend):
         precision = self.config.precision
         assert isinstance(precision, FP8PrecisionConfig)
         assert isinstance(self.recipe, DelayedRecipe)
-        return Layers(delayed_scaling(precision, self.recipe), self.recompute, self.config.attention)
+        return Layers(delayed_scaling(precision, self.recipe), self.recompute, self.kernel)
 
     def bf16_loss(self, model: GPT2) -> LossOf:
         """See `Backend`. These layers have no bf16, so a twin of plain-torch layers computes it."""

@@ -29,7 +29,7 @@ class Reference(Backend):
 
     @override
     def family(self) -> Family:
-        return Composed(reference, self.recompute, self.config.attention)
+        return Composed(reference, self.recompute, self.kernel)
 
     @property
     @override

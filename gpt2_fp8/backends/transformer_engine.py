@@ -37,7 +37,7 @@ class TransformerEngine(Backend):
 
     @override
     def family(self) -> Family:
-        return Composed(te, self.recompute, self.config.attention)
+        return Composed(te, self.recompute, self.kernel)
 
     @override
     def fp8_region(self) -> AbstractContextManager:
@@ -69,7 +69,7 @@ class TransformerEngine(Backend):
         precision = self.config.precision
         auto = isinstance(precision, FP8PrecisionConfig) and precision.backend == "auto"
         reason = backend_support.why_not_fused(self.config) if auto else None
-        own = self.config.attention in ("auto", "te")
+        own = self.kernel in ("auto", "te")
         return {
             "layers": "Transformer Engine" + (f", not the fused ones: {reason}" if reason else ""),
             "attention": "Transformer Engine's choice" if own else self.torch_attention(),

@@ -70,12 +70,15 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def chosen_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, shared: bool) -> int:
+def chosen_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, shared: bool, mask: Tensor | None = None) -> int:
     """Return which kernel `scaled_dot_product_attention` would choose: a value of `torch.nn.attention.SDPBackend`.
 
-    q, k, v: [batch, heads, tokens, head size]; causal, without a mask. `shared`: keys serve several heads of queries.
+    q, k, v: [batch, heads, tokens, head size]; causal by itself or by `mask`. `shared`: keys serve several heads of
+    queries.
     """
-    return torch._fused_sdp_choice(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
+    return torch._fused_sdp_choice(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shared
+    )
 
 
 def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool) -> Tensor:

@@ -35,6 +35,8 @@ def _why_not(config: RunConfig) -> tuple[str, str, str] | None:
     kernel, precision = config.attention, config.precision
     if kernel not in ON_A_GPU:
         return None
+    if config.document_mask:
+        return "document_mask", "it takes no mask, and this is document_mask=true", "attention=sdpa, or leave it out"
     if config.trainer.accelerator == "cpu":
         return "trainer.accelerator", "its kernels are a GPU's, and this is trainer.accelerator=cpu", "attention=auto"
     if precision.name == "fp32":

@@ -18,6 +18,8 @@ def why_not_fused(config: RunConfig) -> str | None:
         return f"they do delayed scaling alone, not recipe={config.recipe.name}"
     if config.model.dropout:
         return f"they have no dropout, and model.dropout={config.model.dropout:g}"
+    if config.document_mask:
+        return "their attention has no mask, and this is document_mask=true"
     return _lacking(config.model)
 
 
@@ -72,7 +74,7 @@ def check(config: RunConfig) -> Iterator[Finding]:
     asked = "auto" if isinstance(precision, AutoPrecisionConfig) else precision.backend
     if asked != "auto" and (reason := WHY_NOT[asked](config)):
         problem = Problem(f"precision.backend={asked} cannot run: {reason}", "precision.backend=auto")
-        yield Finding(("precision.backend", "precision.name", "recipe", "model.dropout"), problem)
+        yield Finding(("precision.backend", "precision.name", "recipe", "model.dropout", "document_mask"), problem)
     if isinstance(precision, FP8PrecisionConfig) and precision.emulate is not None and asked != "emulated":
         cause = f"precision.emulate says what the emulated layers cast, and this is precision.backend={asked}"
         yield Finding(("precision.emulate",), Problem(cause, "add precision.backend=emulated, or leave it out"))

@@ -15,6 +15,7 @@ _ATTENTION_OF_TE = (
     "it is Transformer Engine's, and stands in the environment",
     "attention=flash, cudnn, sdpa or te; or NAME=1 in front of the command, for attention=te",
 )
+_DOCUMENTS = ("it has another name", "document_mask=true")
 FOREIGN: dict[str, tuple[str, str]] = {
     "interval": _INTERVAL,
     "fp8_interval": _INTERVAL,
@@ -111,6 +112,9 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "NVTE_FLASH_ATTN": _ATTENTION_OF_TE,
     "NVTE_FUSED_ATTN": _ATTENTION_OF_TE,
     "torch_compile_mode": ("it has a shorter name", "compile_mode=default or reduce-overhead"),
+    "reset_attention_mask": _DOCUMENTS,
+    "intra_document_mask": _DOCUMENTS,
+    "document_masking": _DOCUMENTS,
     "use_compile": ("it has torch's name", "compile=true or false"),
     "wandb": ("runs log to TensorBoard and CSV", "logger=default, tensorboard, csv or none"),
     "train": ("this program always trains", "remove the key"),

@@ -262,6 +262,7 @@ class RunConfig:
     cuda_graphs: bool | Literal["auto"]  # replay a micro-batch as one launch (fused layers, one GPU); auto: where small
     # sdpa: torch's, which chooses; cudnn, flash: torch's held to one; te: Transformer Engine's; auto: the layers' own
     attention: AttentionKernel = "auto"
+    document_mask: bool = False  # tokens attend within their document alone; not in the fused layers
     activation_checkpointing: Recompute  # what a backward computes again and does not keep: the MLP, or whole blocks
     global_batch_size: StepSequences  # sequences per optimizer step, over all GPUs
     micro_batch_size: Sequences | Literal["auto"]  # sequences per GPU and forward pass; auto: all that fit

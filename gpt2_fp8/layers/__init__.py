@@ -15,7 +15,7 @@ All families have the same parameter names, shapes and initial values, so a stat
 - `head(n_embd, padded_vocab_size, norm, fp8)`: a `layer_norm_linear` without bias. Its FP8 gradient is always E5M2.
 - `again(part, *inputs, draws)`: `part(*inputs)`, which is computed once more in its backward
 - `attention(heads, dropout, epsilon, kernel)`: causal attention over packed queries, keys and values. It is called as
-  `attention(qkv, angle)`, with RoPE's angles or None. QK-norm alone has parameters: `[q_norm, k_norm]`
+  `attention(qkv, angle, mask)`, with RoPE's angles or None. QK-norm alone has parameters: `[q_norm, k_norm]`
 
 `norm`, `mlp` and `heads` are parts of a `block_spec.BlockSpec`. `NAME` and `OFFERS` say which options of it they have.
 RMSNorm has no `layer_norm_bias`. The first half of SwiGLU's `fc1_weight` is the gate, as Transformer Engine has it.
@@ -47,6 +47,8 @@ class Family(Protocol):
 
     def block(self, spec: BlockSpec, fp8: bool) -> nn.Module:
         """Build one block. It is called as `block(x, is_first_microbatch)`; with RoPE also with `rotary.angles`.
+
+        With `document_mask` it gets angles or None, and `document_mask.within_documents`.
 
         x: [batch, tokens, n_embd]. The block returns the same shape.
         """

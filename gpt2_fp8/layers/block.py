@@ -30,14 +30,18 @@ class Block(nn.Module):
         self.draws = spec.dropout > 0
         self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None, angle: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, is_first_microbatch: bool | None, angle: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """Compute the block. See `layers.Family.block`."""
         if self.again is None:
-            return self._forward(x, is_first_microbatch, angle)
-        return self.again(self._forward, x, is_first_microbatch, angle, draws=self.draws)
+            return self._forward(x, is_first_microbatch, angle, mask)
+        return self.again(self._forward, x, is_first_microbatch, angle, mask, draws=self.draws)
 
-    def _forward(self, x: Tensor, is_first_microbatch: bool | None, angle: Tensor | None) -> Tensor:
-        y = self.attention(self.qkv(x, is_first_microbatch), angle)
+    def _forward(
+        self, x: Tensor, is_first_microbatch: bool | None, angle: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
+        y = self.attention(self.qkv(x, is_first_microbatch), angle, mask)
         x = self.add(x, self.dropout(self.projection(y, is_first_microbatch)))
         return self.add(x, self.dropout(self.mlp(x, is_first_microbatch)))
 

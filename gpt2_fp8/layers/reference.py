@@ -111,14 +111,17 @@ class Attention(nn.Module):
         self.q_norm = _parameter(heads.size) if heads.qk_norm else None
         self.k_norm = _parameter(heads.size) if heads.qk_norm else None
 
-    def forward(self, qkv: Tensor, angle: Tensor | None = None) -> Tensor:
-        """Compute attention. `angle`: how far RoPE turns each position (`rotary.angles`); None: there is no RoPE."""
+    def forward(self, qkv: Tensor, angle: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Compute attention. `angle`: how far RoPE turns each position (`rotary.angles`); None: there is no RoPE.
+
+        `mask`: see `sdpa.causal`.
+        """
         q, k, v = self.split(qkv)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = (normalise(x, weight, None, self.epsilon) for x, weight in ((q, self.q_norm), (k, self.k_norm)))
         if angle is not None:
             q, k = self.rotate(q, angle), self.rotate(k, angle)
-        return self.attend(q.to(v.dtype), k.to(v.dtype), v)
+        return self.attend(q.to(v.dtype), k.to(v.dtype), v, mask)
 
     def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Split into queries, keys and values: [batch, tokens, heads of each, size]."""
@@ -129,9 +132,9 @@ class Attention(nn.Module):
         """Turn queries or keys, in float32 or more."""
         return rotate(x.to(torch.promote_types(x.dtype, torch.float32)), angle)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Compute attention over what `split` returns, with dropout only in training."""
-        return causal(q, k, v, self.dropout if self.training else 0.0, self.choice)
+        return causal(q, k, v, self.dropout if self.training else 0.0, self.choice, mask)
 
 
 def causal_attention(qkv: Tensor, n_head: int) -> Tensor:

@@ -26,15 +26,21 @@ WORDS = {
 }
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, dropout: float, kernel: AttentionKernel = "auto") -> Tensor:
+def causal(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, kernel: AttentionKernel = "auto", mask: Tensor | None = None
+) -> Tensor:
     """Compute causal attention over [batch, tokens, heads, size]; returns [batch, tokens, heads * size].
 
     Keys and values may have fewer heads than queries. A `kernel` of `HELD` alone may compute it: torch raises
-    RuntimeError where that cannot. Of any other, torch chooses.
+    RuntimeError where that cannot. Of any other, torch chooses. `mask`: what is added to the scores, [batch, 1, tokens,
+    tokens], causal by itself; only for the kernels that torch chooses.
     """
     shared = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if kernel in HELD:
+    if mask is not None:
+        assert kernel not in HELD, "refused by the check of the settings"
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=shared)
+    elif kernel in HELD:
         with sdpa_kernel(HELD[kernel]):
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
     else:
@@ -56,11 +62,15 @@ def why_not(kernel: AttentionKernel, heads: Heads, tokens: int, dropout: float) 
     return str(said[0].message).partition("(Triggered")[0].strip().rstrip(".") if said else "torch cannot use it here"
 
 
-def kernels(kernel: AttentionKernel, heads: Heads, tokens: int, dropout: float, dtype: torch.dtype, device: str) -> str:
-    """Name for people the kernel that `causal` runs in training."""
+def kernels(
+    kernel: AttentionKernel, heads: Heads, tokens: int, dropout: float, dtype: torch.dtype, device: str,
+    masked: bool = False,
+) -> str:  # fmt: skip
+    """Name for people the kernel that `causal` runs in training. `masked`: with a mask."""
     if kernel in HELD:
         return f"torch's {WORDS[HELD[kernel]]} kernel, as asked"
-    found = chosen_attention(*_one(heads, tokens, dtype, device), dropout, _shared(heads))
+    mask = torch.zeros(1, 1, 1, tokens, dtype=dtype, device=device).expand(-1, -1, tokens, -1) if masked else None
+    found = chosen_attention(*_one(heads, tokens, dtype, device), dropout, _shared(heads), mask)
     return f"torch's {WORDS.get(SDPBackend(found), 'own')} kernel"
 
 

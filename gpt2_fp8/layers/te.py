@@ -160,9 +160,12 @@ class Attention(reference.Attention):
         both = torch.cat((angle, angle), dim=-1).float()[:, None, None]  # of each half: [tokens, 1, 1, size]
         return apply_rotary()(x, both, tensor_format="bshd", fused=True)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention; its dropout is the kernel's."""
-        return super().attend(q, k, v) if self.kernel is None else self.kernel(q, k, v)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Compute attention; its dropout is the kernel's. TE's takes no mask here; with one, torch's is built."""
+        if self.kernel is None:
+            return super().attend(q, k, v, mask)
+        assert mask is None
+        return self.kernel(q, k, v)
 
 
 def _kernel(heads: Heads, dropout: float) -> nn.Module:

@@ -14,6 +14,7 @@ from gpt2_fp8.config.block_spec import RoPE, block_spec
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers import Family
 from gpt2_fp8.layers.delayed_scaling import Scales
+from gpt2_fp8.layers.document_mask import within_documents
 from gpt2_fp8.layers.rotary import angles
 from gpt2_fp8.model.parameters import parameters
 
@@ -30,11 +31,16 @@ class GPT2(nn.Module):
     """The model. `vocab_size` is the tokenizer's; logits have `padded_vocabulary(vocab_size)` columns.
 
     The caller must ignore the columns from `vocab_size` on (`loss.cross_entropy` does). `keep_bf16` names layers that
-    stay out of FP8: "head", "first", "last" or "blocks.N".
+    stay out of FP8: "head", "first", "last" or "blocks.N". `separator`: the id that ends a document, if tokens attend
+    within their document alone; None if they attend to all before them.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int, layers: Family, keep_bf16: Iterable[str] = ()):
+    def __init__(
+        self, config: ModelConfig, vocab_size: int, layers: Family, keep_bf16: Iterable[str] = (),
+        separator: int | None = None,
+    ):  # fmt: skip
         super().__init__()
+        self.separator = separator
         self.config, self.vocab_size, self.spec = config, vocab_size, block_spec(config)
         assert (reason := layers.why_not(self.spec)) is None, reason
         kept = _kept_blocks(keep_bf16, config.n_layer)
@@ -70,10 +76,19 @@ class GPT2(nn.Module):
         if isinstance(self.scales, Scales):
             self.scales.begin(is_first_microbatch)
         table = None if self.positions is None else self.positions.weight
-        x, rotation = self.dropout(self._embed(ids, self.tokens.weight, table)), self._rotation(ids)
+        x, given = self.dropout(self._embed(ids, self.tokens.weight, table)), self._given(ids)
         for block in self.blocks:
-            x = block(x, is_first_microbatch, *rotation)
+            x = block(x, is_first_microbatch, *given)
         return x
+
+    def _given(self, ids: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute once what all blocks are given: nothing, RoPE's angles, or these (or None) and the mask."""
+        if self.separator is None:
+            return self._rotation(ids)
+        device = ids.device.type
+        in_autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if in_autocast else self.tokens.weight.dtype
+        return *(self._rotation(ids) or (None,)), within_documents(ids, self.separator, dtype)
 
     def _rotation(self, ids: Tensor) -> tuple[Tensor, ...]:
         """Compute RoPE's angles once for all blocks; empty without RoPE."""

@@ -25,6 +25,7 @@ PARAMETER_BYTES = 4 * (4 + 3)  # in float32: it, its gradient, two moments; in a
 KEPT_BYTES = 4  # a token and channel of what a block keeps for its backward (`_kept_channels`)
 LOGIT_BYTES = 4 * 4  # a logit: with padding, without it, its softmax, its gradient
 SCORE_BYTES = 4 * 4  # a pair of tokens and a head: attention with dropout keeps them all
+MASK_BYTES = 4 + 4 + 1  # a pair of tokens, once for all layers: the documents' mask while it is made
 ID_BYTES = 4  # a token
 AGAIN = 4.5  # times what a block keeps: one that is computed again as a whole, with its gradients; 4.3 was measured
 EMULATED = 1.8  # times as much a sequence where FP8 is emulated; 1.3 was measured
@@ -61,7 +62,7 @@ def footprint(config: RunConfig, vocab_size: int) -> Footprint:
     attention, mlp = (tokens * channels * KEPT_BYTES for channels in _kept_channels(block_spec(model)))
     if model.dropout:
         attention += SCORE_BYTES * model.n_head * tokens**2
-    kept = _kept(config, attention, mlp)
+    kept = _kept(config, attention, mlp) + (MASK_BYTES * tokens**2 if config.document_mask else 0)
     emulated = isinstance(config.precision, FP8PrecisionConfig) and config.precision.backend == "emulated"
     casts = 2 * parameters if config.precision.name == "bf16" or emulated else 0
     sequence = kept + LOGIT_BYTES * tokens * padded_vocab_size

@@ -38,7 +38,8 @@ def export(source: Path, folder: Path) -> str:
     separator = tokenizer_file.separator(config.data.tokenizer)
     hf_folder.write(folder, theirs, hf_config.to_hf(config.model, architecture, ids, separator))
     count = sum(tensor.numel() for tensor in theirs.values())
-    return f"{folder}: {architecture.name}, {count:,} parameters, from {path}"
+    crossing = "; trained with document_mask=true, while transformers attends across documents"
+    return f"{folder}: {architecture.name}, {count:,} parameters, from {path}{crossing if config.document_mask else ''}"
 
 
 def chosen(model: ModelConfig, path: Path) -> Architecture:

@@ -8,6 +8,7 @@ from gpt2_fp8 import compose
 from gpt2_fp8.backends import attention_choice, emulated, resolve
 from gpt2_fp8.backends import fused as fused_backend
 from gpt2_fp8.backends.resolve import BACKENDS, fallen_back, unaccelerated
+from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.layers import attention, sdpa
 
@@ -108,8 +109,19 @@ def test_a_plan_with_a_kernel_that_cannot_run_is_refused(can):
         resolve.resolve(backend.config, "cuda")
 
 
+def test_a_document_mask_takes_transformer_engines_layers_with_torchs_attention():
+    (config,) = compose.preflight(["model=gpt2", "trainer=gpu", "document_mask=true"])
+    said = backend_support.why_not_fused(config)
+    assert said == "their attention has no mask, and this is document_mask=true"
+    made_te = BACKENDS["te"](config, "fp8_hybrid", "cuda")
+    assert made_te.kernel == "sdpa"
+    assert made_te.family().kernel == "sdpa"
+
+
 def test_kernels_are_named(monkeypatch):
-    monkeypatch.setattr(sdpa, "kernels", lambda kernel, heads, tokens, dropout, dtype, device: f"torch's {kernel}")
+    monkeypatch.setattr(
+        sdpa, "kernels", lambda kernel, heads, tokens, dropout, dtype, device, masked: f"torch's {kernel}"
+    )
     assert made("reference", "cudnn").kernels(50257)["attention"] == "torch's cudnn"
     assert made("te", "flash").kernels(50257)["attention"] == "torch's flash"
     assert made("te", "te").kernels(50257)["attention"] == "Transformer Engine's choice"

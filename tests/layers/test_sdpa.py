@@ -68,6 +68,12 @@ def test_kernels_are_named(kernel, dropout, said):
     assert sdpa.kernels(kernel, heads, 16, dropout, torch.float32, "cpu") == said
 
 
+def test_with_a_mask_the_kernel_may_be_another():
+    heads = Heads(4, 4, 8)
+    assert sdpa.kernels("sdpa", heads, 16, 0.0, torch.float32, "cpu", masked=True) == "torch's flash kernel"
+    assert sdpa.kernels("sdpa", heads, 16, 0.1, torch.float32, "cpu", masked=True) == "torch's unfused kernel"
+
+
 @pytest.mark.parametrize("kernel", ["cudnn", "flash"])
 def test_why_a_kernel_cannot_run_is_told_in_torchs_words(monkeypatch, kernel):
     asked, one = [], sdpa._one
