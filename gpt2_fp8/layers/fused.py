@@ -13,7 +13,7 @@ transpose [d, M].
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,12 @@ from torch.autograd.function import once_differentiable
 from gpt2_fp8.config.block_spec import BlockSpec
 from gpt2_fp8.config.schema import AttentionKernel, Recompute
 from gpt2_fp8.kernels.cast import cast_transpose
-from gpt2_fp8.kernels.layer_norm import LayerNormGradient, Statistics, layer_norm_backward, layer_norm_cast
+from gpt2_fp8.kernels.layer_norm import LayerNormGradient, layer_norm_backward, layer_norm_cast
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.attention import attention
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.fp8_linear import FP8Linear, add_vector_gradient
+from gpt2_fp8.layers.fused_parts import Attended, FP8Linears, Hidden
 from gpt2_fp8.layers.received import Received
 
 
@@ -94,34 +95,6 @@ class Block(nn.Module):
             self.refresh()
         # Inside a Function gradients are always off and parameters always require theirs, so the mode is passed in.
         return _BlockFunction.apply(x, self, torch.is_grad_enabled(), *self.parameters())
-
-
-class FP8Linears(NamedTuple):
-    """The four linear layers of a block."""
-
-    qkv: FP8Linear
-    projection: FP8Linear
-    fc1: FP8Linear
-    fc2: FP8Linear
-
-
-class Attended(NamedTuple):
-    """What a block's backward needs of its first half."""
-
-    middle: Tensor  # the residual stream after attention: bfloat16 [M, d]
-    packed: Tensor  # attention's input [batch, tokens, heads.packed] and its result, with autograd's graph between them
-    attended: Tensor
-    y8t: Tensor  # the transposed inputs of the two GEMMs, FP8 [d, M]
-    o8t: Tensor
-    statistics: Statistics  # of the normalisation before them
-
-
-class Hidden(NamedTuple):
-    """What a block's backward needs of its MLP's hidden layer."""
-
-    h: Tensor  # the input of GELU: bfloat16 [M, f]
-    y8t: Tensor  # the transposed input of its GEMM, FP8 [d, M]
-    statistics: Statistics  # of the normalisation before it
 
 
 class _BlockFunction(torch.autograd.Function):

@@ -16,11 +16,17 @@ LAYERS = {
     "te": ["precision.backend=te"],
     "fused": ["precision.backend=fused"],
 }
+MARKS = {"te": [pytest.mark.fp8], "fused": [pytest.mark.fp8, hopper], "compiled": [pytest.mark.slow]}
+KERNELS = {
+    "plain": "sdpa cudnn flash",
+    "compiled": "cudnn",
+    "te": "sdpa cudnn flash te",
+    "fused": "sdpa cudnn flash te",
+}
 CASES = [
-    pytest.param(layers, kernel, marks=[*([hopper] if layers == "fused" else []), *([pytest.mark.fp8] if fp8 else [])])
-    for layers, fp8 in (("plain", False), ("compiled", False), ("te", True), ("fused", True))
-    for kernel in ("sdpa", "cudnn", "flash", "te")
-    if (kernel == "cudnn" or layers != "compiled") and (kernel != "te" or fp8)
+    pytest.param(layers, kernel, marks=MARKS.get(layers, ()))
+    for layers, kernels in KERNELS.items()
+    for kernel in kernels.split()
 ]
 
 

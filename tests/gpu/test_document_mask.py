@@ -13,6 +13,7 @@ LAYERS = {
     "te": ["recipe=delayed"],
     "te, recomputed": ["recipe=delayed", "activation_checkpointing=full"],
 }
+MARKS = {"te": [pytest.mark.fp8], "compiled": [pytest.mark.slow]}
 WORDS = ["data.tokenizer=gpt2", "document_mask=true"]
 
 
@@ -28,9 +29,7 @@ def found(*words):
     return engine, loss.item(), grads(engine.model)
 
 
-@pytest.mark.parametrize(
-    "layers", [pytest.param(name, marks=[pytest.mark.fp8] if name.startswith("te") else []) for name in LAYERS]
-)
+@pytest.mark.parametrize("layers", [pytest.param(name, marks=MARKS.get(name.partition(",")[0], [])) for name in LAYERS])
 def test_gradients_are_those_of_plain_layers_in_float32(layers):
     engine, loss, gradients = found(*WORDS, *LAYERS[layers])
     assert engine.model.separator == END

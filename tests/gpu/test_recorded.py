@@ -7,47 +7,63 @@ from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.measure import worker
 from tests.gpu.common import VOCAB, composed, error, grads, prepared, tokens
 
-WORDS = ["precision=bf16", "compile=true", "model.n_layer=1"]
-MODE = "compile_mode=reduce-overhead"
+WORDS = ["precision=bf16", "model.n_layer=1"]
+RECORDED = [*WORDS, "compile=true", "compile_mode=reduce-overhead"]
 
 
-def step(engine, seed, size):
+@pytest.fixture(autouse=True)
+def _compiled_anew():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def step(engine, seed, size=4):
+    """Loss and gradients of an optimizer step without its update, out of reach of what is replayed later."""
     engine.model.zero_grad(set_to_none=True)
     loss = engine.of_step(tokens(12, seed, 128), size)
     return loss.item(), {name: gradient.clone() for name, gradient in grads(engine.model).items()}
 
 
-def test_gradients_are_those_without_graphs_with_validations_in_between_and_after_a_new_size():
-    """Three micro-batches a step; each is replayed from the third on, over memory that the ones before have used."""
-    plain, graphed = prepared(*WORDS), prepared(*WORDS, MODE)
+def assert_same_steps(plain, graphed, seeds, size=4):
+    for seed in seeds:
+        (loss, expected), (again, ours) = step(plain, seed, size), step(graphed, seed, size)
+        assert again == pytest.approx(loss, rel=1e-3)
+        assert error(ours, expected) < 0.02  # compiled, bf16 is rounded in fewer places
+
+
+def test_gradients_are_those_of_plain_layers_and_each_pass_is_a_launch():
+    """Three micro-batches a step; all are replayed from the second step on, over memory that others have used."""
+    plain, graphed = prepared(*WORDS, "compile=false"), prepared(*RECORDED)
     assert graphed.plan.backend.recorded
-    for size in (4, 2):
-        for seed in range(4):
-            (loss, expected), (again, ours) = step(plain, seed, size), step(graphed, seed, size)
-            assert again == pytest.approx(loss, rel=1e-4)
-            assert error(ours, expected) < 1e-2  # the GPU adds in no fixed order
-            with torch.no_grad(), graphed.plan.backend.forward_context():
-                losses = [graphed.loss(tokens(4, seed=n, n_positions=128)) for n in (7, 8, 9)]
-                theirs = [plain.loss(tokens(4, seed=n, n_positions=128)) for n in (7, 8, 9)]
-            assert [x.item() for x in losses] == pytest.approx([x.item() for x in theirs], rel=1e-4)
-        for engine in (plain, graphed):
-            engine.discard()
-
-
-def test_it_launches_graphs():
-    engine = prepared(*WORDS, MODE)
-    for seed in range(3):
-        step(engine, seed, 4)
+    assert_same_steps(plain, graphed, range(4))
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        step(engine, 3, 4)
+        step(graphed, 4)
     launches = sum(event.count for event in profile.key_averages() if "cudaGraphLaunch" in event.key)
     assert launches == 2 * 3, "a forward and a backward of each micro-batch"
 
 
+@pytest.mark.slow  # three compilations
+def test_validations_and_a_smaller_size_change_nothing():
+    plain, graphed = prepared(*WORDS, "compile=false"), prepared(*RECORDED)
+    for size in (4, 2):
+        for seed in range(3):
+            assert_same_steps(plain, graphed, [seed], size)
+            found = []
+            for engine in (plain, graphed):
+                with torch.no_grad(), engine.plan.backend.forward_context():
+                    found.append([engine.loss(tokens(4, seed=n, n_positions=128)) for n in (7, 8, 9)])
+            ours, theirs = ([loss.item() for loss in losses] for losses in found)
+            assert ours == pytest.approx(theirs, rel=1e-3)
+            assert len(set(theirs)) == 3
+        graphed.discard()
+
+
+@pytest.mark.slow  # two compilations
 def test_training_learns_as_without_graphs():
     losses = []
-    for words in (WORDS, [*WORDS, MODE]):
+    for words in ([*WORDS, "compile=true"], RECORDED):
         config = composed(*words)
         training, results = worker._built(config, resolve(config, "cuda"), VOCAB), []
         training.on_settled.append(results.append)

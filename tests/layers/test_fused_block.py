@@ -1,0 +1,156 @@
+"""The fused block's chain of forward and backward on a CPU: its kernels replaced by what they compute, in float64.
+
+What is tested is the order of the chain and what it keeps; tests/gpu has the kernels.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpt2_fp8.config.block_spec import MLP, BlockSpec, Norm, gpt2_heads
+from gpt2_fp8.layers import block, reference
+from tests.layers.standins import SCALING, families
+
+SPEC = BlockSpec(
+    n_embd=16, norm=Norm("layer_norm", 1e-5), heads=gpt2_heads(2, 16), mlp=MLP("gelu", 32), positions="learned",
+    bias=True, dropout=0.0, tied=True,
+)  # fmt: skip
+
+
+def gelu(h):
+    return F.gelu(h, approximate="tanh")
+
+
+def add(parameter, gradient):
+    parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+
+
+class Linear(nn.Module):
+    """What `FP8Linear` computes, without FP8."""
+
+    def __init__(self, scales, own_gradient=True):
+        super().__init__()
+
+    def slot(self, name):
+        return name
+
+    def refresh(self, weight, bias):
+        self.w, self.b = weight.detach(), bias.detach()
+
+    def forward(self, x, add=None):
+        y = x @ self.w.T + self.b
+        return y if add is None else y + add
+
+    def forward_gelu(self, x, slot, only_h=False):
+        h = self(x)
+        return h, None if only_h else gelu(h)
+
+    def input_gradient(self, g):
+        return g @ self.w
+
+    def input_gradient_gelu(self, g, h, slot):
+        with torch.enable_grad():
+            h = h.detach().requires_grad_()
+            z = gelu(h)
+            (dh,) = torch.autograd.grad(z, h, g @ self.w)
+        return SimpleNamespace(q=dh, qt=dh.T, yt=z.detach().T, sums=dh)
+
+    def add_weight_gradient(self, weight, gt, xt):
+        add(weight, gt @ xt.T)
+
+
+def layer_norm_cast(x, weight, bias, epsilon, slot, both=True):
+    y = F.layer_norm(x, x.shape[-1:], weight, bias, epsilon).detach()
+    return y, y.T, SimpleNamespace(mean=x.mean(1), rstd=(x.var(1, correction=0) + epsilon).rsqrt())
+
+
+def layer_norm_backward(dy, x, statistics, weight, residual, slot):
+    normalised = (x - statistics.mean[:, None]) * statistics.rstd[:, None]
+    g = dy * weight
+    dx = (g - g.mean(1, True) - normalised * (g * normalised).mean(1, True)) * statistics.rstd[:, None]
+    dx = (dx if residual is None else dx + residual).detach()
+    return SimpleNamespace(dx=dx, q=dx, qt=dx.T, sums=torch.stack((dy * normalised, dy, dx), 1).detach())
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    with families():
+        from gpt2_fp8.layers import fused as module
+
+        for name, replacement in {
+            "FP8Linear": Linear,
+            "layer_norm_cast": layer_norm_cast,
+            "layer_norm_backward": layer_norm_backward,
+            "cast_transpose": lambda x, slot, sums=False: (x, x.T, x),
+            "add_vector_gradient": lambda parameter, partial: add(parameter, partial.sum(0)),
+            "attention": lambda heads, kernel: reference.attention(heads, 0.0, kernel=kernel),
+        }.items():
+            monkeypatch.setattr(module, name, replacement)
+        yield module
+
+
+def filled(blocks):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(blocks).double()
+    for parameter in blocks.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return blocks
+
+
+def passed(blocks):
+    """The output, the input's gradient and the parameters' of two micro-batches, the second with another text."""
+    found = []
+    for seed in (1, 2):
+        x = torch.randn(3, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        y = x
+        for one in blocks:
+            y = one(y, seed == 1)
+        y.square().sum().backward()
+        found += [y.detach(), x.grad]
+    return found + [parameter.grad for _, parameter in sorted(blocks.named_parameters())]
+
+
+def chain(fused, recompute):
+    from gpt2_fp8.layers.delayed_scaling import Scales
+
+    below, blocks = None, []
+    for _ in range(3):
+        below = fused.Block(SPEC, Scales(SCALING), recompute, "auto", below)
+        blocks.append(below)
+    return filled(blocks)
+
+
+def test_the_chain_is_autograds_in_float64(fused):
+    found = passed(chain(fused, "none"))
+    expected = passed(filled([block.Block(SPEC, reference, fp8=False, recompute="none") for _ in range(3)]))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("mlp", 1), ("full", 2)])
+def test_what_is_computed_again_changes_no_bit(fused, monkeypatch, recompute, times):
+    expected, calls, attend = passed(chain(fused, "none")), [], reference.Attention.attend
+
+    def counted(self, *parts):
+        calls.append(torch.is_grad_enabled())
+        return attend(self, *parts)
+
+    monkeypatch.setattr(reference.Attention, "attend", counted)
+    blocks = chain(fused, recompute)
+    found = passed(blocks)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert calls == [True] * (3 * 2 * times), "three blocks, two micro-batches"
+    with torch.no_grad():
+        blocks[0](torch.zeros(1, 8, 16, dtype=torch.float64), None)
+    assert calls[-1] is False
+
+
+def test_a_second_backward_is_refused(fused):
+    blocks = chain(fused, "full")
+    y = blocks[0](torch.randn(1, 8, 16, dtype=torch.float64, requires_grad=True), True).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="one backward only"):
+        y.backward()
