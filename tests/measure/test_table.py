@@ -46,6 +46,14 @@ def test_a_status_is_shown_where_one_is_not_ok():
     assert table.text([good, bad]).splitlines()[0] == "name  status  message"
 
 
+def test_the_kernel_of_attention_is_shown_where_one_was_asked_for():
+    cases = [measured(attention="torch's cuDNN kernel") for _ in range(2)]
+    config = replace(cases[1].config, attention="cudnn")
+    asked = table.Measured(replace(cases[1].case, config=config), cases[1].result)
+    assert [row["attention"] for row in table.case_rows([cases[0], asked])] == ["", "torch's cuDNN kernel"]
+    assert "attention" not in table.text(table.case_rows([cases[0]]))
+
+
 def test_the_ratio_is_to_compiled_bf16_on_the_same_work():
     plain, compiled, other = measured(rate=50, compiled=False), measured(rate=100), measured(size=8, rate=1)
     fp8, alone = measured("fp8_hybrid", rate=150), measured("fp8_hybrid", size=2)

@@ -34,6 +34,7 @@ def test_what_it_tells():
     result = worker.run(case(profile=True))
     assert (result.status, result.ran, result.reason, result.backend) == ("ok", "fp32", None, "reference")
     assert (result.device, result.compiled, result.peak_memory_gb, result.mfu_bf16) == ("the CPU", False, None, None)
+    assert result.attention == "torch's flash kernel"
     assert result.slowest <= result.tokens_per_second <= result.fastest
     assert len(result.losses) == len(result.grad_norms) == 5, "without the profiled step"
     assert result.versions["torch"] == torch.__version__
