@@ -125,7 +125,7 @@ def chain(fused, recompute):
 
 def test_the_chain_is_autograds_in_float64(fused):
     found = passed(chain(fused, "none"))
-    expected = passed(filled([block.Block(SPEC, reference, fp8=False, recompute="none") for _ in range(3)]))
+    expected = passed(filled([block.Block(SPEC, reference, frozenset(), "none") for _ in range(3)]))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
