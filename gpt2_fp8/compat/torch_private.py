@@ -81,7 +81,8 @@ def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bo
 
 def add_to_all(tensors: Sequence[Tensor], number: float | Tensor) -> None:
     """Add a number, which may be a scalar on the device, to each tensor in place: one or two launches for hundreds."""
-    torch._foreach_add_(list(tensors), number)
+    every = list(tensors)
+    torch._foreach_add_(every, [number] * len(every) if isinstance(number, Tensor) else number)
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
