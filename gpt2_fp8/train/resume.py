@@ -81,7 +81,8 @@ def refuse_other_optimizer(path: Path, given: object, config: RunConfig) -> None
     there, here = given or "adamw", config.optimizer.name
     if there != here:
         cause = f"{path} holds the state of optimizer={there}, and this run has optimizer={here}"
-        raise UserError.of(cause, f"optimizer={there}, or begin anew from its weights: init_from={path} ckpt_path=null")
+        anew = f"run_name=NAME init_from={path} ckpt_path=null"
+        raise UserError.of(cause, f"optimizer={there}, or begin anew from its weights: {anew}")
 
 
 def keep_own_settings(checkpoint: dict[str, Any], model: nn.Module, config: RunConfig) -> None:

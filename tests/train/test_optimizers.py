@@ -72,7 +72,8 @@ def test_a_resume_under_another_optimizer_is_refused_and_the_remedies_work(tmp_p
         train(tmp_path / "run", "optimizer=adamw", f"ckpt_path={path}")
     ((cause, remedy),) = told.value.problems
     assert cause == f"{path} holds the state of optimizer={name}, and this run has optimizer=adamw"
-    assert remedy == f"optimizer={name}, or begin anew from its weights: init_from={path} ckpt_path=null"
+    anew = f"run_name=NAME init_from={path} ckpt_path=null"  # the folder of the run is taken
+    assert remedy == f"optimizer={name}, or begin anew from its weights: {anew}"
     longer = "trainer.max_steps=13"
     train(tmp_path / "same", f"optimizer={name}", f"ckpt_path={path}", longer)
     train(tmp_path / "anew", "optimizer=adamw", f"init_from={path}", "ckpt_path=null", "optim.lr=1e-12")
