@@ -8,7 +8,7 @@ Each is made orthogonal by itself. The author found that better for queries, key
 share one set of singular values, though they are multiplied with the same input for three purposes.
 
 An update is multiplied by 0.2 sqrt(max(rows, columns)), so that its elements are as large as AdamW's (Liu et al. 2025,
-arXiv 2502.16982, eq. 4). Then one rate and one weight decay fit both parts. The arithmetic is `torch.optim.Muon`'s
+arXiv 2502.16982). Then one rate and one weight decay fit both parts. The arithmetic is `torch.optim.Muon`'s
 with `adjust_lr_fn="match_rms_adamw"`. That class itself cannot leave an update out without the host.
 """
 

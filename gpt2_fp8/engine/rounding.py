@@ -2,7 +2,7 @@
 
 A moment that changes by less than half of its last bit never changes if it is rounded to nearest. With `beta2` = 0.999,
 `exp_avg_sq` changes by a thousandth a step, and bfloat16 has eight bits: it never falls. Stochastic rounding goes up
-with the probability of the distance from below, so its mean is exact (Croci et al. 2022, arXiv 2202.03032).
+with the probability of the distance from below, so its mean is exact (Croci et al. 2022).
 
 The bits depend on the run's seed, the parameter's name, the number of updates and the element's index. So they need no
 state, and are the same after a resume, on every rank and on every device. They come from MurmurHash3's 32-bit finalizer

@@ -12,7 +12,7 @@ from tests.gpu.common import RUN
 from tests.model.test_optimizer_bytes import CHOICES
 from tests.runs import assert_same_checkpoint, checkpoint, train, train_until
 
-SHAPES = [(1,), (255,), (300, 1024), (5000,), (257, 129)]
+SHAPES = [(255,), (300, 1024), (257, 129)]
 
 
 def optimizer_of(parameter, eight_bits):
@@ -76,10 +76,16 @@ def tensors(model, optimizer):
     return [*model.parameters(), *(tensor for state in optimizer.state.values() for tensor in state.values())]
 
 
-@pytest.mark.parametrize("name", ["adamw_bf16", "adamw8bit"])
-def test_a_run_resumes_exactly(tmp_path, name):
+def test_a_run_resumes_exactly(tmp_path):
+    """Its parameters of few elements have bfloat16's moments, so both kernels run."""
     words = [
-        *(f"optimizer={name}", "precision=bf16", "compile=false", "trainer.deterministic=true", "trainer.max_steps=6"),
+        *(
+            "optimizer=adamw8bit",
+            "precision=bf16",
+            "compile=false",
+            "trainer.deterministic=true",
+            "trainer.max_steps=6",
+        ),
         *("callbacks.checkpoint_every_n_steps=3", "data.val_sequences=0", "callbacks.sample_tokens=0"),
     ]
     base = [word for word in RUN if not word.startswith(("precision.", "trainer.max_steps"))]
