@@ -45,8 +45,7 @@ class Backend(ABC):
         self.compiled = self.graphs = False
         self.recipe = self.own_recipe(config.recipe) if isinstance(config.recipe, AutoRecipe) else config.recipe
 
-    @staticmethod
-    def own_recipe(auto: AutoRecipe) -> DelayedRecipe | StatelessRecipe | None:
+    def own_recipe(self, auto: AutoRecipe) -> DelayedRecipe | StatelessRecipe | None:
         """Return the recipe of a run that names none; None if nothing is scaled."""
         return None
 

@@ -11,7 +11,7 @@ from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
 from gpt2_fp8.backends.twin import bf16_loss
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec, why_not
-from gpt2_fp8.config.schema import EMULATED, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.schema import EMULATED, IN_BACKWARD, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.layers import Family, emulated
 from gpt2_fp8.layers.emulated_gemm import Emulation
 from gpt2_fp8.model.gpt2 import GPT2
@@ -33,9 +33,8 @@ class Emulated(Backend):
         able = device == "cuda" and has_fp8_conversion()
         self.compiled = able if config.compile == "auto" else config.compile
 
-    @staticmethod
     @override
-    def own_recipe(auto: AutoRecipe) -> DelayedRecipe:
+    def own_recipe(self, auto: AutoRecipe) -> DelayedRecipe:
         return auto.delayed
 
     @classmethod
@@ -60,8 +59,8 @@ class Emulated(Backend):
     def switches(self) -> list[str]:
         """The operands that are emulated, in the order of `EMULATED`."""
         assert isinstance(self.config.precision, FP8PrecisionConfig)
-        chosen = self.config.precision.emulate
-        return [name for name in EMULATED if chosen is None or name in chosen]
+        chosen, in_bf16 = self.config.precision.emulate, IN_BACKWARD[self.config.precision.backward]
+        return [name for name in EMULATED if name not in in_bf16 and (chosen is None or name in chosen)]
 
     @override
     def family(self) -> Family:
@@ -70,7 +69,7 @@ class Emulated(Backend):
         assert self.recipe is not None
         assert self.recipe.name != "mxfp8"
         forward, gradient = formats(precision)
-        emulation = Emulation(self.recipe.name, forward, gradient, frozenset(self.switches))
+        emulation = Emulation(self.recipe.name, forward, gradient, frozenset(self.switches), precision.backward)
         delayed = delayed_scaling(precision, self.recipe) if isinstance(self.recipe, DelayedRecipe) else None
         return emulated.Emulated(emulation, delayed, self.recompute)
 

@@ -30,9 +30,8 @@ class Fused(Backend):
         wanted = small if config.cuda_graphs == "auto" else config.cuda_graphs
         self.graphs = wanted and not backend_support.is_multi_process(config)
 
-    @staticmethod
     @override
-    def own_recipe(auto: AutoRecipe) -> DelayedRecipe:
+    def own_recipe(self, auto: AutoRecipe) -> DelayedRecipe:
         return auto.delayed
 
     @classmethod

@@ -11,7 +11,7 @@ from typing_extensions import override
 from gpt2_fp8.backends.base import Backend
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec, why_not
-from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
 from gpt2_fp8.layers import Family, te
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
@@ -25,15 +25,17 @@ class TransformerEngine(Backend):
 
     name = "te"
 
-    @staticmethod
     @override
-    def own_recipe(auto: AutoRecipe) -> DelayedRecipe:
-        return auto.delayed
+    def own_recipe(self, auto: AutoRecipe) -> DelayedRecipe | StatelessRecipe:
+        precision = self.config.precision
+        in_bf16 = isinstance(precision, FP8PrecisionConfig) and precision.backward == "bf16"
+        return StatelessRecipe(name="current") if in_bf16 else auto.delayed
 
     @classmethod
     @override
     def why_not(cls, config: RunConfig) -> str | None:
-        return why_no_transformer_engine() or why_not(block_spec(config.model), te.NAME, te.OFFERS)
+        lacking = why_not(block_spec(config.model), te.NAME, te.OFFERS)
+        return why_no_transformer_engine() or backend_support.why_not_te(config) or lacking
 
     @override
     def family(self) -> Family:

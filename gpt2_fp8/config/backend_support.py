@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 from gpt2_fp8.config.block_spec import FUSED_OPTIONS, Option, block_spec, why_not
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, ModelConfig, RunConfig
+from gpt2_fp8.config.kept_layers import Kept, kept, partly, split_mlp
+from gpt2_fp8.config.schema import IN_BACKWARD, AutoPrecisionConfig, FP8PrecisionConfig, ModelConfig, RunConfig
 
 
 def why_not_fused(config: RunConfig) -> str | None:
@@ -18,7 +19,34 @@ def why_not_fused(config: RunConfig) -> str | None:
         return f"they do delayed scaling alone, not recipe={config.recipe.name}"
     if config.model.dropout:
         return f"they have no dropout, and model.dropout={config.model.dropout:g}"
+    if (backward := _backward(config)) != "fp8":
+        return f"their backward is in FP8, and this is precision.backward={backward}"
+    if block := partly(_kept(config)):
+        return f"they keep whole blocks in bf16, and precision.keep_bf16 names a part of {block}"
     return _lacking(config.model)
+
+
+def _backward(config: RunConfig) -> str:
+    return config.precision.backward if isinstance(config.precision, FP8PrecisionConfig) else "fp8"
+
+
+def _kept(config: RunConfig) -> Kept:
+    precision = config.precision
+    names = precision.keep_bf16 if isinstance(precision, (FP8PrecisionConfig, AutoPrecisionConfig)) else []
+    return kept(names, config.model.n_layer)
+
+
+def why_not_te(config: RunConfig) -> str | None:
+    """Return why a run cannot have Transformer Engine's layers, whatever the GPU; None if it can."""
+    if config.precision.name == "fp32":
+        return "it is for FP8 and bf16 here, and this is precision=fp32"
+    if block := split_mlp(_kept(config)):
+        return f"its MLP is one layer, and precision.keep_bf16 names one product of {block}.mlp"
+    if (backward := _backward(config)) == "bf16_wgrad":
+        return "it has both products of a backward in FP8 or none, and this is precision.backward=bf16_wgrad"
+    if backward == "bf16" and config.recipe.name == "delayed":
+        return "its delayed scaling has no backward in bf16 (recipe=current or block has one)"
+    return None
 
 
 def _lacking(model: ModelConfig) -> str | None:
@@ -49,16 +77,29 @@ def why_not_emulated(config: RunConfig) -> str | None:
     return None
 
 
-def _no_fp32(config: RunConfig) -> str | None:
-    return "it is for FP8 and bf16 here, and this is precision=fp32" if config.precision.name == "fp32" else None
-
-
 WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {
     "fused": _only_fp8,
-    "te": _no_fp32,
+    "te": why_not_te,
     "reference": _no_fp8,
     "emulated": why_not_emulated,
 }
+
+
+_LAYER_BY_LAYER = "precision.keep_bf16", "precision.backward"
+_ELSEWHERE = "precision.backend=emulated can, slowly, or leave it out"
+
+
+def _why_none(config: RunConfig) -> str | None:
+    """Return why neither the fused layers nor Transformer Engine's can compute a run that may be in FP8."""
+    if not isinstance(config.precision, (FP8PrecisionConfig, AutoPrecisionConfig)):
+        return None
+    return why_not_fused(config) and why_not_te(config)
+
+
+def _other_backend(config: RunConfig, asked: str) -> str:
+    if asked in ("fused", "te") and _why_none(config):
+        return _ELSEWHERE
+    return "precision.backend=auto"
 
 
 def is_multi_process(config: RunConfig) -> bool:
@@ -71,11 +112,13 @@ def check(config: RunConfig) -> Iterator[Finding]:
     precision = config.precision
     asked = "auto" if isinstance(precision, AutoPrecisionConfig) else precision.backend
     if asked != "auto" and (reason := WHY_NOT[asked](config)):
-        problem = Problem(f"precision.backend={asked} cannot run: {reason}", "precision.backend=auto")
-        yield Finding(("precision.backend", "precision.name", "recipe", "model.dropout"), problem)
-    if isinstance(precision, FP8PrecisionConfig) and precision.emulate is not None and asked != "emulated":
-        cause = f"precision.emulate says what the emulated layers cast, and this is precision.backend={asked}"
-        yield Finding(("precision.emulate",), Problem(cause, "add precision.backend=emulated, or leave it out"))
+        remedy = _other_backend(config, asked)
+        problem = Problem(f"precision.backend={asked} cannot run: {reason}", remedy)
+        yield Finding(("precision.backend", "precision.name", "recipe", "model.dropout", *_LAYER_BY_LAYER), problem)
+    elif asked == "auto" and (reason := _why_none(config)):
+        problem = Problem(f"no backend can do this in FP8 on a GPU: Transformer Engine: {reason}", _ELSEWHERE)
+        yield Finding(("precision.name", "recipe", *_LAYER_BY_LAYER), problem)
+    yield from _emulated(config, asked)
     fast = isinstance(precision, FP8PrecisionConfig) and precision.fast_accumulation
     if fast and (reason := _only_fused(config, "that choice")):
         problem = Problem(f"precision.fast_accumulation=true: {reason}", "leave it out")
@@ -83,6 +126,19 @@ def check(config: RunConfig) -> Iterator[Finding]:
     if config.cuda_graphs is True and (reason := _why_no_graphs(config)):
         problem = Problem(f"cuda_graphs=true: {reason}", "cuda_graphs=auto takes them where they help")
         yield Finding(("cuda_graphs",), problem)
+
+
+def _emulated(config: RunConfig, asked: str) -> Iterator[Finding]:
+    precision = config.precision
+    if not isinstance(precision, FP8PrecisionConfig) or precision.emulate is None:
+        return
+    if asked != "emulated":
+        cause = f"precision.emulate says what the emulated layers cast, and this is precision.backend={asked}"
+        yield Finding(("precision.emulate",), Problem(cause, "add precision.backend=emulated, or leave it out"))
+    elif in_vain := [name for name in precision.emulate if name in IN_BACKWARD[precision.backward]]:
+        cause = f"precision.emulate names {in_vain[0]}, which precision.backward={precision.backward} keeps in bf16"
+        remedy = f"leave {', '.join(in_vain)} out, or add precision.backward=fp8"
+        yield Finding(("precision.emulate", "precision.backward"), Problem(cause, remedy))
 
 
 def _only_fused(config: RunConfig, what: str) -> str | None:

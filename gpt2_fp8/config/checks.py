@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from gpt2_fp8.config import backend_support, hf_check, model_checks, paths, run_length, tokenizer_file
 from gpt2_fp8.config.errors import Finding, Problem, UserError
+from gpt2_fp8.config.kept_layers import fits_nothing
 from gpt2_fp8.config.model_checks import FP8_MULTIPLE, largest_divisor, nearest, width_multiple
 from gpt2_fp8.config.parsing import finding, show, value_of
 from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, HubData, RunConfig
@@ -37,11 +37,13 @@ def check_batch(config: RunConfig, world_size: int) -> None:
 def _names(config: RunConfig) -> Iterator[Finding]:
     if isinstance(config.precision, (FP8PrecisionConfig, AutoPrecisionConfig)):
         for name in config.precision.keep_bf16:
-            block = re.fullmatch(r"blocks\.(\d+)", name)
-            if name not in ("head", "first", "last") and not (block and int(block[1]) < config.model.n_layer):
+            if fits_nothing(name, config.model.n_layer):
                 last = config.model.n_layer - 1
                 reason = f"there is no layer {show(name)} in a model of {config.model.n_layer} blocks"
-                remedy = f"name head, first, last, or blocks.0 to blocks.{last}: precision.keep_bf16='[head,last]'"
+                remedy = (
+                    f"name head, first, last, first:2, blocks.0 to blocks.{last}, or a part such as blocks.*.mlp: "
+                    "precision.keep_bf16='[head,last]'"
+                )
                 yield finding(config, "precision.keep_bf16", reason, remedy)
     for key in () if config.plugins else ("callbacks.extra", "logger.extra", "data.source"):
         if value_of(config, key):

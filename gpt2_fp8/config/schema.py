@@ -62,6 +62,12 @@ class ModelConfig:
 
 Emulate = Literal["fprop_input", "weight", "dgrad_gradient", "wgrad_gradient", "wgrad_input", "residual", "head"]
 EMULATED: tuple[str, ...] = get_args(Emulate)
+# the operands that `precision.backward` keeps in bf16
+IN_BACKWARD: dict[str, tuple[str, ...]] = {
+    "fp8": (),
+    "bf16": ("dgrad_gradient", "wgrad_gradient", "wgrad_input"),
+    "bf16_wgrad": ("wgrad_gradient", "wgrad_input"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +85,8 @@ class FP8PrecisionConfig:
     """float32 weights, bfloat16 activations, FP8 matrix products."""
 
     name: Literal["fp8_hybrid", "fp8_e4m3", "fp8_e5m2"]  # hybrid: E4M3 forward, E5M2 gradients; e4m3: but the head's
-    keep_bf16: list[str]  # layers whose products stay in bf16: "head", "first", "last", or "blocks.N"
+    keep_bf16: list[str]  # layers whose products stay in bf16 (config/kept_layers.py has the names and patterns)
+    backward: Literal["fp8", "bf16", "bf16_wgrad"] = "fp8"  # or both products of the backward in bf16, or one
     # our fused chain, Transformer Engine, or FP8 emulated in plain torch on any device; auto: fused if it can, else te
     backend: Literal["auto", "fused", "te", "reference", "emulated"]
     emulate: list[Emulate] | None = None  # what the emulated layers cast to FP8; null: all that the fused layers do

@@ -23,16 +23,18 @@ Parameters are uninitialised: `model.initialise` fills them.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from gpt2_fp8.config.block_spec import BlockSpec
+from gpt2_fp8.config.kept_layers import Part
 from gpt2_fp8.layers.delayed_scaling import Scales
 
 
 class Family(Protocol):
-    """The layers that a decoder is built from. `fp8=False` keeps a part's GEMMs in bf16."""
+    """The layers that a decoder is built from. `fp8` says which GEMMs are in FP8; the others are in bf16."""
 
     scales: Scales | None  # the FP8 tensors' state, if the family keeps it itself
 
@@ -44,8 +46,10 @@ class Family(Protocol):
         """Name the options of a block that these layers lack, for people; None if they have all."""
         ...
 
-    def block(self, spec: BlockSpec, fp8: bool) -> nn.Module:
-        """Build one block. It is called as `block(x, is_first_microbatch)`; with RoPE also with `rotary.angles`.
+    def block(self, spec: BlockSpec, fp8: Set[Part]) -> nn.Module:
+        """Build one block, whose parts `fp8` are in FP8.
+
+        It is called as `block(x, is_first_microbatch)`; with RoPE also with `rotary.angles`.
 
         x: [batch, tokens, n_embd]. The block returns the same shape.
         """

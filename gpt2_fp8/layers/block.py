@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from torch import Tensor, nn
 
 from gpt2_fp8.config.block_spec import BlockSpec, why_not
+from gpt2_fp8.config.kept_layers import MLP, Part
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.embedding import embed
 
@@ -14,13 +16,13 @@ from gpt2_fp8.layers.embedding import embed
 class Block(nn.Module):
     """Attention and an MLP, each added to the residual stream. x: [batch, tokens, n_embd]."""
 
-    def __init__(self, spec: BlockSpec, layers: Any, fp8: bool, recompute: bool):
+    def __init__(self, spec: BlockSpec, layers: Any, fp8: Set[Part], recompute: bool):
         super().__init__()
         n_embd, heads, bias = spec.n_embd, spec.heads, spec.bias
-        self.qkv = layers.layer_norm_linear(n_embd, heads.packed, spec.norm, bias, fp8)
+        self.qkv = layers.layer_norm_linear(n_embd, heads.packed, spec.norm, bias, "qkv" in fp8)
         self.attention = layers.attention(heads, spec.dropout, spec.norm.epsilon)
-        self.projection = layers.linear(heads.queries, n_embd, bias, fp8)
-        self.mlp = layers.layer_norm_mlp(n_embd, spec.mlp, spec.norm, bias, fp8, recompute)
+        self.projection = layers.linear(heads.queries, n_embd, bias, "projection" in fp8)
+        self.mlp = layers.layer_norm_mlp(n_embd, spec.mlp, spec.norm, bias, fp8 & MLP, recompute)
         self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None, angle: Tensor | None = None) -> Tensor:
@@ -47,7 +49,7 @@ class Composed:
         """See `layers.Family`."""
         return why_not(spec, self.layers.NAME, self.layers.OFFERS)
 
-    def block(self, spec: BlockSpec, fp8: bool) -> nn.Module:
+    def block(self, spec: BlockSpec, fp8: Set[Part]) -> nn.Module:
         """See `layers.Family`."""
         return Block(spec, self.layers, fp8, self.recompute)
 

@@ -14,6 +14,7 @@ leaves normalisation in bfloat16.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.block_spec import GPT2_OPTIONS, MLP, BlockSpec, Heads, Norm, why_not
+from gpt2_fp8.config.kept_layers import Part
 from gpt2_fp8.layers import block, reference
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.layers.embedding import embed
@@ -54,7 +56,7 @@ class Emulated:
         """See `layers.Family`."""
         return why_not(spec, NAME, OFFERS)
 
-    def block(self, spec: BlockSpec, fp8: bool) -> nn.Module:
+    def block(self, spec: BlockSpec, fp8: Set[Part]) -> nn.Module:
         """See `layers.Family`."""
         layers: Any = Layers(self.emulation, self._scales) if fp8 else reference
         return Block(spec, layers, fp8, self.recompute, self._residual)
@@ -69,7 +71,7 @@ class Emulated:
 class Block(block.Block):
     """A block whose residual stream is added as `residual` says."""
 
-    def __init__(self, spec: BlockSpec, layers: Any, fp8: bool, recompute: bool, residual: bool):
+    def __init__(self, spec: BlockSpec, layers: Any, fp8: Set[Part], recompute: bool, residual: bool):
         super().__init__(spec, layers, fp8, recompute)
         self.residual = residual
 
@@ -100,16 +102,25 @@ class Layers:
 
     def layer_norm_linear(self, in_features: int, out_features: int, norm: Norm, bias: bool, fp8: bool) -> nn.Module:
         """See the package."""
+        if not fp8:
+            return reference.LayerNormLinear(in_features, out_features, norm, bias)
         return LayerNormLinear(in_features, out_features, norm, bias, Gemm(*self._gemm))
 
     def linear(self, in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
         """See the package. Its result goes into the residual stream."""
+        if not fp8:
+            return reference.Linear(in_features, out_features, bias)
         return Linear(in_features, out_features, bias, Gemm(*self._gemm, self._rounded))
 
-    def layer_norm_mlp(self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: bool, recompute: bool) -> nn.Module:
+    def layer_norm_mlp(
+        self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part], recompute: bool
+    ) -> nn.Module:
         """See the package. Its result goes into the residual stream."""
-        gemms = Gemm(*self._gemm), Gemm(*self._gemm, self._rounded)
-        return LayerNormMLP(n_embd, mlp, norm, bias, recompute, gemms)
+        if not fp8:
+            return reference.LayerNormMLP(n_embd, mlp, norm, bias, recompute)
+        fc1 = Gemm(*self._gemm) if "fc1" in fp8 else PlainGemm()
+        fc2 = Gemm(*self._gemm, self._rounded) if "fc2" in fp8 else PlainGemm()
+        return LayerNormMLP(n_embd, mlp, norm, bias, recompute, (fc1, fc2))
 
     def attention(self, heads: Heads, dropout: float, epsilon: float = 1e-5) -> nn.Module:
         """See the package."""
@@ -136,6 +147,18 @@ class Gemm:
     def result(self, y: Tensor) -> Tensor:
         """Return a result of `__call__` in the dtype in which it goes on."""
         return y.to(torch.bfloat16) if self.rounded else y
+
+
+class PlainGemm:
+    """The GEMMs of one weight in bfloat16, as autocast computes them in the plain-torch layers."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute x W^T + b, float32 with bfloat16's numbers."""
+        return F.linear(x, weight, bias).float()
+
+    def result(self, y: Tensor) -> Tensor:
+        """Return `y` in bfloat16."""
+        return y.to(torch.bfloat16)
 
 
 class LayerNormLinear(reference.LayerNormLinear):
@@ -166,7 +189,15 @@ class Linear(reference.Linear):
 class LayerNormMLP(reference.LayerNormMLP):
     """See `reference.LayerNormMLP`."""
 
-    def __init__(self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, recompute: bool, gemms: tuple[Gemm, Gemm]):
+    def __init__(
+        self,
+        n_embd: int,
+        mlp: MLP,
+        norm: Norm,
+        bias: bool,
+        recompute: bool,
+        gemms: tuple[Any, Any],
+    ):
         super().__init__(n_embd, mlp, norm, bias, recompute)
         self.fc1, self.fc2 = gemms
 

@@ -5,7 +5,7 @@ Shapes: x [M, K], W [N, K], y = x W^T + b [M, N], and g [M, N] is the gradient o
 | GEMM | computes | operands, by their switch |
 |---|---|---|
 | fprop | y = x W^T | `fprop_input`, `weight` |
-| dgrad | g W | `dgrad_gradient`, `weight` |
+| dgrad | g W | `dgrad_gradient`, `weight` (in bfloat16 if `backward` is) |
 | wgrad | g^T x | `wgrad_gradient`, `wgrad_input` |
 
 FP8 numbers are exact in bfloat16 and so are their products in float32. So a GEMM multiplies the unscaled numbers, sums
@@ -32,6 +32,7 @@ class Casts(NamedTuple):
 
     fprop_input: Cast | None
     weight: Cast | None
+    dgrad_weight: Cast | None  # the same cast as `weight`, or none
     dgrad_gradient: Cast | None
     wgrad_gradient: Cast | None
     wgrad_input: Cast | None
@@ -45,12 +46,17 @@ class Emulation:
     forward: torch.dtype  # of activations and weights
     gradient: torch.dtype
     switches: Set[str]
+    backward: str = "fp8"  # `precision.backward`: bf16 casts no operand of dgrad and wgrad, bf16_wgrad none of wgrad
 
     def casts(self) -> Casts:
         """Return how the operands of a block's linear layer are cast."""
+        return self._backward(self._switched())
+
+    def _switched(self) -> Casts:
         return Casts(
             fprop_input=self._if("fprop_input", self.forward, 1, BLOCK),
             weight=self._if("weight", self.forward, BLOCK, BLOCK),
+            dgrad_weight=self._if("weight", self.forward, BLOCK, BLOCK),
             dgrad_gradient=self._if("dgrad_gradient", self.gradient, 1, BLOCK),
             wgrad_gradient=self._if("wgrad_gradient", self.gradient, BLOCK, 1),
             wgrad_input=self._if("wgrad_input", self.forward, BLOCK, 1),
@@ -60,7 +66,13 @@ class Emulation:
         """Return how the head's operands are cast: all of them, its gradient to `gradient` with a given scale."""
         fixed, inputs = Cast("delayed", gradient, 1, 1), Cast(self.recipe, self.forward, 1, BLOCK)
         weight = inputs._replace(rows=BLOCK)
-        return Casts(inputs, weight, fixed, fixed, inputs._replace(rows=BLOCK, columns=1))
+        casts = Casts(inputs, weight, weight, fixed, fixed, inputs._replace(rows=BLOCK, columns=1))
+        return self._backward(casts)
+
+    def _backward(self, casts: Casts) -> Casts:
+        if self.backward != "fp8":
+            casts = casts._replace(wgrad_gradient=None, wgrad_input=None)
+        return casts._replace(dgrad_weight=None, dgrad_gradient=None) if self.backward == "bf16" else casts
 
     def _if(self, switch: str, dtype: torch.dtype, rows: int, columns: int) -> Cast | None:
         return Cast(self.recipe, dtype, rows, columns) if switch in self.switches else None
@@ -127,9 +139,9 @@ class _Linear(torch.autograd.Function):
         casts: Casts, rounded: bool,
     ) -> Tensor:  # fmt: skip
         with without_autocast(x):
-            inputs, w, seen = cast_forward(x, weight, casts, forward_scale)
-            y = _fprop(inputs.fprop, w, bias, rounded)
-        kept = inputs.wgrad
+            inputs, weights, seen = cast_forward(x, weight, casts, forward_scale)
+            y = _fprop(inputs.first, weights.first, bias, rounded)
+        kept, w = inputs.second, weights.second
         ctx.save_for_backward(kept.values, kept.scale_inv, w.values, w.scale_inv, gradient_scale, seen)
         ctx.casts, ctx.input_dtype, ctx.has_bias = casts, x.dtype, bias is not None
         return y
@@ -140,7 +152,7 @@ class _Linear(torch.autograd.Function):
         (g,), casts = upstream, ctx.casts
         values, scale_inv, w_values, w_scale_inv, gradient_scale, seen = ctx.saved_tensors
         x = Operand(values, scale_inv, casts.wgrad_input is not None)
-        w = Operand(w_values, w_scale_inv, casts.weight is not None)
+        w = Operand(w_values, w_scale_inv, casts.dgrad_weight is not None)
         with without_autocast(g):
             dx = rounded_product(cast(g, casts.dgrad_gradient, gradient_scale), w).to(ctx.input_dtype)
             dw = weight_gradient(cast(g, casts.wgrad_gradient, gradient_scale), x)
@@ -149,16 +161,14 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None, seen, seen_gradient, None, None
 
 
-class Inputs(NamedTuple):
-    """A layer's input as two GEMMs take it. Both are the same unless their switches or blocks differ."""
+class Twice(NamedTuple):
+    """A tensor as fprop takes it, and as a GEMM of the backward does. Both are the same unless their casts differ."""
 
-    fprop: Operand
-    wgrad: Operand
+    first: Operand
+    second: Operand
 
 
-def cast_forward(
-    x: Tensor, weight: Tensor, casts: Casts, scale: Tensor | None
-) -> tuple[Inputs, Operand, Tensor | None]:
+def cast_forward(x: Tensor, weight: Tensor, casts: Casts, scale: Tensor | None) -> tuple[Twice, Twice, Tensor | None]:
     """Cast the input [M, K] and the weight [N, K]; the third result is their amaxes, float32 [2].
 
     `scale`: float32 [2], theirs; None without delayed scaling, as are the amaxes.
@@ -168,8 +178,10 @@ def cast_forward(
     by_blocks = casts.fprop_input is not None and casts.fprop_input.recipe == "block"
     same = (casts.fprop_input is None) == (casts.wgrad_input is None) and not by_blocks
     wgrad = fprop if same else cast(x, casts.wgrad_input, ours)
+    w = cast(weight, casts.weight, its)
+    dgrad = w if casts.dgrad_weight == casts.weight else uncast(weight)
     seen = None if scale is None else torch.stack([amax(x), amax(weight)])
-    return Inputs(fprop, wgrad), cast(weight, casts.weight, its), seen
+    return Twice(fprop, wgrad), Twice(w, dgrad), seen
 
 
 def _fprop(x: Operand, w: Operand, bias: Tensor | None, rounded: bool) -> Tensor:

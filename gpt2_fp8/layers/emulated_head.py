@@ -2,7 +2,7 @@
 
 As in the fused layers (`layers.head`), the logits' gradient is (softmax - onehot) times 2^15 in E5M2, under every
 recipe and format. No scale must be found, since its values lie in [-1, 1]. The loss's divisor goes into the scale of
-the GEMMs instead.
+the GEMMs instead. With a backward in bf16, the gradient is in bfloat16.
 
 Shapes: M = batch * tokens rows, d = n_embd, N = padded_vocab_size.
 """
@@ -26,10 +26,11 @@ from gpt2_fp8.layers.emulated_gemm import (
     linear,
     product,
     rounded_product,
+    weight_gradient,
     without_autocast,
 )
 from gpt2_fp8.layers.emulated_scales import EmulatedScales
-from gpt2_fp8.layers.fp8_cast import Operand, saturated
+from gpt2_fp8.layers.fp8_cast import Operand, saturated, uncast
 from gpt2_fp8.layers.reference import LayerNormLinear
 
 GRADIENT, FACTOR = torch.float8_e5m2, 2.0**15
@@ -81,31 +82,36 @@ class _Loss(torch.autograd.Function):
         divisor: Tensor, casts: Casts, vocab_size: int,
     ) -> Tensor:  # fmt: skip
         with without_autocast(y):
-            inputs, w, amaxes = cast_forward(y, weight, casts, scale)
-            logits = product(inputs.fprop, w.t()).to(torch.bfloat16)
+            inputs, weights, amaxes = cast_forward(y, weight, casts, scale)
+            logits = product(inputs.first, weights.first.t()).to(torch.bfloat16)
             total = F.cross_entropy(logits[:, :vocab_size].float(), targets, ignore_index=-1, reduction="sum")
-        kept = inputs.wgrad
+        kept, w = inputs.second, weights.second
         ctx.save_for_backward(logits, targets, divisor, kept.values, kept.scale_inv, w.values, w.scale_inv, amaxes)
-        ctx.vocab_size = vocab_size
+        ctx.vocab_size, ctx.casts = vocab_size, casts
         return total * divisor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, divisor, y_values, y_scale_inv, w_values, w_scale_inv, amaxes = ctx.saved_tensors
-        y, w = Operand(y_values, y_scale_inv, True), Operand(w_values, w_scale_inv, True)
-        g = Operand(_gradient(logits, targets, ctx.vocab_size), upstream[0] * divisor / FACTOR, True)
+        casts: Casts = ctx.casts
+        y = Operand(y_values, y_scale_inv, casts.wgrad_input is not None)
+        w = Operand(w_values, w_scale_inv, casts.dgrad_weight is not None)
+        g, factor = _gradient(logits, targets, ctx.vocab_size), upstream[0] * divisor
+        in_fp8 = Operand(saturated(g * FACTOR, GRADIENT), factor / FACTOR, True)
+        in_bf16 = uncast(g * factor)
         with without_autocast(logits):
-            dy, dw = rounded_product(g, w), product(g.t(), y)
+            dy = rounded_product(in_bf16 if casts.dgrad_gradient is None else in_fp8, w)
+            dw = weight_gradient(in_bf16 if casts.wgrad_gradient is None else in_fp8, y)
         return dy, dw, None, amaxes, None, None, None, None
 
 
 def _gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Compute (softmax(logits) - onehot(targets)) times FACTOR, FP8 [M, N].
+    """Compute softmax(logits) - onehot(targets), float32 [M, N].
 
     It is 0 in rows whose target is negative and in columns from `vocab_size` on.
     """
     p = torch.softmax(logits[:, :vocab_size].float(), 1)
     columns = torch.arange(vocab_size, device=logits.device)
     p = torch.where(columns == targets[:, None], p - 1, p) * (targets >= 0)[:, None]
-    return saturated(F.pad(p * FACTOR, (0, logits.shape[1] - vocab_size)), GRADIENT)
+    return F.pad(p, (0, logits.shape[1] - vocab_size))

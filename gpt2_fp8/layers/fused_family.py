@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from torch import nn
 
 from gpt2_fp8.config.block_spec import FUSED_OPTIONS, BlockSpec, why_not
+from gpt2_fp8.config.kept_layers import ALL_PARTS, NO_PARTS, Part
 from gpt2_fp8.layers import te
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
@@ -28,12 +31,13 @@ class Fused:
         """See `layers.Family`."""
         return why_not(spec, "the fused layers", FUSED_OPTIONS)
 
-    def block(self, spec: BlockSpec, fp8: bool) -> nn.Module:
-        """See `layers.Family`."""
+    def block(self, spec: BlockSpec, fp8: Set[Part]) -> nn.Module:
+        """See `layers.Family`. Blocks are in FP8 or not: `config.backend_support` refuses parts."""
+        assert fp8 in (ALL_PARTS, NO_PARTS)
         assert self.scales is not None
         if not fp8:
             self._below = None
-            return self._bf16.block(spec, fp8=False)
+            return self._bf16.block(spec, NO_PARTS)
         self._below = Block(spec, self.scales, self.recompute, self._below)
         return self._below
 

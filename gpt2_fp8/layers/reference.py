@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_fp8.config.block_spec import ALL_OPTIONS, MLP, Heads, Norm
+from gpt2_fp8.config.kept_layers import Part
 from gpt2_fp8.layers.rotary import rotate
 
 NAME = "the plain-torch layers"
@@ -160,7 +162,7 @@ def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Mod
     return Linear(in_features, out_features, bias)
 
 
-def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: bool, recompute: bool) -> nn.Module:
+def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part], recompute: bool) -> nn.Module:
     """Build what the package describes. `fp8` has no effect here."""
     return LayerNormMLP(n_embd, mlp, norm, bias, recompute)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gpt2_fp8.compat.transformer_engine import apply_rotary, entered_recipe, split_along_dim
 from gpt2_fp8.config.block_spec import ALL_OPTIONS, MLP, Heads, Norm
+from gpt2_fp8.config.kept_layers import Part
 from gpt2_fp8.layers import reference
 
 NAME = "Transformer Engine's layers here"
@@ -106,11 +107,11 @@ def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Mod
     return _variant("Linear", _region(fp8))(in_features, out_features, **_options(bias))
 
 
-def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: bool, recompute: bool) -> nn.Module:
+def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part], recompute: bool) -> nn.Module:
     """Build what the package describes."""
     options = _normalisation(norm) | _options(bias)
     options["output_layer_init_method"] = options["init_method"]
-    return _variant("LayerNormMLP", _region(fp8))(
+    return _variant("LayerNormMLP", _region(bool(fp8)))(
         n_embd, mlp.width, activation=mlp.kind, checkpoint=recompute, **options
     )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt2_fp8.config.block_spec import RoPE, block_spec
+from gpt2_fp8.config.kept_layers import kept
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers import Family
 from gpt2_fp8.layers.delayed_scaling import Scales
@@ -30,21 +31,21 @@ class GPT2(nn.Module):
     """The model. `vocab_size` is the tokenizer's; logits have `padded_vocabulary(vocab_size)` columns.
 
     The caller must ignore the columns from `vocab_size` on (`loss.cross_entropy` does). `keep_bf16` names layers that
-    stay out of FP8: "head", "first", "last" or "blocks.N".
+    stay out of FP8 (`config.kept_layers`).
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, layers: Family, keep_bf16: Iterable[str] = ()):
         super().__init__()
         self.config, self.vocab_size, self.spec = config, vocab_size, block_spec(config)
         assert (reason := layers.why_not(self.spec)) is None, reason
-        kept = _kept_blocks(keep_bf16, config.n_layer)
+        in_bf16 = kept(keep_bf16, config.n_layer)
         self.tokens = nn.Embedding(padded_vocabulary(vocab_size), config.n_embd)
         self.positions = None
         if self.spec.positions == "learned":
             self.positions = nn.Embedding(config.n_positions, config.n_embd)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
-        self.blocks = nn.ModuleList(layers.block(self.spec, fp8=i not in kept) for i in range(config.n_layer))
-        self.head = layers.head(self.spec, self.tokens.num_embeddings, fp8="head" not in keep_bf16)
+        self.blocks = nn.ModuleList(layers.block(self.spec, in_bf16.in_fp8(i)) for i in range(config.n_layer))
+        self.head = layers.head(self.spec, self.tokens.num_embeddings, fp8=not in_bf16.head)
         device = next(self.head.parameters()).device
         self.tokens.to(device)
         if self.positions is not None:
@@ -79,11 +80,6 @@ class GPT2(nn.Module):
         """Compute RoPE's angles once for all blocks; empty without RoPE."""
         rope = self.spec.positions
         return (angles(rope, self.spec.heads.size, ids.shape[1], ids.device),) if isinstance(rope, RoPE) else ()
-
-
-def _kept_blocks(keep_bf16: Iterable[str], n_layer: int) -> set[int]:
-    names = {"first": 0, "last": n_layer - 1} | {f"blocks.{i}": i for i in range(n_layer)}
-    return {names[name] for name in keep_bf16 if name != "head"}
 
 
 def _leave_out_tied(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -46,11 +46,13 @@ def scaling(precision="fp8_hybrid"):
     return DelayedScaling(16, margin=0, most_recent=False, forward=torch.float8_e4m3fn, gradient=gradient)
 
 
-def computing(name, keep_bf16=(), config=CONFIG, precision="fp8_hybrid", recompute=False, recipe="delayed"):
+def computing(
+    name, keep_bf16=(), config=CONFIG, precision="fp8_hybrid", recompute=False, recipe="delayed", backward="fp8"
+):
     """The backend of a run of a model `config`, by the backend's name."""
     run = composed(f"precision={precision}", f"recipe={recipe}")
     run = replace(
-        run, model=config, precision=replace(run.precision, keep_bf16=list(keep_bf16)),
+        run, model=config, precision=replace(run.precision, keep_bf16=list(keep_bf16), backward=backward),
         activation_checkpointing="mlp" if recompute else "none",
     )  # fmt: skip
     return BACKENDS[name](run, "bf16" if name == "reference" else precision, "cuda")

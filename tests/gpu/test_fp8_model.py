@@ -125,6 +125,28 @@ def test_kept_layers_run_in_bf16():
     assert "blocks.1.qkv" in names
 
 
+def test_a_kept_part_runs_in_bf16():
+    model, fp8 = build("te", keep_bf16=["blocks.0.mlp", "*.projection"]), computing("te")
+    calibrate(model, loss_of(model, True), tokens(), fp8.forward_context)
+    names = {name.split(".scaling")[0] for name in state.capture(model)}
+    assert names == {"head", "blocks.0.qkv", *(f"blocks.{i}.{p}" for i in (1, 2) for p in ("qkv", "mlp"))}
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_a_backward_in_bf16_is_nearer_to_bf16(recipe):
+    """The forward is the same to the last bit; the gradient's error against bf16 falls."""
+    ids, expected = tokens(4), gradients(build("reference"), tokens(4), False, bf16)[1]
+    losses, errors = {}, {}
+    for backward in ("fp8", "bf16"):
+        options = {"recipe": recipe, "backward": backward}
+        losses[backward], ours = gradients(
+            build("te", **options), ids, True, computing("te", **options).forward_context
+        )
+        errors[backward] = error(ours, expected)
+    assert losses["bf16"] == losses["fp8"]
+    assert errors["bf16"] < 0.8 * errors["fp8"]
+
+
 @pytest.mark.parametrize(("backend", "recipe"), [("te", "current"), pytest.param("fused", "delayed", marks=hopper)])
 def test_weight_cache_gives_the_same_loss(backend, recipe):
     """`is_first_microbatch` reuses the FP8 weights of the step's first micro-batch."""

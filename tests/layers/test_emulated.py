@@ -27,8 +27,10 @@ DELAYED = DelayedScaling(history=4, margin=1, most_recent=False, forward=E4M3, g
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def build(switches=EMULATED, recipe="delayed", keep_bf16=(), recompute=False, config=CONFIG, gradient=E5M2):
-    emulation = Emulation(recipe, E4M3, gradient, frozenset(switches))
+def build(
+    switches=EMULATED, recipe="delayed", keep_bf16=(), recompute=False, config=CONFIG, gradient=E5M2, backward="fp8"
+):
+    emulation = Emulation(recipe, E4M3, gradient, frozenset(switches), backward)
     delayed = replace(DELAYED, gradient=gradient) if recipe == "delayed" else None
     return initialised(GPT2(config, VOCAB, Emulated(emulation, delayed, recompute), keep_bf16))
 
@@ -220,6 +222,72 @@ def test_kept_parts_are_the_plain_layers(bf16):
     assert (loss, differ(ours, bf16[1])) == (bf16[0], set())
     assert model.scales.scale.numel() == 0
     assert build(keep_bf16=["first"]).scales.scale.numel() == 3 * 4 + 2  # four GEMMs of a block, and the head's two
+
+
+ONE_AT_A_TIME = ["qkv", "projection", "fc1", "fc2"]
+
+
+@recipes
+@pytest.mark.parametrize("part", ONE_AT_A_TIME)
+def test_a_kept_product_is_the_plain_layers(part, recipe, bf16):
+    """With one product in FP8, all others kept: its weight's gradient differs, and losses are near bf16's."""
+    others = [f"blocks.*.{other}" for other in ONE_AT_A_TIME if other != part]
+    model = build(set(EMULATED) - {"residual", "head"}, recipe, [*others, "head", "last"])
+    loss, ours = gradients(model, ids())
+    name = {"fc1": "mlp.fc1_weight", "fc2": "mlp.fc2_weight"}.get(part, f"{part}.weight")
+    assert f"blocks.0.{name}" in differ(ours, bf16[1])
+    assert loss != bf16[0]
+    assert loss == pytest.approx(bf16[0], rel=2e-3)
+    if model.scales is not None:
+        assert model.scales.scale.numel() == 3, "input, weight and gradient of one product"
+
+
+@pytest.mark.parametrize("kept", ["blocks.*", "blocks.*.*", "first:9"])
+def test_keeping_every_part_is_keeping_the_blocks(kept, bf16):
+    kept = f"first:{CONFIG.n_layer}" if kept == "first:9" else kept
+    model = build(set(EMULATED) - {"residual", "head"}, keep_bf16=[kept])
+    loss, ours = gradients(model, ids())
+    assert (loss, differ(ours, bf16[1])) == (bf16[0], set())
+
+
+# The backward in bf16
+
+
+def on_fp8_numbers(x, weight, g):
+    """The gradients of x and weight, from the numbers before the casts."""
+    x, weight, g = (t.bfloat16() for t in (x, weight, g))
+    return (g @ weight).float(), (g.t() @ x).float()
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_a_backward_in_bf16_has_the_original_operands(recipe):
+    torch.manual_seed(0)
+    x, weight, g = (torch.randn(shape).bfloat16().float() for shape in ((64, 32), (48, 32), (64, 48)))
+    results = {}
+    for backward in ("fp8", "bf16", "bf16_wgrad"):
+        casts = Emulation(recipe, E4M3, E5M2, frozenset(EMULATED), backward).casts()
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = linear(leaves[0], leaves[1], None, casts, NO_SLOTS, rounded=True)
+        y.backward(g)
+        results[backward] = y.detach(), *(leaf.grad for leaf in leaves)
+    dx, dw = on_fp8_numbers(x, weight, g)
+    assert all(torch.equal(result[0], results["fp8"][0]) for result in results.values()), "the forward stays in FP8"
+    assert torch.equal(results["bf16"][1], dx)
+    assert torch.equal(results["bf16"][2], dw)
+    assert torch.equal(results["bf16_wgrad"][1], results["fp8"][1])
+    assert torch.equal(results["bf16_wgrad"][2], dw)
+    assert not torch.equal(results["fp8"][1], dx)
+    assert not torch.equal(results["fp8"][2], dw)
+
+
+@recipes
+def test_a_backward_in_bf16_is_nearer(recipe, bf16):
+    errors = []
+    for backward in ("fp8", "bf16_wgrad", "bf16"):
+        loss, ours = gradients(build(recipe=recipe, backward=backward), ids())
+        assert loss == pytest.approx(bf16[0], rel=2e-3)
+        errors.append(error(ours, bf16[1]))
+    assert errors[0] > errors[1] > errors[2]
 
 
 @recipes
