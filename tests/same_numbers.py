@@ -60,7 +60,7 @@ if __name__ == "__main__":
 """
 TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.val_check_interval=4"]
 TIMES = {"tokens_per_second", "step_time", "data_wait"}
-NEW = {"hyper_parameters", "config"}  # keys of the state that only later trees write
+NEW = {"hyper_parameters", "config", "optimizer"}  # keys of the state that only later trees write
 
 
 def run(tree: Path, folder: Path, *command: str) -> subprocess.Popen[str]:

@@ -39,7 +39,7 @@ HOUSE = {
         "torch lightning transformer_engine matplotlib",
     ),
     # one optimizer step
-    "engine": Row("backends model precision runtime compat config", "torch"),
+    "engine": Row("backends model precision kernels runtime compat config", "torch"),
     # how a model is computed
     "backends": Row("model precision layers config", "torch transformer_engine"),
     "precision": Row("layers runtime compat config", "torch transformer_engine"),

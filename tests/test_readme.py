@@ -32,6 +32,7 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 MODELS, NUMERICS = ROOT / "docs/models.md", ROOT / "docs/numerics.md"
 DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, NUMERICS, CONTRIBUTING, MODELS, ROOT / "docs/python.md"]
 DOCUMENTS += [ROOT / "CHANGELOG.md", ROOT / "docs/huggingface.md", ROOT / "docs/seeds.md"]
+DOCUMENTS.append(ROOT / "docs/optimizers.md")
 STUDY = ["python", "docs/studies/fp8_gap.py"]
 RUN, BENCH, EXPORT = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export"))
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
@@ -153,6 +154,7 @@ def test_the_documents_have_commands():
         "numerics.md",
         "huggingface.md",
         "seeds.md",
+        "optimizers.md",
     }
     assert len(RUNS) > 12
 

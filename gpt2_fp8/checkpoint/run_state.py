@@ -46,7 +46,17 @@ _PROGRESS = {"total": _TRACKED, "current": _TRACKED}
 _ALL_TRACKED = Exactly(dict.fromkeys(("ready", "completed", "started", "processed"), COUNT))
 _BATCHES = {"total": _ALL_TRACKED, "current": _ALL_TRACKED, "is_last_batch": bool}
 _LANE = {"epoch": COUNT, "position": COUNT, "offset": COUNT, "block": COUNT, "documents": {...: COUNT}}
-_MOMENT = Numbers(torch.float32)
+_STEP, _FLOATS, _HALVES, _CODES = (
+    Numbers(torch.float32, ()), Numbers(torch.float32), Numbers(torch.bfloat16), Numbers(torch.uint8),
+)  # fmt: skip
+_OF_A_PARAMETER = (  # what each optimizer keeps; which one it must be, and of which shape: `engine.saved_moments`
+    Exactly({"momentum_buffer": _FLOATS}),
+    Exactly(
+        {"step": _STEP, "exp_avg": _CODES, "exp_avg_sq": _CODES, "exp_avg_scale": _FLOATS, "exp_avg_sq_scale": _FLOATS}
+    ),
+    Exactly({"step": _STEP, "exp_avg": _HALVES, "exp_avg_sq": _HALVES}),
+    {"step": _STEP, "exp_avg": _FLOATS, "exp_avg_sq": _FLOATS},
+)
 _BYTES = Numbers(torch.uint8)
 _WORD = Whole(0, 2**32 - 1)
 _PYTHON = Row((Whole(3, 3), Row((_WORD,) * 624 + (Whole(0, 624),)), (NoneType, Real(-1e3, 1e3))))
@@ -58,7 +68,7 @@ RUN: Form = {
     "state_dict": {...: Tensor},
     "optimizer_states": Some(
         {
-            "state": {...: {"step": Numbers(torch.float32, ()), "exp_avg": _MOMENT, "exp_avg_sq": _MOMENT}},
+            "state": {...: _OF_A_PARAMETER},
             "param_groups": Some({"params": [COUNT]}),
         },
         most=1,
@@ -121,6 +131,7 @@ RUN: Form = {
     "hyper_parameters": Maybe({...: (NoneType, bool, str, Real(-1e300, 1e300), list, dict)}),
     # of version 2
     "model": Maybe({...: (NoneType, bool, Line(), Whole(), Real(-1e9, 1e9))}),
+    "optimizer": Maybe(Word(("adamw", "adamw_bf16", "adamw8bit", "muon"))),
     "training_step": Maybe(
         {
             "micro_batch_size": Maybe({"asked": Whole(1), "fits": Whole(1)}),

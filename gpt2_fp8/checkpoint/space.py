@@ -15,18 +15,18 @@ FILES = 32  # of logs, settings, and checkpoints of six files
 _ELSEWHERE = "another folder: hydra.run.dir=FOLDER"
 
 
-def checkpoint_bytes(parameters: int) -> int:
-    """Return the size of one checkpoint: each parameter and AdamW's two moments in float32, and 1 MB for the rest."""
-    return 12 * parameters + 10**6
+def checkpoint_bytes(parameters: int, state: int) -> int:
+    """Return the size of one checkpoint: parameters in float32, `state` bytes of the optimizer, 1 MB for the rest."""
+    return 4 * parameters + state + 10**6
 
 
-def peak_bytes(parameters: int, keep: int, permanent: int = 0) -> int:
-    """Return the most bytes that a run's checkpoints take together.
+def peak_bytes(one: int, keep: int, permanent: int = 0) -> int:
+    """Return the most bytes that a run's checkpoints take together, if each has `one`.
 
     These are the newest `keep`, the best, the `permanent` ones, and the one that is being written before any is
     deleted.
     """
-    return (max(1, keep) + 1 + permanent + 1) * checkpoint_bytes(parameters)
+    return (max(1, keep) + 1 + permanent + 1) * one
 
 
 def require(folder: Path, bytes_needed: int) -> None:
@@ -57,9 +57,12 @@ def require_inodes(folder: Path) -> None:
         )
 
 
-def require_large_files(parameters: int) -> None:
-    """Raise UserError if a limit on the size of files (ulimit -f) would prevent every checkpoint."""
-    limit, largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0], 8 * parameters  # bytes: AdamW's moments, in one file
+def require_large_files(parameters: int, state: int) -> None:
+    """Raise UserError if a limit on the size of files (ulimit -f) would prevent every checkpoint.
+
+    The parameters in float32 are one file, and the `state` bytes of the optimizer another.
+    """
+    limit, largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0], max(4 * parameters, state)
     if limit != resource.RLIM_INFINITY and limit < largest:
         raise UserError.of(
             f"a file of each checkpoint needs {_gigabytes(largest)} GB, and `ulimit -f` allows {_gigabytes(limit)} GB",

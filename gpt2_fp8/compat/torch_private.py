@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 from torch.optim import Optimizer
+from torch.optim import _muon as muon
 
 
 def copy_all(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
@@ -87,3 +88,18 @@ def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bo
     Scales are float32 with one element. `fast` sums only in the tensor cores. torch 2.11 has no public name for it.
     """
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+def add_to_all(tensors: Sequence[Tensor], number: float | Tensor) -> None:
+    """Add a number, which may be a scalar on the device, to each tensor in place: one or two launches for hundreds."""
+    every = list(tensors)
+    torch._foreach_add_(every, [number] * len(every) if isinstance(number, Tensor) else number)
+
+
+def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
+    """Compute Muon's Newton-Schulz iteration of a matrix: bfloat16 of its shape, with singular values near 1.
+
+    `torch.optim.Muon` cannot leave an update out without the host. Its iteration has no public name.
+    """
+    coefficients = (muon.DEFAULT_A, muon.DEFAULT_B, muon.DEFAULT_C)
+    return muon._zeropower_via_newtonschulz(matrix, coefficients, steps, muon.EPS)

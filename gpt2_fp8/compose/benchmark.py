@@ -53,6 +53,9 @@ def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]
         gpu = gpu and not any(o.input_line in ("trainer=cpu", "trainer.accelerator=cpu") for o in given)
         bench = _settings(own, catalog, gpu, problems)
         configs = benchmark_cases.configs(bench, given, catalog, gpu, problems)
+        if bench.peers and (others := sorted({config.optimizer.name for config in configs} - {"adamw"})):
+            cause = f"bench.peers=true, optimizer={others[0]}: the other programs are measured with AdamW"
+            problems.append(Problem(cause, "bench.peers=false, or optimizer=adamw"))
     if problems:
         raise UserError(dict.fromkeys(problems))
     return bench, configs

@@ -24,7 +24,9 @@ from gpt2_fp8.config.parsing import show
 
 # A wrong choice of these affects other groups too: `optim` follows `model`, and an experiment sets anything.
 _WIDE = (*MAY_BE_NULL, "model", "optim")
-_CHOSEN_BY_GROUP = {"precision.name": "precision", "recipe.name": "recipe", "data.kind": "data"}
+_CHOSEN_BY_GROUP = {
+    "precision.name": "precision", "recipe.name": "recipe", "data.kind": "data", "optimizer.name": "optimizer",
+}  # fmt: skip
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _BASIC_SWEEPER = "the sweeper goes through lists: optim.lr=1e-4,3e-4 or trainer.max_steps=range(100,500,100)"
 

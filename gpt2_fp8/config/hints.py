@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 # Looked up by the whole path first, then by its last part.
 _INTERVAL = ("Transformer Engine dropped it, and scales are updated every step now", "remove the key")
 _GROUP = "precision is a group"
+_OPTIMIZER = ("optimizer is a group", "optimizer=adamw, adamw_bf16, adamw8bit or muon")
 _SCHEDULE, _SCHEDULES = "it has a shorter name", "optim.schedule=cosine, linear, constant or warmup_stable_decay"
 _ATTENTION = ("it has a shorter name", "attention=auto, sdpa, cudnn, flash or te")
 _ATTENTION_OF_TE = (
@@ -26,6 +27,13 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "dtype": (_GROUP, "precision=bf16, fp32, fp8_hybrid, fp8_e4m3 or auto"),
     "fp8_format": ("the format is the precision's name", "precision=fp8_hybrid or fp8_e4m3"),
     "fp8_recipe": ("recipes are a group of their own", "recipe=delayed, current, block or mxfp8"),
+    "use_muon": _OPTIMIZER,
+    "optimizer_name": _OPTIMIZER,
+    "optimizer_type": _OPTIMIZER,
+    "optim.name": _OPTIMIZER,
+    "optim.optimizer": _OPTIMIZER,
+    "muon_lr": ("it has another name", "optimizer=muon optimizer.matrix_lr=VALUE"),
+    "muon_momentum": ("it has another name", "optimizer=muon optimizer.momentum=0.95"),
     "learning_rate": ("it has a shorter name", "optim.lr"),
     "max_lr": ("it has a shorter name", "optim.lr"),
     "min_lr": ("it is given as a part of the peak", "optim.min_lr_ratio=0.1"),
@@ -143,6 +151,7 @@ KINDS = {
     "file_or_hub": ("tinyshakespeare",),
     "registered": ("registered",),
 }
+OPTIMIZERS = ("adamw", "adamw_bf16", "adamw8bit", "muon")  # tests hold this against conf/optimizer
 DEFAULTS = {"precision": "fp8_hybrid"}  # what is advised of several that have a key; otherwise the first of them
 
 
@@ -211,6 +220,8 @@ def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, s
     matches = near(value.removesuffix(".yaml"), choices, 1)
     matches = matches or [c for c in choices if value and (c.startswith(value) or value.startswith(c))]
     have = f"the choices are {', '.join(choices)}"
+    if not matches and key == "optim" and (wanted := near(value, OPTIMIZERS, 1)):  # whose names lie near each other
+        return f"{cause}: optim has rates and batch sizes, by the model's size", f"optimizer={wanted[0]}"
     return cause, f"did you mean {key}={either(matches)}? ({have})" if matches else have
 
 

@@ -1,7 +1,7 @@
 """Every configuration key, its type, its range, and what it means. A key that is not here is refused.
 
 `conf/` holds the values. `parsing.py` builds these classes from a composed dictionary. `checks.py` compares keys with
-each other. If a group's choice decides which keys exist (precision, recipe, data), each choice has a class,
+each other. If a group's choice decides which keys exist (precision, recipe, data, optimizer), each choice has a class,
 distinguished by `name` or `kind`. So no key is accepted that would do nothing.
 """
 
@@ -191,7 +191,7 @@ class RegisteredData(DataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with a linear warm-up and a schedule (engine/schedule.py has the formulas)."""
+    """Rates, decay and clipping; a linear warm-up and a schedule (engine/schedule.py has the formulas)."""
 
     lr: Positive  # the peak
     schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"  # from the warm-up to the end
@@ -203,6 +203,26 @@ class OptimConfig:
     beta2: Part
     eps: Positive
     max_grad_norm: Positive  # gradients are clipped to this global L2 norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWOptimizer:
+    """AdamW of `optim`, with its moments in float32, in bfloat16, or in 8 bits by blocks (docs/optimizers.md)."""
+
+    name: Literal["adamw", "adamw_bf16", "adamw8bit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonOptimizer:
+    """Muon for the matrices of the blocks, and AdamW of `optim` for everything else (docs/optimizers.md)."""
+
+    name: Literal["muon"]
+    matrix_lr: Positive | None  # the peak for them; null: optim.lr, since their updates are scaled to AdamW's size
+    momentum: Part
+    ns_steps: Annotated[int, from_to(1, 99, "choose 5, as its authors do")]  # Newton-Schulz iterations of an update
+
+
+OptimizerConfig = AdamWOptimizer | MuonOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +298,7 @@ class RunConfig:
     recipe: DelayedRecipe | StatelessRecipe | AutoRecipe
     data: StdlibData | FilesData | HubData | FileOrHubData | RegisteredData
     optim: OptimConfig
+    optimizer: OptimizerConfig = field(default_factory=lambda: AdamWOptimizer(name="adamw"))
     trainer: TrainerConfig
     callbacks: CallbacksConfig
     logger: LoggerConfig

@@ -88,14 +88,6 @@ class Gradients:
         with self._no_sync(), torch.enable_grad():
             self.scaling.calibrate(self._looked_at(self.loss), part, share=len(part) / len(ids))
 
-    def like_optimizer_state(self) -> list[Tensor]:
-        """Allocate as much memory as the first update will need for AdamW's optimizer state.
-
-        Hold it while the first gradients are computed. Otherwise a size could fit only because there is no optimizer
-        state yet. A recording's peak then leaves room for it too: memory inside a graph does not count as allocated.
-        """
-        return [torch.empty_like(parameter) for parameter in self.parameters for _ in range(2)]
-
     def _remember(self) -> None:
         """Copy the scales, so that `undo_scales` can put them back."""
         self._undo = _nothing  # If the copy below runs out of memory, undo must not restore an older step.

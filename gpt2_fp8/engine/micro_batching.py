@@ -24,10 +24,20 @@ class MicroBatching:
         share: sequences of a step that this rank computes.
         size: sequences of a micro-batch at the start.
         asked: the micro-batch in the settings, if the run starts with another.
+        optimizer_state: allocates as much memory as the first update will need for the optimizer's state. It is held
+            while the first gradients are computed. Otherwise a size could fit only because there is no optimizer state
+            yet. A recording's peak then leaves room for it too: memory inside a graph does not count as allocated.
     """
 
-    def __init__(self, gradients: Gradients, share: int, size: int, asked: int | None = None):
-        self._gradients, self._share = gradients, share
+    def __init__(
+        self,
+        gradients: Gradients,
+        share: int,
+        size: int,
+        asked: int | None = None,
+        optimizer_state: Callable[[], list[Tensor]] = list,
+    ):
+        self._gradients, self._share, self._optimizer_state = gradients, share, optimizer_state
         self._asked = asked or size
         self.training = Fitting(size, "micro_batch_size")
         self._in_bf16: Fitting | None = None
@@ -56,7 +66,7 @@ class MicroBatching:
         """Compute what `Gradients.of_step` does, averaged over the ranks. Collective."""
 
         def of(size: int) -> Tensor:
-            optimizer_state = [] if self.training.proven else self._gradients.like_optimizer_state()
+            optimizer_state = [] if self.training.proven else self._optimizer_state()
             loss = self._gradients.of_step(ids, size)
             del optimizer_state
             return loss

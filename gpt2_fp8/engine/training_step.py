@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gpt2_fp8.backends.resolve import Plan
@@ -20,7 +21,7 @@ from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.gradients import Backward, Gradients, NoSync
 from gpt2_fp8.engine.micro_batching import MicroBatching
-from gpt2_fp8.engine.optim import build_optimizer
+from gpt2_fp8.engine.optim import build_optimizer, state_like
 from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.step import StepResult, Verdict, update
 from gpt2_fp8.model.gpt2 import initialise
@@ -75,8 +76,9 @@ class TrainingStep:
         self.scaling = plan.backend.scaling(self.model)
         self._gradients = Gradients(plan, self.model, self.scaling, backward, no_sync)
         share = config.global_batch_size // collectives.rank_and_world()[1]
-        self._batching = MicroBatching(self._gradients, share, config.micro_batch, asked_micro_batch_size)
-        self.optimizer: AdamW
+        first = partial(state_like, self.model, config.optimizer)
+        self._batching = MicroBatching(self._gradients, share, config.micro_batch, asked_micro_batch_size, first)
+        self.optimizer: Optimizer
         self.schedule: LambdaLR
         self.on_settled: list[Callable[[StepResult], object]] = []
         self.on_given_up: Callable[[], object] = _nothing
@@ -90,9 +92,10 @@ class TrainingStep:
         """Fill the parameters with GPT-2's initial values, by the run's seed."""
         initialise(self.model, self.config.seed)
 
-    def prepare_optimizer(self) -> tuple[AdamW, LambdaLR]:
-        """Build fused AdamW and its learning-rate schedule, for the parameters where they are now."""
-        self.optimizer = build_optimizer(self.model, self.config.optim)
+    def prepare_optimizer(self) -> tuple[Optimizer, LambdaLR]:
+        """Build the optimizer and its learning-rate schedule, for the parameters where they are now."""
+        config = self.config
+        self.optimizer = build_optimizer(self.model, config.optim, config.optimizer, config.seed)
         self.schedule = build_schedule(self.optimizer, self.config.optim, last_step(self.config))
         return self.optimizer, self.schedule
 

@@ -20,6 +20,8 @@ from gpt2_fp8.config.schema import (
     AutoPrecisionConfig,
     AutoRecipe,
     FP8PrecisionConfig,
+    MuonOptimizer,
+    OptimizerConfig,
     PlainPrecisionConfig,
     RunConfig,
     StatelessRecipe,
@@ -88,6 +90,7 @@ def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
         cuda_graphs=config.cuda_graphs if world_size == 1 else False,  # several processes have no graphs
         data=_DATA,
         optim=replace(config.optim, **_RATE),
+        optimizer=_at_one_rate(config.optimizer),
         trainer=replace(
             config.trainer, accelerator="gpu", devices=1, num_nodes=1, strategy="auto", max_steps=steps,
             max_tokens=None, max_epochs=None, max_time=None,
@@ -108,6 +111,10 @@ def key(cases: Sequence[RunConfig]) -> dict[str, Any]:
     # several machines may share a home folder
     device = {"host": platform.node(), "device": torch.cuda.get_device_name()}
     return {**device, "versions": about, "run": run, "candidates": competing}
+
+
+def _at_one_rate(optimizer: OptimizerConfig) -> OptimizerConfig:
+    return replace(optimizer, matrix_lr=None) if isinstance(optimizer, MuonOptimizer) else optimizer
 
 
 def unknown(cases: Sequence[RunConfig], known: Sequence[Figures]) -> list[RunConfig]:

@@ -12,9 +12,10 @@ from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.measure.subprocesses import one_line
 from gpt2_fp8.model.flops import parameter_count
+from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
 from gpt2_fp8.runtime.memory_limits import machine_bytes
 
-PARAMETER_BYTES = 16  # a parameter in float32, its gradient and its optimizer state
+PARAMETER_BYTES = 8  # a parameter in float32, and its gradient
 LOGIT_BYTES, TOKEN_BYTES = 4, 4  # a float32 and an int32
 
 
@@ -47,9 +48,10 @@ def _parts(config: RunConfig, device: str, steps: int) -> list[tuple[int, str]]:
     tokens = TOKEN_BYTES * config.global_batch_size * (model.n_positions + 1)
     if device == "cuda":
         return [(tokens, "the tokens of a step")]
+    state = optimizer_bytes(config.optimizer, model, rows)
     logits = LOGIT_BYTES * config.micro_batch * model.n_positions * rows
     return [
-        (PARAMETER_BYTES * parameter_count(model, rows), "parameters, gradients and optimizer state"),
+        (PARAMETER_BYTES * parameter_count(model, rows) + state, "parameters, gradients and optimizer state"),
         (logits, "the logits of a forward pass"),
         (tokens * steps, f"the tokens of {steps} steps"),
     ]

@@ -74,6 +74,7 @@ def case_rows(every: Sequence[Measured]) -> list[Row]:
             "micro-batch": f"{config.micro_batch} x {micro_batches}",
             "precision": config.precision.name,
             "recipe": measured.recipe,
+            "optimizer": "" if config.optimizer.name == "adamw" else config.optimizer.name,
             "layers": measured.layers,
             "attention": result.attention if config.attention != "auto" else "",
             "tokens/s": _form(result.tokens_per_second, ",.0f"),

@@ -6,7 +6,7 @@ Every family of layers has these names and shapes, so a state dict moves between
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from gpt2_fp8.config.block_spec import BlockSpec, Norm
@@ -43,6 +43,21 @@ def of_block(spec: BlockSpec) -> list[Parameter]:
         *_projection("mlp.fc1_", mlp.projected, d, spec.bias),
         *_projection("mlp.fc2_", d, mlp.width, spec.bias, "into_residual"),
     ]
+
+
+def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Return whether a parameter, by its name in the model, is a matrix of a block: what Muon is for."""
+    return name.startswith("blocks.") and len(shape) == 2
+
+
+def packed_rows(spec: BlockSpec, name: str, rows: int) -> tuple[int, ...]:
+    """Return the rows of each matrix that a block's weight of `rows` holds: queries, keys and values, or SwiGLU's."""
+    heads, mlp = spec.heads, spec.mlp
+    if name.endswith("qkv.weight"):
+        return heads.queries, heads.keys, heads.keys
+    if name.endswith("mlp.fc1_weight"):
+        return (mlp.width,) * (mlp.projected // mlp.width)
+    return (rows,)
 
 
 def outside_blocks(spec: BlockSpec, n_positions: int, padded_vocab_size: int) -> list[Parameter]:

@@ -41,7 +41,10 @@ class RunContext:
         self.watchdog = RankWatchdog(self._write_lost)
         self.parts: Parts | None = None
         precision = Precision(asked=config.precision.name)
-        self._summary = Summary(precision=precision, recipe=_recipe(config), tags=config.tags, notes=config.notes)
+        self._summary = Summary(
+            precision=precision, recipe=_recipe(config), optimizer=config.optimizer.name, tags=config.tags,
+            notes=config.notes,
+        )  # fmt: skip
         self._launcher: object = None
 
     def chosen(self, config: RunConfig, choice: Choice | None) -> None:

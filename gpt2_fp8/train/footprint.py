@@ -16,12 +16,14 @@ from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.model.flops import parameter_count
 from gpt2_fp8.model.gpt2 import padded_vocabulary
+from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
 from gpt2_fp8.runtime import memory_limits
 
 log = logging.getLogger(__name__)
 
 PROCESS_BYTES = 400 << 20  # libraries, text, and the processes that read it
-PARAMETER_BYTES = 4 * (4 + 3)  # in float32: it, its gradient, two moments; in a save all but the gradient once more
+PARAMETER_BYTES = 4 * 3  # in float32: it, its gradient, and its copy in a save
+STATES = 2  # of the optimizer: its own, and its copy in a save
 KEPT_BYTES = 4  # a token and channel of what a block keeps for its backward (`_kept_channels`)
 LOGIT_BYTES = 4 * 4  # a logit: with padding, without it, its softmax, its gradient
 SCORE_BYTES = 4 * 4  # a pair of tokens and a head: attention with dropout keeps them all
@@ -68,7 +70,8 @@ def footprint(config: RunConfig, vocab_size: int) -> Footprint:
     sequence = kept + LOGIT_BYTES * tokens * padded_vocab_size
     if emulated:
         sequence = int(EMULATED * sequence)
-    return Footprint(PROCESS_BYTES + PARAMETER_BYTES * parameters + casts, sequence)
+    state = optimizer_bytes(config.optimizer, model, padded_vocab_size)
+    return Footprint(PROCESS_BYTES + PARAMETER_BYTES * parameters + STATES * state + casts, sequence)
 
 
 def _kept(config: RunConfig, attention: int, mlp: int) -> int:

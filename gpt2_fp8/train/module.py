@@ -135,7 +135,7 @@ class GPT2Module(pl.LightningModule):
         self.step.load_state_dict(self._restored.step)
 
     def configure_optimizers(self) -> Any:
-        """Return fused AdamW and its learning-rate schedule."""
+        """Return the optimizer and its learning-rate schedule."""
         optimizer, schedule = self.step.prepare_optimizer()
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -16,7 +16,6 @@ from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.checkpoint.run_state import check_state, restoring
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.runtime import rng
@@ -80,6 +79,7 @@ def add(checkpoint: dict[str, Any], step: TrainingStep) -> None:
     """Add every rank's random numbers, what a step begins with, and what the run computed in. Collective."""
     checkpoint["rng"] = rng.gather()
     checkpoint["model"] = asdict(step.config.model)
+    checkpoint["optimizer"] = step.config.optimizer.name
     checkpoint["training_step"] = step.state_dict()
     plan = step.plan
     checkpoint["precision"] = {
@@ -102,9 +102,10 @@ def take(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingStep) ->
     path = Path(str(trainer.ckpt_path))
     check_state(path, checkpoint)
     resume.refuse_longer(path, checkpoint["global_step"], config)
+    resume.refuse_other_optimizer(path, checkpoint.get("optimizer"), config)
     datamodule = trainer.datamodule  # type: ignore[attr-defined]  # whose tokenizer gives the weights' shapes
     resume.refuse([*others, *datamodule.other_settings(checkpoint["TokenDataModule"])])
     rng.check(checkpoint["rng"])
     step.load_state_dict(own)
-    resume.keep_own_settings(checkpoint, step.model, config.optim, last_step(config))
+    resume.keep_own_settings(checkpoint, step.model, config)
     return Restored(trainer.ckpt_path, checkpoint["rng"])

@@ -13,8 +13,9 @@ from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.run_length import last_step
-from gpt2_fp8.config.schema import ModelConfig, OptimConfig, RunConfig
-from gpt2_fp8.engine.optim import build_optimizer, check_moments
+from gpt2_fp8.config.schema import ModelConfig, RunConfig
+from gpt2_fp8.engine.optim import build_optimizer
+from gpt2_fp8.engine.saved_moments import check_moments
 from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.train import saved_config
 
@@ -72,13 +73,25 @@ def _difference(name: str, own: Any, given: Any, remedy: str) -> Problem:
     return Problem(f"the checkpoint does not fit the model: {name} is {given} there, {own} here", remedy)
 
 
-def keep_own_settings(checkpoint: dict[str, Any], model: nn.Module, config: OptimConfig, max_steps: int) -> None:
+def refuse_other_optimizer(path: Path, given: object, config: RunConfig) -> None:
+    """Raise UserError unless the checkpoint `path` is of this optimizer. `given` is its name there; None: AdamW.
+
+    Checkpoints from before there was a choice do not name it.
+    """
+    there, here = given or "adamw", config.optimizer.name
+    if there != here:
+        cause = f"{path} holds the state of optimizer={there}, and this run has optimizer={here}"
+        anew = f"run_name=NAME init_from={path} ckpt_path=null"
+        raise UserError.of(cause, f"optimizer={there}, or begin anew from its weights: {anew}")
+
+
+def keep_own_settings(checkpoint: dict[str, Any], model: nn.Module, config: RunConfig) -> None:
     """Replace the settings in the saved optimizer and schedule states by the configuration's, in place.
 
     The moments and the step stay. Raises ValueError for moments that are not the model's.
     """
-    optimizer = build_optimizer(model, config)
-    schedule = build_schedule(optimizer, config, max_steps)
+    optimizer = build_optimizer(model, config.optim, config.optimizer)
+    schedule = build_schedule(optimizer, config.optim, last_step(config))
     step = checkpoint["lr_schedulers"][0]["last_epoch"]
     rates = [rate * schedule.lr_lambdas[0](step) for rate in schedule.base_lrs]
     check_moments(optimizer, checkpoint["optimizer_states"][0], step)

@@ -74,6 +74,7 @@ def _upgraded(plain: Any) -> Any:
         group = plain.get(name)
         if isinstance(group, dict) and _is_of(cls, group):
             full[name] = _with_defaults(cls, group)
+    full.setdefault("optimizer", {"name": "adamw"})  # the only one before there was a choice
     return full
 
 

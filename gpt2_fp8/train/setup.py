@@ -21,8 +21,9 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
+from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
 from gpt2_fp8.train.footprint import check_step, fitted
-from gpt2_fp8.train.resume import refuse_longer
+from gpt2_fp8.train.resume import refuse_longer, refuse_other_optimizer
 
 log = logging.getLogger(__name__)
 MOST_ON_CPU = 8  # sequences of a micro-batch that `auto` chooses
@@ -65,10 +66,11 @@ def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:
     space.require_writable(checkpoints)
     space.require_inodes(checkpoints)
     parameters = parameter_count(config.model, padded_vocabulary(vocabulary(config)))
-    space.require_large_files(parameters)
+    state = optimizer_bytes(config.optimizer, config.model, padded_vocabulary(vocabulary(config)))
+    space.require_large_files(parameters, state)
     kept, every = config.callbacks.keep_checkpoints, config.callbacks.keep_every_n_steps
     permanent = (last_step(config) // every if every else 0) + epochs
-    space.require(checkpoints, space.peak_bytes(parameters, kept, permanent))
+    space.require(checkpoints, space.peak_bytes(space.checkpoint_bytes(parameters, state), kept, permanent))
 
 
 def checkpoint(config: RunConfig, folder: Path) -> Path | None:
@@ -87,6 +89,7 @@ def checkpoint(config: RunConfig, folder: Path) -> Path | None:
         )
     if found:
         refuse_longer(found, int(read_manifest(found)["global_step"]), config)
+        refuse_other_optimizer(found, read_plain(found, "optimizer"), config)
     if found is None:
         log.info("ckpt_path=%s: no checkpoint in %s yet, so this is a fresh start", config.ckpt_path, folder)
     return found
@@ -118,6 +121,8 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     slower = plan.backend.slower()
     level = logging.WARNING if slower else logging.INFO
     log.log(level, "layers     %s", _layers(plan.backend.kernels(vocab_size), slower))
+    state = optimizer_bytes(config.optimizer, model, padded_vocab_size) / parameter_count(model, padded_vocab_size)
+    log.info("optimizer  %s: %.3g bytes of state a parameter", config.optimizer.name, state)
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
     log.info(
         "steps      %d of %d x %d = %d tokens, in micro-batches of %d sequences",

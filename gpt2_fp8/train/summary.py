@@ -62,6 +62,7 @@ class Summary:
     notes: str | None = None
     precision: Precision
     recipe: str | None  # the scaling recipe; None if nothing ran in FP8
+    optimizer: str = "adamw"
     status: Status = "failed"
     exit_code: int = 1
     message: str = ""
@@ -138,7 +139,8 @@ def write_unbegun(config: RunConfig, folder: Path, error: BaseException) -> None
         return
     recipe = None if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
     precision = Precision(asked=config.precision.name)
-    summary = Summary(precision=precision, recipe=recipe, tags=config.tags, notes=config.notes)
+    name = config.optimizer.name
+    summary = Summary(precision=precision, recipe=recipe, optimizer=name, tags=config.tags, notes=config.notes)
     summary.finish(error)
     summary.take_over(folder)
     with suppress(OSError, UserError, MemoryError), RunLock(folder):

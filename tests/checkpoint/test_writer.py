@@ -200,11 +200,12 @@ class Disk:
 
 
 def test_room_is_the_peak_less_what_is_there(tmp_path, monkeypatch):
-    assert space.checkpoint_bytes(124_000_000) == 1_489_000_000
-    assert space.peak_bytes(124_000_000, keep=2) == 4 * 1_489_000_000
-    assert space.peak_bytes(124_000_000, keep=2, permanent=3) == 7 * 1_489_000_000
+    one = space.checkpoint_bytes(124_000_000, 8 * 124_000_000)
+    assert one == 1_489_000_000
+    assert space.peak_bytes(one, keep=2) == 4 * 1_489_000_000
+    assert space.peak_bytes(one, keep=2, permanent=3) == 7 * 1_489_000_000
     folder = tmp_path / "not" / "there" / "yet"
-    needed = space.peak_bytes(124_000_000, keep=2)
+    needed = space.peak_bytes(one, keep=2)
     monkeypatch.setattr(space.shutil, "disk_usage", lambda path: Disk(needed if path == tmp_path else 0))
     space.require(folder, needed)
     monkeypatch.setattr(space.shutil, "disk_usage", lambda path: Disk(needed - 1))

@@ -20,6 +20,21 @@ def test_many_tensors_are_copied_and_divided_at_once():
     assert all(torch.equal(a, b / 3) for a, b in zip(to, of, strict=True)), "as one division each"
 
 
+@pytest.mark.parametrize("number", [2, torch.tensor(2.0)], ids=["number", "tensor"])
+def test_a_number_is_added_to_many_tensors_at_once(number):
+    to = [torch.zeros(()), torch.ones(())]
+    torch_private.add_to_all(to, number)
+    assert [tensor.item() for tensor in to] == [2, 3]
+
+
+@pytest.mark.parametrize("shape", [(48, 16), (16, 48)])
+def test_muons_iteration_leaves_singular_values_near_1(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    found = torch.linalg.svdvals(torch_private.orthogonalised(matrix, 5).float())
+    assert bool((found > 0.5).all())
+    assert bool((found < 1.5).all())
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_a_torch_without_cuda_has_the_public_stream():
     assert torch_private.current_raw_stream is torch_private._public_stream

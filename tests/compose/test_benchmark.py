@@ -11,6 +11,8 @@ from gpt2_fp8.compose.benchmark import defaults, preflight
 from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.measure.case import Case, Result
+from gpt2_fp8.measure.table import Measured, case_rows, text
 
 
 @pytest.fixture(autouse=True)
@@ -200,3 +202,19 @@ def test_it_refuses_before_torch_is_imported():
 def test_the_benchmarks_settings_are_no_run():
     with pytest.raises(UserError, match="--config-name=bench: there is no such choice"):
         compose.preflight(["-cn", "bench"])
+
+
+def test_an_optimizer_holds_for_every_case_and_is_shown():
+    _, configs = preflight(["optimizer=muon", "optimizer.matrix_lr=0.5", "bench.precision=[bf16,fp8_hybrid]"], True)
+    assert {(config.optimizer.name, config.optimizer.matrix_lr) for config in configs} == {("muon", 0.5)}
+    result = Result(status="ok")
+    cases = [Measured(Case(config=config, steps=1, warmup=0), result) for config in configs]
+    assert [row["optimizer"] for row in case_rows(cases)] == ["muon"] * len(configs)
+    plain = Measured(Case(config=preflight([], True)[1][0], steps=1, warmup=0), result)
+    assert "optimizer" not in text(case_rows([plain])), "a column without values is left out"
+
+
+def test_an_optimizer_that_the_other_programs_do_not_have_is_refused_beside_them():
+    with pytest.raises(UserError, match="optimizer=muon: the other programs are measured with AdamW"):
+        preflight(["optimizer=muon", "bench.peers=true"], True)
+    preflight(["bench.peers=true"], True)

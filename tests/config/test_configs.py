@@ -51,7 +51,7 @@ def test_every_choice_composes(file):
             preflight(argv)
         return
     (config,) = preflight(argv)
-    if file.parent.name in ("model", "precision", "recipe", "data"):
+    if file.parent.name in ("model", "precision", "recipe", "data", "optimizer"):
         assert getattr(config, file.parent.name).name == OTHER_WORDS.get(file.stem, file.stem), "the file's"
 
 
@@ -133,3 +133,7 @@ def test_near_names_and_globs_know_no_base():
     assert not re.search(r"\b_optim\b", str(caught.value))
     names = [config.model.name for config in preflight(["-m", "model=glob(*)"])]
     assert sorted(names) == sorted(file.stem for file in FILES if file.parent.name == "model")
+
+
+def test_the_hints_know_every_optimizer():
+    assert sorted(hints.OPTIMIZERS) == sorted(file.stem for file in FILES if file.parent.name == "optimizer")

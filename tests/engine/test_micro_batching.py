@@ -36,9 +36,6 @@ class Gradients:
         self._try("gradients", size)
         return torch.tensor(1.0)
 
-    def like_optimizer_state(self):
-        return []
-
     def discard(self):
         self.discarded += 1
 

@@ -473,9 +473,9 @@ def test_27_a_folder_that_can_be_made_is_fine_and_not_made_yet(tmp_path):
 def test_27_a_disk_without_room_for_the_run_is_told_with_numbers(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(space.shutil, "disk_usage", lambda path: usage(10**10, 8 * 10**9, 2 * 10**9))
-    space.require(tmp_path, space.peak_bytes(40_000_000, keep=2))
+    space.require(tmp_path, space.peak_bytes(space.checkpoint_bytes(40_000_000, 320_000_000), keep=2))
     with pytest.raises(UserError, match=r"need 5\.98 GB, and 2 GB are free") as refused:
-        space.require(tmp_path, space.peak_bytes(124_475_904, keep=2))
+        space.require(tmp_path, space.peak_bytes(space.checkpoint_bytes(124_475_904, 8 * 124_475_904), keep=2))
     assert "callbacks.keep_checkpoints=1" in refused.value.problems[0].remedy
 
 

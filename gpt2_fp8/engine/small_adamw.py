@@ -1,0 +1,181 @@
+"""AdamW whose moments take fewer bytes than float32's: bfloat16, or 8 bits in blocks.
+
+The update is torch's AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), in float32. Only what is kept of the two
+moments is rounded, after the weights have been updated with the exact ones:
+
+    exp_avg       bfloat16, to nearest: it changes by a tenth a step, so nothing stays behind
+    exp_avg_sq    bfloat16, stochastically (`rounding`)
+    both          8 bits, to nearest (`blockwise`); parameters of few elements keep bfloat16
+
+On CUDA a parameter's update is one kernel, which reads and writes each number once (`kernels.adamw`). On a CPU it is
+plain torch, with the same bits for the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gpt2_fp8.compat.torch_private import add_to_all
+from gpt2_fp8.engine import blockwise
+from gpt2_fp8.engine.rounding import Keys, random_bits, round_stochastically
+from gpt2_fp8.model.optimizer_bytes import FEW
+
+_CHUNK = 1 << 18  # elements that plain torch updates at a time; a multiple of `blockwise.BLOCK`
+
+
+class Scalars(NamedTuple):
+    """What is the same for all elements of a parameter."""
+
+    decay: float  # 1 - lr weight_decay
+    beta1: float
+    beta2: float
+    eps: float
+    row: Tensor  # float32 [4]: lr / (1 - beta1^t), sqrt(1 - beta2^t), t, 0
+
+
+class SmallAdamW(Optimizer):
+    """AdamW with small moments. Each group has `lr`, `betas`, `eps` and `weight_decay`.
+
+    If `found_inf` (float32 on the parameters' device) is 1, a step changes nothing, and the host does not wait to know.
+
+    Args:
+        groups: parameters in float32, contiguous.
+        keys: of each parameter, for the random bits.
+        eight_bits: 8 bits in blocks, instead of bfloat16.
+    """
+
+    found_inf: Tensor | None = None
+
+    def __init__(self, groups: Iterable[dict[str, Any]], keys: Mapping[Tensor, Keys], eight_bits: bool):
+        super().__init__(groups, {})
+        self._keys, self._eight_bits = dict(keys), eight_bits
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter before its first update, on its device."""
+        return {"step": torch.zeros((), device=parameter.device)} | new_moments(parameter, self._eight_bits)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if parameters := [parameter for parameter in group["params"] if parameter.grad is not None]:
+                self._update(group, parameters)
+        return loss
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = self.new_state(parameter)
+        on_cuda, skip = parameters[0].is_cuda, self.found_inf
+        if not on_cuda and skip is not None and skip.item():  # on a CPU nothing is waited for
+            return
+        steps = [self.state[parameter]["step"] for parameter in parameters]
+        add_to_all(steps, 1 if skip is None or not on_cuda else 1 - skip.reshape(()))
+        rows = _rows(steps, group["lr"], group["betas"])
+        (beta1, beta2), decay = group["betas"], 1 - group["lr"] * group["weight_decay"]
+        for parameter, row in zip(parameters, rows, strict=True):
+            state, keys = self.state[parameter], self._keys[parameter]
+            scalars = Scalars(decay, beta1, beta2, group["eps"], row)
+            if on_cuda:
+                from gpt2_fp8.kernels.adamw import update
+
+                update(parameter, _gradient(parameter), state, keys, scalars, _tables(state), skip)
+            else:
+                update_plain(parameter, _gradient(parameter), state, keys, scalars)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a saved state. torch's own would make every moment float32."""
+        saved = state_dict["state"]
+        super().load_state_dict({**state_dict, "state": {}})
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(indices, own, strict=True):
+            if index in saved:
+                self.state[parameter] = {
+                    name: tensor.detach().to(parameter.device, copy=True) for name, tensor in saved[index].items()
+                }
+
+
+def new_moments(parameter: Tensor, eight_bits: bool) -> dict[str, Tensor]:
+    """Return a parameter's moments before its first update: all 0, on its device."""
+    if not eight_bits or parameter.numel() < FEW:
+        moments = ("exp_avg", "exp_avg_sq")
+        return {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in moments}
+    device, found = parameter.device, {}
+    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        zero = 127 if signed else 0  # the code of 0
+        found[name] = torch.full(parameter.shape, zero, dtype=torch.uint8, device=device)
+        found[f"{name}_scale"] = torch.zeros(blockwise.blocks(parameter.numel()), device=device)
+    return found
+
+
+def update_plain(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], keys: Keys, scalars: Scalars) -> None:
+    """Update one parameter and its moments in plain torch, a part at a time."""
+    weights, mean, squares = (x.view(-1) for x in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]))
+    now = keys.at(int(scalars.row[2].item()))
+    for start in range(0, len(weights), _CHUNK):
+        part = slice(start, min(start + _CHUNK, len(weights)))
+        p, g = weights[part], gradient.view(-1)[part]
+        if "exp_avg_scale" in state:
+            scales = slice(start // blockwise.BLOCK, blockwise.blocks(part.stop))
+            mean_scale, squares_scale = state["exp_avg_scale"][scales], state["exp_avg_sq_scale"][scales]
+            before = (
+                blockwise.decode(mean[part], mean_scale, signed=True),
+                blockwise.decode(squares[part], squares_scale, signed=False),
+            )
+            m, v = _adamw_(p, g, *before, scalars)
+            for codes, scale, values, signed in (
+                (mean[part], mean_scale, m, True), (squares[part], squares_scale, v, False),
+            ):  # fmt: skip
+                new_codes, new_scale = blockwise.encode(values, signed)
+                codes.copy_(new_codes)
+                scale.copy_(new_scale)
+        else:
+            m, v = _adamw_(p, g, mean[part].float(), squares[part].float(), scalars)
+            mean[part] = m.to(torch.bfloat16)
+            squares[part] = round_stochastically(v, random_bits(now, start, len(p), p.device))
+
+
+def _adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Scalars) -> tuple[Tensor, Tensor]:
+    """Update the weights in place, float32, and return the new moments.
+
+    Each product and each sum is rounded by itself, as in `kernels.adamw`.
+    """
+    m = m * scalars.beta1 + g * (1 - scalars.beta1)
+    v = v * scalars.beta2 + (g * g) * (1 - scalars.beta2)
+    size, root = scalars.row[0], scalars.row[1]
+    exact = v.double().sqrt().float()  # rounded to nearest, which float32's own root is not on every CPU
+    p.mul_(scalars.decay).sub_(m / (exact / root + scalars.eps) * size)
+    return m, v
+
+
+def _rows(steps: Sequence[Tensor], lr: float, betas: tuple[float, float]) -> Tensor:
+    """Compute each parameter's `Scalars.row` on its device: float32 [parameters, 4]."""
+    t = torch.stack(list(steps)).double()
+    sizes, roots = lr / (1 - betas[0] ** t), (1 - betas[1] ** t).sqrt()
+    return torch.stack([sizes, roots, t, torch.zeros_like(t)], 1).float()
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    assert parameter.is_contiguous()
+    return parameter.grad.contiguous()
+
+
+def _tables(state: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Return what codes stand for, with and without a sign, as values and edges; nothing for bfloat16."""
+    if "exp_avg_scale" not in state:
+        return ()
+    device = state["exp_avg"].device
+    return tuple(
+        table(signed, device) for signed in (True, False) for table in (blockwise.map_values, blockwise.map_edges)
+    )

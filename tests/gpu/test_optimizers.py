@@ -1,0 +1,95 @@
+"""The update of small moments in Triton: plain torch's bits, skipped updates, and runs that resume exactly."""
+
+import pytest
+import torch
+
+from gpt2_fp8.engine.optim import build_optimizer
+from gpt2_fp8.engine.rounding import Keys
+from gpt2_fp8.engine.small_adamw import SmallAdamW, update_plain
+from tests.common import OPTIM
+from tests.common import build as small_model
+from tests.gpu.common import RUN
+from tests.model.test_optimizer_bytes import CHOICES
+from tests.runs import assert_same_checkpoint, checkpoint, train, train_until
+
+SHAPES = [(255,), (300, 1024), (257, 129)]
+
+
+def optimizer_of(parameter, eight_bits):
+    group = {"params": [parameter], "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    return SmallAdamW([group], {parameter: Keys.of(7, "weight")}, eight_bits)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("eight_bits", [False, True], ids=["bf16", "8 bits"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_gives_plain_torchs_bits(monkeypatch, shape, eight_bits, device):
+    """On a CPU, and by torch's own kernels on the GPU."""
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(shape, generator=generator)
+    ours, theirs = torch.nn.Parameter(start.cuda()), torch.nn.Parameter(start.to(device))
+    one, other = optimizer_of(ours, eight_bits), optimizer_of(theirs, eight_bits)
+    for update in range(6):
+        gradient = torch.randn(shape, generator=generator) * 10.0 ** -(update % 3)
+        ours.grad, theirs.grad = gradient.cuda(), gradient.to(device)
+        one.step()
+        with monkeypatch.context() as patch:
+            if device == "cuda":  # in place of the kernel
+                plain = lambda p, g, state, keys, scalars, tables, skip: update_plain(p, g, state, keys, scalars)  # noqa: E731
+                patch.setattr("gpt2_fp8.kernels.adamw.update", plain)
+            other.step()
+        assert torch.equal(ours.cpu(), theirs.cpu())
+        for name, tensor in one.state[ours].items():
+            assert torch.equal(tensor.cpu(), other.state[theirs][name].cpu()), name
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
+def test_a_skipped_update_changes_nothing_and_the_host_does_not_wait(choice):
+    model = small_model().cuda()
+    optimizer = build_optimizer(model, OPTIM, choice, seed=3)
+    skip = torch.zeros((), device="cuda")
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def step(spoil=1.0, checked="error"):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, device="cuda", generator=generator) * spoil
+        optimizer.found_inf = skip
+        torch.cuda.set_sync_debug_mode(checked)
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    step(checked="default")  # tables are copied to the GPU once
+    step()
+    before = [tensor.clone() for tensor in tensors(model, optimizer)]
+    skip.fill_(1)
+    step(float("nan"))
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors(model, optimizer), strict=True))
+    skip.fill_(0)
+    step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=False))
+    assert all(torch.isfinite(tensor.float()).all() for tensor in tensors(model, optimizer))
+
+
+def tensors(model, optimizer):
+    return [*model.parameters(), *(tensor for state in optimizer.state.values() for tensor in state.values())]
+
+
+def test_a_run_resumes_exactly(tmp_path):
+    """Its parameters of few elements have bfloat16's moments, so both kernels run."""
+    words = [
+        *(
+            "optimizer=adamw8bit",
+            "precision=bf16",
+            "compile=false",
+            "trainer.deterministic=true",
+            "trainer.max_steps=6",
+        ),
+        *("callbacks.checkpoint_every_n_steps=3", "data.val_sequences=0", "callbacks.sample_tokens=0"),
+    ]
+    base = [word for word in RUN if not word.startswith(("precision.", "trainer.max_steps"))]
+    train(tmp_path / "whole", *words, base=base)
+    train_until(3, tmp_path / "legs", *words, base=base)
+    train(tmp_path / "legs", *words, "ckpt_path=last", base=base)
+    assert_same_checkpoint(checkpoint(tmp_path / "whole", 6), checkpoint(tmp_path / "legs", 6))
