@@ -93,6 +93,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "layers": ("it has been renamed", "precision.backend=auto, fused, te, reference or emulated"),
     "use_fast_accum": ("it has another name", "precision.fast_accumulation=true"),
     "split_accumulator": ("it has another name", "precision.fast_accumulation=false"),
+    "input_bin": ("files are listed", "data=token_files data.train_files='[FOLDER/*_train_*.bin]'"),
+    "input_val_bin": ("files are listed", "data.val_files='[FOLDER/*_val_*.bin]'"),
     "data_dir": ("files are listed", "data=text_files data.train_files='[FOLDER/*.txt]'"),
     "dataset": ("it is a group", "data=NAME"),
     "val_ratio": ("it has another name", "data.val_fraction"),
@@ -120,6 +122,7 @@ VALUES = {
 KINDS = {
     "stdlib": ("stdlib",),
     "files": ("text_files",),
+    "token_files": ("token_files",),
     "hub": ("fineweb", "openwebtext", "slimpajama"),
     "file_or_hub": ("tinyshakespeare",),
     "registered": ("registered",),

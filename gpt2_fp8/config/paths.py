@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from gpt2_fp8.config import globs, run_folder, tokenizer_file
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.parsing import key_paths, show, value_of
-from gpt2_fp8.config.schema import FileOrHubData, FilesData, RunConfig
+from gpt2_fp8.config.schema import FileOrHubData, FilesData, RunConfig, TextData, TokenFilesData
 
 _MAY_HOLD_ANYTHING = (
     "run_name",
@@ -19,6 +19,7 @@ _MAY_HOLD_ANYTHING = (
     "notes",
 )  # of the texts; the first has a message of its own
 _LONGEST = 4096  # characters of a text: of a path, Linux's own limit; all of them reach the log
+_EXAMPLE_OF_IDS = "data.train_files='[/corpus/*_train_*.bin]' (token ids of nanoGPT, llm.c or modded-nanogpt)"
 _EXAMPLE = "data.train_files='[/corpus/*.jsonl.zst]' (txt, jsonl, jsonl.zst and parquet)"
 
 
@@ -35,13 +36,13 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
         return str(base / Path(text).expanduser()) if text else text
 
     data = config.data
-    if isinstance(data, FilesData):
+    if isinstance(data, (FilesData, TokenFilesData)):
         data = replace(
             data, train_files=list(map(placed, data.train_files)), val_files=list(map(placed, data.val_files))
         )
     if isinstance(data, FileOrHubData):
         data = replace(data, path=placed(data.path))
-    if data.cache_dir is not None:
+    if isinstance(data, TextData) and data.cache_dir is not None:
         data = replace(data, cache_dir=placed(data.cache_dir))
     if data.tokenizer not in tokenizer_file.NAMES:
         data = replace(data, tokenizer=placed(data.tokenizer))
@@ -154,18 +155,25 @@ def _data(config: RunConfig) -> Iterator[Finding]:
             yield _finding("data.path", f"data.path={show(data.path)}: is a folder, and one file is needed", remedy)
         elif os.path.lexists(path) and (reason := globs.why_not(path) or globs.unreadable(path)):
             yield _finding("data.path", f"data.path: {reason}", "name a file of text, or one that is not there")
-    if isinstance(data, FilesData):
+    if isinstance(data, (FilesData, TokenFilesData)):
         if not data.train_files:
-            yield _finding("data.train_files", "data.train_files is empty: nothing to train on", _EXAMPLE)
+            example = _EXAMPLE if isinstance(data, FilesData) else _EXAMPLE_OF_IDS
+            yield _finding("data.train_files", "data.train_files is empty: nothing to train on", example)
         yield from _patterns("data.train_files", data.train_files)
         yield from _patterns("data.val_files", data.val_files)
-        if not data.val_files and data.val_fraction == 0 and data.val_sequences > 0:
-            problem = Problem(
-                "data.val_fraction=0, data.val_files=[]: nothing is held out to validate on",
-                "data.val_fraction=0.01, or data.val_sequences=0 for no validation",
-            )
-            yield Finding(("data.val_fraction", "data.val_files"), problem)
-    if data.cache_dir is not None:
+    if isinstance(data, TokenFilesData) and not data.val_files and data.val_sequences > 0:
+        yield _finding(
+            "data.val_files",
+            "data.val_files=[]: nothing to validate on",
+            "data.val_files='[FOLDER/val.bin]', or data.val_sequences=0 for no validation",
+        )
+    if isinstance(data, FilesData) and not data.val_files and data.val_fraction == 0 and data.val_sequences > 0:
+        problem = Problem(
+            "data.val_fraction=0, data.val_files=[]: nothing is held out to validate on",
+            "data.val_fraction=0.01, or data.val_sequences=0 for no validation",
+        )
+        yield Finding(("data.val_fraction", "data.val_files"), problem)
+    if isinstance(data, TextData) and data.cache_dir is not None:
         yield from check_folder(data.cache_dir, "data.cache_dir")
     try:
         tokenizer_file.number_of_ids(data.tokenizer)

@@ -130,18 +130,24 @@ class DataConfig:
     num_workers: Workers  # processes that read and tokenise; 0: in the training process. Never changes the order
     seed: Seed  # of the order of the text; follows `seed` unless set
     val_sequences: Scored  # sequences of the validation split that are scored; 0: no validation
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextData(DataConfig):
+    """What every data set has that is tokenised."""
+
     cache_dir: str | None  # keep tokenised units here, and what a hub run needs to go on offline; null: keep nothing
 
 
 @dataclass(frozen=True, kw_only=True)
-class StdlibData(DataConfig):
+class StdlibData(TextData):
     """The source of Python's standard library: real text that is on every machine."""
 
     kind: Literal["stdlib"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilesData(DataConfig):
+class FilesData(TextData):
     """Local files: .txt (a document each), .jsonl and .jsonl.zst (a document a line), .parquet (a document a row)."""
 
     kind: Literal["files"]
@@ -152,7 +158,7 @@ class FilesData(DataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubData(DataConfig):
+class HubData(TextData):
     """A data set of the Hugging Face hub, streamed through `datasets`."""
 
     kind: Literal["hub"]
@@ -173,11 +179,21 @@ class FileOrHubData(HubData):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegisteredData(DataConfig):
+class RegisteredData(TextData):
     """A source of text that a module of one's own has registered (`plugins`)."""
 
     kind: Literal["registered"]
     source: str  # the name that it was registered under
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFilesData(DataConfig):
+    """Files of token ids (.bin): nanoGPT's, llm.c's and modded-nanogpt's. `tokenizer` says what the ids mean."""
+
+    kind: Literal["token_files"]
+    train_files: list[str]  # paths or globs
+    val_files: list[str]  # paths or globs: a file is never split, since its ids do not tell where documents begin
+    headerless: Literal["uint16", "uint32"]  # the ids of files without a header
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +279,7 @@ class RunConfig:
     model: ModelConfig
     precision: PlainPrecisionConfig | FP8PrecisionConfig | AutoPrecisionConfig
     recipe: DelayedRecipe | StatelessRecipe | AutoRecipe
-    data: StdlibData | FilesData | HubData | FileOrHubData | RegisteredData
+    data: StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData
     optim: OptimConfig
     trainer: TrainerConfig
     callbacks: CallbacksConfig

@@ -12,7 +12,7 @@ from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.data.progress_log import ProgressLog
 from gpt2_fp8.data.sources import DataSettings, build_reader
 from gpt2_fp8.data.tokenizer import load_tokenizer
-from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.units import IdSource, Unit
 
 
 def tokens_a_pass(config: DataSettings, n_positions: int, plugins: tuple[str, ...] = ()) -> int:
@@ -26,7 +26,8 @@ def tokens_a_pass(config: DataSettings, n_positions: int, plugins: tuple[str, ..
     pool = UnitPool(reader, config.num_workers)
     try:
         units = reader.source.corpus().train
-        tokens = _count(units, pool)
+        source = reader.source
+        tokens = sum(map(source.count, units)) if isinstance(source, IdSource) else _count(units, pool)
         if tokens <= n_positions:
             check_trainable(units, pool, n_positions)  # raises
         return tokens

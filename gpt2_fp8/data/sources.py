@@ -6,18 +6,26 @@ import logging
 from pathlib import Path
 from typing import cast
 
-from gpt2_fp8.config.schema import FileOrHubData, FilesData, HubData, RegisteredData, StdlibData
-from gpt2_fp8.data import files, hub, retry, stdlib
+from gpt2_fp8.config.schema import (
+    FileOrHubData,
+    FilesData,
+    HubData,
+    RegisteredData,
+    StdlibData,
+    TextData,
+    TokenFilesData,
+)
+from gpt2_fp8.data import files, hub, retry, stdlib, token_files
 from gpt2_fp8.data.cache import UnitCache
 from gpt2_fp8.data.reader import UnitReader
 from gpt2_fp8.data.tokenizer import fingerprint
 from gpt2_fp8.data.tokenizer_files import Tokenizer
-from gpt2_fp8.data.units import Source
+from gpt2_fp8.data.units import IdSource, Source
 from gpt2_fp8.runtime import registry
 
 log = logging.getLogger(__name__)
 
-DataSettings = StdlibData | FilesData | HubData | FileOrHubData | RegisteredData
+DataSettings = StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData
 
 
 def build_reader(config: DataSettings, encoding: Tokenizer, plugins: tuple[str, ...]) -> UnitReader:
@@ -26,19 +34,21 @@ def build_reader(config: DataSettings, encoding: Tokenizer, plugins: tuple[str, 
     Raises UserError if its cache cannot be used, or if no plugin has registered the source.
     """
     cache, tokenizer = None, fingerprint(encoding)
-    if config.cache_dir is not None:
+    if isinstance(config, TextData) and config.cache_dir is not None:
         cache = UnitCache(Path(config.cache_dir).expanduser(), tokenizer, encoding.n_vocab)
         cache.check()
     return UnitReader(build_source(config), config.tokenizer, cache, plugins, tokenizer)
 
 
-def build_source(config: DataSettings) -> Source:
+def build_source(config: DataSettings) -> Source | IdSource:
     """Return the source that `config` names. It reads nothing yet, but looks for a `file_or_hub`'s file.
 
     Raises UserError if no plugin has registered the source.
     """
     if isinstance(config, RegisteredData):
         return cast("Source", registry.make("data.source", config.source, Source, config))
+    if isinstance(config, TokenFilesData):
+        return token_files.TokenFilesSource(config.train_files, config.val_files, config.headerless)
     if isinstance(config, StdlibData):
         return stdlib.StdlibSource()
     if isinstance(config, FilesData):
