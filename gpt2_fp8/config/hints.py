@@ -126,6 +126,7 @@ KINDS = {
     "hub": ("fineweb", "openwebtext", "slimpajama"),
     "file_or_hub": ("tinyshakespeare",),
     "registered": ("registered",),
+    "mixture": ("mixture",),
 }
 DEFAULTS = {"precision": "fp8_hybrid"}  # what is advised of several that have a key; otherwise the first of them
 
@@ -167,6 +168,7 @@ def unknown_key(
         return told
     group, _, leaf = path.rpartition(".")
     if owners:
+        group = f"data@{group}" if group.startswith("data.sources.") else group
         theirs = [name for owner in owners for name in KINDS.get(owner, (owner,))]
         ours = either([f"{group}={name}" for name in KINDS.get(str(tag), (str(tag),))])
         return (

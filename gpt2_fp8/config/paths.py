@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path, PurePosixPath
 
-from gpt2_fp8.config import globs, run_folder, tokenizer_file
+from gpt2_fp8.config import globs, mixture, run_folder, tokenizer_file
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.parsing import key_paths, show, value_of
-from gpt2_fp8.config.schema import FileOrHubData, FilesData, RunConfig, TextData, TokenFilesData
+from gpt2_fp8.config.schema import FileOrHubData, FilesData, Mixed, RunConfig, TextData, TokenFilesData
 
 _MAY_HOLD_ANYTHING = (
     "run_name",
@@ -26,7 +26,7 @@ _EXAMPLE = "data.train_files='[/corpus/*.jsonl.zst]' (txt, jsonl, jsonl.zst and 
 def check(config: RunConfig) -> list[Finding]:
     """Find everything that is wrong with the paths of a configuration."""
     found = list(_texts(config))
-    return [*found, *_run_name(config.run_name), *(() if found else (*_checkpoints(config), *_data(config)))]
+    return [*found, *_run_name(config.run_name), *(() if found else (*_checkpoints(config), *_sources(config)))]
 
 
 def absolute(config: RunConfig, base: Path) -> RunConfig:
@@ -35,7 +35,18 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
     def placed(text: str) -> str:
         return str(base / Path(text).expanduser()) if text else text
 
-    data = config.data
+    sources = [_placed(source, placed) for _, source in mixture.sources_of(config.data)]
+    data = mixture.with_sources(config.data, sources)
+    ckpt_path, init_from = config.ckpt_path, config.init_from
+    return replace(
+        config,
+        data=data,
+        ckpt_path=ckpt_path if ckpt_path in (None, "last", "best") else placed(ckpt_path),
+        init_from=init_from if init_from is None else placed(init_from),
+    )
+
+
+def _placed(data: Mixed, placed: Callable[[str], str]) -> Mixed:
     if isinstance(data, (FilesData, TokenFilesData)):
         data = replace(
             data, train_files=list(map(placed, data.train_files)), val_files=list(map(placed, data.val_files))
@@ -46,13 +57,7 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
         data = replace(data, cache_dir=placed(data.cache_dir))
     if data.tokenizer not in tokenizer_file.NAMES:
         data = replace(data, tokenizer=placed(data.tokenizer))
-    ckpt_path, init_from = config.ckpt_path, config.init_from
-    return replace(
-        config,
-        data=data,
-        ckpt_path=ckpt_path if ckpt_path in (None, "last", "best") else placed(ckpt_path),
-        init_from=init_from if init_from is None else placed(init_from),
-    )
+    return data
 
 
 def check_folder(path: str | Path, setting: str, key: str | None = None) -> list[Finding]:
@@ -94,7 +99,12 @@ def check_untaken(folder: Path) -> list[Finding]:
 
 def _texts(config: RunConfig) -> Iterator[Finding]:
     """Check texts for what does harm in paths, requests and messages: a NUL, or a terminal's escape sequence."""
-    for key in key_paths(RunConfig):
+    data = config.data
+    keys = [*key_paths(RunConfig)]
+    keys += [
+        f"data.sources.{name}.{field.name}" for name, one in mixture.sources_of(data) if name for field in fields(one)
+    ]
+    for key in keys:
         value = value_of(config, key)
         texts = value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else [value]
         bad = next((text for text in texts if isinstance(text, str) and not text.isprintable()), None)
@@ -146,8 +156,12 @@ def _checkpoints(config: RunConfig) -> Iterator[Finding]:
             yield _finding(key, f"{key}={show(value)}: is a file, and checkpoints here are folders", remedy)
 
 
-def _data(config: RunConfig) -> Iterator[Finding]:
-    data = config.data
+def _sources(config: RunConfig) -> Iterator[Finding]:
+    for name, source in mixture.sources_of(config.data):
+        yield from (mixture.found_in(found, name) for found in _data(source))
+
+
+def _data(data: Mixed) -> Iterator[Finding]:
     if isinstance(data, FileOrHubData) and data.path:
         path = Path(data.path).expanduser()
         if path.is_dir():

@@ -196,6 +196,38 @@ class TokenFilesData(DataConfig):
     headerless: Literal["uint16", "uint32"]  # the ids of files without a header
 
 
+Mixed = StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData  # a mixture has no mixture
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureData:
+    """Several sources. Each training sequence comes from one of them, in proportion to the weights."""
+
+    name: str
+    kind: Literal["mixture"]
+    seed: Seed  # of the mixing; the order of each source follows its own
+    weights: dict[str, float] | None  # by the sources' names, in any unit; null: all alike
+    sources: dict[str, StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData]
+
+    @property
+    def tokenizer(self) -> str:
+        """Return the sources' tokenizer, which is the same for all."""
+        return next(source.tokenizer for source in self.sources.values())
+
+    @property
+    def num_workers(self) -> int:
+        """Return the worker processes of all sources, which read for any of them."""
+        return sum(source.num_workers for source in self.sources.values())
+
+    @property
+    def val_sequences(self) -> int:
+        """Return how many sequences a validation scores at most, over all sources."""
+        return sum(source.val_sequences for source in self.sources.values())
+
+
+TextOfARun = Mixed | MixtureData
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW with a linear warm-up and a schedule (engine/schedule.py has the formulas)."""
@@ -279,7 +311,7 @@ class RunConfig:
     model: ModelConfig
     precision: PlainPrecisionConfig | FP8PrecisionConfig | AutoPrecisionConfig
     recipe: DelayedRecipe | StatelessRecipe | AutoRecipe
-    data: StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData
+    data: StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData | MixtureData
     optim: OptimConfig
     trainer: TrainerConfig
     callbacks: CallbacksConfig

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.cache import UnitCache
@@ -22,6 +23,19 @@ class WorkCounts:
     cache_hits: int = 0
     retries: int = 0
     worker_deaths: int = 0
+
+
+class Reader(Protocol):
+    """What reads a unit, in any process. Picklable."""
+
+    @property
+    def plugins(self) -> tuple[str, ...]:
+        """Return the user's modules that a worker process imports first."""
+        ...
+
+    def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
+        """Read `unit`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -59,3 +73,15 @@ class UnitReader:
         made = tokenise(self.source.read(unit, counts), unit, encoding, counts)
         check_unit(made.tokens, encoding.n_vocab, unit.name)  # the cache checks its own units
         return made
+
+
+@dataclass(frozen=True)
+class MixedReader:
+    """Reads the units of several sources, each by the reader of its source's name."""
+
+    readers: dict[str, UnitReader]
+    plugins: tuple[str, ...] = ()
+
+    def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
+        """Read `unit`, as its source knows it. Raises UserError or DataSourceLost if the source does."""
+        return self.readers[unit.source](replace(unit, source=""))

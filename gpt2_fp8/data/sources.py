@@ -6,18 +6,23 @@ import logging
 from pathlib import Path
 from typing import cast
 
+from gpt2_fp8.config import mixture
 from gpt2_fp8.config.schema import (
     FileOrHubData,
     FilesData,
-    HubData,
+    Mixed,
+    MixtureData,
     RegisteredData,
     StdlibData,
     TextData,
+    TextOfARun,
     TokenFilesData,
 )
 from gpt2_fp8.data import files, hub, retry, stdlib, token_files
 from gpt2_fp8.data.cache import UnitCache
+from gpt2_fp8.data.mixing import whole_numbers
 from gpt2_fp8.data.reader import UnitReader
+from gpt2_fp8.data.strands import Part, told_of
 from gpt2_fp8.data.tokenizer import fingerprint
 from gpt2_fp8.data.tokenizer_files import Tokenizer
 from gpt2_fp8.data.units import IdSource, Source
@@ -25,10 +30,27 @@ from gpt2_fp8.runtime import registry
 
 log = logging.getLogger(__name__)
 
-DataSettings = StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData
+DataSettings = TextOfARun
 
 
-def build_reader(config: DataSettings, encoding: Tokenizer, plugins: tuple[str, ...]) -> UnitReader:
+def build_parts(config: DataSettings, encoding: Tokenizer, plugins: tuple[str, ...]) -> list[Part]:
+    """Return every source that `config` names, sorted by name, with what reads it and its weight.
+
+    Raises UserError as `build_reader` does.
+    """
+    if not isinstance(config, MixtureData):
+        return [Part(build_reader(config, encoding, plugins), config.seed, config.val_sequences)]
+    weights = mixture.weights_of(config)
+    parts = []
+    for (name, _), weight in zip(weights.items(), whole_numbers(weights.values()), strict=True):
+        source = config.sources[name]
+        with told_of(name):
+            reader = build_reader(source, encoding, plugins)
+        parts.append(Part(reader, source.seed, source.val_sequences, name, weight))
+    return parts
+
+
+def build_reader(config: Mixed, encoding: Tokenizer, plugins: tuple[str, ...]) -> UnitReader:
     """Return what reads the units of the source that `config` names. `plugins`: modules that workers import first.
 
     Raises UserError if its cache cannot be used, or if no plugin has registered the source.
@@ -40,7 +62,7 @@ def build_reader(config: DataSettings, encoding: Tokenizer, plugins: tuple[str, 
     return UnitReader(build_source(config), config.tokenizer, cache, plugins, tokenizer)
 
 
-def build_source(config: DataSettings) -> Source | IdSource:
+def build_source(config: Mixed) -> Source | IdSource:
     """Return the source that `config` names. It reads nothing yet, but looks for a `file_or_hub`'s file.
 
     Raises UserError if no plugin has registered the source.

@@ -1,8 +1,8 @@
 """Files of token ids (.bin): what their headers say, what is wrong with one, its units and its ids.
 
-nanoGPT             no header, ids of 16 bits
-llm.c, modded-nanogpt   256 int32 (magic 20240520, version 1, number of ids), then ids of 16 bits
-llm.c for Llama 3       the same with magic 20240801 and version 7, then ids of 32 bits
+- nanoGPT: no header, ids of 16 bits.
+- llm.c, modded-nanogpt: 256 int32 (magic 20240520, version 1, number of ids), then ids of 16 bits.
+- llm.c for Llama 3: the same with magic 20240801 and version 7, then ids of 32 bits.
 
 All of it is little-endian. Sources: nanoGPT's `data/openwebtext/prepare.py`, llm.c's `dev/data/data_common.py`.
 The first two bytes of both magic numbers would be an id above GPT-2's largest, so no file of GPT-2's ids begins so.

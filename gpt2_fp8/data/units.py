@@ -26,10 +26,12 @@ class Unit:
     version: str = ""  # changes when the text does: size and time of a file; a commit
     side: Literal["all", "train", "val"] = "all"  # which documents are this unit's, if a split is by document
     val_fraction: float = 0.0  # of the documents, when `side` is not "all"
+    source: str = ""  # its name in a mixture; it changes neither the text nor the cache's key
 
     def digest(self, *more: str) -> str:
-        """Return a sha256 over every field and `more`."""
-        return hashlib.sha256(json.dumps([asdict(self), *more], sort_keys=True).encode()).hexdigest()
+        """Return a sha256 over every field but `source`, and `more`."""
+        about = {key: value for key, value in asdict(self).items() if key != "source"}
+        return hashlib.sha256(json.dumps([about, *more], sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

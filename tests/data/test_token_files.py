@@ -44,7 +44,7 @@ def test_the_order_is_that_of_the_units_and_blocks(tmp_path: Path, small_units: 
     """The ids are those of the file, unit by unit in the order of the epoch, without a gap between two."""
     ids = some_ids(4037)
     made = module(ids_config(nano(tmp_path / "train.bin", ids)), max_steps=40)
-    order, units = made.text.order, made.text.corpus.train
+    order, units = made.text.strands[0].order, made.text.corpus.train
     assert (order.lanes, len(units)) == (2, 40)
     assert [(u.start, u.stop) for u in units] == [(200 * i, 200 * i + 200) for i in range(39)] + [(7800, 8074)]
     for lane in range(2):
@@ -106,8 +106,8 @@ def test_validation_is_the_beginning_of_its_files(tmp_path: Path) -> None:
     train, val = nano(tmp_path / "train.bin", some_ids(1000)), nano(tmp_path / "val.bin", some_ids(500, 1))
     made = module(ids_config(tmp_path / "*.bin", val_files=[str(val)], val_sequences=4))
     assert [unit.path for unit in made.text.corpus.train] == [str(train)]
-    assert np.array_equal(made.text.val.reshape(-1)[:16], some_ids(500, 1)[:16])
-    assert made.text.val.shape == (4, 17)
+    assert np.array_equal(made.text.val[""].reshape(-1)[:16], some_ids(500, 1)[:16])
+    assert made.text.val[""].shape == (4, 17)
 
 
 def test_a_pass_is_counted_without_reading(tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch) -> None:
