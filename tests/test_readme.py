@@ -33,6 +33,8 @@ MODELS, NUMERICS = ROOT / "docs/models.md", ROOT / "docs/numerics.md"
 DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, NUMERICS, CONTRIBUTING, MODELS, ROOT / "docs/python.md"]
 DOCUMENTS += [ROOT / "CHANGELOG.md", ROOT / "docs/huggingface.md", ROOT / "docs/seeds.md"]
 DOCUMENTS.append(ROOT / "docs/optimizers.md")
+DATA = ROOT / "docs/data.md"
+DOCUMENTS += [DATA]
 STUDY = ["python", "docs/studies/fp8_gap.py"]
 RUN, BENCH, EXPORT = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export"))
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
@@ -105,7 +107,7 @@ def stand_ins(argv):
             continue
         override = OverridesParser.create().parse_override(word)
         key, value = override.key_or_group, override.value()
-        if key in ("data.train_files", "data.val_files", "data.path"):
+        if re.fullmatch(r"data\.(sources\.\w+\.)?(train_files|val_files|path)", key):
             for name in value if isinstance(value, list) else [value]:
                 path = Path(str(name).replace("*", "00000"))
                 assert not path.is_absolute(), f"{word}: nobody else has this path"
@@ -117,12 +119,14 @@ def stand_ins(argv):
             write_json(Path(str(value)), ["?"], ["</s>"], "</s>")
 
 
-def own_model(folder):
-    """Write the model of docs/models.md where the page says that it is."""
-    (text,) = blocks(MODELS, "yaml")
-    (place,) = re.findall(r"mine/model/\w+\.yaml", MODELS.read_text())
+def own_choice(document, folder):
+    """Write the choice that a page has as YAML where the page says that it is, and the texts that it names."""
+    (text,) = blocks(document, "yaml")
+    (place,) = set(re.findall(r"mine/\w+/\w+\.yaml", document.read_text()))
     (folder / place).parent.mkdir(parents=True)
     (folder / place).write_text(text)
+    for name in re.findall(r"train_files: \[(.+)\]", text):
+        stand_ins([f"data.train_files=[{name}]"])
 
 
 def test_the_page_of_models_names_each_key_and_each_model():
@@ -155,6 +159,7 @@ def test_the_documents_have_commands():
         "huggingface.md",
         "seeds.md",
         "optimizers.md",
+        "data.md",
     }
     assert len(RUNS) > 12
 
@@ -162,8 +167,8 @@ def test_the_documents_have_commands():
 @pytest.mark.parametrize("found", RUNS, ids=str)
 def test_every_run_composes(found, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if found.document == MODELS.name:
-        own_model(tmp_path)
+    if "-cd" in found.argv:
+        own_choice(ROOT / "docs" / found.document, tmp_path)
     stand_ins(found.argv)
     configs = preflight(found.argv)
     assert len(configs) > 1 if "-m" in found.argv else len(configs) == 1

@@ -26,6 +26,8 @@ class Throughput(pl.Callback):
     (the part of the time spent waiting for the loader), `mfu_bf16` (`model/flops.py`; for GPUs whose peak is known) and
     `memory_gb` (peak allocated, GiB).
 
+    A mixture also has `tokens/NAME` and `epochs/NAME` of each source.
+
     The time leaves out validation, sampling and the first step (compilation, calibration).
     """
 
@@ -90,6 +92,7 @@ class Throughput(pl.Callback):
             "skipped_steps": self.skipped_steps,
             "bf16_reruns": self.reruns,
             "tokens": trainer.global_step * self.tokens_per_step,
+            **getattr(trainer.datamodule, "source_metrics", dict)(),  # type: ignore[attr-defined]
         }
         now, wait = time.perf_counter(), trainer.datamodule.wait_seconds  # type: ignore[attr-defined]
         if self._clock is not None:

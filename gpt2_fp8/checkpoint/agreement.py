@@ -66,7 +66,8 @@ def _lanes(step: int, data: dict[str, Any]) -> Iterator[str]:
     for name, lane in data["lanes"].items():
         far = [(f"lanes.{name}.epoch", lane["epoch"])]
         yield from _beyond(step * size * length, "the tokens of its steps", far)
-        share = -(-step * size // len(data["lanes"]))  # sequences
+        mixed = "sources" in data["fingerprint"]  # whose lanes have unequal shares
+        share = step * size if mixed else -(-step * size // len(data["lanes"]))  # sequences
         yield from _beyond(share, "the sequences of its steps", [(f"lanes.{name}.block", lane["block"])])
         yield from _beyond(share * length, "the tokens of its steps", [(f"lanes.{name}.offset", lane["offset"])])
 

@@ -27,6 +27,8 @@ _WIDE = (*MAY_BE_NULL, "model", "optim")
 _CHOSEN_BY_GROUP = {
     "precision.name": "precision", "recipe.name": "recipe", "data.kind": "data", "optimizer.name": "optimizer",
 }  # fmt: skip
+_CHOSEN_SOURCE = re.compile(r"(data\.sources\.\w+)\.kind")
+_PLACES = {"data": re.compile(r"data\.sources\.\w+")}  # where a group may be chosen for, beside its own place
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _BASIC_SWEEPER = "the sweeper goes through lists: optim.lr=1e-4,3e-4 or trainer.max_steps=range(100,500,100)"
 
@@ -138,7 +140,10 @@ def _group_problems(override: Override, catalog: Catalog) -> list[Problem]:
     group, line = override.key_or_group, str(override.input_line)
     if group not in catalog.groups:
         return [Problem(*hints.unknown_choice_of_group(group, catalog.groups))]
-    if override.package is not None:
+    if override.package is not None and not (group in _PLACES and _PLACES[group].fullmatch(override.package)):
+        if group in _PLACES:
+            remedy = f"{group}=CHOICE; or for a source of data=mixture +data@data.sources.NAME=CHOICE"
+            return [Problem(f"{line}: there is no such place for a choice of {group}", remedy)]
         return [Problem(f"{line}: a group has one place here", f"{group}=CHOICE, without @{override.package}")]
     if override.is_delete():
         return (
@@ -167,6 +172,9 @@ def _value_problems(override: Override) -> list[Problem]:
     key, value, line = override.key_or_group, override.value(), str(override.input_line)
     if override.is_delete():
         return [Problem(f"{line}: every key has a value", f"leave it out, or set it: {key}=null where null is allowed")]
+    if source := _CHOSEN_SOURCE.fullmatch(key):
+        choice = hints.KINDS.get(show(value), (show(value),))[0]
+        return [Problem(f"{line}: this is chosen with the whole source", f"+data@{source[1]}={choice}")]
     if group := _CHOSEN_BY_GROUP.get(key):
         choice = show(value) if not isinstance(value, Sweep) else line.partition("=")[2]
         choice = hints.KINDS.get(choice, (choice,))[0] if group == "data" else choice

@@ -32,7 +32,8 @@ def chooser(words: list[Override], error: BaseException | None) -> Override | No
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     by_group = [word for word in words if f"{group}/".startswith(f"{word.key_or_group}/")]
     by_name = [word for word in words if word.value() == name]
-    return next(reversed(by_group or by_name), None)
+    both = [word for word in by_group if word.value() == name]  # a group may be chosen from for several places
+    return next(reversed(both or by_group or by_name), None)
 
 
 def bad_choice(word: Override, error: BaseException | None, catalog: Catalog) -> Problem:
@@ -52,6 +53,8 @@ def bad_choice(word: Override, error: BaseException | None, catalog: Catalog) ->
         return Problem(*hints.unknown_choice(group, choice, options or catalog.get_group_options(group)))
     if "Multiple values for" in str(error):
         return Problem(f"{text}: {group} has its place already", f"{text.lstrip('+')}, without the +")
+    if "Could not override" in str(error) and word.package:
+        return Problem(f"{text}: no file that was chosen has {word.package}", f"+{text}, to add it")
     if "Could not override" in str(error):
         return Problem(f"{text}: {group} is no group of this program's own", f"+{text}, to add it")
     return not_composed(error)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from gpt2_fp8.config import (
     attention_support,
     backend_support,
     hf_check,
+    mixture,
     model_checks,
     paths,
     run_length,
@@ -20,7 +22,7 @@ from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.kept_layers import fits_nothing
 from gpt2_fp8.config.model_checks import FP8_MULTIPLE, largest_divisor, nearest, width_multiple
 from gpt2_fp8.config.parsing import finding, show, value_of
-from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, HubData, RunConfig
+from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, HubData, MixtureData, RunConfig
 
 
 def vocabulary(config: RunConfig) -> int:
@@ -30,6 +32,8 @@ def vocabulary(config: RunConfig) -> int:
 
 def check(config: RunConfig) -> list[Finding]:
     """List what is wrong with a configuration whose types and ranges are right. Reads the disk, writes nothing."""
+    if isinstance(config.data, MixtureData) and not config.data.sources:  # whose tokenizer the model would have
+        return list(mixture.check(config))
     return [*_names(config), *paths.check(config), *(finding for across in _ACROSS for finding in across(config))]
 
 
@@ -53,11 +57,22 @@ def _names(config: RunConfig) -> Iterator[Finding]:
                     "precision.keep_bf16='[head,last]'"
                 )
                 yield finding(config, "precision.keep_bf16", reason, remedy)
-    for key in () if config.plugins else ("callbacks.extra", "logger.extra", "data.source"):
+    yield from (
+        mixture.found_in(found, name)
+        for name, source in mixture.sources_of(config.data)
+        for found in _names_of_source(replace(config, data=source))
+    )
+    for key in () if config.plugins else ("callbacks.extra", "logger.extra"):
         if value_of(config, key):
             yield finding(
                 config, key, "is registered by no plugin", "plugins=[MODULE], of the module that registers it"
             )
+
+
+def _names_of_source(config: RunConfig) -> Iterator[Finding]:
+    if not config.plugins and value_of(config, "data.source"):
+        remedy = "plugins=[MODULE], of the module that registers it"
+        yield finding(config, "data.source", "is registered by no plugin", remedy)
     for key in ("data.repo", "data.revision", "data.text_column", "data.path"):
         if value_of(config, key) == "":
             yield finding(config, key, "is empty", f"leave {key} out, or give it a value")
@@ -142,6 +157,7 @@ def _auto(config: RunConfig) -> Iterator[Finding]:
 
 _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
     *(
+        mixture.check,
         model_checks.check,
         _vocabulary,
         run_length.check,

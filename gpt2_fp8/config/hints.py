@@ -107,6 +107,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "layers": ("it has been renamed", "precision.backend=auto, fused, te, reference or emulated"),
     "use_fast_accum": ("it has another name", "precision.fast_accumulation=true"),
     "split_accumulator": ("it has another name", "precision.fast_accumulation=false"),
+    "input_bin": ("files are listed", "data=token_files data.train_files='[FOLDER/*_train_*.bin]'"),
+    "input_val_bin": ("files are listed", "data.val_files='[FOLDER/*_val_*.bin]'"),
     "data_dir": ("files are listed", "data=text_files data.train_files='[FOLDER/*.txt]'"),
     "dataset": ("it is a group", "data=NAME"),
     "val_ratio": ("it has another name", "data.val_fraction"),
@@ -147,9 +149,11 @@ VALUES = {
 KINDS = {
     "stdlib": ("stdlib",),
     "files": ("text_files",),
+    "token_files": ("token_files",),
     "hub": ("fineweb", "openwebtext", "slimpajama"),
     "file_or_hub": ("tinyshakespeare",),
     "registered": ("registered",),
+    "mixture": ("mixture",),
 }
 OPTIMIZERS = ("adamw", "adamw_bf16", "adamw8bit", "muon")  # tests hold this against conf/optimizer
 DEFAULTS = {"precision": "fp8_hybrid"}  # what is advised of several that have a key; otherwise the first of them
@@ -192,6 +196,7 @@ def unknown_key(
         return told
     group, _, leaf = path.rpartition(".")
     if owners:
+        group = f"data@{group}" if group.startswith("data.sources.") else group
         theirs = [name for owner in owners for name in KINDS.get(owner, (owner,))]
         ours = either([f"{group}={name}" for name in KINDS.get(str(tag), (str(tag),))])
         return (

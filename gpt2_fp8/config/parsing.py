@@ -58,7 +58,7 @@ def key_paths(cls: type) -> dict[str, tuple[str, ...]]:
 def value_of(config: object, key: str) -> object:
     """Return the value of a dotted key; None if this configuration's classes do not have it."""
     for part in key.split("."):
-        config = getattr(config, part, None)
+        config = config.get(part) if isinstance(config, dict) else getattr(config, part, None)
     return config
 
 
@@ -95,8 +95,9 @@ class _Builder:
             return self._bad(path, f"{path} has no value", f"give one: {path}={_example(members)}")
         if classes:
             return self._instance(classes, value, path)
-        if get_origin(hint) is dict:
-            return self._open(get_args(hint)[1], value, path)
+        keyed = next((m for m in members if get_origin(m) is dict), None)
+        if keyed is not None and (len(members) == 1 or isinstance(value, dict)):
+            return self._open(get_args(keyed)[1], value, path)
         for member in members:
             if (matched := _match(member, value)) is not _BAD:
                 return self._in_range(member, matched, path)
@@ -144,8 +145,10 @@ class _Builder:
             return self._bad(path, f"{path}={show(data)}: needs keys with values", f"+{path}.KEY=VALUE")
         before = len(self.found)
         values = {str(key): self.value(hint, value, _join(path, str(key))) for key, value in data.items()}
-        for place, (keys, problem) in enumerate(self.found[before:], before):  # these keys are in no file of ours
-            self.found[place] = Finding(keys, Problem(problem.cause, f"++{keys[0]}=TEXT"))
+        if not any(map(is_dataclass, members_of(hint))):
+            example = "TEXT" if str in members_of(hint) else _example(members_of(hint))
+            for place, (keys, problem) in enumerate(self.found[before:], before):  # these keys are in no file of ours
+                self.found[place] = Finding(keys, Problem(problem.cause, f"++{keys[0]}={example}"))
         return values if len(self.found) == before else _BAD
 
     def _refuse(self, members: list[Any], value: object, path: str) -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path, PurePosixPath
 
-from gpt2_fp8.config import globs, run_folder, tokenizer_file
+from gpt2_fp8.config import globs, mixture, run_folder, tokenizer_file
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.parsing import key_paths, show, value_of
-from gpt2_fp8.config.schema import FileOrHubData, FilesData, RunConfig
+from gpt2_fp8.config.schema import FileOrHubData, FilesData, Mixed, RunConfig, TextData, TokenFilesData
 
 _MAY_HOLD_ANYTHING = (
     "run_name",
@@ -19,13 +19,14 @@ _MAY_HOLD_ANYTHING = (
     "notes",
 )  # of the texts; the first has a message of its own
 _LONGEST = 4096  # characters of a text: of a path, Linux's own limit; all of them reach the log
+_EXAMPLE_OF_IDS = "data.train_files='[/corpus/*_train_*.bin]' (token ids of nanoGPT, llm.c or modded-nanogpt)"
 _EXAMPLE = "data.train_files='[/corpus/*.jsonl.zst]' (txt, jsonl, jsonl.zst and parquet)"
 
 
 def check(config: RunConfig) -> list[Finding]:
     """Find everything that is wrong with the paths of a configuration."""
     found = list(_texts(config))
-    return [*found, *_run_name(config.run_name), *(() if found else (*_checkpoints(config), *_data(config)))]
+    return [*found, *_run_name(config.run_name), *(() if found else (*_checkpoints(config), *_sources(config)))]
 
 
 def absolute(config: RunConfig, base: Path) -> RunConfig:
@@ -34,17 +35,8 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
     def placed(text: str) -> str:
         return str(base / Path(text).expanduser()) if text else text
 
-    data = config.data
-    if isinstance(data, FilesData):
-        data = replace(
-            data, train_files=list(map(placed, data.train_files)), val_files=list(map(placed, data.val_files))
-        )
-    if isinstance(data, FileOrHubData):
-        data = replace(data, path=placed(data.path))
-    if data.cache_dir is not None:
-        data = replace(data, cache_dir=placed(data.cache_dir))
-    if data.tokenizer not in tokenizer_file.NAMES:
-        data = replace(data, tokenizer=placed(data.tokenizer))
+    sources = [_placed(source, placed) for _, source in mixture.sources_of(config.data)]
+    data = mixture.with_sources(config.data, sources)
     ckpt_path, init_from = config.ckpt_path, config.init_from
     return replace(
         config,
@@ -52,6 +44,20 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
         ckpt_path=ckpt_path if ckpt_path in (None, "last", "best") else placed(ckpt_path),
         init_from=init_from if init_from is None else placed(init_from),
     )
+
+
+def _placed(data: Mixed, placed: Callable[[str], str]) -> Mixed:
+    if isinstance(data, (FilesData, TokenFilesData)):
+        data = replace(
+            data, train_files=list(map(placed, data.train_files)), val_files=list(map(placed, data.val_files))
+        )
+    if isinstance(data, FileOrHubData):
+        data = replace(data, path=placed(data.path))
+    if isinstance(data, TextData) and data.cache_dir is not None:
+        data = replace(data, cache_dir=placed(data.cache_dir))
+    if data.tokenizer not in tokenizer_file.NAMES:
+        data = replace(data, tokenizer=placed(data.tokenizer))
+    return data
 
 
 def check_folder(path: str | Path, setting: str, key: str | None = None) -> list[Finding]:
@@ -93,7 +99,12 @@ def check_untaken(folder: Path) -> list[Finding]:
 
 def _texts(config: RunConfig) -> Iterator[Finding]:
     """Check texts for what does harm in paths, requests and messages: a NUL, or a terminal's escape sequence."""
-    for key in key_paths(RunConfig):
+    data = config.data
+    keys = [*key_paths(RunConfig)]
+    keys += [
+        f"data.sources.{name}.{field.name}" for name, one in mixture.sources_of(data) if name for field in fields(one)
+    ]
+    for key in keys:
         value = value_of(config, key)
         texts = value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else [value]
         bad = next((text for text in texts if isinstance(text, str) and not text.isprintable()), None)
@@ -145,8 +156,12 @@ def _checkpoints(config: RunConfig) -> Iterator[Finding]:
             yield _finding(key, f"{key}={show(value)}: is a file, and checkpoints here are folders", remedy)
 
 
-def _data(config: RunConfig) -> Iterator[Finding]:
-    data = config.data
+def _sources(config: RunConfig) -> Iterator[Finding]:
+    for name, source in mixture.sources_of(config.data):
+        yield from (mixture.found_in(found, name) for found in _data(source))
+
+
+def _data(data: Mixed) -> Iterator[Finding]:
     if isinstance(data, FileOrHubData) and data.path:
         path = Path(data.path).expanduser()
         if path.is_dir():
@@ -154,18 +169,25 @@ def _data(config: RunConfig) -> Iterator[Finding]:
             yield _finding("data.path", f"data.path={show(data.path)}: is a folder, and one file is needed", remedy)
         elif os.path.lexists(path) and (reason := globs.why_not(path) or globs.unreadable(path)):
             yield _finding("data.path", f"data.path: {reason}", "name a file of text, or one that is not there")
-    if isinstance(data, FilesData):
+    if isinstance(data, (FilesData, TokenFilesData)):
         if not data.train_files:
-            yield _finding("data.train_files", "data.train_files is empty: nothing to train on", _EXAMPLE)
+            example = _EXAMPLE if isinstance(data, FilesData) else _EXAMPLE_OF_IDS
+            yield _finding("data.train_files", "data.train_files is empty: nothing to train on", example)
         yield from _patterns("data.train_files", data.train_files)
         yield from _patterns("data.val_files", data.val_files)
-        if not data.val_files and data.val_fraction == 0 and data.val_sequences > 0:
-            problem = Problem(
-                "data.val_fraction=0, data.val_files=[]: nothing is held out to validate on",
-                "data.val_fraction=0.01, or data.val_sequences=0 for no validation",
-            )
-            yield Finding(("data.val_fraction", "data.val_files"), problem)
-    if data.cache_dir is not None:
+    if isinstance(data, TokenFilesData) and not data.val_files and data.val_sequences > 0:
+        yield _finding(
+            "data.val_files",
+            "data.val_files=[]: nothing to validate on",
+            "data.val_files='[FOLDER/val.bin]', or data.val_sequences=0 for no validation",
+        )
+    if isinstance(data, FilesData) and not data.val_files and data.val_fraction == 0 and data.val_sequences > 0:
+        problem = Problem(
+            "data.val_fraction=0, data.val_files=[]: nothing is held out to validate on",
+            "data.val_fraction=0.01, or data.val_sequences=0 for no validation",
+        )
+        yield Finding(("data.val_fraction", "data.val_files"), problem)
+    if isinstance(data, TextData) and data.cache_dir is not None:
         yield from check_folder(data.cache_dir, "data.cache_dir")
     try:
         tokenizer_file.number_of_ids(data.tokenizer)

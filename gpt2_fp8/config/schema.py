@@ -139,18 +139,24 @@ class DataConfig:
     num_workers: Workers  # processes that read and tokenise; 0: in the training process. Never changes the order
     seed: Seed  # of the order of the text; follows `seed` unless set
     val_sequences: Scored  # sequences of the validation split that are scored; 0: no validation
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextData(DataConfig):
+    """What every data set has that is tokenised."""
+
     cache_dir: str | None  # keep tokenised units here, and what a hub run needs to go on offline; null: keep nothing
 
 
 @dataclass(frozen=True, kw_only=True)
-class StdlibData(DataConfig):
+class StdlibData(TextData):
     """The source of Python's standard library: real text that is on every machine."""
 
     kind: Literal["stdlib"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilesData(DataConfig):
+class FilesData(TextData):
     """Local files: .txt (a document each), .jsonl and .jsonl.zst (a document a line), .parquet (a document a row)."""
 
     kind: Literal["files"]
@@ -161,7 +167,7 @@ class FilesData(DataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubData(DataConfig):
+class HubData(TextData):
     """A data set of the Hugging Face hub, streamed through `datasets`."""
 
     kind: Literal["hub"]
@@ -182,11 +188,53 @@ class FileOrHubData(HubData):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegisteredData(DataConfig):
+class RegisteredData(TextData):
     """A source of text that a module of one's own has registered (`plugins`)."""
 
     kind: Literal["registered"]
     source: str  # the name that it was registered under
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFilesData(DataConfig):
+    """Files of token ids (.bin): nanoGPT's, llm.c's and modded-nanogpt's. `tokenizer` says what the ids mean."""
+
+    kind: Literal["token_files"]
+    train_files: list[str]  # paths or globs
+    val_files: list[str]  # paths or globs: a file is never split, since its ids do not tell where documents begin
+    headerless: Literal["uint16", "uint32"]  # the ids of files without a header
+
+
+Mixed = StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData  # a mixture has no mixture
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureData:
+    """Several sources. Each training sequence comes from one of them, in proportion to the weights."""
+
+    name: str
+    kind: Literal["mixture"]
+    seed: Seed  # of the mixing; the order of each source follows its own
+    weights: dict[str, float] | None  # by the sources' names, in any unit; null: all alike
+    sources: dict[str, StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData]
+
+    @property
+    def tokenizer(self) -> str:
+        """Return the sources' tokenizer, which is the same for all."""
+        return next(source.tokenizer for source in self.sources.values())
+
+    @property
+    def num_workers(self) -> int:
+        """Return the worker processes of all sources, which read for any of them."""
+        return sum(source.num_workers for source in self.sources.values())
+
+    @property
+    def val_sequences(self) -> int:
+        """Return how many sequences a validation scores at most, over all sources."""
+        return sum(source.val_sequences for source in self.sources.values())
+
+
+TextOfARun = Mixed | MixtureData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +344,7 @@ class RunConfig:
     model: ModelConfig
     precision: PlainPrecisionConfig | FP8PrecisionConfig | AutoPrecisionConfig
     recipe: DelayedRecipe | StatelessRecipe | AutoRecipe
-    data: StdlibData | FilesData | HubData | FileOrHubData | RegisteredData
+    data: StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData | MixtureData
     optim: OptimConfig
     optimizer: OptimizerConfig = field(default_factory=lambda: AdamWOptimizer(name="adamw"))
     trainer: TrainerConfig

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from gpt2_fp8.config.errors import Problem
@@ -19,7 +18,7 @@ from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.loaders import Cursor, Steps, Validation
 from gpt2_fp8.data.packing import Batches
-from gpt2_fp8.data.sources import DataSettings, build_reader
+from gpt2_fp8.data.sources import DataSettings, build_parts
 from gpt2_fp8.data.token_stream import Shape, TokenStream
 from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
 from gpt2_fp8.data.tokenizer_files import Tokenizer
@@ -100,9 +99,9 @@ class TokenDataModule(LightningDataModule):
         if self.text is not None:
             return
         tokenizer = fingerprint(self.tokenizer)  # a vocabulary that is missing is said before anything is downloaded
-        reader = build_reader(self.config, self.tokenizer, self.plugins)
+        parts = build_parts(self.config, self.tokenizer, self.plugins)
         shape = Shape(self.n_positions, self.global_batch_size, self.config.seed)
-        self.text = TokenStream(reader, self.config.num_workers, shape, self.config.val_sequences, tokenizer)
+        self.text = TokenStream(parts, self.config.num_workers, shape, tokenizer)
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
 
@@ -110,14 +109,15 @@ class TokenDataModule(LightningDataModule):
         """Items {"ids": int32 [global_batch_size // ranks, n_positions + 1], "cursor": Cursor}, one a step."""
         return DataLoader(self._steps, batch_size=None, num_workers=0, pin_memory=torch.cuda.is_available())
 
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
+    def val_dataloader(self) -> DataLoader[dict[str, Any]] | list[Any]:
         """Items {"ids": int32 [rows, n_positions + 1]}, rows <= micro_batch_size: the same on every call.
 
+        Those of a mixture have a "source" too, the place of their only source in `val_sources`.
         Every rank has as many items of the same shape; rows of -1 (`loaders.PADDING`) fill up where sequences lack.
         Empty where data.val_sequences is 0.
         """
         assert self.text is not None, "setup() comes first"
-        if self.text.val is None:
+        if not self.text.val:
             return []
         rows = Validation(self.text.val, self.micro_batch_size, self.vocab_size)
         # A generator of its own: a loader draws a number from it for every pass, and a validation that a signal ends is
@@ -125,6 +125,20 @@ class TokenDataModule(LightningDataModule):
         return DataLoader(
             rows, batch_size=None, num_workers=0, pin_memory=torch.cuda.is_available(), generator=torch.Generator("cpu")
         )
+
+    @property
+    def val_sources(self) -> list[str]:
+        """The sources of a mixture that are validated, by name; empty if the text has one source."""
+        return [name for name in self.text.val if name] if self.text is not None else []
+
+    def source_metrics(self) -> dict[str, float]:
+        """Return `tokens/NAME` and `epochs/NAME` of each source of a mixture, as far as training has come."""
+        used = {} if self.text is None else self.text.used()
+        return {
+            f"{metric}/{name}": value
+            for name, values in used.items()
+            for metric, value in zip(("tokens", "epochs"), values, strict=True)
+        }
 
     def advance(self, cursor: Cursor) -> None:
         """Note that the step whose item had this cursor was trained on: a resume starts after it."""

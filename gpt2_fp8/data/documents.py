@@ -87,6 +87,16 @@ def tokenise(
     return TokenisedUnit(tokens, stops, counts, checksum(tokens, stops))
 
 
+def of_ids(ids: Tokens, end_of_text: int) -> TokenisedUnit:
+    """Return ids that were read as they are, as a unit of one piece: a permutation of documents leaves them alone.
+
+    Each end-of-text id counts as a document.
+    """
+    counts = DocumentCounts(read=int(np.count_nonzero(ids == end_of_text)))
+    ends = np.array([len(ids)], dtype=np.int64)
+    return TokenisedUnit(ids, ends, counts, checksum(ids, ends))
+
+
 def checksum(tokens: Tokens, ends: npt.NDArray[np.int64]) -> str:
     """Return the sha256 of a unit's tokens and ends, in the cache's byte order."""
     digest = hashlib.sha256(little_endian(tokens).data)

@@ -11,7 +11,7 @@ from gpt2_fp8.data import formats, limits, parquet
 from gpt2_fp8.data.units import Unit
 
 _HEAD_BYTES = 4096
-_MARKS = {  # first bytes of files that are not text, whatever their name: what it is, and how to make it text
+MARKS = {  # first bytes of files that are not text, whatever their name: what it is, and how to make it text
     b"\x1f\x8b": ("compressed by gzip", "unpack it: gunzip"),
     b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it: unzstd; JSON lines may also be called .jsonl.zst"),
     b"BZh": ("compressed by bzip2", "unpack it: bunzip2"),
@@ -32,7 +32,8 @@ def problems(path: Path, column: str) -> list[Problem]:
     """Return what is wrong with a file that exists; empty if nothing is."""
     kind = formats.ending(path)
     if kind is None:
-        return [Problem(f"unknown kind of file: {path}", f"give files that end in {', '.join(formats.ENDINGS)}")]
+        ids = "; data=token_files reads token ids" if path.name.lower().endswith(".bin") else ""
+        return [Problem(f"unknown kind of file: {path}", f"give files that end in {', '.join(formats.ENDINGS)}{ids}")]
     try:
         path.open("rb").close()
         if kind in (".txt", ".jsonl") and (found := _no_text(path)):
@@ -53,7 +54,7 @@ def problems(path: Path, column: str) -> list[Problem]:
 def _no_text(path: Path) -> Problem | None:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    for mark, (what, remedy) in _MARKS.items():
+    for mark, (what, remedy) in MARKS.items():
         if head.startswith(mark):
             return Problem(f"{path} is no text: it is {what}", f"{remedy}; or leave it out")
     text = head.rstrip(b"\0")  # a file that was cut short by a crash ends in these

@@ -18,6 +18,10 @@ from gpt2_fp8.data.units import Corpus, DocumentCounts, Unit
 
 log = logging.getLogger(__name__)
 
+ALL_HELD_OUT = Problem(
+    "data.val_files takes every file of data.train_files that is not empty", "leave some to train on"
+)
+
 
 @dataclass
 class FilesSource:
@@ -43,20 +47,13 @@ class FilesSource:
                 every file without a text column.
         """
         problems: list[Problem] = []
-        if not self.train_files:
-            problems.append(
-                Problem("data.train_files is empty", "name your text: data.train_files='[/corpus/*.jsonl]'")
-            )
-        val = self._resolve(self.val_files, problems)
-        held_out = {path.resolve() for path in val}
-        train = [path for path in self._resolve(self.train_files, problems) if path.resolve() not in held_out]
+        train, val = both_sides(self.train_files, self.val_files, formats.ENDINGS, problems)
         looking = ProgressLog("looking into files", len(train) + len(val))
         for done, path in enumerate([*train, *val]):
             looking.at(done)
             problems += file_check.problems(path, self.text_column)
-        if val and self.train_files and not train and not problems:
-            what = "data.val_files takes every file of data.train_files that is not empty"
-            problems.append(Problem(what, "leave some to train on"))
+        if val and not train and not problems:
+            problems.append(ALL_HELD_OUT)
         if problems:
             raise UserError(problems)
         about: dict[str, str | int] = {"kind": "files", "files": len(train) + len(val)}
@@ -75,28 +72,45 @@ class FilesSource:
         """Return whether the file has the size and modification time that it had at the start."""
         return unit.version.startswith(formats.version(Path(unit.path)))
 
-    @staticmethod
-    def _resolve(patterns: list[str], problems: list[Problem]) -> list[Path]:
-        """Return the files that `patterns` name, each once."""
-        found: dict[Path, None] = {}
-        for pattern in patterns:
-            matches = globs.find(pattern)
-            reasons = {path: reason for path in matches if (reason := globs.why_not(path))}
-            named = [path for path in matches if not str(path).isprintable()]
-            files = [path for path in matches if path not in reasons]
-            if not matches:
-                what = "glob matches no file" if glob.has_magic(pattern) else "file does not exist"
-                problems.append(Problem(f"{what}: {show(pattern)} (from {Path.cwd()})", "correct the path"))
-            elif named:
-                problems.append(Problem(str(globs.why_not(named[0])), "rename the file, or leave it out"))
-            elif not files:
-                problems.append(Problem(reasons[matches[0]], "name files that hold the text"))
-            found.update(dict.fromkeys(files))
-        empty = {path: None for path in found if path.stat().st_size == 0 and formats.ending(path)}
-        if empty:
-            first = ", ".join(map(str, [*empty][:5]))
-            log.warning("data: %d files are empty and are skipped: %s", len(empty), first)
-        return [path for path in found if path not in empty]
+
+def both_sides(
+    train_files: list[str], val_files: list[str], kinds: tuple[str, ...], problems: list[Problem]
+) -> tuple[list[Path], list[Path]]:
+    """Return the files to train on and those to validate with, each once, without empty ones (which are logged).
+
+    `kinds` are the endings of their names. What is wrong with the patterns is added to `problems`.
+    """
+    if not train_files:
+        problems.append(
+            Problem("data.train_files is empty", f"name your files: data.train_files='[/corpus/*{kinds[-1]}]'")
+        )
+    val = _resolve(val_files, kinds, problems)
+    held_out = {path.resolve() for path in val}
+    train = [path for path in _resolve(train_files, kinds, problems) if path.resolve() not in held_out]
+    return train, val
+
+
+def _resolve(patterns: list[str], kinds: tuple[str, ...], problems: list[Problem]) -> list[Path]:
+    """Return the files that `patterns` name, each once."""
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        matches = globs.find(pattern)
+        reasons = {path: reason for path in matches if (reason := globs.why_not(path))}
+        named = [path for path in matches if not str(path).isprintable()]
+        files = [path for path in matches if path not in reasons]
+        if not matches:
+            what = "glob matches no file" if glob.has_magic(pattern) else "file does not exist"
+            problems.append(Problem(f"{what}: {show(pattern)} (from {Path.cwd()})", "correct the path"))
+        elif named:
+            problems.append(Problem(str(globs.why_not(named[0])), "rename the file, or leave it out"))
+        elif not files:
+            problems.append(Problem(reasons[matches[0]], "name files that hold the text"))
+        found.update(dict.fromkeys(files))
+    empty = {path: None for path in found if path.stat().st_size == 0 and path.name.lower().endswith(kinds)}
+    if empty:
+        first = ", ".join(map(str, [*empty][:5]))
+        log.warning("data: %d files are empty and are skipped: %s", len(empty), first)
+    return [path for path in found if path not in empty]
 
 
 def _whole(paths: list[Path]) -> list[Unit]:

@@ -75,27 +75,37 @@ class Steps(IterableDataset[dict[str, Any]]):
             raise
 
 
-class Validation(IterableDataset[dict[str, Tensor]]):
-    """One rank's rows of the validation sequences `blocks`, uint16 or uint32 [n, n_positions + 1].
+class Validation(IterableDataset[dict[str, Any]]):
+    """One rank's rows of the validation sequences of each source, uint16 or uint32 [n, n_positions + 1].
 
-    Every rank has the same number of items, all of one shape: rows of `PADDING` take the place of missing sequences.
+    Every rank has the same number of items, all of one shape: rows of `PADDING` take the place of missing sequences. An
+    item is of one source. The only source of a run has the name "".
     """
 
-    def __init__(self, blocks: Tokens, micro_batch_size: int, vocab_size: int):
+    def __init__(self, sources: dict[str, Tokens], micro_batch_size: int, vocab_size: int):
         self.vocab_size = vocab_size
+        self.named = "" not in sources
+        self.rows = min(micro_batch_size, max(_a_rank(blocks) for blocks in sources.values()))
+        self.ids = [self._mine(blocks) for blocks in sources.values()]
+
+    def _mine(self, blocks: Tokens) -> Tensor:
+        """Return this rank's rows of a source, int32 [items * rows, n_positions + 1], with its padding."""
         rank, world = rank_and_world()
-        per_rank = -(-len(blocks) // world)
-        self.rows = min(micro_batch_size, per_rank)
-        self.length = -(-per_rank // self.rows)
+        items = -(-_a_rank(blocks) // self.rows)
         mine = torch.from_numpy(blocks[rank::world].astype("int32"))
-        padding = torch.full((self.length * self.rows - len(mine), mine.shape[1]), PADDING, dtype=torch.int32)
-        self.ids = torch.cat([mine, padding])
+        padding = torch.full((items * self.rows - len(mine), mine.shape[1]), PADDING, dtype=torch.int32)
+        return torch.cat([mine, padding])
 
     def __len__(self) -> int:
-        return self.length
+        return sum(len(ids) for ids in self.ids) // self.rows
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for i in range(self.length):
-            ids = self.ids[i * self.rows : (i + 1) * self.rows]
-            check_batch(ids.numpy(), self.vocab_size, lowest=PADDING)
-            yield {"ids": ids}
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for source, rows in enumerate(self.ids):
+            for ids in rows.split(self.rows):
+                check_batch(ids.numpy(), self.vocab_size, lowest=PADDING)
+                yield {"ids": ids, "source": source} if self.named else {"ids": ids}
+
+
+def _a_rank(blocks: Tokens) -> int:
+    """Return how many rows of a source's blocks each rank has, padding included."""
+    return -(-len(blocks) // rank_and_world()[1])

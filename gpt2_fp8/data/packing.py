@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data.deal import Deal
 from gpt2_fp8.data.ids import Tokens, check_batch
 from gpt2_fp8.data.order import Order, Permutation, Place
 from gpt2_fp8.data.prefetch import Ticket, UnitPool
@@ -60,6 +61,7 @@ class Lane:
     n_positions: int
     start: LaneState
     ahead: int = 1  # units asked for before they are needed
+    first_unit: int = 0  # where `units` begin among the units of all sources
     _asked: deque[tuple[Place, Ticket]] = field(default_factory=deque)
     _last: tuple[Place, Tokens, DocumentCounts] | None = None  # the unit in which the next segment starts
     _segment: Segment | None = None
@@ -79,7 +81,7 @@ class Lane:
         """Return the next block: uint16 or uint32 [n_positions + 1], a view."""
         if self._segment is None:
             self._segment = self._load()
-            self._begun += self._segment.units
+            self._begun += [self.first_unit + unit for unit in self._segment.units]
         segment = self._segment
         if self._block == 0:
             self._documents += segment.counts
@@ -170,22 +172,21 @@ class Batches:
     """One rank's shares of the global batches: their sequences j with j mod `world` = `rank`.
 
     If `world` divides the number of lanes, a rank reads only its own lanes. Otherwise several ranks read the same lane,
-    and each of them skips the others' sequences.
+    and each of them skips the others' sequences. `step`: how many global batches were dealt out before.
     """
 
     def __init__(
         self,
         lanes: dict[int, Lane],
-        n_lanes: int,
-        global_batch_size: int,
+        deal: Deal,
         n_positions: int,
         rank: int,
         world: int,
         vocab_size: int,
+        step: int = 0,
     ):
-        assert global_batch_size % world == 0
-        assert global_batch_size % n_lanes == 0
-        self.lanes, self.n_lanes, self.global_batch_size = lanes, n_lanes, global_batch_size
+        assert deal.global_batch_size % world == 0
+        self.lanes, self.deal, self.step = lanes, deal, step
         self.n_positions, self.rank, self.world, self.vocab_size = n_positions, rank, world, vocab_size
         for depth in range(1 + max(lane.ahead for lane in lanes.values())):
             for lane in lanes.values():  # first what every lane needs now, then what they need next
@@ -195,12 +196,14 @@ class Batches:
     def next(self) -> npt.NDArray[np.int32]:
         """Return the next share: int32 [global_batch_size // world, n_positions + 1]. Raises RunError for a bad id."""
         with interruptible():  # the state of a step that was not trained on is not kept
-            ids = np.empty((self.global_batch_size // self.world, self.n_positions + 1), dtype=np.int32)
-            for j in range(self.global_batch_size):
-                if lane := self.lanes.get(j % self.n_lanes):
+            size = self.deal.global_batch_size
+            ids = np.empty((size // self.world, self.n_positions + 1), dtype=np.int32)
+            for j, number in enumerate(self.deal.of_step(self.step).tolist()):
+                if lane := self.lanes.get(number):
                     block = lane.next()
                     if j % self.world == self.rank:
                         ids[j // self.world] = block
+            self.step += 1
         check_batch(ids, self.vocab_size)
         return ids
 
@@ -216,8 +219,3 @@ class Batches:
     def begun(self) -> list[int]:
         """Return the units that were begun since the last call."""
         return [unit for lane in self.lanes.values() for unit in lane.begun()]
-
-
-def lanes_of(rank: int, world: int, n_lanes: int, global_batch_size: int) -> list[int]:
-    """Return the lanes that the sequences of `rank` come from. They repeat after `n_lanes` of its sequences."""
-    return sorted({j % n_lanes for j in range(rank, min(global_batch_size, rank + n_lanes * world), world)})

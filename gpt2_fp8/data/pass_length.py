@@ -7,26 +7,29 @@ from __future__ import annotations
 
 from collections import deque
 
+from gpt2_fp8.config.schema import MixtureData, TextOfARun
 from gpt2_fp8.data.corpus_check import check_trainable
 from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.data.progress_log import ProgressLog
-from gpt2_fp8.data.sources import DataSettings, build_reader
+from gpt2_fp8.data.sources import build_reader
 from gpt2_fp8.data.tokenizer import load_tokenizer
-from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.units import IdSource, Unit
 
 
-def tokens_a_pass(config: DataSettings, n_positions: int, plugins: tuple[str, ...] = ()) -> int:
+def tokens_a_pass(config: TextOfARun, n_positions: int, plugins: tuple[str, ...] = ()) -> int:
     """Count the tokens of the training text that `config` names. With a `cache_dir` they are kept for the training.
 
     Raises:
         UserError: the text is missing, unreadable, or shorter than a sequence of `n_positions` and its last target.
         DataSourceLost: the source does not answer.
     """
+    assert not isinstance(config, MixtureData), "each of its sources has passes of its own"
     reader = build_reader(config, load_tokenizer(config.tokenizer), plugins)
     pool = UnitPool(reader, config.num_workers)
     try:
         units = reader.source.corpus().train
-        tokens = _count(units, pool)
+        source = reader.source
+        tokens = sum(map(source.count, units)) if isinstance(source, IdSource) else _count(units, pool)
         if tokens <= n_positions:
             check_trainable(units, pool, n_positions)  # raises
         return tokens

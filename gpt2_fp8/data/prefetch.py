@@ -17,7 +17,7 @@ import numpy as np
 
 from gpt2_fp8.data.digests import Digests
 from gpt2_fp8.data.documents import TokenisedUnit
-from gpt2_fp8.data.reader import UnitReader, WorkCounts
+from gpt2_fp8.data.reader import Reader, WorkCounts
 from gpt2_fp8.data.units import Unit
 from gpt2_fp8.data.worker_pool import WorkerPool
 from gpt2_fp8.data.worker_process import Done, SpoolLost
@@ -40,7 +40,7 @@ class Ticket:
 class UnitPool:
     """Tokenised units, read by `num_workers` processes (0: by this one, when they are taken)."""
 
-    reader: UnitReader
+    reader: Reader
     num_workers: int
     digests: Digests | None = None  # the units' earlier digests; None: nothing to compare
     counts: WorkCounts = field(default_factory=WorkCounts)

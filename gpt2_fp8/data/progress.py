@@ -9,9 +9,10 @@ from typing import Any
 from torch import distributed
 
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.data.deal import Deal
 from gpt2_fp8.data.digests import Digests
 from gpt2_fp8.data.loaders import Cursor
-from gpt2_fp8.data.packing import LaneState, lane_start, lanes_of
+from gpt2_fp8.data.packing import LaneState, lane_start
 from gpt2_fp8.data.units import DocumentCounts
 from gpt2_fp8.runtime.collectives import rank_and_world
 
@@ -24,8 +25,7 @@ class Progress:
     def __init__(
         self,
         fingerprint: Fingerprint,
-        n_lanes: int,
-        global_batch_size: int,
+        deal: Deal,
         digests: Digests,
         validation: str | None = None,
     ):
@@ -33,9 +33,9 @@ class Progress:
         self.digests = digests
         self.validation = validation  # a checksum of the validation sequences; None: there are none
         self._validated_before: str | None = None  # the same checksum of the run that this one continues
-        self.global_batch_size = global_batch_size
+        self.deal = deal
         self.step = 0
-        self.lanes: dict[str, LaneState] = {str(lane): lane_start() for lane in range(n_lanes)}
+        self.lanes: dict[str, LaneState] = {str(lane): lane_start() for lane in range(deal.lanes)}
 
     def advance(self, cursor: Cursor) -> None:
         """Note that the step of this cursor was trained on."""
@@ -49,7 +49,7 @@ class Progress:
         Raises UserError if two ranks have read the same text differently.
         """
         rank, world = rank_and_world()
-        own = {str(lane) for lane in lanes_of(rank, world, len(self.lanes), self.global_batch_size)}
+        own = set(map(str, self.deal.of_rank(rank, world)))
         lanes = {lane: state for lane, state in self.lanes.items() if lane in own}
         gathered: list[Any] = [(self.step, lanes, self.digests.known(), self.validation)]
         if world > 1:
@@ -95,13 +95,13 @@ class Progress:
         own, theirs = self.validation, state.get("validation")
         if own and theirs and all(was.get(key) == now[key] for key in ("data", "tokenizer", "n_positions")):
             was["validation"], now["validation"] = theirs, own  # otherwise it differs because the others do
-        for key in now:
-            if was.get(key) != now[key]:
+        for key in [*now, *(key for key in was if key not in now)]:
+            if was.get(key) != now.get(key):
+                cure = "set data.weights= back as they were" if key.startswith("weights.") else "set it back as it was"
                 yield Problem(
-                    f"this run cannot be continued exactly: {_WORDS.get(key, key)} was {was.get(key)}, "
-                    f"and is now {now[key]}",
-                    _CURES.get(key, "set it back as it was")
-                    + "; or start a new run, with init_from=CHECKPOINT to keep the weights",
+                    f"this run cannot be continued exactly: {_words(key)} was {was.get(key, 'nothing')}, "
+                    f"and is now {now.get(key, 'nothing')}",
+                    _CURES.get(key, cure) + "; or start a new run, with init_from=CHECKPOINT to keep the weights",
                 )
 
     def documents(self) -> DocumentCounts:
@@ -113,6 +113,21 @@ def _documents(lanes: dict[str, LaneState]) -> DocumentCounts:
     return sum((DocumentCounts(**lane["documents"]) for lane in lanes.values()), DocumentCounts())
 
 
+def _words(key: str) -> str:
+    """Return what a user calls an entry of a fingerprint."""
+    about, _, rest = key.partition(".")
+    name, _, detail = rest.partition(".")
+    if not name:
+        return _WORDS.get(key, key)
+    return f"{_OF_A_SOURCE.get(detail or about, about)} of source {name}"
+
+
+_OF_A_SOURCE = {
+    "sources": "the text (its checksum)",
+    "seed": "seed",
+    "weights": "the weight (as a whole number)",
+    "lanes": "lanes",
+}
 _WORDS = {
     "data": "the training text (its checksum)",
     "tokenizer": "the tokenizer (its checksum)",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.cache import UnitCache
-from gpt2_fp8.data.documents import TokenisedUnit, tokenise
+from gpt2_fp8.data.documents import TokenisedUnit, of_ids, tokenise
 from gpt2_fp8.data.ids import check_unit
 from gpt2_fp8.data.retry import with_retries
 from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.data.tokenizer_files import FileTokenizer
-from gpt2_fp8.data.units import DocumentCounts, Source, Unit
+from gpt2_fp8.data.units import DocumentCounts, IdSource, Source, Unit
 
 
 @dataclass
@@ -24,11 +25,27 @@ class WorkCounts:
     worker_deaths: int = 0
 
 
+class Reader(Protocol):
+    """What reads a unit, in any process. Picklable."""
+
+    @property
+    def plugins(self) -> tuple[str, ...]:
+        """Return the user's modules that a worker process imports first."""
+        ...
+
+    def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
+        """Read `unit`."""
+        ...
+
+
 @dataclass(frozen=True)
 class UnitReader:
-    """Reads a unit's tokens from the cache, or from the source (with its retries) and into the cache."""
+    """Reads a unit's tokens from the cache, or from the source (with its retries) and into the cache.
 
-    source: Source
+    A source of ids has no cache: its files are as quick to read.
+    """
+
+    source: Source | IdSource
     tokenizer: str
     cache: UnitCache | None
     plugins: tuple[str, ...] = ()  # the user's modules, which a worker process imports too
@@ -39,7 +56,7 @@ class UnitReader:
         if self.cache and (stored := self.cache.load(unit)):
             return stored, WorkCounts(units=1, cache_hits=1)
         tokenised, retries = with_retries(lambda: self._tokenise(unit), unit.name, self.source.waits)
-        if self.cache and self.source.is_current(unit):
+        if self.cache and isinstance(self.source, Source) and self.source.is_current(unit):
             self.cache.store(unit, tokenised)
         return tokenised, WorkCounts(units=1, retries=retries)
 
@@ -51,6 +68,20 @@ class UnitReader:
                 f"data.tokenizer={self.tokenizer}: its file has changed since the run began",
                 "restore it as it was, and continue with ckpt_path=last",
             )
+        if isinstance(self.source, IdSource):
+            return of_ids(self.source.read_ids(unit, encoding.n_vocab), encoding.eot_token)
         made = tokenise(self.source.read(unit, counts), unit, encoding, counts)
         check_unit(made.tokens, encoding.n_vocab, unit.name)  # the cache checks its own units
         return made
+
+
+@dataclass(frozen=True)
+class MixedReader:
+    """Reads the units of several sources, each by the reader of its source's name."""
+
+    readers: dict[str, UnitReader]
+    plugins: tuple[str, ...] = ()
+
+    def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
+        """Read `unit`, as its source knows it. Raises UserError or DataSourceLost if the source does."""
+        return self.readers[unit.source](replace(unit, source=""))

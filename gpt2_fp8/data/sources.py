@@ -6,39 +6,71 @@ import logging
 from pathlib import Path
 from typing import cast
 
-from gpt2_fp8.config.schema import FileOrHubData, FilesData, HubData, RegisteredData, StdlibData
-from gpt2_fp8.data import files, hub, retry, stdlib
+from gpt2_fp8.config import mixture
+from gpt2_fp8.config.schema import (
+    FileOrHubData,
+    FilesData,
+    Mixed,
+    MixtureData,
+    RegisteredData,
+    StdlibData,
+    TextData,
+    TextOfARun,
+    TokenFilesData,
+)
+from gpt2_fp8.data import files, hub, retry, stdlib, token_files
 from gpt2_fp8.data.cache import UnitCache
+from gpt2_fp8.data.mixing import whole_numbers
 from gpt2_fp8.data.reader import UnitReader
+from gpt2_fp8.data.strands import Part, told_of
 from gpt2_fp8.data.tokenizer import fingerprint
 from gpt2_fp8.data.tokenizer_files import Tokenizer
-from gpt2_fp8.data.units import Source
+from gpt2_fp8.data.units import IdSource, Source
 from gpt2_fp8.runtime import registry
 
 log = logging.getLogger(__name__)
 
-DataSettings = StdlibData | FilesData | HubData | FileOrHubData | RegisteredData
+DataSettings = TextOfARun
 
 
-def build_reader(config: DataSettings, encoding: Tokenizer, plugins: tuple[str, ...]) -> UnitReader:
+def build_parts(config: DataSettings, encoding: Tokenizer, plugins: tuple[str, ...]) -> list[Part]:
+    """Return every source that `config` names, sorted by name, with what reads it and its weight.
+
+    Raises UserError as `build_reader` does.
+    """
+    if not isinstance(config, MixtureData):
+        return [Part(build_reader(config, encoding, plugins), config.seed, config.val_sequences)]
+    weights = mixture.weights_of(config)
+    parts = []
+    for (name, _), weight in zip(weights.items(), whole_numbers(weights.values()), strict=True):
+        source = config.sources[name]
+        with told_of(name):
+            reader = build_reader(source, encoding, plugins)
+        parts.append(Part(reader, source.seed, source.val_sequences, name, weight))
+    return parts
+
+
+def build_reader(config: Mixed, encoding: Tokenizer, plugins: tuple[str, ...]) -> UnitReader:
     """Return what reads the units of the source that `config` names. `plugins`: modules that workers import first.
 
     Raises UserError if its cache cannot be used, or if no plugin has registered the source.
     """
     cache, tokenizer = None, fingerprint(encoding)
-    if config.cache_dir is not None:
+    if isinstance(config, TextData) and config.cache_dir is not None:
         cache = UnitCache(Path(config.cache_dir).expanduser(), tokenizer, encoding.n_vocab)
         cache.check()
     return UnitReader(build_source(config), config.tokenizer, cache, plugins, tokenizer)
 
 
-def build_source(config: DataSettings) -> Source:
+def build_source(config: Mixed) -> Source | IdSource:
     """Return the source that `config` names. It reads nothing yet, but looks for a `file_or_hub`'s file.
 
     Raises UserError if no plugin has registered the source.
     """
     if isinstance(config, RegisteredData):
         return cast("Source", registry.make("data.source", config.source, Source, config))
+    if isinstance(config, TokenFilesData):
+        return token_files.TokenFilesSource(config.train_files, config.val_files, config.headerless)
     if isinstance(config, StdlibData):
         return stdlib.StdlibSource()
     if isinstance(config, FilesData):

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True)
 class Unit:
-    """A parquet row group, a range of bytes of a text file, a whole compressed file, or a module.
+    """A parquet row group, a range of bytes of a file, a whole compressed file, or a module.
 
     Its fields and the tokenizer determine the tokens, so both make up the cache's key.
     """
@@ -23,10 +26,12 @@ class Unit:
     version: str = ""  # changes when the text does: size and time of a file; a commit
     side: Literal["all", "train", "val"] = "all"  # which documents are this unit's, if a split is by document
     val_fraction: float = 0.0  # of the documents, when `side` is not "all"
+    source: str = ""  # its name in a mixture; it changes neither the text nor the cache's key
 
     def digest(self, *more: str) -> str:
-        """Return a sha256 over every field and `more`."""
-        return hashlib.sha256(json.dumps([asdict(self), *more], sort_keys=True).encode()).hexdigest()
+        """Return a sha256 over every field but `source`, and `more`."""
+        about = {key: value for key, value in asdict(self).items() if key != "source"}
+        return hashlib.sha256(json.dumps([about, *more], sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -80,4 +85,23 @@ class Source(Protocol):
 
     def is_current(self, unit: Unit) -> bool:
         """Return whether the text still has the unit's version; if not, no cache may keep it."""
+        ...
+
+
+@runtime_checkable
+class IdSource(Protocol):
+    """Where token ids come from that somebody else's tokenizer has made. Picklable, as a `Source` is."""
+
+    waits: tuple[float, ...]
+
+    def corpus(self) -> Corpus:
+        """Find the units, as `Source.corpus` does."""
+        ...
+
+    def read_ids(self, unit: Unit, vocab_size: int) -> npt.NDArray[np.unsignedinteger]:
+        """Return the unit's ids, [n], in the dtype of the vocabulary. Raises UserError for an id outside of it."""
+        ...
+
+    def count(self, unit: Unit) -> int:
+        """Return how many ids the unit has, without reading them."""
         ...

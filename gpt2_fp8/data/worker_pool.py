@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from multiprocessing import connection, resource_tracker
 
 from gpt2_fp8.config.errors import Problem, RunError, UserError
-from gpt2_fp8.data.reader import UnitReader, WorkCounts
+from gpt2_fp8.data.reader import Reader, WorkCounts
 from gpt2_fp8.data.units import Unit
 from gpt2_fp8.data.worker_handle import Job, Worker
 from gpt2_fp8.data.worker_process import Done
@@ -38,7 +38,7 @@ class WorkerPool:
     Call `close` at the end; the interpreter's exit does it too.
     """
 
-    def __init__(self, reader: UnitReader, number: int, counts: WorkCounts):
+    def __init__(self, reader: Reader, number: int, counts: WorkCounts):
         self.number, self.counts = number, counts
         self._spool = _spool()
         self.spool = self._spool.path  # the folder where workers put the tokens

@@ -25,7 +25,7 @@ import numpy as np
 
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.data.documents import TokenisedUnit
-from gpt2_fp8.data.reader import UnitReader, WorkCounts
+from gpt2_fp8.data.reader import Reader, WorkCounts
 from gpt2_fp8.data.retry import is_waiting
 from gpt2_fp8.data.units import DocumentCounts, Unit
 from gpt2_fp8.runtime import registry
@@ -59,7 +59,7 @@ class SpoolLost(RunError):
 
 
 def run(connection: Connection, reader: bytes, spool: str) -> None:
-    """Read units until the pipe closes. `reader`: a pickled UnitReader; `spool`: the folder for tokens."""
+    """Read units until the pipe closes. `reader`: a pickled Reader; `spool`: the folder for tokens."""
     # These signals go to the whole process group. Only the parent ends its workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -67,7 +67,7 @@ def run(connection: Connection, reader: bytes, spool: str) -> None:
     lock = threading.Lock()
     threading.Thread(target=_show_life, args=(connection, lock, spool), daemon=True).start()
     try:
-        read: UnitReader = pickle.loads(reader)
+        read: Reader = pickle.loads(reader)
         registry.load(read.plugins, Path.cwd())
         _send(connection, lock, READY)
         while True:
@@ -77,7 +77,7 @@ def run(connection: Connection, reader: bytes, spool: str) -> None:
         _end(spool)
 
 
-def _answer(read: UnitReader, unit: Unit, spool: str) -> Done | Failed:
+def _answer(read: Reader, unit: Unit, spool: str) -> Done | Failed:
     try:
         tokenised, work = read(unit)
         return Done(_kept(tokenised, spool), tokenised.counts, tokenised.sha256, work)

@@ -22,6 +22,7 @@ from torch import Tensor
 from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.mixture import without_validation
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
@@ -113,7 +114,7 @@ def _batches(config: RunConfig, count: int, device: str) -> tuple[list[Tensor], 
 
     The ids are on the device. If the data has fewer steps, they repeat.
     """
-    data = TokenDataModule.from_config(replace(config, data=replace(config.data, val_sequences=0)))
+    data = TokenDataModule.from_config(replace(config, data=without_validation(config.data)))
     data.setup()
     try:
         items = itertools.islice(data.train_dataloader(), count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import io
+import itertools
 import logging
 import os
 from collections.abc import Container, Iterator, Mapping
@@ -18,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.compat.lightning_logging import CSVLoggerOf, KeepingWriter
 from gpt2_fp8.config.schema import LoggerConfig
-from gpt2_fp8.train.metrics_csv import COLUMNS, renew
+from gpt2_fp8.train.metrics_csv import is_column, renew
 
 log = logging.getLogger(__name__)
 
@@ -169,10 +170,10 @@ class _Writer(KeepingWriter):
         """
         if step == self._resume_step:
             metrics_dict = {key: value for key, value in metrics_dict.items() if key not in self._there}
-        if others := metrics_dict.keys() - COLUMNS - self._left_out:
+        if others := set(itertools.filterfalse(is_column, metrics_dict)) - self._left_out:
             log.warning("metrics.csv has no column %s; other loggers have it", ", ".join(sorted(others)))
             self._left_out |= others
-        metrics_dict = {key: value for key, value in metrics_dict.items() if key in COLUMNS}
+        metrics_dict = {key: value for key, value in metrics_dict.items() if is_column(key)}
         if metrics_dict:
             super().log_metrics(metrics_dict, step)
 

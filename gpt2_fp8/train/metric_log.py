@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.trainer.states import TrainerFn
@@ -35,11 +37,16 @@ class MetricLog:
 
     def log(self, name: str, value: float | Tensor, every_n_steps: int = 1) -> None:
         """Show a metric to callbacks and the progress bar at every step, and at intervals to the loggers."""
+        self.log_row({name: value}, every_n_steps)
+
+    def log_row(self, metrics: Mapping[str, float | Tensor], every_n_steps: int = 1) -> None:
+        """Do the same for several metrics of a step, in one row of the loggers."""
         fitting = self.trainer.state.fn == TrainerFn.FITTING
-        if not fitting:
-            lightning_logging.return_only(self.trainer, name)
-        self.module.log(name, value, prog_bar=True, logger=not fitting)  # `Trainer.validate` returns what it logs
+        for name, value in metrics.items():
+            if not fitting:
+                lightning_logging.return_only(self.trainer, name)
+            self.module.log(name, value, prog_bar=True, logger=not fitting)  # `Trainer.validate` returns what it logs
         step = self.trainer.global_step
         for logger in self.trainer.loggers if step % every_n_steps == 0 else ():
             # By ourselves: Lightning would count this step from 0.
-            logger.log_metrics({name: float(value)}, step=step)
+            logger.log_metrics({name: float(value) for name, value in metrics.items()}, step=step)

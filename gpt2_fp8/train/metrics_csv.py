@@ -20,11 +20,17 @@ COLUMNS = {
     *("step", "train_loss", "val_loss", "lr", "grad_norm", "clip_ratio", "skipped_steps", "bf16_reruns", "tokens"),
     *("tokens_per_second", "step_time", "data_wait", "mfu_bf16", "memory_gb"),
 }
+_OF_A_SOURCE = re.compile(r"(val_loss|tokens|epochs)/[A-Za-z][A-Za-z0-9_]{0,39}")  # of a mixture
 LARGEST_BYTES = 4 << 30  # of a file that is read: a hundred times what a long run logs
 LONGEST_LINE_BYTES = 1 << 16
 SLOW_SECONDS = 3.0  # of reading, after which the log says so
 _CELL = r"(?:-?(?:[0-9]{1,40}(?:\.[0-9]{1,40})?(?:e[-+]?[0-9]{1,3})?|inf)|nan)?"
 _CLOCK_LINES = 1 << 14  # lines between two looks at the clock
+
+
+def is_column(name: str) -> bool:
+    """Return whether a run logs a metric of this name."""
+    return name in COLUMNS or _OF_A_SOURCE.fullmatch(name) is not None
 
 
 class Renewed(NamedTuple):
@@ -100,7 +106,7 @@ class _Source:
         if (
             first.endswith(b"\n")
             and columns[0] == "step"
-            and set(columns) <= COLUMNS
+            and all(map(is_column, columns))
             and len(set(columns)) == len(columns)
         ):
             self.columns = columns

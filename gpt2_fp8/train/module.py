@@ -172,7 +172,8 @@ class GPT2Module(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Start the sums."""
-        self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sources = max(1, len(self._val_sources()))
+        self._sums = [torch.zeros(2, dtype=torch.float64, device=self.device) for _ in range(sources)]
         if self.trainer.sanity_checking:
             self._undo_scales = self.step.scaling.trial()
 
@@ -180,16 +181,27 @@ class GPT2Module(pl.LightningModule):
         """Add one micro-batch of [sequences, n_positions + 1] to the sums."""
         ids = batch["ids"]
         with torch.inference_mode(False), torch.no_grad():  # what a forward allocates may be trained with
-            self._sums = self._sums + self.step.evaluate(ids.clone() if ids.is_inference() else ids)
+            source = batch.get("source", 0)
+            self._sums[source] = self._sums[source] + self.step.evaluate(ids.clone() if ids.is_inference() else ids)
 
     def on_validation_epoch_end(self) -> None:
-        """Log `val_loss`: the mean over every scored token of every rank. A sanity check leaves nothing behind."""
+        """Log `val_loss`: the mean over every scored token of every rank, and of a mixture `val_loss/NAME` likewise.
+
+        A sanity check leaves nothing behind.
+        """
         if self.trainer.sanity_checking:
             self._undo_scales()
             return
-        total, count = self.trainer.strategy.reduce(self._sums, reduce_op="sum")
+        sums = self.trainer.strategy.reduce(torch.stack(self._sums), reduce_op="sum")
+        total, count = sums.sum(0)
         self.val_loss = val_loss = (total / count).float().item()  # as Lightning keeps it beside the checkpoints
-        MetricLog(self).log("val_loss", val_loss)
+        own = zip(self._val_sources(), sums.unbind(), strict=False)
+        losses = {f"val_loss/{name}": (total / count).float().item() for name, (total, count) in own}
+        MetricLog(self).log_row({"val_loss": val_loss} | losses)
+
+    def _val_sources(self) -> list[str]:
+        """Return the sources of a mixture whose losses are told apart; none if the data module has no mixture."""
+        return getattr(self.trainer.datamodule, "val_sources", [])  # type: ignore[attr-defined]  # it may be anyone's
 
     # Checkpoints
 

@@ -20,6 +20,8 @@ FILES = [path.relative_to(conf_dir()) for path in sorted(conf_dir().glob("*/*.ya
 BASES = [path.relative_to(conf_dir()) for path in sorted(conf_dir().glob("_*.yaml"))]  # what choices have in common
 PARTNERS = {
     "data=text_files": ["data.train_files=[corpus.txt]"],
+    "data=token_files": ["data.train_files=[corpus.txt]", "data.val_files=[corpus.txt]"],
+    "data=mixture": ["+data@data.sources.a=fineweb", "+data@data.sources.b=openwebtext"],
     "trainer=ddp": [],
     "data=registered": ["plugins=[json]", "data.source=x"],
 }

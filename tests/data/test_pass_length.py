@@ -23,7 +23,7 @@ def test_training_comes_to_the_second_pass_after_as_many_steps(tmp_path: Path) -
     path = write_jsonl(tmp_path / "text.jsonl", [f"<{i}>" + "x" * 50 for i in range(40)])
     tokens = tokens_a_pass(files_config(path), 16)
     made = module(files_config(path), max_steps=100)
-    assert made.text.order.lanes == 1
+    assert made.text.strands[0].order.lanes == 1
     steps = -(-tokens // 128)
     items(made, steps - 1)
     assert made.report()["documents"]["read"] == 40

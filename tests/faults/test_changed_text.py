@@ -218,7 +218,7 @@ def test_112_no_cache_keeps_text_under_the_version_that_it_had_at_the_start(many
     config = files_config(many_units, cache_dir=str(tmp_path / "cache"))
     made = module(config)
     stored = len(list((tmp_path / "cache").glob("*.u16")))
-    unread = made.text.order.epoch(0)[60]
+    unread = made.text.strands[0].order.epoch(0)[60]
     path, before = file_of(made, unread), file_of(made, unread).read_text()
     about = path.stat()
     change(path)

@@ -49,7 +49,7 @@ def made(corpus, tmp_path, request):
     made = module(files_config(corpus[0], num_workers=1), max_steps=20)
     made.text.pool.close()
     made.text.pool._kept.clear()
-    unit = made.text.corpus.train[made.text.order.epoch(0)[4]].name
+    unit = made.text.corpus.train[made.text.strands[0].order.epoch(0)[4]].name
     action, times = request.param
     reader = made.text.pool.reader
     source = Once(reader.source, action, tmp_path / "mark", unit, times)

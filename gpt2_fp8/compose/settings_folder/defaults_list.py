@@ -17,6 +17,7 @@ from gpt2_fp8.config.shown import line
 Options = Callable[[str], list[str]]  # from one of Hydra's groups to its choices
 
 _MOST = 10_000  # texts of an entry
+_PLACE = re.compile(r"@_(global|here|group)_$|(?<=^data)@(data\.)?sources\.[A-Za-z]\w*$")
 _PLUGIN = re.compile(rf"override /?({'|'.join(hydra_policy.GROUPS)})")
 
 
@@ -51,7 +52,7 @@ def _refusals(root: yaml.Node, options: Options) -> Iterator[Refusal]:
             continue
         if "hydra" in text:
             yield Refusal(f"a default of hydra's {where}", CODE)
-        elif not plain_path(re.sub(r"@_(global|here|group)_$", "", path)):
+        elif not plain_path(_PLACE.sub("", path)):
             yield Refusal(f"the default {line(text, 80)} {where}", "which is no choice of a group's")
         elif "$" in path.partition("/")[0] and ("/" in path or id(node) in keys):
             yield Refusal(f"the default {line(text, 80)} {where}", "whose group is to be named")

@@ -1,0 +1,123 @@
+"""Which source each sequence of a mixture comes from, as pure arithmetic of seed, weights and position.
+
+The sequences of a run lie in columns: sequence j of a global batch is in column j mod C. In each column the sources
+follow each other by themselves. A binary tree splits them, each node by Bresenham's line. A node gives item n of its
+own to its left half if floor(((n + 1) a + t) / b) > floor((n a + t) / b). Here a / b is the left half's part of the
+node's weight. t, below b, is the node's phase in this column. Such a count differs from its part by less than 1 over
+any window. So in any window of a column the sequences of a source differ from its share by less than the tree's depth.
+
+The phases of the columns are spread evenly over b and permuted by the seed, so that a global batch is balanced too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from gpt2_fp8.data.order import permutation
+
+Numbers = npt.NDArray[np.int64]
+LARGEST = 1 << 30  # the sum of the weights as integers: products of two fit into 64 bits
+
+
+def whole_numbers(weights: Iterable[float]) -> list[int]:
+    """Return integers in the proportion of the weights as they are written, with a sum of `LARGEST` at most.
+
+    If the exact ones have a larger sum, they are rounded, by less than one part in a thousand million of the whole.
+    """
+    exact = [Fraction(repr(weight)) for weight in weights]
+    common = math.lcm(*(weight.denominator for weight in exact))
+    numbers = [int(weight * common) for weight in exact]
+    divisor, whole = math.gcd(*numbers), sum(numbers)
+    if whole // divisor <= LARGEST:
+        return [number // divisor for number in numbers]
+    most = LARGEST - len(numbers)
+    return [max(1, (2 * number * most + whole) // (2 * whole)) for number in numbers]
+
+
+def depth(sources: int) -> int:
+    """Return the depth of the tree of so many sources."""
+    return (sources - 1).bit_length()
+
+
+class Mixing:
+    """The sources of a mixture's sequences, by row and column.
+
+    Args:
+        weights: of each source, as whole numbers.
+        columns: how many there are; they divide the global batch.
+        seed: of the phases.
+    """
+
+    def __init__(self, weights: list[int], columns: int, seed: int):
+        assert all(weight > 0 for weight in weights)
+        assert sum(weights) <= LARGEST
+        self.weights, self.columns, self.seed = weights, columns, seed
+        self._phases = {node: self._phase(*node) for node in _nodes(0, len(weights))}
+
+    def sources(self, first: int, rows: int) -> Numbers:
+        """Return the source of every sequence of the rows from `first` on, int64 [rows, columns]."""
+        found = np.empty(rows * self.columns, dtype=np.int64)
+        at = np.arange(first, first + rows, dtype=np.int64).repeat(self.columns)
+        columns = np.tile(np.arange(self.columns), rows)
+
+        def walk(low: int, high: int, item: Numbers, place: Numbers) -> None:
+            if high - low == 1:
+                found[place] = low
+                return
+            count, is_left = self._split(low, high, item, columns[place])
+            middle = _middle(low, high)
+            walk(low, middle, count[is_left], place[is_left])
+            walk(middle, high, (item - count)[~is_left], place[~is_left])
+
+        walk(0, len(self.weights), at, np.arange(len(at)))
+        return found.reshape(rows, self.columns)
+
+    def counts(self, rows: int) -> Numbers:
+        """Return how many sequences of the first `rows` rows each source gives to each column.
+
+        It is int64 [sources, columns].
+        """
+        found = np.empty((len(self.weights), self.columns), dtype=np.int64)
+        columns = np.arange(self.columns)
+
+        def walk(low: int, high: int, items: Numbers) -> None:
+            if high - low == 1:
+                found[low] = items
+                return
+            left, middle = self._split(low, high, items, columns)[0], _middle(low, high)
+            walk(low, middle, left)
+            walk(middle, high, items - left)
+
+        walk(0, len(self.weights), np.full(self.columns, rows, dtype=np.int64))
+        return found
+
+    def _split(self, low: int, high: int, item: Numbers, columns: Numbers) -> tuple[Numbers, npt.NDArray[np.bool_]]:
+        """Return for a node's items how many before each are the left half's, and whether it is one itself."""
+        left, whole = sum(self.weights[low : _middle(low, high)]), sum(self.weights[low:high])
+        rounds, rest = np.divmod(item, whole)
+        at = rest * left + self._phases[low, high][columns]
+        return rounds * left + at // whole, at % whole + left >= whole
+
+    def _phase(self, low: int, high: int) -> Numbers:
+        """Return a node's phase in each column, int64 [columns], below the node's weight."""
+        whole = sum(self.weights[low:high])
+        places = permutation(self.columns, self.seed, 3, low, high)
+        start = int(np.random.PCG64(np.random.SeedSequence((self.seed, 4, low, high))).random_raw()) % whole
+        return (start + places * whole // self.columns) % whole
+
+
+def _middle(low: int, high: int) -> int:
+    return (low + high) // 2
+
+
+def _nodes(low: int, high: int) -> list[tuple[int, int]]:
+    """Return the inner nodes of the tree of the sources from `low` on, below `high`."""
+    if high - low < 2:
+        return []
+    middle = _middle(low, high)
+    return [(low, high), *_nodes(low, middle), *_nodes(middle, high)]

@@ -1,0 +1,132 @@
+"""What each source of a run gives to its text: its units in their order, its lanes, and its validation sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
+from gpt2_fp8.config.mixture import as_named
+from gpt2_fp8.data.corpus_check import check_trainable
+from gpt2_fp8.data.deal import Deal, Turns
+from gpt2_fp8.data.mixed_deal import MixedDeal, column_count, lanes_of_share
+from gpt2_fp8.data.mixing import Mixing
+from gpt2_fp8.data.order import Order, lane_count
+from gpt2_fp8.data.prefetch import UnitPool
+from gpt2_fp8.data.reader import UnitReader
+from gpt2_fp8.data.units import Corpus, Unit
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source of a run's text, as it was asked for. The only source of a run has no name."""
+
+    reader: UnitReader
+    seed: int  # of its order
+    val_sequences: int
+    name: str = ""
+    weight: int = 1
+
+
+@dataclass(frozen=True)
+class Strand:
+    """One source of a run's text: its units in their order, and where they and its lanes begin among all sources'."""
+
+    part: Part
+    corpus: Corpus
+    order: Order
+    first_unit: int
+    first_lane: int
+
+    @property
+    def name(self) -> str:
+        """Return the source's name; the only source of a run has none."""
+        return self.part.name
+
+    def numbers(self) -> range:
+        """Return the numbers of its lanes."""
+        return range(self.first_lane, self.first_lane + self.order.lanes)
+
+
+def corpus_of(part: Part) -> Corpus:
+    """Find the units of a source. They have its name, by which `MixedReader` reads them."""
+    with told_of(part.name):
+        corpus: Corpus = part.reader.source.corpus()
+    if not part.name:
+        return corpus
+    train, val = ([replace(unit, source=part.name) for unit in units] for units in (corpus.train, corpus.val))
+    return Corpus(train, val, corpus.about)
+
+
+def together(parts: list[Part], corpora: list[Corpus]) -> Corpus:
+    """Return the corpus of a run: its only source's, or the units of all sources in turn.
+
+    Raises UserError if a source would train on a file that another one validates with.
+    """
+    if len(corpora) == 1:
+        return corpora[0]
+    held_out = {_file(unit): unit.source for corpus in corpora for unit in corpus.val if unit.side == "all"}
+    trained = [unit for corpus in corpora for unit in corpus.train]
+    mixed_up = {
+        (unit.path, unit.source, held_out[_file(unit)])
+        for unit in trained
+        if held_out.get(_file(unit), unit.source) != unit.source
+    }
+    if mixed_up:
+        remedy = "leave it out of one of the two"
+        causes = (f"source {one} trains on {path}, and source {other} validates with it"
+                  for path, one, other in sorted(mixed_up))  # fmt: skip
+        raise UserError(Problem(cause, remedy) for cause in causes)
+    about: dict[str, str | int] = {"kind": "mixture", "sources": ", ".join(part.name for part in parts)}
+    return Corpus(trained, [unit for corpus in corpora for unit in corpus.val], about)
+
+
+def _file(unit: Unit) -> tuple[str, str, int, int]:
+    return unit.path, unit.version, unit.start, unit.stop
+
+
+def twisted(parts: list[Part], corpora: list[Corpus], pool: UnitPool, size: int, n_positions: int) -> list[Strand]:
+    """Order the units of every source, after a check that each has enough text. `size`: of the global batch.
+
+    Raises UserError for a source that has not.
+    """
+    strands: list[Strand] = []
+    first_unit = first_lane = 0
+    for part, corpus in zip(parts, corpora, strict=True):
+        units = corpus.train
+        with told_of(part.name):
+            if not units:
+                check_trainable(units, pool, n_positions)  # raises
+            lanes = lane_count(size, len(units))
+            if len(parts) > 1:
+                whole = sum(other.weight for other in parts)
+                lanes = lanes_of_share(column_count(size), len(units), part.weight, whole)
+            order = Order(part.seed, len(units), lanes)
+            check_trainable([units[i] for i in order.epoch(0)], pool, n_positions)
+        strands.append(Strand(part, corpus, order, first_unit, first_lane))
+        first_unit, first_lane = first_unit + len(units), first_lane + lanes
+    return strands
+
+
+def deal_of(strands: list[Strand], size: int, seed: int) -> Deal:
+    """Return the deal of the sequences of global batches of `size` to the lanes of all sources."""
+    if len(strands) == 1:
+        return Turns(strands[0].order.lanes, size)
+    mixing = Mixing([strand.part.weight for strand in strands], column_count(size), seed)
+    return MixedDeal(mixing, [strand.order.lanes for strand in strands], size)
+
+
+@contextmanager
+def told_of(name: str) -> Iterator[None]:
+    """Enter a context in which a source is looked at: its errors then name it, and its keys as they are typed."""
+    try:
+        yield
+    except UserError as error:
+        if not name:
+            raise
+        raise UserError(as_named(problem, name) for problem in error.problems) from error
+    except DataSourceLost as error:
+        if not name:
+            raise
+        raise DataSourceLost(f"source {name}: {error}") from error

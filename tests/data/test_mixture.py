@@ -1,0 +1,175 @@
+"""Mixtures of sources: each sequence is of the source whose turn it is, whatever the ranks, workers and resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data.loaders import PADDING
+from gpt2_fp8.data.packing import Batches
+from tests.data.corpora import items, module, write_jsonl
+from tests.data.mixtures import letters, mixture, shares, sources_of, three
+
+
+def test_each_sequence_is_of_the_source_whose_turn_it_is(tmp_path: Path) -> None:
+    made = module(three(tmp_path), max_steps=100)
+    steps = items(made)
+    turns = np.concatenate([made.text.deal.mixing.sources(step, 1)[0] for step in range(100)])
+    assert sources_of(np.concatenate(steps)).tolist() == [("a", "b", "c")[turn] for turn in turns]
+    assert shares(made, steps) == pytest.approx({"a": 0.5, "b": 0.3, "c": 0.2}, abs=0.01)
+
+
+def test_each_source_has_its_own_order_and_its_own_passes(tmp_path: Path) -> None:
+    """The sequences of a source follow each other as they would if it were the only one with as many lanes."""
+    config = three(tmp_path)
+    made = module(config, max_steps=100)
+    mixed = np.concatenate(items(made))
+    alone = np.concatenate(items(module(config.sources["b"], global_batch_size=1, max_steps=240)))
+    assert np.array_equal(mixed[sources_of(mixed) == "b"][:230], alone[:230])
+    report = made.report()["sources"]
+    assert report["a"]["share"] == 0.5
+    counts = {name: int((sources_of(mixed) == name).sum()) for name in "abc"}
+    assert {name: report[name]["tokens"] for name in "abc"} == {name: 16 * n for name, n in counts.items()}
+    tokens = sum(3 + j + 1 for j in range(5))
+    assert report["b"]["epochs"] == pytest.approx(counts["b"] * 16 / tokens, abs=2)
+    assert report["a"]["epochs"] < report["c"]["epochs"] < report["b"]["epochs"]
+    metrics = made.source_metrics()
+    assert metrics["tokens/a"] == report["a"]["tokens"]
+    assert metrics["epochs/b"] == report["b"]["epochs"]
+
+
+def resumed(config, stops: list[int], steps: int = 30) -> tuple[list[np.ndarray], dict]:
+    """The items of a run that is stopped after each of `stops`, and its state at the end."""
+    legs, state = [], None
+    for stop in [*stops, steps]:
+        made = module(config, max_steps=steps)
+        if state is not None:
+            made.load_state_dict(json.loads(state))
+        legs += items(made, stop - len(legs))
+        state = json.dumps(made.state_dict())
+        made.teardown()
+    return legs, json.loads(state)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stops=st.sets(st.integers(1, 29), min_size=1, max_size=3))
+def test_a_resume_at_any_step_goes_on_where_it_stood(tmp_path: Path, stops: set[int]) -> None:
+    config = three(tmp_path)
+    whole, end = resumed(config, [])
+    legs, state = resumed(config, sorted(stops))
+    assert np.array_equal(legs, whole)
+    assert state == end
+
+
+@pytest.mark.whole
+def test_workers_change_nothing(tmp_path: Path) -> None:
+    here, there = resumed(three(tmp_path), []), resumed(three(tmp_path, workers=2), [7])
+    assert np.array_equal(here[0], there[0])
+    assert here[1] == there[1]
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_ranks_share_the_same_global_batches(tmp_path: Path, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = module(three(tmp_path))
+    ranks: list[Batches] = []
+    for rank in range(world):
+        monkeypatch.setattr("gpt2_fp8.data.token_stream.rank_and_world", lambda rank=rank: (rank, world))
+        ranks.append(made.text.batches(made.vocab_size, from_start=True)[1])
+    monkeypatch.undo()
+    whole = made.text.batches(made.vocab_size, from_start=True)[1]
+    for _ in range(40):
+        batch, parts = whole.next(), [rank.next() for rank in ranks]
+        for rank, part in enumerate(parts):
+            assert np.array_equal(batch[rank::world], part)
+    for rank in ranks:
+        assert rank.state().items() <= whole.state().items()
+
+
+def test_what_changed_is_refused_by_name(tmp_path: Path) -> None:
+    config = three(tmp_path)
+    made = module(config)
+    items(made, 3)
+    state = made.state_dict()
+
+    def causes(other) -> str:
+        with pytest.raises(UserError) as told:
+            module(other).load_state_dict(state)
+        return "\n".join(map(str, told.value.problems))
+
+    said = causes(replace(config, weights={"a": 0.5, "b": 0.2, "c": 0.3}))
+    assert "the weight (as a whole number) of source b was 3, and is now 2" in said
+    assert "set data.weights= back as they were" in said
+    less = causes(replace(config, sources={name: config.sources[name] for name in "ab"}, weights=None))
+    assert "the text (its checksum) of source c was" in less
+    assert "and is now nothing" in less
+    assert "seed of source b was 7, and is now 8" in causes(
+        replace(config, sources=config.sources | {"b": replace(config.sources["b"], seed=8)})
+    )
+    assert "seed was 7, and is now 8" in causes(replace(config, seed=8))
+    assert "was" in causes(config.sources["a"])
+    module(replace(config, weights={"a": 5, "b": 3, "c": 2})).load_state_dict(state)  # the same proportion
+
+
+def test_a_changed_file_of_one_source_is_noticed(tmp_path: Path) -> None:
+    config = three(tmp_path)
+    made = module(config, max_steps=200)
+    items(made, 20)
+    state, path = made.state_dict(), tmp_path / "b" / "00.jsonl"
+    about = path.stat()
+    write_jsonl(path, ["d" * (3 + j) for j in range(5)])
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    with pytest.raises(UserError, match=r"the text changed under this run: 00.jsonl"):
+        module(config).load_state_dict(state)
+
+
+def test_validation_tells_the_sources_apart(tmp_path: Path) -> None:
+    sources = {
+        "a": letters(tmp_path, "a", 20, val_files=[str(tmp_path / "a" / "0*.jsonl")], val_sequences=7),
+        "b": letters(tmp_path, "b", 20, val_files=[str(tmp_path / "b" / "0*.jsonl")], val_sequences=2),
+        "c": letters(tmp_path, "c", 20),
+    }
+    made = module(mixture(sources))
+    assert made.val_sources == ["a", "b"]
+    loader = made.val_dataloader()
+    found = list(loader)
+    assert len(found) == len(loader) == 3
+    assert [item["source"] for item in found] == [0, 0, 1]
+    assert all(item["ids"].shape == (4, 17) for item in found)
+    rows = np.concatenate([item["ids"].numpy() for item in found])
+    rows = rows[rows[:, 0] != PADDING]
+    assert sources_of(rows).tolist() == ["a"] * 7 + ["b"] * 2
+
+
+def test_errors_name_their_source(tmp_path: Path) -> None:
+    good = letters(tmp_path, "a", 20)
+
+    def told(other) -> str:
+        with pytest.raises(UserError) as error:
+            module(mixture({"a": good, "other": other}))
+        return "\n".join(map(str, error.value.problems))
+
+    short = letters(tmp_path, "b", 1)
+    short = replace(short, train_files=[str(write_jsonl(tmp_path / "short.jsonl", ["x"]))])
+    assert told(short).startswith("error: source other: the training text is too short")
+    column = told(replace(good, text_column="body"))
+    assert "set data.sources.other.text_column to one of its own" in column
+    assert "data.sources.other.train_files is empty" in told(replace(good, train_files=[]))
+    held_out = told(replace(good, train_files=short.train_files * 1 + [str(tmp_path / "a" / "1*.jsonl")],
+                            val_files=[str(tmp_path / "a" / "00.jsonl")], val_sequences=1))  # fmt: skip
+    assert "source a trains on" in held_out
+    assert "source other validates with it" in held_out
+
+
+def test_overfitting_repeats_the_first_steps(tmp_path: Path) -> None:
+    config = three(tmp_path)
+    plain = items(module(config), 3)
+    made = module(config, overfit_batches=3)
+    assert all(np.array_equal(step, plain[i % 3]) for i, step in enumerate(items(made, 8)))

@@ -1,0 +1,104 @@
+"""Whole runs on a mixture of sources and on files of token ids, as a user types them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpt2_fp8.compose import preflight
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.train.saved_config import from_checkpoint
+from tests.data.corpora import write_jsonl
+from tests.data.token_files_made import llm_c, nano, some_ids
+from tests.runs import SMALL, assert_same_checkpoint, checkpoint, forked, metrics, read, summary, train, train_until
+
+CHOICES = ["data=mixture", "+data@data.sources.code=stdlib", "+data@data.sources.ids=token_files",
+           "data.weights={code: 0.75, ids: 0.25}"]  # fmt: skip
+KEYS = ["data.sources.ids.tokenizer=bytes", "data.sources.ids.train_files=[train.bin]",
+        "data.sources.ids.val_files=[val.bin]", "data.sources.ids.num_workers=0",
+        "data.sources.ids.val_sequences=4", "data.sources.code.val_sequences=8"]  # fmt: skip
+MIXED = [*(word for word in SMALL if not word.startswith("data.")), *CHOICES, *KEYS]
+
+
+@pytest.fixture(autouse=True)
+def _corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    llm_c(tmp_path / "train.bin", some_ids(3000))
+    nano(tmp_path / "val.bin", some_ids(500, 1))
+
+
+def test_a_run_on_a_mixture_says_what_it_used_of_each_source(tmp_path: Path) -> None:
+    train(tmp_path / "run", base=MIXED)
+    data, logged = summary(tmp_path / "run")["data"], metrics(tmp_path / "run")
+    assert {name: source["share"] for name, source in data["sources"].items()} == {"code": 0.75, "ids": 0.25}
+    assert sum(source["tokens"] for source in data["sources"].values()) == 12 * 8 * 32
+    assert data["sources"]["ids"]["tokens"] == pytest.approx(12 * 8 * 32 / 4, abs=3 * 32)
+    assert logged["tokens/ids"][12] == data["sources"]["ids"]["tokens"]
+    assert logged["epochs/ids"][12] == data["sources"]["ids"]["epochs"]
+    for step, loss in logged["val_loss"].items():
+        own = logged["val_loss/code"][step], logged["val_loss/ids"][step]
+        assert own[0] != own[1]
+        assert loss == pytest.approx((own[0] * 8 + own[1] * 4) / 12, rel=1e-6)
+
+
+def test_a_run_that_was_stopped_equals_one_that_was_not(tmp_path: Path) -> None:
+    train(tmp_path / "whole", base=MIXED)
+    train_until(5, tmp_path / "legs", base=MIXED)
+    train_until(9, tmp_path / "legs", "ckpt_path=last", base=MIXED)
+    train(tmp_path / "legs", "ckpt_path=last", base=MIXED)
+    assert_same_checkpoint(checkpoint(tmp_path / "whole", 12), checkpoint(tmp_path / "legs", 12))
+    with pytest.raises(UserError, match=r"the weight .* of source code was 3, and is now 1") as told:
+        train(tmp_path / "legs", "ckpt_path=last", "data.weights=null", "trainer.max_steps=20", base=MIXED)
+    assert "init_from=CHECKPOINT" in str(told.value)
+
+
+def test_its_configuration_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
+    train(tmp_path / "run", "trainer.max_steps=4", base=MIXED)
+    path = checkpoint(tmp_path / "run", 4)
+    saved = from_checkpoint(read(path), path)
+    (asked,) = preflight([*MIXED, "trainer.max_steps=4"])
+    assert saved.data == asked.data
+
+
+def test_two_ranks_train_on_the_mixture_of_one(tmp_path: Path) -> None:
+    words = [*MIXED, "micro_batch_size=2"]
+    done = forked(*words, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "run_name=two", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    train(tmp_path / "outputs" / "one", base=words)
+    one, two = (read(checkpoint(tmp_path / "outputs" / name, 12))["TokenDataModule"] for name in ("one", "two"))
+    assert one == two
+    assert metrics(tmp_path / "outputs" / "two")["val_loss/ids"].keys() == {5, 10, 12}
+
+
+def test_a_settings_folder_has_a_mixture_and_a_sweep_goes_through_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "mine" / "data"
+    folder.mkdir(parents=True)
+    (folder / "books.yaml").write_text(
+        "defaults:\n  - mixture\n  - /data@sources.code: stdlib\n  - /data@sources.ids: token_files\n  - _self_\n"
+        "weights: {code: 3, ids: 1}\nsources:\n  ids:\n    tokenizer: bytes\n    train_files: [train.bin]\n"
+        "    val_files: [val.bin]\n"
+    )
+    (config,) = preflight(["-cd", "mine", "data=books", "data.sources.code.val_sequences=3"])
+    assert config.data.weights == {"code": 3, "ids": 1}
+    assert config.data.sources["ids"].train_files == ["train.bin"]
+    assert config.data.sources["code"].val_sequences == 3
+    jobs = preflight(["-m", *CHOICES[:3], *KEYS, "data.weights={code:1,ids:1},{code:1,ids:3}", "run_name=sweep"])
+    assert [job.data.weights for job in jobs] == [{"code": 1, "ids": 1}, {"code": 1, "ids": 3}]
+    jobs = preflight(["-m", "data=mixture", "+data@data.sources.a=stdlib", "data.sources.a.tokenizer=gpt2",
+                      "+data@data.sources.b=fineweb,openwebtext", "run_name=sweep"])  # fmt: skip
+    assert [job.data.sources["b"].name for job in jobs] == ["fineweb", "openwebtext"]
+
+
+def test_a_run_on_token_files_and_passes_over_them(tmp_path: Path) -> None:
+    words = [*(word for word in SMALL if not word.startswith("trainer.max_steps")), "data=token_files",
+             "data.tokenizer=bytes", "data.train_files=[train.bin]", "data.val_files=[val.bin]",
+             "data.num_workers=0", "trainer.max_epochs=2", "trainer.max_steps=null"]  # fmt: skip
+    train(tmp_path / "run", base=words)
+    found = summary(tmp_path / "run")
+    assert found["steps"] == -(-2 * 3000 // (8 * 32))
+    assert found["data"]["source"] == {"kind": "token_files", "files": 2}
+    assert found["data"]["documents"]["read"] > 0
+    write_jsonl(tmp_path / "text.jsonl", ["x"])
+    with pytest.raises(UserError, match="give files of token ids"):
+        train(tmp_path / "other", "data.train_files=[text.jsonl]", "trainer.max_steps=2", base=words)
