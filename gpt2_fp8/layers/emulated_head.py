@@ -82,10 +82,10 @@ class _Loss(torch.autograd.Function):
         divisor: Tensor, casts: Casts, vocab_size: int,
     ) -> Tensor:  # fmt: skip
         with without_autocast(y):
-            inputs, weights, amaxes = cast_forward(y, weight, casts, scale)
-            logits = product(inputs.first, weights.first.t()).to(torch.bfloat16)
+            inputs, w, amaxes = cast_forward(y, weight, casts, scale)
+            logits = product(inputs.fprop, w.t()).to(torch.bfloat16)
             total = F.cross_entropy(logits[:, :vocab_size].float(), targets, ignore_index=-1, reduction="sum")
-        kept, w = inputs.second, weights.second
+        kept = inputs.wgrad
         ctx.save_for_backward(logits, targets, divisor, kept.values, kept.scale_inv, w.values, w.scale_inv, amaxes)
         ctx.vocab_size, ctx.casts = vocab_size, casts
         return total * divisor
@@ -96,7 +96,7 @@ class _Loss(torch.autograd.Function):
         logits, targets, divisor, y_values, y_scale_inv, w_values, w_scale_inv, amaxes = ctx.saved_tensors
         casts: Casts = ctx.casts
         y = Operand(y_values, y_scale_inv, casts.wgrad_input is not None)
-        w = Operand(w_values, w_scale_inv, casts.dgrad_weight is not None)
+        w = Operand(w_values, w_scale_inv, True)
         g, factor = _gradient(logits, targets, ctx.vocab_size), upstream[0] * divisor
         in_fp8 = Operand(saturated(g * FACTOR, GRADIENT), factor / FACTOR, True)
         in_bf16 = uncast(g * factor)

@@ -108,9 +108,9 @@ TABLE = [
     ("precision=bf16 precision.backward=bf16", "belongs to precision=fp8_", "or leave precision.backward out"),
     ("precision.backward=bf8", "must be fp8, bf16 or bf16_wgrad", "precision.backward=fp8"),
     (
-        "precision.backend=emulated precision.backward=bf16 precision.emulate=[weight,wgrad_input]",
-        "precision.emulate names wgrad_input, which precision.backward=bf16 keeps in bf16",
-        "leave wgrad_input out, or add precision.backward=fp8",
+        "precision.backend=emulated precision.backward=bf16 precision.emulate=[weight,wgrad_gradient]",
+        "precision.emulate names wgrad_gradient, which precision.backward=bf16 keeps in bf16",
+        "leave wgrad_gradient out, or add precision.backward=fp8",
     ),
     ("precision.keep_bf16=head", "needs a list", "precision.keep_bf16='[head]'"),
     # precision=auto
