@@ -19,7 +19,7 @@ from gpt2_fp8.config.schema import (
     RunConfig,
     StatelessRecipe,
 )
-from gpt2_fp8.layers import Family, te
+from gpt2_fp8.layers import Family, te, te_split
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.precision.recipes import build_recipe
@@ -46,7 +46,8 @@ class TransformerEngine(Backend):
 
     @override
     def family(self) -> Family:
-        return Composed(te, self.recompute, self.kernel)
+        layers = te_split if backend_support.splits_mlp(self.config) else te
+        return Composed(layers, self.recompute, self.kernel)
 
     @override
     def fp8_region(self) -> AbstractContextManager:

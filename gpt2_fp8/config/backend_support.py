@@ -31,6 +31,11 @@ def why_not_fused(config: RunConfig) -> str | None:
     return _lacking(config.model)
 
 
+def splits_mlp(config: RunConfig) -> bool:
+    """Return whether Transformer Engine's own MLP, which is one module, cannot do what is asked of it."""
+    return _backward(config) == "bf16" or split_mlp(_kept(config)) is not None
+
+
 def _backward(config: RunConfig) -> str:
     return config.precision.backward if isinstance(config.precision, FP8PrecisionConfig) else "fp8"
 
@@ -45,8 +50,6 @@ def why_not_te(config: RunConfig) -> str | None:
     """Return why a run cannot have Transformer Engine's layers, whatever the GPU; None if it can."""
     if config.precision.name == "fp32":
         return "it is for FP8 and bf16 here, and this is precision=fp32"
-    if block := split_mlp(_kept(config)):
-        return f"its MLP is one layer, and precision.keep_bf16 names one product of {block}.mlp"
     if (backward := _backward(config)) == "bf16_wgrad":
         return "it has both products of a backward in FP8 or none, and this is precision.backward=bf16_wgrad"
     if backward == "bf16" and config.recipe.name == "delayed":

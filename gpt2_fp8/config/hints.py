@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 # Looked up by the whole path first, then by its last part.
 _INTERVAL = ("Transformer Engine dropped it, and scales are updated every step now", "remove the key")
 _GROUP = "precision is a group"
+_KEPT = "layers are named"
 _OPTIMIZER = ("optimizer is a group", "optimizer=adamw, adamw_bf16, adamw8bit or muon")
 _SCHEDULE, _SCHEDULES = "it has a shorter name", "optim.schedule=cosine, linear, constant or warmup_stable_decay"
 _ATTENTION = ("it has a shorter name", "attention=auto, sdpa, cudnn, flash or te")
@@ -23,11 +24,19 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "interval": _INTERVAL,
     "fp8_interval": _INTERVAL,
     "batch_size": ("it would not say of what", "micro_batch_size (a GPU's forward pass) or global_batch_size (a step)"),
+    "target_effective_batch_size": ("a step's sequences have a shorter name", "global_batch_size"),
+    "effective_batch_size": ("a step's sequences have a shorter name", "global_batch_size"),
     "accumulate_grad_batches": ("it follows from the batch sizes", "global_batch_size / micro_batch_size / GPUs"),
     "gradient_accumulation_steps": ("it follows from the batch sizes", "global_batch_size / micro_batch_size / GPUs"),
     "trainer.precision": (_GROUP, "precision=bf16, fp32, fp8_hybrid, fp8_e4m3 or auto"),
     "dtype": (_GROUP, "precision=bf16, fp32, fp8_hybrid, fp8_e4m3 or auto"),
     "fp8_format": ("the format is the precision's name", "precision=fp8_hybrid or fp8_e4m3"),
+    "use_fp8": (_GROUP, "precision=fp8_hybrid, or precision=bf16 without it"),
+    "fp8": (_GROUP, "precision=fp8_hybrid, or precision=bf16 without it"),
+    "first_last_layers_bf16": (_KEPT, "precision.keep_bf16='[first,last]'"),
+    "num_layers_at_start_in_bf16": (_KEPT, "precision.keep_bf16='[first:2]'"),
+    "num_layers_at_end_in_bf16": (_KEPT, "precision.keep_bf16='[last:2]'"),
+    "override_linear_precision": ("it is about the backward's products", "precision.backward=bf16 or bf16_wgrad"),
     "fp8_recipe": ("recipes are a group of their own", "recipe=delayed, current, block or mxfp8"),
     "use_muon": _OPTIMIZER,
     "optimizer_name": _OPTIMIZER,
@@ -56,6 +65,10 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "gradient_clip_val": ("clipping belongs to the optimizer", "optim.max_grad_norm"),
     "grad_clip": ("clipping belongs to the optimizer", "optim.max_grad_norm"),
     "eval_interval": ("it is Lightning's word", "trainer.val_check_interval"),
+    "eval_freq": ("validation is counted in steps", "trainer.val_check_interval"),
+    "checkpoint_freq": ("it has another name", "callbacks.checkpoint_every_n_steps"),
+    "save_interval": ("it has another name", "callbacks.checkpoint_every_n_steps"),
+    "save_every": ("it has another name", "callbacks.checkpoint_every_n_steps"),
     "check_val_every_n_epoch": ("validation is counted in steps", "trainer.val_check_interval"),
     "limit_val_batches": ("validation is counted in sequences", "data.val_sequences"),
     "limit_train_batches": ("a run's length is counted in optimizer steps", "trainer.max_steps"),
@@ -135,6 +148,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "l1_lambda": _L1,
     "l1_weight": _L1,
     "use_compile": ("it has torch's name", "compile=true or false"),
+    "use_wandb": ("runs log to TensorBoard and CSV", "logger=default, tensorboard, csv or none"),
     "wandb": ("runs log to TensorBoard and CSV", "logger=default, tensorboard, csv or none"),
     "train": ("this program always trains", "remove the key"),
     "test": ("this program trains and validates", "remove the key"),

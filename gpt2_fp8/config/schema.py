@@ -67,7 +67,7 @@ EMULATED: tuple[str, ...] = get_args(Emulate)
 # the operands that `precision.backward` keeps in bf16
 IN_BACKWARD: dict[str, tuple[str, ...]] = {
     "fp8": (),
-    "bf16": ("dgrad_gradient", "wgrad_gradient", "wgrad_input"),
+    "bf16": ("dgrad_gradient", "wgrad_gradient"),
     "bf16_wgrad": ("wgrad_gradient", "wgrad_input"),
 }
 

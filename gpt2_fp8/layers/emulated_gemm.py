@@ -5,7 +5,7 @@ Shapes: x [M, K], W [N, K], y = x W^T + b [M, N], and g [M, N] is the gradient o
 | GEMM | computes | operands, by their switch |
 |---|---|---|
 | fprop | y = x W^T | `fprop_input`, `weight` |
-| dgrad | g W | `dgrad_gradient`, `weight` (in bfloat16 if `backward` is) |
+| dgrad | g W | `dgrad_gradient`, `weight` |
 | wgrad | g^T x | `wgrad_gradient`, `wgrad_input` |
 
 FP8 numbers are exact in bfloat16 and so are their products in float32. So a GEMM multiplies the unscaled numbers, sums
@@ -32,7 +32,6 @@ class Casts(NamedTuple):
 
     fprop_input: Cast | None
     weight: Cast | None
-    dgrad_weight: Cast | None  # the same cast as `weight`, or none
     dgrad_gradient: Cast | None
     wgrad_gradient: Cast | None
     wgrad_input: Cast | None
@@ -46,7 +45,7 @@ class Emulation:
     forward: torch.dtype  # of activations and weights
     gradient: torch.dtype
     switches: Set[str]
-    backward: str = "fp8"  # `precision.backward`: bf16 casts no operand of dgrad and wgrad, bf16_wgrad none of wgrad
+    backward: str = "fp8"  # `precision.backward`
 
     def casts(self) -> Casts:
         """Return how the operands of a block's linear layer are cast."""
@@ -56,7 +55,6 @@ class Emulation:
         return Casts(
             fprop_input=self._if("fprop_input", self.forward, 1, BLOCK),
             weight=self._if("weight", self.forward, BLOCK, BLOCK),
-            dgrad_weight=self._if("weight", self.forward, BLOCK, BLOCK),
             dgrad_gradient=self._if("dgrad_gradient", self.gradient, 1, BLOCK),
             wgrad_gradient=self._if("wgrad_gradient", self.gradient, BLOCK, 1),
             wgrad_input=self._if("wgrad_input", self.forward, BLOCK, 1),
@@ -66,13 +64,18 @@ class Emulation:
         """Return how the head's operands are cast: all of them, its gradient to `gradient` with a given scale."""
         fixed, inputs = Cast("delayed", gradient, 1, 1), Cast(self.recipe, self.forward, 1, BLOCK)
         weight = inputs._replace(rows=BLOCK)
-        casts = Casts(inputs, weight, weight, fixed, fixed, inputs._replace(rows=BLOCK, columns=1))
+        casts = Casts(inputs, weight, fixed, fixed, inputs._replace(rows=BLOCK, columns=1))
         return self._backward(casts)
 
     def _backward(self, casts: Casts) -> Casts:
-        if self.backward != "fp8":
-            casts = casts._replace(wgrad_gradient=None, wgrad_input=None)
-        return casts._replace(dgrad_weight=None, dgrad_gradient=None) if self.backward == "bf16" else casts
+        """Leave out what `precision.backward` keeps in bfloat16.
+
+        With bf16 that is the gradient. The other operands are what the forward has multiplied, as Transformer Engine
+        has it ("dequantized"). With bf16_wgrad both operands of wgrad are as they were before any cast.
+        """
+        if self.backward == "bf16":
+            return casts._replace(dgrad_gradient=None, wgrad_gradient=None, wgrad_input=casts.fprop_input)
+        return casts._replace(wgrad_gradient=None, wgrad_input=None) if self.backward == "bf16_wgrad" else casts
 
     def _if(self, switch: str, dtype: torch.dtype, rows: int, columns: int) -> Cast | None:
         return Cast(self.recipe, dtype, rows, columns) if switch in self.switches else None
@@ -139,9 +142,9 @@ class _Linear(torch.autograd.Function):
         casts: Casts, rounded: bool,
     ) -> Tensor:  # fmt: skip
         with without_autocast(x):
-            inputs, weights, seen = cast_forward(x, weight, casts, forward_scale)
-            y = _fprop(inputs.first, weights.first, bias, rounded)
-        kept, w = inputs.second, weights.second
+            inputs, w, seen = cast_forward(x, weight, casts, forward_scale)
+            y = _fprop(inputs.fprop, w, bias, rounded)
+        kept = inputs.wgrad
         ctx.save_for_backward(kept.values, kept.scale_inv, w.values, w.scale_inv, gradient_scale, seen)
         ctx.casts, ctx.input_dtype, ctx.has_bias = casts, x.dtype, bias is not None
         return y
@@ -152,7 +155,7 @@ class _Linear(torch.autograd.Function):
         (g,), casts = upstream, ctx.casts
         values, scale_inv, w_values, w_scale_inv, gradient_scale, seen = ctx.saved_tensors
         x = Operand(values, scale_inv, casts.wgrad_input is not None)
-        w = Operand(w_values, w_scale_inv, casts.dgrad_weight is not None)
+        w = Operand(w_values, w_scale_inv, casts.weight is not None)
         with without_autocast(g):
             dx = rounded_product(cast(g, casts.dgrad_gradient, gradient_scale), w).to(ctx.input_dtype)
             dw = weight_gradient(cast(g, casts.wgrad_gradient, gradient_scale), x)
@@ -161,14 +164,16 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None, seen, seen_gradient, None, None
 
 
-class Twice(NamedTuple):
-    """A tensor as fprop takes it, and as a GEMM of the backward does. Both are the same unless their casts differ."""
+class Inputs(NamedTuple):
+    """A layer's input as two GEMMs take it. Both are the same unless their switches or blocks differ."""
 
-    first: Operand
-    second: Operand
+    fprop: Operand
+    wgrad: Operand
 
 
-def cast_forward(x: Tensor, weight: Tensor, casts: Casts, scale: Tensor | None) -> tuple[Twice, Twice, Tensor | None]:
+def cast_forward(
+    x: Tensor, weight: Tensor, casts: Casts, scale: Tensor | None
+) -> tuple[Inputs, Operand, Tensor | None]:
     """Cast the input [M, K] and the weight [N, K]; the third result is their amaxes, float32 [2].
 
     `scale`: float32 [2], theirs; None without delayed scaling, as are the amaxes.
@@ -176,12 +181,11 @@ def cast_forward(x: Tensor, weight: Tensor, casts: Casts, scale: Tensor | None) 
     ours, its = (None, None) if scale is None else (scale[0], scale[1])
     fprop = cast(x, casts.fprop_input, ours)
     by_blocks = casts.fprop_input is not None and casts.fprop_input.recipe == "block"
-    same = (casts.fprop_input is None) == (casts.wgrad_input is None) and not by_blocks
+    same = (casts.fprop_input is None) == (casts.wgrad_input is None)
+    same = same and (not by_blocks or casts.fprop_input == casts.wgrad_input)
     wgrad = fprop if same else cast(x, casts.wgrad_input, ours)
-    w = cast(weight, casts.weight, its)
-    dgrad = w if casts.dgrad_weight == casts.weight else uncast(weight)
     seen = None if scale is None else torch.stack([amax(x), amax(weight)])
-    return Twice(fprop, wgrad), Twice(w, dgrad), seen
+    return Inputs(fprop, wgrad), cast(weight, casts.weight, its), seen
 
 
 def _fprop(x: Operand, w: Operand, bias: Tensor | None, rounded: bool) -> Tensor:

@@ -93,11 +93,11 @@ class _Loss(torch.autograd.Function):
         divisor: Tensor, casts: Casts, vocab_size: int, penalty: tuple[float, float] | None,
     ) -> Tensor:  # fmt: skip
         with without_autocast(y):
-            inputs, weights, amaxes = cast_forward(y, weight, casts, scale)
-            logits = product(inputs.first, weights.first.t()).to(torch.bfloat16)
+            inputs, w, amaxes = cast_forward(y, weight, casts, scale)
+            logits = product(inputs.fprop, w.t()).to(torch.bfloat16)
             real = logits[:, :vocab_size].float()
             total = F.cross_entropy(real, targets, ignore_index=-1, reduction="sum")
-        kept, w = inputs.second, weights.second
+        kept = inputs.wgrad
         ctx.save_for_backward(logits, targets, divisor, kept.values, kept.scale_inv, w.values, w.scale_inv, amaxes)
         ctx.vocab_size, ctx.casts, ctx.penalty = vocab_size, casts, penalty
         if penalty is None:
@@ -112,7 +112,7 @@ class _Loss(torch.autograd.Function):
         logits, targets, divisor, y_values, y_scale_inv, w_values, w_scale_inv, amaxes = ctx.saved_tensors
         casts: Casts = ctx.casts
         y = Operand(y_values, y_scale_inv, casts.wgrad_input is not None)
-        w = Operand(w_values, w_scale_inv, casts.dgrad_weight is not None)
+        w = Operand(w_values, w_scale_inv, True)
         given = upstream[0] if ctx.penalty is None else upstream[0][0]
         g, factor = _gradient(logits, targets, ctx.vocab_size, ctx.penalty), given * divisor
         in_fp8 = Operand(saturated(g * FACTOR, GRADIENT), factor / FACTOR, True)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt2_fp8.config import hf_config
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers import reference
@@ -100,32 +101,26 @@ def plain_gpt2(config: ModelConfig, vocab_size: int) -> PlainGPT2:
     return PlainGPT2(config, vocab_size, blocks, nn.Linear(d, rows, bias=False), nn.LayerNorm(d, epsilon))
 
 
-def transformers_gpt2(config: ModelConfig, vocab_size: int, device: str) -> Peer:
-    """Build transformers' GPT2LMHeadModel."""
+def transformers_model(config: ModelConfig, vocab_size: int, device: str) -> Peer:
+    """Build transformers' class for the model: GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM."""
     library, spec = installed("transformers"), block_spec(config)
-    model = library.GPT2LMHeadModel(
-        library.GPT2Config(
-            vocab_size=padded_vocabulary(vocab_size),
-            n_positions=config.n_positions,
-            n_embd=config.n_embd,
-            n_layer=config.n_layer,
-            n_head=config.n_head,
-            n_inner=spec.mlp.width,
-            layer_norm_epsilon=spec.norm.epsilon,
-            resid_pdrop=config.dropout,
-            embd_pdrop=config.dropout,
-            attn_pdrop=config.dropout,
-            attn_implementation="sdpa",
-            use_cache=False,
-        )
-    ).to(device)
+    architecture = next((a for a in hf_config.ARCHITECTURES if not hf_config.misfits(spec, a)), None)
+    if architecture is None and hf_config.misfits(spec, hf_config.GPT2) == ["always biases"]:
+        architecture = hf_config.GPT2
+    if architecture is None:
+        raise Unavailable("refused", "none of its classes computes this model")
+    keys = hf_config.to_hf(config, architecture, padded_vocabulary(vocab_size), separator=None)
+    settings = library.AutoConfig.for_model(keys.pop("model_type"), **keys)
+    settings.use_cache = False
+    with torch.device(device):
+        model = library.AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32)
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         logits = model(input_ids=inputs, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    note = "sdpa attention" + ("" if config.bias else "; it has biases, whatever model.bias says")
-    return _compiled(model, loss, device, note)
+    biases = "; it has biases, whatever model.bias says" if architecture is hf_config.GPT2 and not config.bias else ""
+    return _compiled(model, loss, device, f"{architecture.name}, sdpa attention{biases}")
 
 
 def torchao_float8(config: ModelConfig, vocab_size: int, device: str) -> Peer:
@@ -211,11 +206,12 @@ def _needs_fp8(device: str) -> None:
         raise Unavailable("not installed" if "not installed" in reason else "refused", reason)
 
 
-OURS = "plain torch"  # this project's own model, which has every option; the others are GPT-2
+OURS, TRANSFORMERS = "plain torch", "transformers"
+ANY_MODEL = (OURS, TRANSFORMERS)  # the others are GPT-2
 # The builder of each, and the distributions that tell its version.
 PEERS: dict[str, tuple] = {
     OURS: (plain_torch, "torch"),
-    "transformers": (transformers_gpt2, "transformers"),
+    TRANSFORMERS: (transformers_model, "transformers"),
     "torchao float8": (torchao_float8, "torchao"),
     "Lightning transformer-engine": (lightning_transformer_engine, "lightning"),
     "Transformer Engine": (transformer_engine, "transformer_engine", "transformer-engine"),

@@ -26,7 +26,7 @@ from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
 from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.measure import subprocesses, timing
-from gpt2_fp8.measure.peer_models import OURS, PEERS, Peer
+from gpt2_fp8.measure.peer_models import ANY_MODEL, PEERS, Peer
 from gpt2_fp8.measure.timing import Row, Unavailable
 
 COLUMNS = ("tokens_per_second", "slowest", "fastest", "peak_memory_gb", "loss", "parameters", "note")
@@ -53,7 +53,7 @@ def measure(name: str, config: RunConfig, steps: int, warmup: int) -> Row:
     device = timing.here()
     if device == "cpu":
         config = _small(config)
-    if name != OURS and (reason := why_not(block_spec(config.model), "its layers here", GPT2_OPTIONS)):
+    if name not in ANY_MODEL and (reason := why_not(block_spec(config.model), "its layers here", GPT2_OPTIONS)):
         raise Unavailable("refused", reason)
     torch.manual_seed(config.seed)
     vocab_size = vocabulary(config)

@@ -125,11 +125,35 @@ def test_kept_layers_run_in_bf16():
     assert "blocks.1.qkv" in names
 
 
-def test_a_kept_part_runs_in_bf16():
-    model, fp8 = build("te", keep_bf16=["blocks.0.mlp", "*.projection"]), computing("te")
+@pytest.mark.parametrize(
+    ("keep_bf16", "in_fp8"),
+    [
+        (["blocks.0.mlp", "*.projection"], ["0.qkv", "1.qkv", "1.mlp", "2.qkv", "2.mlp"]),
+        (["*.fc1", "blocks.0.qkv", "blocks.2"], ["0.projection", "0.mlp.fc2", "1.qkv", "1.projection", "1.mlp.fc2"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_kept_parts_run_in_bf16(keep_bf16, in_fp8):
+    model, fp8 = build("te", keep_bf16=keep_bf16), computing("te", keep_bf16=keep_bf16)
     calibrate(model, loss_of(model, True), tokens(), fp8.forward_context)
     names = {name.split(".scaling")[0] for name in state.capture(model)}
-    assert names == {"head", "blocks.0.qkv", *(f"blocks.{i}.{p}" for i in (1, 2) for p in ("qkv", "mlp"))}
+    assert {name for name in names if "attention" not in name} == {"head", *(f"blocks.{n}" for n in in_fp8)}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_split_mlp_is_near_transformer_engines_own(recipe, recompute):
+    """All MLPs are split because one product is kept, and this one stays near."""
+    ids, results = tokens(4), []
+    for keep_bf16 in ([], ["blocks.0.fc1"]):
+        options = {"keep_bf16": keep_bf16, "recipe": recipe, "recompute": recompute}
+        model, fp8 = build("te", **options), computing("te", **options)
+        calibrate(model, loss_of(model, True), ids, fp8.forward_context)
+        results.append((list(model.state_dict()), *gradients(model, ids, True, fp8.forward_context)))
+    (names, loss, expected), (split_names, split_loss, ours) = results
+    assert split_names == names
+    assert split_loss == pytest.approx(loss, rel=1e-3)
+    assert error(ours, expected) < 0.08  # FP8's own error against bf16 is about 0.07
 
 
 @pytest.mark.parametrize("recipe", ["current", "block"])

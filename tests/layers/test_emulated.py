@@ -253,14 +253,9 @@ def test_keeping_every_part_is_keeping_the_blocks(kept, bf16):
 # The backward in bf16
 
 
-def on_fp8_numbers(x, weight, g):
-    """The gradients of x and weight, from the numbers before the casts."""
-    x, weight, g = (t.bfloat16() for t in (x, weight, g))
-    return (g @ weight).float(), (g.t() @ x).float()
-
-
 @pytest.mark.parametrize("recipe", ["current", "block"])
-def test_a_backward_in_bf16_has_the_original_operands(recipe):
+def test_what_a_backward_in_bf16_multiplies(recipe):
+    """bf16: the gradient uncast, and the forward's FP8 operands. bf16_wgrad: both operands of wgrad uncast."""
     torch.manual_seed(0)
     x, weight, g = (torch.randn(shape).bfloat16().float() for shape in ((64, 32), (48, 32), (64, 48)))
     results = {}
@@ -270,24 +265,28 @@ def test_a_backward_in_bf16_has_the_original_operands(recipe):
         y = linear(leaves[0], leaves[1], None, casts, NO_SLOTS, rounded=True)
         y.backward(g)
         results[backward] = y.detach(), *(leaf.grad for leaf in leaves)
-    dx, dw = on_fp8_numbers(x, weight, g)
     assert all(torch.equal(result[0], results["fp8"][0]) for result in results.values()), "the forward stays in FP8"
-    assert torch.equal(results["bf16"][1], dx)
-    assert torch.equal(results["bf16"][2], dw)
+    meant = [meaning(cast(t, Cast(recipe, E4M3, *shape))) for t, shape in ((x, (1, BLOCK)), (weight, (BLOCK, BLOCK)))]
+    assert torch.allclose(results["bf16"][1], g @ meant[1], rtol=2**-8, atol=1e-3)
+    assert torch.allclose(results["bf16"][2], g.t() @ meant[0], rtol=1e-5, atol=1e-4)
     assert torch.equal(results["bf16_wgrad"][1], results["fp8"][1])
-    assert torch.equal(results["bf16_wgrad"][2], dw)
-    assert not torch.equal(results["fp8"][1], dx)
-    assert not torch.equal(results["fp8"][2], dw)
+    assert torch.equal(results["bf16_wgrad"][2], (g.bfloat16().t() @ x.bfloat16()).float())
+    assert not torch.allclose(results["fp8"][2], results["bf16"][2], rtol=1e-3, atol=1e-3)
+
+
+def meaning(operand):
+    """The numbers that an operand stands for, float32."""
+    return operand.values.float() * (1 if operand.scale_inv is None else operand.scale_inv)
 
 
 @recipes
 def test_a_backward_in_bf16_is_nearer(recipe, bf16):
-    errors = []
+    errors = {}
     for backward in ("fp8", "bf16_wgrad", "bf16"):
         loss, ours = gradients(build(recipe=recipe, backward=backward), ids())
         assert loss == pytest.approx(bf16[0], rel=2e-3)
-        errors.append(error(ours, bf16[1]))
-    assert errors[0] > errors[1] > errors[2]
+        errors[backward] = error(ours, bf16[1])
+    assert max(errors["bf16"], errors["bf16_wgrad"]) < 0.9 * errors["fp8"]
 
 
 @pytest.mark.parametrize("recompute", ["mlp", "full"])

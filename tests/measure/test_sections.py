@@ -121,10 +121,26 @@ def test_shared_keys_and_values_are_measured_where_a_kernel_has_them():
 @ON_CPU
 def test_peers_of_gpt2_refuse_another_model(tmp_path):
     asked = replace(config(), model=replace(config().model, norm="rms_norm"))
-    request = {"config": asdict(asked), "steps": 2, "warmup": 1, "peers": ["plain torch", "transformers"]}
+    request = {"config": asdict(asked), "steps": 2, "warmup": 1, "peers": ["plain torch", "torchao float8"]}
     ours, theirs = program("peers", request, tmp_path)
     assert ours["status"] == "ok"
     assert (theirs["status"], theirs["message"]) == ("refused", "its layers here have no RMSNorm")
+    row = peers.rows(request | {"peer": "transformers"})
+    assert [(r["status"], r["message"]) for r in row] == [("refused", "none of its classes computes this model")]
+
+
+LLAMA = {"norm": "rms_norm", "mlp": "swiglu", "positions": "rope", "n_kv_head": 1, "bias": False, "tied_head": False}
+
+
+@pytest.mark.parametrize("more", [{}, {"qk_norm": True}], ids=["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_transformers_has_llama_and_qwen(more):
+    """The same number of parameters as ours, by transformers' own class."""
+    pytest.importorskip("transformers")
+    asked = replace(config(), model=replace(config().model, **LLAMA, **more))
+    theirs, ours = (peers.measure(name, asked, steps=1, warmup=0) for name in ("transformers", "plain torch"))
+    assert theirs["note"].startswith("Qwen3ForCausalLM" if more else "LlamaForCausalLM")
+    assert theirs["parameters"] == ours["parameters"]
+    assert theirs["loss"] == pytest.approx(5.55, abs=0.5)
 
 
 @pytest.mark.parametrize("tuple_too", [False, True])

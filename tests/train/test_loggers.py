@@ -1,6 +1,7 @@
 """metrics.csv and TensorBoard over fresh starts, resumes and kills."""
 
 import csv
+import time
 
 import pytest
 import torch
@@ -99,8 +100,16 @@ def test_tensorboard_shows_each_step_once(tmp_path):
     for resume_step, steps in [(None, range(1, 8)), (4, range(5, 10)), (9, range(10, 12))]:
         (logger,) = build_loggers(LoggerConfig(tensorboard=True, csv=False), tmp_path, resume_step)
         log(logger, steps)
+        next_second()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 12))
+
+
+def next_second():
+    """Wait for it. TensorBoard sorts files of one second by their number as text, so that 10 comes before 9."""
+    began = int(time.time())
+    while int(time.time()) == began:
+        time.sleep(0.02)
 
 
 def test_tensorboard_starts_afresh_without_a_checkpoint(tmp_path):
