@@ -131,10 +131,9 @@ def _gradient(logits: Tensor, targets: Tensor, vocab_size: int, penalty: tuple[f
     real = logits[:, :vocab_size].float()
     p = torch.softmax(real, 1)
     columns = torch.arange(vocab_size, device=logits.device)
-    if penalty is None:
-        p = torch.where(columns == targets[:, None], p - 1, p)
-    else:
-        p = p * (1 + 2 * penalty[0] * real.logsumexp(1, keepdim=True)) + 2 * penalty[1] / vocab_size * real
-        p = torch.where(columns == targets[:, None], p - 1, p)
+    if penalty is not None:
+        z_loss, logit_l2 = penalty
+        p = p * (1 + 2.0 * z_loss * real.logsumexp(1, keepdim=True)) + 2.0 * logit_l2 / vocab_size * real
+    p = torch.where(columns == targets[:, None], p - 1, p)
     p = p * (targets >= 0)[:, None]
     return F.pad(p, (0, logits.shape[1] - vocab_size))
