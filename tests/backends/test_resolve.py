@@ -442,6 +442,16 @@ def test_reasons_of_a_machine(monkeypatch):
     assert "not installed" in support.why_not_fp8()
 
 
+def test_without_transformer_engine_the_recipes_are_torchaos(monkeypatch):
+    """`precision=auto` asks this of each of its candidates."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(support, "why_no_transformer_engine", lambda: "it is not installed")
+    assert support.why_not_fp8() is None
+    able = [name for name in ("mxfp8", "block", "rowwise", "current", "delayed") if not support.why_not_recipe(name)]
+    assert able == ["rowwise", "current"]
+
+
 @pytest.mark.parametrize("error", [OSError("libcudnn.so.9: cannot open"), ImportError("undefined symbol: _ZN\nmore")])
 def test_a_broken_transformer_engine_is_a_reason(monkeypatch, error, tmp_path):
     (tmp_path / "transformer_engine").mkdir()
