@@ -42,7 +42,7 @@ HOUSE = {
     "engine": Row("backends model precision kernels runtime compat config", "torch"),
     # how a model is computed
     "backends": Row("model precision layers config", "torch transformer_engine"),
-    "precision": Row("layers runtime compat config", "torch transformer_engine"),
+    "precision": Row("layers runtime compat config", "torch transformer_engine torchao"),
     "model": Row("layers kernels config", "torch"),
     # the text
     "data": Row(
@@ -59,7 +59,7 @@ HOUSE = {
     # what everything stands on
     "runtime": Row("compat config", "torch numpy"),
     # what is private in other libraries: it knows nothing of this one
-    "compat": Row("", "torch lightning transformer_engine flash_attn huggingface_hub hydra omegaconf"),
+    "compat": Row("", "torch lightning transformer_engine torchao flash_attn huggingface_hub hydra omegaconf"),
     "config": Row(""),
 }
 # Where a package that its row lets in may be: it decides how a part is tried without the whole.
@@ -68,6 +68,7 @@ ONLY_IN = {
     "transformer_engine": [
         *("backends.transformer_engine", "layers.te", "precision", "compat.transformer_engine", "measure.peer_models"),
     ],
+    "torchao": ["precision.float8_config", "compat.torchao"],
     "flash_attn": ["compat.flash_attn"],
     "huggingface_hub": ["data", "compat.hub"],
     "tokenizers": ["data.tokenizer_files"],
@@ -79,7 +80,7 @@ ONLY_IN = {
 EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of later Pythons
 # Imported where it is used and nowhere else, so that everything imports, and shows its help, on a laptop.
 INSIDE_FUNCTIONS = {
-    *("transformer_engine", "flash_attn", "cuda", "matplotlib"),
+    *("transformer_engine", "torchao", "flash_attn", "cuda", "matplotlib"),
     *("datasets", "huggingface_hub", "tiktoken", "tokenizers", "pyarrow", "requests", "filelock"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.

@@ -68,6 +68,7 @@ class Emulated(Backend):
         assert isinstance(precision, FP8PrecisionConfig)
         assert self.recipe is not None
         assert self.recipe.name != "mxfp8"
+        assert self.recipe.name != "rowwise"
         forward, gradient = formats(precision)
         emulation = Emulation(self.recipe.name, forward, gradient, frozenset(self.switches), precision.backward)
         delayed = delayed_scaling(precision, self.recipe) if isinstance(self.recipe, DelayedRecipe) else None

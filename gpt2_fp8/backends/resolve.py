@@ -11,17 +11,19 @@ from gpt2_fp8.backends.base import Backend, Device, Ran
 from gpt2_fp8.backends.emulated import Emulated
 from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.backends.reference import Reference
+from gpt2_fp8.backends.torchao import Torchao
 from gpt2_fp8.backends.transformer_engine import TransformerEngine
+from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.precision.support import why_not_fp8, why_not_recipe
+from gpt2_fp8.precision.support import why_no_fp8_units, why_no_torchao, why_not_recipe, why_not_te_fp8
 
 BACKENDS: dict[str, type[Backend]] = {
-    backend.name: backend for backend in (Fused, TransformerEngine, Reference, Emulated)
+    backend.name: backend for backend in (Fused, TransformerEngine, Torchao, Reference, Emulated)
 }
 # the fastest first: `precision.backend=auto` takes the first that can compute the run
-IN_FP8 = (Fused, TransformerEngine)
+IN_FP8: tuple[type[Backend], ...] = (Fused, TransformerEngine, Torchao)
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,22 @@ def as_before(plan: Plan, config: RunConfig, saved: Mapping[str, Any]) -> Plan:
 
 def _why_not_fp8(config: RunConfig, device: Device) -> str | None:
     if device == "cuda":
-        return why_not_fp8()
+        return _why_not_on_gpu(config)
     on_cpu = "the CPU has no FP8 matrix units"
-    return on_cpu if config.trainer.accelerator == "cpu" else why_not_fp8() or on_cpu
+    return on_cpu if config.trainer.accelerator == "cpu" else _why_not_on_gpu(config) or on_cpu
+
+
+def _why_not_on_gpu(config: RunConfig) -> str | None:
+    """Return why the GPU cannot do FP8 with the layers that are asked for, or with any that the settings allow."""
+    assert isinstance(config.precision, FP8PrecisionConfig)
+    asked = config.precision.backend
+    if asked == Torchao.name:
+        return why_no_torchao()
+    if (reason := why_not_te_fp8()) is None or asked != "auto" or why_no_fp8_units():
+        return reason
+    unable = backend_support.why_not_torchao(config)
+    without = f"torchao: {unable}" if unable else why_no_torchao()
+    return f"{reason}; {without}" if without else None
 
 
 def _in_fp8(config: RunConfig) -> type[Backend]:
@@ -132,16 +147,29 @@ def _in_fp8(config: RunConfig) -> type[Backend]:
     assert isinstance(config.precision, FP8PrecisionConfig)
     if reason := why_not_recipe(config.recipe.name):
         cause = f"recipe={config.recipe.name} cannot run on this GPU: {reason}"
-        raise UserError.of(cause, "recipe=delayed, current or block")
+        remedy = "recipe=current" if config.recipe.name == "rowwise" else "recipe=delayed, current or block"
+        raise UserError.of(cause, remedy)
     asked = config.precision.backend
     if config.precision.fast_accumulation and (reason := Fused.why_not(config)):
         cause = f"precision.fast_accumulation=true is the fused layers' own, and they cannot run here: {reason}"
         raise UserError.of(cause, "leave it out")
-    found = next(b for b in IN_FP8 if b.why_not(config) is None) if asked == "auto" else _asked(config, asked)
+    found = _fastest(config) if asked == "auto" else _asked(config, asked)
     if config.cuda_graphs is True and not found.records_graphs:
         cause = f"cuda_graphs=true records only the fused FP8 layers, and this run has the layers {found.name!r}"
         raise UserError.of(cause, "cuda_graphs=auto, or precision=fp8_hybrid recipe=delayed on a Hopper GPU")
     return found
+
+
+def _fastest(config: RunConfig) -> type[Backend]:
+    """Return the first of `IN_FP8` that can compute the run. Without Transformer Engine that is torchao.
+
+    Raises UserError if there is none: the settings leave torchao alone, and it is not here.
+    """
+    able = IN_FP8 if why_not_te_fp8() is None else (Torchao,)
+    if found := next((backend for backend in able if backend.why_not(config) is None), None):
+        return found
+    cause = f"only torchao's layers can compute this run in FP8, and they cannot here: {Torchao.why_not(config)}"
+    raise UserError.of(cause, 'pip install -e ".[torchao]", or precision.backend=emulated, which is slow')
 
 
 def _asked(config: RunConfig, name: str) -> type[Backend]:

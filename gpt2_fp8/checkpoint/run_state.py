@@ -142,7 +142,7 @@ RUN: Form = {
         {
             "asked": Maybe(Line(40)),
             "ran": Maybe(Word(("fp32", "bf16", "fp8_hybrid", "fp8_e4m3", "fp8_e5m2"))),
-            "recipe": Maybe((NoneType, Word(("delayed", "current", "block", "mxfp8")))),
+            "recipe": Maybe((NoneType, Word(("delayed", "current", "rowwise", "block", "mxfp8")))),
             "reason": Maybe((NoneType, str)),
             "fell_back": Maybe(bool),
         }

@@ -14,12 +14,12 @@ ON_A_GPU: tuple[AttentionKernel, ...] = ("cudnn", "flash", "te")
 
 
 def has_plain_layers(config: RunConfig) -> bool:
-    """Return whether a run is sure to have plain-torch layers, or those that emulate FP8 on them."""
+    """Return whether a run is sure to have plain-torch layers, or FP8 layers that are made of them."""
     if isinstance(config.precision, AutoPrecisionConfig):
         return False
     if config.precision.name in ("fp32", "bf16"):
         return config.precision.backend in ("auto", "reference")
-    return config.precision.backend == "emulated"
+    return config.precision.backend in ("torchao", "emulated")
 
 
 def check(config: RunConfig) -> Iterator[Finding]:

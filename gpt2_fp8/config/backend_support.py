@@ -50,10 +50,21 @@ def why_not_te(config: RunConfig) -> str | None:
     """Return why a run cannot have Transformer Engine's layers, whatever the GPU; None if it can."""
     if config.precision.name == "fp32":
         return "it is for FP8 and bf16 here, and this is precision=fp32"
+    if config.recipe.name == "rowwise":
+        return "it has no scale a row, and this is recipe=rowwise (recipe=current has one a tensor)"
     if (backward := _backward(config)) == "bf16_wgrad":
         return "it has both products of a backward in FP8 or none, and this is precision.backward=bf16_wgrad"
     if backward == "bf16" and config.recipe.name == "delayed":
         return "its delayed scaling has no backward in bf16 (recipe=current or block has one)"
+    return None
+
+
+def why_not_torchao(config: RunConfig) -> str | None:
+    """Return why a run cannot have torchao's layers, whatever the machine; None if it can."""
+    if config.precision.name in ("fp32", "bf16"):
+        return f"it is for FP8, and this is precision={config.precision.name}"
+    if config.recipe.name in ("delayed", "block", "mxfp8"):
+        return f"it has the recipes current (tensorwise) and rowwise, not recipe={config.recipe.name}"
     return None
 
 
@@ -80,14 +91,15 @@ def why_not_emulated(config: RunConfig) -> str | None:
     """Return why a run cannot have the emulated layers; None if it can."""
     if config.precision.name in ("fp32", "bf16"):
         return f"it emulates FP8, and this is precision={config.precision.name}"
-    if config.recipe.name == "mxfp8":
-        return "it has the recipes delayed, current and block, not recipe=mxfp8"
+    if config.recipe.name in ("mxfp8", "rowwise"):
+        return f"it has the recipes delayed, current and block, not recipe={config.recipe.name}"
     return None
 
 
 WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {
     "fused": _only_fp8,
     "te": why_not_te,
+    "torchao": why_not_torchao,
     "reference": _no_fp8,
     "emulated": why_not_emulated,
 }
@@ -96,18 +108,24 @@ WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {
 _OF_LAYERS = ("precision.backend", "precision.name", "recipe", "model.dropout", "document_mask", "penalty")
 _LAYER_BY_LAYER = "precision.keep_bf16", "precision.backward"
 _ELSEWHERE = "precision.backend=emulated can, slowly, or leave it out"
+_BY_TORCHAO = 'precision.backend=torchao can (pip install -e ".[torchao]"), or leave it out'
 
 
 def _why_none(config: RunConfig) -> str | None:
-    """Return why neither the fused layers nor Transformer Engine's can compute a run that may be in FP8."""
+    """Return why no layers but the emulated can compute a run that may be in FP8: Transformer Engine's reason."""
     if not isinstance(config.precision, (FP8PrecisionConfig, AutoPrecisionConfig)):
         return None
-    return why_not_fused(config) and why_not_te(config)
+    return why_not_fused(config) and why_not_torchao(config) and why_not_te(config)
 
 
 def _other_backend(config: RunConfig, asked: str) -> str:
+    """Return what to ask for instead of a backend that cannot compute the run."""
+    if asked == "torchao" and config.precision.name.startswith("fp8"):
+        return "recipe=current or rowwise, or precision.backend=auto"
     if asked in ("fused", "te") and _why_none(config):
         return _ELSEWHERE
+    if asked in ("fused", "te") and why_not_fused(config) and why_not_te(config) and not why_not_torchao(config):
+        return _BY_TORCHAO
     return "precision.backend=auto"
 
 

@@ -26,7 +26,7 @@ class BenchConfig:
 
     model: Annotated[list[str], "choices of the group model"]
     precision: Annotated[list[str], "fp32, bf16, fp8_hybrid, fp8_e4m3"]
-    recipe: Annotated[list[str], "of the FP8 precisions: delayed, current, block, mxfp8"]
+    recipe: Annotated[list[str], "of the FP8 precisions: delayed, current, rowwise, block, mxfp8"]
     micro_batch_size: Annotated[list[Count], "sequences a forward pass"]
     # null: on a GPU as many micro-batches as come nearest to 131,072 tokens, at least one
     global_batch_size: Annotated[Count | None, "sequences a step; null: about 131,072 tokens, on a CPU one micro-batch"]

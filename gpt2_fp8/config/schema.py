@@ -78,7 +78,7 @@ class PlainPrecisionConfig:
 
     name: Literal["fp32", "bf16"]
     backend: Literal[
-        "auto", "fused", "te", "reference", "emulated"
+        "auto", "fused", "te", "torchao", "reference", "emulated"
     ]  # what computes it; auto: reference, plain torch (compiled)
 
 
@@ -89,8 +89,9 @@ class FP8PrecisionConfig:
     name: Literal["fp8_hybrid", "fp8_e4m3", "fp8_e5m2"]  # hybrid: E4M3 forward, E5M2 gradients; e4m3: but the head's
     keep_bf16: list[str]  # layers whose products stay in bf16 (config/kept_layers.py has the names and patterns)
     backward: Literal["fp8", "bf16", "bf16_wgrad"] = "fp8"  # or both products of the backward in bf16, or one
-    # our fused chain, Transformer Engine, or FP8 emulated in plain torch on any device; auto: fused if it can, else te
-    backend: Literal["auto", "fused", "te", "reference", "emulated"]
+    # our fused chain, Transformer Engine, torchao's float8, or FP8 emulated in plain torch on any device; auto: the
+    # first of fused, te and torchao that can
+    backend: Literal["auto", "fused", "te", "torchao", "reference", "emulated"]
     emulate: list[Emulate] | None = None  # what the emulated layers cast to FP8; null: all that the fused layers do
     fast_accumulation: bool  # sum the blocks' input gradients in the tensor cores alone, to some 14 bits (fused layers)
     fallback: Literal["allow", "error"]  # when this machine cannot do FP8: train in bf16 (fp32 on a CPU), or exit 2
@@ -117,9 +118,9 @@ class DelayedRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class StatelessRecipe:
-    """current: scales from the tensor itself. block: one scale per 128 values. mxfp8: one per 32 (Blackwell)."""
+    """current: a scale from the tensor itself. rowwise: one a row. block: one per 128 values. mxfp8: one per 32."""
 
-    name: Literal["current", "block", "mxfp8"]
+    name: Literal["current", "rowwise", "block", "mxfp8"]
 
 
 @dataclass(frozen=True, kw_only=True)

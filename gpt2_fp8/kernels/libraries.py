@@ -9,7 +9,7 @@ import torch
 
 from gpt2_fp8.kernels import cublaslt
 
-PACKAGES = ("transformer_engine", "triton", "cuda-core", "flash-attn-4")
+PACKAGES = ("transformer_engine", "triton", "cuda-core", "flash-attn-4", "torchao")
 
 
 def versions() -> dict[str, str]:

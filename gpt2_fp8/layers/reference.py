@@ -18,6 +18,7 @@ from gpt2_fp8.layers.sdpa import causal
 
 NAME = "the plain-torch layers"
 OFFERS = ALL_OPTIONS
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _parameter(*shape: int) -> nn.Parameter:
@@ -37,7 +38,12 @@ def _norm_bias(width: int, norm: Norm) -> Any:
 
 
 class LayerNormLinear(nn.Module):
-    """y = Norm(x) W^T + b. x: [..., in_features]; y: [..., out_features]."""
+    """y = Norm(x) W^T + b. x: [..., in_features]; y: [..., out_features].
+
+    `product(x, weight, bias)` computes x W^T + b; a family may set another.
+    """
+
+    product: Product = staticmethod(F.linear)
 
     def __init__(self, in_features: int, out_features: int, norm: Norm, bias: bool):
         super().__init__()
@@ -50,11 +56,13 @@ class LayerNormLinear(nn.Module):
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """Compute y. `is_first_microbatch` has no effect here."""
         x = normalise(x, self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. x: [..., in_features]; y: [..., out_features]."""
+    """y = x W^T + b. x: [..., in_features]; y: [..., out_features]. `product`: see `LayerNormLinear`."""
+
+    product: Product = staticmethod(F.linear)
 
     def __init__(self, in_features: int, out_features: int, bias: bool):
         super().__init__()
@@ -63,14 +71,18 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """Compute y. `is_first_microbatch` has no effect here."""
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class LayerNormMLP(nn.Module):
     """A normalisation, a linear to the hidden layer, its activation, and a linear back. x, y: [..., n_embd].
 
     The activation is GELU (tanh form, as GPT-2), or SwiGLU: SiLU of the first half of `fc1`, times its second half.
+    `fc1_product` and `fc2_product`: see `LayerNormLinear`.
     """
+
+    fc1_product: Product = staticmethod(F.linear)
+    fc2_product: Product = staticmethod(F.linear)
 
     def __init__(self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, recompute: bool = False):
         super().__init__()
@@ -90,13 +102,13 @@ class LayerNormMLP(nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         x = normalise(x, self.layer_norm_weight, self.layer_norm_bias, self.epsilon)
-        x = F.linear(x, self.fc1_weight, self.fc1_bias)
+        x = self.fc1_product(x, self.fc1_weight, self.fc1_bias)
         if self.gated:
             gate, x = x.chunk(2, dim=-1)
             x = F.silu(gate) * x
         else:
             x = F.gelu(x, approximate="tanh")
-        return F.linear(x, self.fc2_weight, self.fc2_bias)
+        return self.fc2_product(x, self.fc2_weight, self.fc2_bias)
 
 
 class Attention(nn.Module):

@@ -64,7 +64,8 @@ def _choose(config: RunConfig, tolerance: float, device: str, world_size: int, c
     measured_on, known = auto_cache.load(under) or ("", [])
     lacking = unknown(cases, known)
     if lacking and config.trainer.fast_dev_run:
-        recipe = "delayed" if isinstance(config.recipe, AutoRecipe) else config.recipe.name
+        own = "current" if why_not_recipe("delayed") else "delayed"
+        recipe = own if isinstance(config.recipe, AutoRecipe) else config.recipe.name
         return Choice(precision=FORMAT, recipe=recipe, reason="trainer.fast_dev_run=true measures nothing")
     if lacking:
         measured_on, known = figures(cases, under, known)

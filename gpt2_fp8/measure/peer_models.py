@@ -25,7 +25,7 @@ from gpt2_fp8.layers.reference import Attention
 from gpt2_fp8.measure.timing import Unavailable, installed
 from gpt2_fp8.model.gpt2 import GPT2, INITIAL_STD, initialise, padded_vocabulary
 from gpt2_fp8.model.loss import cross_entropy
-from gpt2_fp8.precision.support import why_not_fp8
+from gpt2_fp8.precision.support import why_not_te_fp8
 
 
 @dataclass
@@ -202,7 +202,7 @@ def _bf16(device: str) -> AbstractContextManager:
 
 def _needs_fp8(device: str) -> None:
     """Raise Unavailable if Transformer Engine, or something that it needs, is missing."""
-    if reason := why_not_fp8():
+    if reason := why_not_te_fp8():
         raise Unavailable("not installed" if "not installed" in reason else "refused", reason)
 
 

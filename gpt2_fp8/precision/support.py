@@ -6,23 +6,33 @@ import importlib.util
 
 import torch
 
+from gpt2_fp8.compat import torchao
+
 NEEDED = (8, 9)  # Ada
+NEEDED_BY_ROWS = (9, 0)
 HOPPER = 9
 _NO_GPU, _NO_CUDA = "there is no CUDA GPU", "this torch was built without CUDA"
 
 
+def why_no_fp8_units() -> str | None:
+    """Return why the GPU has no FP8 matrix units, whatever computes with them; None if it has."""
+    return _why_no_cuda() or _too_old("FP8", NEEDED)
+
+
 def why_not_fp8() -> str | None:
-    """Return why this machine cannot train in FP8; None if it can.
+    """Return why this machine cannot train in FP8; None if it can: by Transformer Engine, else by torchao."""
+    if (reason := why_not_te_fp8()) is None or why_no_fp8_units():
+        return reason
+    without = why_no_torchao()
+    return None if without is None else f"{reason}; {without}"
+
+
+def why_not_te_fp8() -> str | None:
+    """Return why this machine cannot train in FP8 with Transformer Engine, on which the fused layers also stand.
 
     Transformer Engine is imported only if the GPU could use it.
     """
-    if not torch.cuda.is_available():
-        return _NO_GPU if torch.version.cuda else _NO_CUDA
-    capability = torch.cuda.get_device_capability()
-    if capability < NEEDED:
-        have, need = (".".join(map(str, c)) for c in (capability, NEEDED))
-        return f"{torch.cuda.get_device_name()} has compute capability {have}, and FP8 needs {need}"
-    if reason := why_no_transformer_engine():
+    if reason := why_no_fp8_units() or why_no_transformer_engine():
         return reason
     try:
         import transformer_engine.pytorch as te
@@ -33,6 +43,30 @@ def why_not_fp8() -> str | None:
     return None if available else first_line(reason)
 
 
+def why_no_torchao() -> str | None:
+    """Return why torchao's FP8 cannot run here; None if it can. torchao is imported only if the GPU could use it."""
+    return why_no_fp8_units() or torchao.why_not()
+
+
+def why_not_rowwise() -> str | None:
+    """Return why the GPU cannot do FP8 products with a scale a row; None if it can."""
+    return _too_old("recipe=rowwise", NEEDED_BY_ROWS)
+
+
+def _why_no_cuda() -> str | None:
+    if torch.cuda.is_available():
+        return None
+    return _NO_GPU if torch.version.cuda else _NO_CUDA
+
+
+def _too_old(what: str, needed: tuple[int, int]) -> str | None:
+    capability = torch.cuda.get_device_capability()
+    if capability >= needed:
+        return None
+    have, need = (".".join(map(str, c)) for c in (capability, needed))
+    return f"{torch.cuda.get_device_name()} has compute capability {have}, and {what} needs {need}"
+
+
 def has_fp8_conversion() -> bool:
     """Return whether the CUDA GPU converts to FP8 in hardware, as compiled code does."""
     return torch.cuda.get_device_capability() >= NEEDED
@@ -40,8 +74,8 @@ def has_fp8_conversion() -> bool:
 
 def why_no_transformer_engine() -> str | None:
     """Return why Transformer Engine's layers cannot run here in any precision; None if they can."""
-    if not torch.cuda.is_available():
-        return _NO_GPU if torch.version.cuda else _NO_CUDA
+    if reason := _why_no_cuda():
+        return reason
     if importlib.util.find_spec("transformer_engine") is None:
         return 'Transformer Engine is not installed (README, "FP8": pip install --no-build-isolation -e ".[fp8]")'
     try:
@@ -58,6 +92,12 @@ def _does_not_load(error: Exception) -> str:
 
 def why_not_recipe(name: str) -> str | None:
     """Return why this machine, which can do FP8, cannot do a scaling recipe; None if it can."""
+    if name == "rowwise":
+        return why_no_torchao() or why_not_rowwise()
+    if name in ("auto", "current"):
+        return None
+    if reason := why_not_te_fp8():
+        return reason
     import transformer_engine.pytorch as te
 
     probes = {"block": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}

@@ -17,6 +17,7 @@ WORDS = {
     "te": ["precision.backend=te"],
     "fused": [],
     "emulated": ["precision.backend=emulated"],
+    "torchao": ["precision.backend=torchao"],
 }
 
 
@@ -42,7 +43,7 @@ def made(name, kernel, device="cuda", *words):
     return BACKENDS[name](replace(config, attention=kernel), ran, device)
 
 
-TAKEN = {"reference": "sdpa cudnn flash", "emulated": "sdpa cudnn flash", "te": "sdpa cudnn flash te"}
+TAKEN = {"te": "sdpa cudnn flash te"} | dict.fromkeys(("reference", "torchao", "emulated"), "sdpa cudnn flash")
 
 
 @pytest.mark.parametrize("name", BACKENDS)

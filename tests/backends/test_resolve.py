@@ -8,7 +8,7 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.backends import resolve as resolving
-from gpt2_fp8.backends import transformer_engine
+from gpt2_fp8.backends import torchao, transformer_engine
 from gpt2_fp8.backends.fused import SMALL_TOKENS
 from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.config.backend_support import WHY_NOT
@@ -58,7 +58,7 @@ def config(base):
 
 
 def gpu(monkeypatch, capability, name):
-    monkeypatch.setattr(resolving, "why_not_fp8", lambda: None)
+    monkeypatch.setattr(resolving, "why_not_te_fp8", lambda: None)
     monkeypatch.setattr(
         resolving, "why_not_recipe", lambda name: "it needs compute capability 10.0" if name == "mxfp8" else None
     )
@@ -70,6 +70,20 @@ def gpu(monkeypatch, capability, name):
 @pytest.fixture
 def hopper(monkeypatch):
     gpu(monkeypatch, (9, 0), "NVIDIA H200")
+
+
+@pytest.fixture
+def ada(monkeypatch):
+    """A GPU with FP8 units, without Transformer Engine, and with torchao."""
+    gpu(monkeypatch, (8, 9), "NVIDIA L40S")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torchao.Torchao, "torch_attention", lambda self: "torch's")
+    for module in (resolving, torchao):
+        monkeypatch.setattr(module, "why_not_te_fp8", lambda: "Transformer Engine is not installed")
+
+
+def without_torchao(monkeypatch):
+    monkeypatch.setattr(support.torchao, "why_not", lambda: "torchao is not installed")
 
 
 def refusal(config, device="cuda"):
@@ -99,7 +113,8 @@ def test_recipe_the_gpu_cannot_do_is_refused(config):
 
 
 def test_gpu_without_fp8_falls_back_to_compiled_bf16(config, monkeypatch):
-    monkeypatch.setattr(resolving, "why_not_fp8", lambda: "the card is too old")
+    monkeypatch.setattr(resolving, "why_not_te_fp8", lambda: "the card is too old")
+    monkeypatch.setattr(resolving, "why_no_fp8_units", lambda: "the card is too old")
     plan = resolve(config(), "cuda")
     assert (plan.ran, plan.reason, plan.backend.name, plan.backend.compiled) == (
         "bf16",
@@ -254,7 +269,7 @@ def test_fast_accumulation_is_refused_where_the_fused_layers_cannot_run(config, 
 @pytest.mark.parametrize("precision", ["fp8_hybrid", "fp8_e4m3"])
 def test_emulated_fp8_runs_anywhere_and_is_no_fallback(config, monkeypatch, precision, fallback, device):
     gpu(monkeypatch, (8, 0), "NVIDIA A100")
-    monkeypatch.setattr(resolving, "why_not_fp8", lambda: "the card is too old")
+    monkeypatch.setattr(resolving, "why_not_te_fp8", lambda: "the card is too old")
     plan = resolve(config(precision, backend="emulated", fallback=fallback), device)
     assert (plan.asked, plan.ran, plan.reason, plan.fell_back) == (precision, precision, None, False)
     assert (plan.backend.name, plan.recipe, plan.fp8) == ("emulated", "delayed", True)
@@ -291,6 +306,75 @@ def test_a_compilation_that_cannot_be_right_is_refused(config, monkeypatch):
 @pytest.mark.usefixtures("hopper")
 def test_auto_is_never_emulated(config):
     assert {resolve(config(recipe=recipe), "cuda").backend.name for recipe in ("delayed", "current")} == {"fused", "te"}
+
+
+# torchao
+
+
+@pytest.mark.usefixtures("ada")
+@pytest.mark.parametrize("recipe", ["auto", "current"])
+def test_without_transformer_engine_auto_takes_torchao_and_says_why(config, recipe):
+    plan = resolve(config(recipe=recipe), "cuda")
+    assert (plan.ran, plan.reason, plan.backend.name) == ("fp8_hybrid", None, "torchao")
+    assert (plan.recipe, plan.backend.compiled) == ("current", True)
+    said = plan.backend.kernels(50257)["layers"]
+    assert said == "torchao's float8, compiled, not Transformer Engine's: Transformer Engine is not installed"
+    assert not resolve(config(recipe=recipe, compile=False), "cuda").backend.compiled
+
+
+@pytest.mark.usefixtures("ada")
+@pytest.mark.parametrize(("recipe", "backend"), [("delayed", "auto"), ("block", "auto"), ("delayed", "te")])
+def test_what_torchao_has_not_falls_back_without_transformer_engine(config, recipe, backend):
+    """As before there was torchao."""
+    plan = resolve(config(recipe=recipe, backend=backend), "cuda")
+    assert (plan.ran, plan.backend.name) == ("bf16", "reference")
+    assert plan.reason.startswith("Transformer Engine is not installed")
+    assert (f"not recipe={recipe}" in plan.reason) == (backend == "auto")
+
+
+@pytest.mark.usefixtures("ada")
+@pytest.mark.parametrize("backend", ["auto", "torchao"])
+def test_without_either_fp8_falls_back(config, monkeypatch, backend):
+    without_torchao(monkeypatch)
+    plan = resolve(config(recipe="auto", backend=backend), "cuda")
+    assert (plan.ran, plan.backend.name) == ("bf16", "reference")
+    assert "torchao is not installed" in plan.reason
+    assert "torchao is not installed" in refusal(config(recipe="auto", backend=backend, fallback="error")).cause
+
+
+def test_torchao_on_a_cpu_is_never_emulated(config):
+    plan = resolve(config(recipe="auto", backend="torchao", trainer={"accelerator": "cpu"}), "cpu")
+    assert (plan.ran, plan.backend.name) == ("fp32", "reference")
+    wanted = config(recipe="auto", backend="torchao", fallback="error", trainer={"accelerator": "cpu"})
+    assert "the CPU has no FP8 matrix units" in refusal(wanted, "cpu").cause
+
+
+@pytest.mark.usefixtures("ada")
+def test_rowwise_needs_hopper(config, monkeypatch):
+    monkeypatch.setattr(resolving, "why_not_recipe", support.why_not_recipe)
+    for backend in ("auto", "torchao"):
+        problem = refusal(config(recipe="rowwise", backend=backend))
+        assert "has compute capability 8.9, and recipe=rowwise needs 9.0" in problem.cause
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert resolve(config(recipe="rowwise"), "cuda").recipe == "rowwise"
+
+
+def kept(run, names):
+    return replace(run, precision=replace(run.precision, keep_bf16=names))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_torchao_is_taken_for_what_transformer_engine_has_not(config, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torchao.Torchao, "torch_attention", lambda self: "torch's")
+    found = resolve(config(recipe="rowwise"), "cuda").backend
+    assert found.name == "torchao"
+    assert "not Transformer Engine's: it has no scale a row" in found.kernels(50257)["layers"]
+    assert resolve(kept(config(recipe="auto"), ["blocks.*.fc1"]), "cuda").backend.name == "torchao"
+    without_torchao(monkeypatch)
+    problem = refusal(kept(config(recipe="auto"), ["blocks.*.fc1"]))
+    assert problem.cause.endswith("they cannot here: torchao is not installed")
+    assert ".[torchao]" in problem.remedy
 
 
 # CUDA graphs
@@ -352,9 +436,20 @@ def test_reasons_of_a_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     assert "A100 has compute capability 8.0" in support.why_not_fp8()
+    without_torchao(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(support.importlib.util, "find_spec", lambda name: None)
     assert "not installed" in support.why_not_fp8()
+
+
+def test_without_transformer_engine_the_recipes_are_torchaos(monkeypatch):
+    """`precision=auto` asks this of each of its candidates."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(support, "why_no_transformer_engine", lambda: "it is not installed")
+    assert support.why_not_fp8() is None
+    able = [name for name in ("mxfp8", "block", "rowwise", "current", "delayed") if not support.why_not_recipe(name)]
+    assert able == ["rowwise", "current"]
 
 
 @pytest.mark.parametrize("error", [OSError("libcudnn.so.9: cannot open"), ImportError("undefined symbol: _ZN\nmore")])
@@ -364,7 +459,10 @@ def test_a_broken_transformer_engine_is_a_reason(monkeypatch, error, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert support.why_not_fp8() is None, "torchao can"
+    without_torchao(monkeypatch)
     reason = support.why_not_fp8()
+    assert reason.endswith("; torchao is not installed")
     assert reason.startswith(f"Transformer Engine does not load: {type(error).__name__}")
     assert "\n" not in reason
 

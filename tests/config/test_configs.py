@@ -58,7 +58,7 @@ def test_every_choice_composes(file):
 
 
 @pytest.mark.parametrize("model", [file.stem for file in FILES if file.parent.name == "model"])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block", "mxfp8"])
 def test_every_model_fits_every_fp8_recipe(model, recipe):
     (config,) = preflight([f"model={model}", f"recipe={recipe}"])
     assert isinstance(config.precision, FP8PrecisionConfig)

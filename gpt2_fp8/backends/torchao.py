@@ -1,0 +1,73 @@
+"""torchao's float8 on the plain-torch layers, under `torch.compile`: FP8 where Transformer Engine is not."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+from typing_extensions import override
+
+from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
+from gpt2_fp8.backends.twin import bf16_loss
+from gpt2_fp8.config import backend_support
+from gpt2_fp8.config.block_spec import block_spec, why_not
+from gpt2_fp8.config.schema import AutoRecipe, FP8PrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.layers import Family, torchao
+from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.model.gpt2 import GPT2
+from gpt2_fp8.precision.float8_config import float8_config, weight_dtype
+from gpt2_fp8.precision.support import why_no_torchao, why_not_rowwise, why_not_te_fp8
+
+
+class Torchao(Backend):
+    """The plain-torch layers with torchao's products (`layers/torchao.py`).
+
+    Attributes:
+        emulate: whether FP8 products are computed from FP8's numbers in high precision. No run does; tests on a CPU do.
+    """
+
+    name = "torchao"
+    fused_loss = False
+    emulate: ClassVar[bool] = False
+
+    def __init__(self, config: RunConfig, ran: Ran, device: Device):
+        super().__init__(config, ran, device)
+        self.compiled = device == "cuda" if config.compile == "auto" else config.compile
+
+    @override
+    def own_recipe(self, auto: AutoRecipe) -> StatelessRecipe:
+        return StatelessRecipe(name="current")
+
+    @classmethod
+    @override
+    def why_not(cls, config: RunConfig) -> str | None:
+        lacking = why_not(block_spec(config.model), torchao.Layers.NAME, torchao.Layers.OFFERS)
+        rowwise = why_not_rowwise() if config.recipe.name == "rowwise" else None
+        return backend_support.why_not_torchao(config) or lacking or why_no_torchao() or rowwise
+
+    @override
+    def family(self) -> Family:
+        precision = self.config.precision
+        assert isinstance(precision, FP8PrecisionConfig)
+        assert self.recipe is not None
+        block, head = (float8_config(precision, self.recipe.name, head, self.emulate) for head in (False, True))
+        return Composed(torchao.Layers(block, head, weight_dtype(precision)), self.recompute, self.kernel)
+
+    def loss(self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
+        """See `Backend`. No weight is kept in FP8 between micro-batches, so `torch.compile` makes one graph."""
+        return super().loss(model, ids, None, scale)
+
+    def bf16_loss(self, model: GPT2) -> LossOf:
+        """See `Backend`. A twin of plain-torch layers computes it."""
+        return bf16_loss(model, self.recompute, self.config.penalty)
+
+    def kernels(self, vocab_size: int) -> dict[str, str]:
+        """See `Backend`. If faster layers were not chosen, it says why."""
+        precision = self.config.precision
+        auto = isinstance(precision, FP8PrecisionConfig) and precision.backend == "auto"
+        reason = backend_support.why_not_te(self.config) or why_not_te_fp8() if auto else None
+        how = ", compiled" if self.compiled else ""
+        return {
+            "layers": f"torchao's float8{how}" + (f", not Transformer Engine's: {reason}" if reason else ""),
+            "attention": self.torch_attention(),
+        }
