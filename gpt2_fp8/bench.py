@@ -174,7 +174,8 @@ def _measure_cases(record: Record, configs: list[RunConfig], device: str) -> Non
         case = Case(config=config, steps=bench.steps, warmup=bench.warmup, profile=bench.profile)
         recipe = f", {config.recipe.name}" if config.precision.name.startswith("fp8") else ""
         optimizer = f", {config.optimizer.name}" if config.optimizer.name != "adamw" else ""
-        words = f"{config.model.name}, micro-batch {config.micro_batch_size}, {config.precision.name}{recipe}"
+        named = f"{config.notes}: " if config.notes else ""
+        words = f"{named}{config.model.name}, micro-batch {config.micro_batch_size}, {config.precision.name}{recipe}"
         print(f"[{number}/{len(configs)}] {words}{optimizer} ... ", end="", flush=True)
         log = record.folder / "logs" / f"case-{number}.log"
         result = _measure(case, device, bench.timeout, log)

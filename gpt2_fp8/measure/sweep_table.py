@@ -91,14 +91,14 @@ def _rows(jobs: Sequence[Job], keys: dict[str, list[str]], folder_last: bool = F
         row |= {
             "val loss": _form(job.val_loss, ".4f"), "best": _form(job.best, ".4f"),
             "train loss": _form(job.train_loss, ".4f"), "tokens/s": _form(job.tokens_per_second, ",.0f"),
-            "GiB": _form(job.memory_gb, ".1f"), "steps": _form(job.steps, ",d"), "status ": job.status,
+            "GiB": _form(job.memory_gb, ".1f"), "steps": _form(job.steps, ",d"), "status": job.status,
             "note": job.message,
         }  # fmt: skip
         rows.append(row)
     return rows
 
 
-_TITLES = ("job", "val loss", "best", "train loss", "tokens/s", "GiB", "steps", "status ", "note")
+_TITLES = ("job", "val loss", "best", "train loss", "tokens/s", "GiB", "steps", "status", "note")
 
 
 def _values(words: Sequence[str]) -> dict[str, str]:

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 def run(config: RunConfig, folder: Path, words: Sequence[str] = ()) -> float | None:
     """Train as `config` says, in `folder`; returns the last validation loss (what a sweep compares).
 
-    `words`: the run's overrides. A micro-batch that is among them must not change. Writes `summary.json` at every end, good or
-    bad. Raises the errors of `config.errors` for ends of a known kind.
+    `words`: the run's overrides. A micro-batch that is among them must not change. Writes `summary.json` at every end,
+    good or bad. Raises the errors of `config.errors` for ends of a known kind.
     """
     quiet()
     locked = rank() == 0 and not config.trainer.fast_dev_run

@@ -22,8 +22,9 @@ def training(
 ) -> Callable[[RunConfig, Path, Sequence[str]], float | None]:
     """Import and return `fit.run`, for a run of `config` in `folder`, and import its plugins.
 
-    `here`: the folder where plugins are searched for. `words`: the run's overrides, for the summary of one that ends here. Raises UserError if the process may not have the memory for
-    torch, or if a plugin cannot be imported, and Stopped for a signal.
+    `here`: the folder where plugins are searched for. `words`: the run's overrides, for the summary of one that ends
+    here. Raises UserError if the process may not have the memory for torch, or if a plugin cannot be imported, and
+    Stopped for a signal.
     """
     with signals.handled() as handlers:
         try:

@@ -87,9 +87,7 @@ class Summary:
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     data: dict[str, Any] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)  # the layers, and the kernels of the fused ones by part
-    overrides: list[str] = field(
-        default_factory=list
-    )  # the words of this run, or of this job of a sweep, as Hydra has them
+    overrides: list[str] = field(default_factory=list)  # the words of this run or of its job in a sweep
     config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, as plain values
     versions: dict[str, str | None] = field(default_factory=lambda: _versions())
     device: str | None = None
