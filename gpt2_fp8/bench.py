@@ -189,6 +189,8 @@ def _measure(case: Case, device: str, timeout_s: float, log: Path) -> Result:
     if reason := memory_bound.too_large(case.config, device, case.warmup + case.steps + case.profile):
         return Result(status="out of memory", message=reason)
     result = measure(case, timeout_s, log)
+    if case.config.notes:  # a row, whose words are those of a run
+        return result
     return replace(result, remedy=result.remedy and benchmark_cases.in_lists(result.remedy))
 
 

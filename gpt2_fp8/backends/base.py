@@ -131,7 +131,7 @@ class Backend(ABC):
 
     @property
     def kernel(self) -> AttentionKernel:
-        """What computes attention: with a mask, the formula if that was asked for, or the kernels that torch chooses."""
+        """What computes attention: with a mask, the kernels that torch chooses, or the formula if asked for."""
         kernel = self.config.attention
         return "sdpa" if self.config.document_mask and kernel != "math" else kernel
 

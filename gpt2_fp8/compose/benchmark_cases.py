@@ -143,7 +143,7 @@ def _config(
     """Return a case's configuration with the benchmark's own sizes, or an empty list if it has problems."""
     found: list[Problem] = []
     configs = configs_of(CommandLine(case.words(given)), catalog, found)
-    problems += [Problem(*map(in_lists, problem)) for problem in found]
+    problems += found if isinstance(case, _Row) else [Problem(*map(in_lists, problem)) for problem in found]
     if any(config.trainer.devices != 1 or config.trainer.num_nodes != 1 for config in configs):
         problems.append(Problem("the benchmark measures one device, and this is a run on several", "trainer=gpu"))
     if not all(limits(config) for config in configs):

@@ -335,7 +335,8 @@ class RunConfig:
     compile: bool | Literal["auto"]  # torch.compile of the plain-torch layers; auto: on a GPU
     compile_mode: Literal["default", "reduce-overhead"] = "default"  # the second records CUDA graphs (bf16 on a GPU)
     cuda_graphs: bool | Literal["auto"]  # replay a micro-batch as one launch (fused layers, one GPU); auto: where small
-    # sdpa: torch's, which chooses; math: the formula, unfused; cudnn, flash: torch's held to one; te: Transformer Engine's; auto: the layers' own
+    # sdpa: torch's, which chooses; math: the formula, unfused; cudnn, flash: torch's held to one;
+    # te: Transformer Engine's; auto: the layers' own
     attention: AttentionKernel = "auto"
     document_mask: bool = False  # tokens attend within their document alone; not in the fused layers
     activation_checkpointing: Recompute  # what a backward computes again and does not keep: the MLP, or whole blocks

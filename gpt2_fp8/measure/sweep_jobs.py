@@ -117,7 +117,8 @@ def _job(top: Path, path: Path) -> Job:
 def _message(found: dict[str, Any]) -> str:
     """Return why it ended, and what ran instead of what was asked for."""
     precision, message = found.get("precision"), found.get("message")
-    told = [message] if isinstance(message, str) and message else []
+    told = [cause for cause in str(message or "").splitlines()[:1] if cause and isinstance(message, str)]
+    told = [cause.removeprefix("error: ") for cause in told]
     if isinstance(precision, dict) and isinstance(precision.get("reason"), str) and precision["reason"]:
         told.append(f"ran {precision.get('ran')}: {precision['reason']}")
     return "; ".join(told)

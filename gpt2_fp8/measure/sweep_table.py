@@ -52,10 +52,10 @@ def text(jobs: Sequence[Job]) -> str:
     left += [f"{len(keys) - _MOST_KEYS:,} more keys that differ"] if len(keys) > _MOST_KEYS else []
     first = dict(list(keys.items())[:_MOST_KEYS])
     rows = [
-        {line(name, _WIDEST): line(cell, _WIDEST) if isinstance(cell, str) else cell for name, cell in row.items()}
-        for row in _rows(shown, first, folder_last=True)
+        {line(name, _WIDEST): line(str(cell), 2 * _WIDEST if name == "note" else _WIDEST) for name, cell in row.items()}
+        for row in _rows(shown, first)
     ]
-    return table.text(rows) + (f"\n{' and '.join(left)}: in sweep.csv" if left else "")
+    return table.text(rows, verbatim=True) + (f"\n{' and '.join(left)}: in sweep.csv" if left else "")
 
 
 def markdown(jobs: Sequence[Job]) -> str:
@@ -64,7 +64,7 @@ def markdown(jobs: Sequence[Job]) -> str:
         {_inert(name): _inert(cell) if isinstance(cell, str) else cell for name, cell in row.items()}
         for row in _rows(jobs, varied(jobs))
     ]
-    return table.markdown(rows)
+    return table.markdown(rows, verbatim=True)
 
 
 def comma_separated(jobs: Sequence[Job]) -> str:
@@ -82,7 +82,7 @@ def comma_separated(jobs: Sequence[Job]) -> str:
     return file.getvalue()
 
 
-def _rows(jobs: Sequence[Job], keys: dict[str, list[str]], folder_last: bool = False) -> list[Row]:
+def _rows(jobs: Sequence[Job], keys: dict[str, list[str]]) -> list[Row]:
     """Return a row for each job; `keys` as `varied` returns them, for at least these jobs."""
     rows: list[Row] = []
     for place, job in enumerate(jobs):

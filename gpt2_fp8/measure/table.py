@@ -121,9 +121,12 @@ def kernel_rows(result: Result, count: int = 15) -> list[Row]:
     return rows
 
 
-def text(rows: Sequence[Row]) -> str:
-    """Format rows as columns of text, numbers right-aligned; columns without values are left out."""
-    names, cells, right = _columns(rows)
+def text(rows: Sequence[Row], verbatim: bool = False) -> str:
+    """Format rows as columns of text, numbers right-aligned; columns without values are left out.
+
+    `verbatim`: titles are as they are, since they name a run's keys.
+    """
+    names, cells, right = _columns(rows, verbatim)
     widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)] if cells else []
     lines = [names, ["-" * width for width in widths], *cells]
     return "\n".join(
@@ -132,14 +135,15 @@ def text(rows: Sequence[Row]) -> str:
     )
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """Format rows as a Markdown table."""
-    names, cells, right = _columns(rows)
+def markdown(rows: Sequence[Row], verbatim: bool = False) -> str:
+    """Format rows as a Markdown table; `verbatim` as in `text`."""
+    names, cells, right = _columns(rows, verbatim)
+    names = [name.replace("|", "\\|") for name in names]
     lines = [names, ["---:" if r else "---" for r in right], *[[c.replace("|", "\\|") for c in row] for row in cells]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _columns(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[bool]]:
+def _columns(rows: Sequence[Row], verbatim: bool) -> tuple[list[str], list[list[str]], list[bool]]:
     """Return titles, cells, and which columns are right-aligned."""
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if any(_cell(r.get(key)) for r in rows)]
     keys = [key for key in keys if key != "status" or any(row.get(key) != "ok" for row in rows)]
@@ -147,7 +151,7 @@ def _columns(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[bool
     cells = [[_cell(row.get(key)) for key in keys] for row in rows]
     columns: list[tuple[str, ...]] = list(zip(*cells, strict=True))
     right = [all(_NUMBER.fullmatch(cell) for cell in column if cell) for column in columns]
-    return [_TITLES.get(key, key.replace("_", " ")) for key in keys], cells, right
+    return [key if verbatim else _TITLES.get(key, key.replace("_", " ")) for key in keys], cells, right
 
 
 def _cell(value: object) -> str:
