@@ -20,8 +20,12 @@ EXTRAS = ("fp8", "bench", "hf")
 
 def requirements(project: dict) -> list[str]:
     """Return the requirements of a `pyproject.toml` and of `EXTRAS`, without those of `KEPT`."""
-    project = project["project"]
-    every = [*project["dependencies"], *(line for name in EXTRAS for line in project["optional-dependencies"][name])]
+    build, project = project["build-system"]["requires"], project["project"]  # the build is not isolated
+    every = [
+        *build,
+        *project["dependencies"],
+        *(line for name in EXTRAS for line in project["optional-dependencies"][name]),
+    ]
     return [line for line in every if re.match(r"[\w.-]+", line)[0].lower() not in KEPT]
 
 
