@@ -104,7 +104,7 @@ def test_a_wheel_needs_nothing_that_is_not_copied():
 
 @pytest.mark.slow
 def test_its_pip_lines_keep_the_images_torch(tmp_path):
-    """In a virtual environment that says it has the image's torch. The package index is asked, and nothing downloaded."""
+    """In a virtual environment that says it has the image's torch. Nothing is installed."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
     (site,) = (tmp_path / "env/lib").glob("python3*/site-packages")
     info = site / f"torch-{TORCH}.dist-info"

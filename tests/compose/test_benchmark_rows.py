@@ -29,7 +29,8 @@ def problems(text, *words):
 
 
 def test_each_row_is_a_run_of_its_own_words_and_no_baseline_is_added():
-    text = "# what\n\nfirst: precision=bf16 compile=false attention=math\nsmall, FP8: precision=fp8_hybrid micro_batch_size=8 # x\n"
+    text = "# what\n\nfirst: precision=bf16 compile=false attention=math\n"
+    text += "small, FP8: precision=fp8_hybrid micro_batch_size=8 # x\n"
     first, second = rows(text, "bench.micro_batch_size=16", "model.n_positions=512")
     assert [c.notes for c in (first, second)] == ["first", "small, FP8"]
     assert (first.precision.name, first.compile, first.attention, first.micro_batch_size) == ("bf16", False, "math", 16)
@@ -79,7 +80,7 @@ def test_several_models_or_sizes_are_refused_with_rows():
 @pytest.mark.parametrize("name", ["missing.txt", ".", "bytes.txt"])
 def test_a_file_that_is_none(name):
     Path("bytes.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="bench.rows="):
+    with pytest.raises(UserError, match=r"bench\.rows="):
         preflight([f"bench.rows={name}"], True)
 
 

@@ -81,7 +81,8 @@ def test_folders_of_every_name_and_depth_are_found_and_a_jobs_own_are_not_search
 HOSTILE = [
     "{", "[]", "null", "7", '"x"', "{}", "[" * 100_000, '{"status": 7}', '{"status": ["completed"]}', "\x00", "",
     '{"status": "completed", "last_val_loss": NaN}', '{"status": "completed", "best_val_loss": 1e999}',
-    '{"status": "completed", "last_val_loss": true, "steps": -1}', '{"overrides": [1, null]}', '{"overrides": "seed=1"}',
+    '{"status": "completed", "last_val_loss": true, "steps": -1}', '{"overrides": [1, null]}',
+    '{"overrides": "seed=1"}',
     '{"status": "completed", "best_val_loss": ' + "9" * 400 + "}", '{"steps": 1e400, "message": {"a": 1}}',
     '{"precision": [], "message": 7}', '{"precision": {"reason": {}, "ran": []}}',
 ]  # fmt: skip
