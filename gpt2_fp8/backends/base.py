@@ -24,7 +24,7 @@ from gpt2_fp8.config.schema import (
 )
 from gpt2_fp8.layers import Family, sdpa
 from gpt2_fp8.model.gpt2 import GPT2
-from gpt2_fp8.model.loss import cross_entropy, split
+from gpt2_fp8.model.loss import loss_of
 from gpt2_fp8.precision.scaling import Scaling
 
 Device = Literal["cuda", "cpu"]
@@ -138,16 +138,12 @@ class Backend(ABC):
     def loss(self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
         """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
 
-        Call it inside `forward_context` or `bf16_context`. `is_first_microbatch`: see `GPT2.forward`; without FP8 it
-        has no effect, and `torch.compile` makes one graph instead of three.
+        With gradients, the run's penalties are part of it, and with any it is [3]: see `model.penalty`. Call it inside
+        `forward_context` or `bf16_context`. `is_first_microbatch`: see `GPT2.forward`; without FP8 it has no effect,
+        and `torch.compile` makes one graph instead of three.
         """
         is_first_microbatch = is_first_microbatch if self.fp8 else None
-        inputs, targets = split(ids)
-        x = model.hidden_states(inputs, is_first_microbatch)
-        if chunked := getattr(model.head, "loss", None):
-            return chunked(x, targets, model.vocab_size, scale, is_first_microbatch)
-        logits = model.head(x, is_first_microbatch)
-        return cross_entropy(logits, targets, model.vocab_size, self.fused_loss, scale)
+        return loss_of(model, ids, is_first_microbatch, scale, self.fused_loss, self.config.penalty)
 
     def bf16_loss(self, model: GPT2) -> LossOf:
         """Return the loss that repeats a step of an FP8 run in bf16. Call it inside `bf16_context`."""

@@ -76,7 +76,7 @@ class Emulated(Backend):
 
     def bf16_loss(self, model: GPT2) -> LossOf:
         """See `Backend`. A twin of plain-torch layers computes it."""
-        return bf16_loss(model, self.recompute)
+        return bf16_loss(model, self.recompute, self.config.penalty)
 
     def scaling(self, model: GPT2) -> Scaling:
         """See `Backend`. Scales that were found with other operands are not taken from a checkpoint."""

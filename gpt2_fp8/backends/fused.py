@@ -50,7 +50,7 @@ class Fused(Backend):
 
     def bf16_loss(self, model: GPT2) -> LossOf:
         """See `Backend`. These layers have no bf16, so a twin of plain-torch layers computes it."""
-        return bf16_loss(model, self.recompute)
+        return bf16_loss(model, self.recompute, self.config.penalty)
 
     @override
     def scaling(self, model: GPT2) -> Scaling:

@@ -59,7 +59,7 @@ class Torchao(Backend):
 
     def bf16_loss(self, model: GPT2) -> LossOf:
         """See `Backend`. A twin of plain-torch layers computes it."""
-        return bf16_loss(model, self.recompute)
+        return bf16_loss(model, self.recompute, self.config.penalty)
 
     def kernels(self, vocab_size: int) -> dict[str, str]:
         """See `Backend`. If faster layers were not chosen, it says why."""

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.backends.base import LossOf
-from gpt2_fp8.config.schema import Recompute
+from gpt2_fp8.config.schema import PenaltyConfig, Recompute
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
-from gpt2_fp8.model.loss import cross_entropy, split
+from gpt2_fp8.model.loss import loss_of
 
 
 def twin_of(model: GPT2, recompute: Recompute = "none") -> GPT2:
@@ -25,14 +25,13 @@ def twin_of(model: GPT2, recompute: Recompute = "none") -> GPT2:
     return twin
 
 
-def bf16_loss(model: GPT2, recompute: Recompute = "none") -> LossOf:
+def bf16_loss(model: GPT2, recompute: Recompute, penalty: PenaltyConfig) -> LossOf:
     """Return the loss of a twin of `model`, which is built at the first call. Call it inside `bf16_context`."""
     twin: list[GPT2] = []
 
     def loss(ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
         if not twin:
             twin.append(twin_of(model, recompute))
-        inputs, targets = split(ids)
-        return cross_entropy(twin[0](inputs), targets, model.vocab_size, fused=ids.is_cuda, scale=scale)
+        return loss_of(twin[0], ids, None, scale, ids.is_cuda, penalty)
 
     return loss

@@ -21,7 +21,8 @@ from gpt2_fp8.model.gpt2 import padded_vocabulary
 class Throughput(pl.Callback):
     """Logs every `trainer.log_every_n_steps` steps, to the loggers and the progress bar.
 
-    `train_loss` (this rank's mean over the interval's steps that were not skipped), `lr`, `grad_norm`, `clip_ratio`,
+    `train_loss` (the cross-entropy, this rank's mean over the interval's steps that were not skipped), `penalty` (what
+    was added to it, likewise, if anything was), `lr`, `grad_norm`, `clip_ratio`,
     `skipped_steps` and `bf16_reruns` (so far), `tokens`, `tokens_per_second` (all ranks), `step_time` (s), `data_wait`
     (the part of the time spent waiting for the loader), `mfu_bf16` (`model/flops.py`; for GPUs whose peak is known) and
     `memory_gb` (peak allocated, GiB).
@@ -56,7 +57,8 @@ class Throughput(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reset the interval."""
         self._clock, self._steps, self._kept = None, 0, 0
-        self._losses = torch.zeros((), device=pl_module.device)
+        self._sums = torch.zeros(2, device=pl_module.device)
+        self._losses, self._penalties = self._sums.unbind()
 
     def _add(self, result: StepResult) -> None:
         """Add a settled step to the interval."""
@@ -67,6 +69,8 @@ class Throughput(pl.Callback):
         else:
             self._kept += 1
             self._losses += result.loss
+            if result.penalty is not None:
+                self._penalties += result.penalty
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         """Read the device and log, at the end of an interval."""
@@ -74,19 +78,20 @@ class Throughput(pl.Callback):
         if step % self.every_n_steps and not loops.is_last_step(trainer) and self._clock is not None:
             return
         result = pl_module.step.last
-        values = torch.stack([self._losses, result.grad_norm, result.clip_ratio]).tolist()
-        metrics = self._metrics(trainer, values, result.lr)
+        values = torch.stack([self._losses, result.grad_norm, result.clip_ratio, self._penalties]).tolist()
+        metrics = self._metrics(trainer, values, result)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         shown = {key: metrics[key] for key in ("train_loss", "tokens_per_second") if key in metrics}
         pl_module.log_dict(shown, prog_bar=True, logger=False)
 
-    def _metrics(self, trainer: pl.Trainer, values: list[float], lr: float) -> dict[str, float]:
-        losses, grad_norm, clip_ratio = values
+    def _metrics(self, trainer: pl.Trainer, values: list[float], result: StepResult) -> dict[str, float]:
+        losses, grad_norm, clip_ratio, penalties = values
         self.train_loss = losses / self._kept if self._kept else math.nan
         metrics = {
             "train_loss": self.train_loss,
-            "lr": lr,
+            **({} if result.penalty is None else {"penalty": penalties / self._kept if self._kept else math.nan}),
+            "lr": result.lr,
             "grad_norm": grad_norm,
             "clip_ratio": clip_ratio,
             "skipped_steps": self.skipped_steps,
@@ -98,7 +103,7 @@ class Throughput(pl.Callback):
         if self._clock is not None:
             metrics |= self._speed(trainer, now - self._clock, wait - self._waited)
         self._clock, self._waited, self._steps, self._kept = now, wait, 0, 0
-        self._losses.zero_()
+        self._sums.zero_()
         return metrics
 
     def _speed(self, trainer: pl.Trainer, seconds: float, waited: float) -> dict[str, float]:

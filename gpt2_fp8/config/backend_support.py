@@ -21,6 +21,9 @@ def why_not_fused(config: RunConfig) -> str | None:
         return f"they have no dropout, and model.dropout={config.model.dropout:g}"
     if config.document_mask:
         return "their attention has no mask, and this is document_mask=true"
+    if names := [name for name in ("logit_l2", "activation_l1") if getattr(config.penalty, name)]:
+        given = " and ".join(f"penalty.{name}={getattr(config.penalty, name):g}" for name in names)
+        return f"of the penalties they have z_loss alone, and this is {given}"
     if (backward := _backward(config)) != "fp8":
         return f"their backward is in FP8, and this is precision.backward={backward}"
     if block := partly(_kept(config)):
@@ -102,7 +105,7 @@ WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {
 }
 
 
-_OF_LAYERS = ("precision.backend", "precision.name", "recipe", "model.dropout", "document_mask")
+_OF_LAYERS = ("precision.backend", "precision.name", "recipe", "model.dropout", "document_mask", "penalty")
 _LAYER_BY_LAYER = "precision.keep_bf16", "precision.backward"
 _ELSEWHERE = "precision.backend=emulated can, slowly, or leave it out"
 _BY_TORCHAO = 'precision.backend=torchao can (pip install -e ".[torchao]"), or leave it out'

@@ -17,6 +17,8 @@ _ATTENTION_OF_TE = (
     "it is Transformer Engine's, and stands in the environment",
     "attention=flash, cudnn, sdpa or te; or NAME=1 in front of the command, for attention=te",
 )
+_Z_LOSS = ("it is a penalty", "penalty.z_loss=1e-4")
+_L1 = ("it is a penalty", "penalty.activation_l1=1e-4")
 _DOCUMENTS = ("it has another name", "document_mask=true")
 FOREIGN: dict[str, tuple[str, str]] = {
     "interval": _INTERVAL,
@@ -138,6 +140,13 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "reset_attention_mask": _DOCUMENTS,
     "intra_document_mask": _DOCUMENTS,
     "document_masking": _DOCUMENTS,
+    "penalty_weight": ("each penalty has a weight", "penalty.z_loss=1e-4, penalty.logit_l2 or penalty.activation_l1"),
+    "penalty_lambda": ("each penalty has a weight", "penalty.z_loss=1e-4, penalty.logit_l2 or penalty.activation_l1"),
+    "z_loss_weight": _Z_LOSS,
+    "z_loss_multiplier": _Z_LOSS,
+    "zloss": _Z_LOSS,
+    "l1_lambda": _L1,
+    "l1_weight": _L1,
     "use_compile": ("it has torch's name", "compile=true or false"),
     "use_wandb": ("runs log to TensorBoard and CSV", "logger=default, tensorboard, csv or none"),
     "wandb": ("runs log to TensorBoard and CSV", "logger=default, tensorboard, csv or none"),

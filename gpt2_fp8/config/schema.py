@@ -275,6 +275,20 @@ OptimizerConfig = AdamWOptimizer | MuonOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)
+class PenaltyConfig:
+    """What is added to the loss in training, times these weights; validation has none of it (docs/penalties.md)."""
+
+    z_loss: Amount = 0.0  # the square of the logarithm of the softmax's denominator
+    logit_l2: Amount = 0.0  # the mean square of the logits; not in the fused layers
+    activation_l1: Amount = 0.0  # the mean magnitude of the blocks' outputs; not in the fused layers
+
+    @property
+    def of_logits(self) -> bool:
+        """Whether a penalty is on the logits."""
+        return self.z_loss > 0 or self.logit_l2 > 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """Where and how long. Steps are optimizer steps, everywhere."""
 
@@ -349,6 +363,7 @@ class RunConfig:
     data: StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData | MixtureData
     optim: OptimConfig
     optimizer: OptimizerConfig = field(default_factory=lambda: AdamWOptimizer(name="adamw"))
+    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     trainer: TrainerConfig
     callbacks: CallbacksConfig
     logger: LoggerConfig

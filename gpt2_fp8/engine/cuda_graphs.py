@@ -17,6 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.precision import state
 
 WARM_UP = 2  # passes before recording: they compile and choose kernels and allocate workspaces
@@ -54,6 +55,7 @@ class GraphedGradients:
         """Compute the gradients of the mean loss over a step's micro-batches into `.grad`.
 
         `parts`: tensors of equal shapes [sequences, tokens + 1]. Returns the mean loss, float32 on the device.
+        It is as `step.accumulate` returns it.
         """
         if not self._graphs:
             self._record(parts[0], 1 / len(parts))
@@ -66,7 +68,7 @@ class GraphedGradients:
         for i, part in enumerate(parts):
             self._ids.copy_(part)
             self._graphs[i == 0].replay()
-            total += self._losses[i == 0]
+            total = total + self._losses[i == 0]
         return total
 
     def _record(self, ids: Tensor, scale: float) -> None:
@@ -97,7 +99,7 @@ class GraphedGradients:
     def _pass(self, first: bool, scale: float) -> Tensor:
         with self.context():
             loss = self.loss_of(self._ids, first, scale)
-        loss.backward()
+        penalties.trained(loss).backward()
         return loss.detach()
 
     def _discard(self) -> None:

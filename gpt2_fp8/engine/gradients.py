@@ -13,6 +13,7 @@ from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.engine.compile import compiled, prepared, recorded
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.engine.step import accumulate
+from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.precision.scaling import Scaling, Undo
 from gpt2_fp8.runtime import signals
@@ -53,7 +54,8 @@ class Gradients:
     def loss(self, ids: Tensor, is_first_microbatch: bool | None = None, scale: float = 1.0) -> Tensor:
         """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
 
-        Call it inside the backend's forward context. `is_first_microbatch`: see `GPT2.forward`.
+        With gradients, penalties are part of it: see `model.penalty`. Call it inside the backend's forward context.
+        `is_first_microbatch`: see `GPT2.forward`.
         """
         return self._loss_of(ids, is_first_microbatch, scale)
 
@@ -133,7 +135,7 @@ class Gradients:
     def _looked_at(self, loss_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def loss(ids: Tensor) -> Tensor:
             signals.look()
-            return loss_of(ids)
+            return penalties.trained(loss_of(ids))
 
         return loss
 

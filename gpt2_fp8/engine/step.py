@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gpt2_fp8.compat.torch_private import skip_where
+from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.runtime import collectives
 
 LossOf = Callable[[Tensor, bool | None, float], Tensor]
@@ -20,8 +21,8 @@ LossOf = Callable[[Tensor, bool | None, float], Tensor]
 class Verdict(NamedTuple):
     """What the host must know of a step before the next one; the same on all ranks."""
 
-    loss: float  # mean over all ranks' tokens, before the update
-    skipped: bool  # the loss or the gradient's norm was not finite, so the update did nothing
+    loss: float  # the cross-entropy, mean over all ranks' tokens, before the update
+    skipped: bool  # the loss, a penalty or the gradient's norm was not finite, so the update did nothing
     absurd: int = 0  # FP8 tensors whose amax has jumped: see `precision.magnitudes`
 
 
@@ -29,12 +30,13 @@ class Verdict(NamedTuple):
 class StepResult:
     """The result of a step. Its tensors are float32 scalars on the device: reading one waits for the GPU."""
 
-    loss: Tensor  # mean over this rank's tokens, before the update
+    loss: Tensor  # the cross-entropy, mean over this rank's tokens, before the update
     grad_norm: Tensor  # global L2 norm before clipping
     clip_ratio: Tensor  # the factor by which the gradients were multiplied; 1 without clipping
     lr: float  # of the update
     skipped: Tensor  # 1 if the update did nothing, else 0
     sent: _Sent
+    penalty: Tensor | None = None  # what was added to the loss; None if nothing was
     first: Verdict | None = None  # the verdict on the FP8 attempt before this one, if the step was run again
 
     def read(self) -> Verdict:
@@ -54,16 +56,17 @@ def accumulate(
 ) -> Tensor:
     """Add the gradients of the mean loss over `ids` to the parameters' `.grad`, one micro-batch after the other.
 
-    ids: [sequences, tokens + 1]. Returns the mean loss, float32 on the device. `loss_of(ids, is_first_microbatch,
-    scale)` is `scale` times the mean loss of a micro-batch. It is called inside `forward_context`; `backward` is called
-    outside of it. There is no collective here: see `collectives.average`.
+    ids: [sequences, tokens + 1]. Returns the mean loss, float32 on the device; with penalties [3], as `model.penalty`
+    says. `loss_of(ids, is_first_microbatch, scale)` is `scale` times the mean loss of a micro-batch. It is called
+    inside `forward_context`; `backward` is called outside of it. There is no collective
+    here: see `collectives.average`.
     """
     total = torch.zeros((), dtype=torch.float32, device=ids.device)
     for i, part in enumerate(ids.split(micro_batch_size)):
         with forward_context():
             loss = loss_of(part, i == 0, len(part) / len(ids))
-        backward(loss)
-        total += loss.detach()
+        backward(penalties.trained(loss))
+        total = total + loss.detach()
     return total
 
 
@@ -77,6 +80,8 @@ def update(
 ) -> StepResult:
     """Clip, and apply the update unless the loss or the gradient's norm is not finite on any rank.
 
+    `loss` is what `accumulate` returns.
+
     The device decides (torch's fused optimizers skip if `found_inf` is set), so the update does not wait for the host.
     `apply` calls the optimizer's `step`, through whatever wraps it. `absurd` becomes part of the verdict: float32, the
     same on all ranks.
@@ -84,18 +89,22 @@ def update(
     parameters = list(parameters)
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=True)
     clip_ratio = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-    seen = _agreed(loss, grad_norm, absurd)
+    cross_entropy, penalty = penalties.parts(loss)
+    seen = _agreed(cross_entropy, penalty, grad_norm, absurd)
     skipped = seen[1].clamp(max=1.0)
     verdict = _Sent(seen)  # before the update: the host learns it while the device still computes that
     skip_where(optimizer, skipped)
     apply()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, grad_norm, clip_ratio, optimizer.param_groups[0]["lr"], skipped, verdict)
+    lr = optimizer.param_groups[0]["lr"]
+    return StepResult(cross_entropy, grad_norm, clip_ratio, lr, skipped, verdict, penalty)
 
 
-def _agreed(loss: Tensor, grad_norm: Tensor, absurd: Tensor | None) -> Tensor:
+def _agreed(loss: Tensor, penalty: Tensor | None, grad_norm: Tensor, absurd: Tensor | None) -> Tensor:
     """Return float32 [3] on the device: the ranks' mean loss, how many ranks are not finite, and `absurd`."""
     bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
+    if penalty is not None:
+        bad = bad | ~torch.isfinite(penalty)
     seen = torch.stack([loss.detach().float(), bad.float(), torch.zeros_like(loss) if absurd is None else absurd])
     if collectives.is_distributed():
         collectives.enter()

@@ -7,6 +7,10 @@ and backward kernels need three, and a separate buffer four. The price: the logi
 With two passes, arithmetic takes as long as memory traffic, so both loops do as little as they can. Exponentials are in
 base 2, with all constants folded into one multiply-add. A running maximum is kept for each lane of `LANE` neighbours,
 not for each element or block. Only the row's last block is masked, and the target's -1 is written separately.
+
+Penalties add arithmetic to the second pass, and no pass. Let lse be the logarithm of a row's sum of exponentials, and V
+the number of columns that count. A row's penalty is z lse^2 + l mean(x^2). Then the gradient is softmax (1 + 2 z lse) -
+onehot + 2 l x / V. Without penalties the compiled kernels have nothing of this.
 """
 
 from __future__ import annotations
@@ -53,10 +57,13 @@ def row_statistics(logits, vocab_size, LANES: tl.constexpr, LANE: tl.constexpr):
 
 @triton.jit
 def _rows(
-    logits, targets, losses, weight, stride, vocab_size, columns,
-    WITH_GRADIENT: tl.constexpr, LANES: tl.constexpr, LANE: tl.constexpr,
+    logits, targets, losses, weight, stride, vocab_size, columns, penalties, z_loss, logit_l2,
+    WITH_GRADIENT: tl.constexpr, LANES: tl.constexpr, LANE: tl.constexpr, Z: tl.constexpr, L2: tl.constexpr,
 ):  # fmt: skip
-    """Compute loss and gradient of one row: `losses[row]` is unweighted, the gradient is times `weight[0]`."""
+    """Compute loss and gradient of one row: `losses[row]` is unweighted, the gradient is times `weight[0]`.
+
+    With Z or L2, so does `penalties[row]` hold the row's penalty, of the weights `z_loss` and `logit_l2`.
+    """
     BLOCK: tl.constexpr = LANES * LANE
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -64,6 +71,8 @@ def _rows(
     offsets = tl.arange(0, LANES)[:, None] * LANE + tl.arange(0, LANE)[None, :]
     if target < 0:
         tl.store(losses + row, 0.0)
+        if Z or L2:
+            tl.store(penalties + row, 0.0)
         if WITH_GRADIENT:
             for start in range(0, columns, BLOCK):
                 tl.store(logits + start + offsets, 0.0, mask=start + offsets < columns)
@@ -71,20 +80,50 @@ def _rows(
     picked = tl.load(logits + target).to(tl.float32)
     maximum, total = row_statistics(logits, vocab_size, LANES, LANE)
     tl.store(losses + row, total / LOG2E + (maximum - picked))
+    log_sum = total / LOG2E + maximum
     if WITH_GRADIENT:
         scale = tl.load(weight)
         offset = tl.log2(scale) - total
         full = vocab_size // BLOCK * BLOCK
+        more = 1.0 + 2.0 * z_loss * log_sum
+        slope = 2.0 * logit_l2 / vocab_size * scale
+        squares = tl.zeros([LANES, LANE], tl.float32)
         tl.debug_barrier()  # every warp reads `picked` before any of them overwrites it
         for start in range(0, full, BLOCK):
             x = tl.load(logits + start + offsets).to(tl.float32)
-            tl.store(logits + start + offsets, tl.exp2((x - maximum) * LOG2E + offset))
+            gradient = tl.exp2((x - maximum) * LOG2E + offset)
+            if Z:
+                gradient *= more
+            if L2:
+                gradient += slope * x
+                squares += x * x
+            tl.store(logits + start + offsets, gradient)
         for start in range(full, columns, BLOCK):
             inside = start + offsets < vocab_size
             x = tl.load(logits + start + offsets, mask=inside, other=-float("inf")).to(tl.float32)
-            tl.store(logits + start + offsets, tl.exp2((x - maximum) * LOG2E + offset), mask=start + offsets < columns)
+            gradient = tl.exp2((x - maximum) * LOG2E + offset)
+            if Z:
+                gradient *= more
+            if L2:
+                x = tl.where(inside, x, 0.0)
+                gradient += slope * x
+                squares += x * x
+            tl.store(logits + start + offsets, gradient, mask=start + offsets < columns)
         tl.debug_barrier()
-        tl.store(logits + target, (tl.exp2((picked - maximum) * LOG2E - total) - 1.0) * scale)
+        probability = tl.exp2((picked - maximum) * LOG2E - total)
+        if Z:
+            probability *= more
+        at_target = (probability - 1.0) * scale
+        if L2:
+            at_target += slope * picked
+        tl.store(logits + target, at_target)
+        if Z or L2:
+            penalty = log_sum * 0.0
+            if Z:
+                penalty += z_loss * log_sum * log_sum
+            if L2:
+                penalty += logit_l2 / vocab_size * tl.sum(tl.sum(squares, axis=1), axis=0)
+            tl.store(penalties + row, penalty)
 
 
 @triton.jit
@@ -110,38 +149,57 @@ def scale_(values: Tensor, factor: Tensor) -> None:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, scale: float, z_loss: float, logit_l2: float
+    ) -> Tensor:
         rows, columns = logits.shape
         losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
         weight = scale / (targets >= 0).sum().clamp_min(1).to(torch.float32)
-        with_gradient = ctx.needs_input_grad[0]
+        with_gradient, penalised = ctx.needs_input_grad[0], z_loss > 0 or logit_l2 > 0
+        assert with_gradient or not penalised, "penalties are for training"
+        penalties = torch.empty_like(losses) if penalised else losses
         _rows[(rows,)](
-            logits, targets, losses, weight, logits.stride(0), vocab_size, columns,
-            WITH_GRADIENT=with_gradient, LANES=LANES, LANE=LANE, num_warps=WARPS,
+            logits, targets, losses, weight, logits.stride(0), vocab_size, columns, penalties, z_loss, logit_l2,
+            WITH_GRADIENT=with_gradient, LANES=LANES, LANE=LANE, Z=z_loss > 0, L2=logit_l2 > 0, num_warps=WARPS,
         )  # fmt: skip
         if with_gradient:
             ctx.save_for_backward(logits.detach())
-        return losses.sum() * weight
+        loss = losses.sum() * weight
+        return with_penalty(loss, penalties.sum() * weight) if penalised else loss
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        scale_(gradient, upstream[0])
-        return gradient, None, None, None
+        scale_(gradient, of_trained(upstream[0]))
+        return gradient, None, None, None, None, None
 
 
-def fused_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, scale: float = 1.0) -> Tensor:
+def with_penalty(loss: Tensor, penalty: Tensor) -> Tensor:
+    """Return float32 [3]: what is trained, the loss, and the penalty. Only the first may have a gradient."""
+    return torch.stack([loss + penalty, loss, penalty])
+
+
+def of_trained(upstream: Tensor) -> Tensor:
+    """Return the gradient of what is trained, a scalar, from that of a loss with or without penalties."""
+    return upstream if upstream.dim() == 0 else upstream[0]
+
+
+def fused_cross_entropy(
+    logits: Tensor, targets: Tensor, vocab_size: int, scale: float = 1.0, z_loss: float = 0.0, logit_l2: float = 0.0
+) -> Tensor:
     """Compute `scale` (positive) times the mean cross-entropy over the rows whose target is not negative.
 
     logits: [rows, columns] bf16 or float32 on CUDA, contiguous; -inf is allowed, but not in a whole row. If they
     require a gradient, they are **overwritten** with it. Columns from `vocab_size` on are padding: they are ignored,
     and their gradient is 0. targets: int64 [rows]; a row with a negative target is ignored.
 
-    Returns a float32 scalar (0 if every row is ignored). It supports only one backward. Scaling here is free; scaling
-    the returned loss costs another pass over memory.
+    `z_loss` and `logit_l2` are the weights of penalties, which `scale` multiplies too; they need a gradient.
+
+    Returns a float32 scalar (0 if every row is ignored); with penalties [3], as `with_penalty`. It supports only one
+    backward. Scaling here is free; scaling the returned loss costs another pass over memory.
     """
     assert logits.is_contiguous(), "the gradient is written where the logits are"
     assert logits.dim() == 2, logits.shape
     assert targets.shape == logits.shape[:1], (logits.shape, targets.shape)
     assert scale > 0
-    return _CrossEntropy.apply(logits, targets, vocab_size, scale)
+    return _CrossEntropy.apply(logits, targets, vocab_size, scale, z_loss, logit_l2)

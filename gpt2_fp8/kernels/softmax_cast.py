@@ -8,12 +8,16 @@ the GEMMs' scale instead.
 Between the kernels a row is described by two numbers: its largest logit and the logarithm of its sum. Added into one
 number, they would be rounded to the precision of the larger, and with them every probability of the row.
 
+With z-loss the gradient is softmax (1 + 2 z lse) - onehot. The factor stays. A value saturates beyond 1.75, so only
+where a probability is near 1 and z |lse| above 0.375. Nothing bounds lse by itself, but z-loss pulls it towards 0: at
+the usual z of 1e-4 it would have to be beyond 3,750. Saturation keeps the direction.
+
 The second kernel is CUDA C++ (`cuda/softmax_gradient.cu`), or Triton if that cannot be compiled.
 """
 
 from __future__ import annotations
 
-from math import log2
+from math import log, log2
 
 import torch
 import triton
@@ -55,9 +59,10 @@ def _statistics(
 
 @triton.jit
 def _difference(
-    logits, targets, exponents, groups, columns, number: tl.constexpr, M, N, vocab_size, EXPONENT: tl.constexpr
-):
-    """Compute a tile of softmax - onehot, times 2^EXPONENT."""
+    logits, targets, exponents, groups, columns, number: tl.constexpr, M, N, vocab_size, z_loss,
+    EXPONENT: tl.constexpr, Z: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of softmax - onehot, times 2^EXPONENT; with Z, of softmax (1 + 2 z lse) - onehot."""
     inside = groups < M // 4
     rows = groups * 4 + number
     target = tl.load(targets + rows, mask=inside, other=-1).to(tl.int32)[:, None]
@@ -65,22 +70,26 @@ def _difference(
     at = logits + rows.to(tl.int64)[:, None] * N + columns[None, :]
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     maximum = tl.load(exponents + rows * 2, mask=inside, other=0.0)[:, None]
-    shift = EXPONENT - tl.load(exponents + rows * 2 + 1, mask=inside, other=0.0)[:, None]
-    p = tl.where(mask, tl.exp2((x - maximum) * LOG2E + shift), 0.0)
+    total = tl.load(exponents + rows * 2 + 1, mask=inside, other=0.0)[:, None]
+    shift = EXPONENT - total
+    p = tl.exp2((x - maximum) * LOG2E + shift)
+    if Z:
+        p *= 1.0 + 2.0 * z_loss * (maximum + total / LOG2E)
+    p = tl.where(mask, p, 0.0)
     return tl.where(columns[None, :] == target, p - 2.0**EXPONENT, p)
 
 
 @triton.jit
 def _gradient(
-    logits, targets, exponents, q, qt, M, N, vocab_size,
-    EXPONENT: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+    logits, targets, exponents, q, qt, M, N, vocab_size, z_loss,
+    EXPONENT: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, Z: tl.constexpr,
 ):  # fmt: skip
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    p0 = _difference(logits, targets, exponents, groups, columns, 0, M, N, vocab_size, EXPONENT)
-    p1 = _difference(logits, targets, exponents, groups, columns, 1, M, N, vocab_size, EXPONENT)
-    p2 = _difference(logits, targets, exponents, groups, columns, 2, M, N, vocab_size, EXPONENT)
-    p3 = _difference(logits, targets, exponents, groups, columns, 3, M, N, vocab_size, EXPONENT)
+    p0 = _difference(logits, targets, exponents, groups, columns, 0, M, N, vocab_size, z_loss, EXPONENT, Z)
+    p1 = _difference(logits, targets, exponents, groups, columns, 1, M, N, vocab_size, z_loss, EXPONENT, Z)
+    p2 = _difference(logits, targets, exponents, groups, columns, 2, M, N, vocab_size, z_loss, EXPONENT, Z)
+    p3 = _difference(logits, targets, exponents, groups, columns, 3, M, N, vocab_size, z_loss, EXPONENT, Z)
     store_both(q, qt, p0, p1, p2, p3, groups, columns, M, N, 1.0, True)
 
 
@@ -99,13 +108,20 @@ def softmax_statistics(logits: Tensor, targets: Tensor, vocab_size: int) -> tupl
     return losses, exponents
 
 
+def log_sums(exponents: Tensor) -> Tensor:
+    """Compute the logarithm of each row's sum of exponentials from its exponents [M, 2]; 0 where there is no target."""
+    counted = exponents[:, 1].isfinite()
+    return torch.where(counted, exponents[:, 0] + exponents[:, 1] * log(2), 0.0)
+
+
 def softmax_gradient_cast(
-    logits: Tensor, targets: Tensor, exponents: Tensor, vocab_size: int, dtype: torch.dtype
+    logits: Tensor, targets: Tensor, exponents: Tensor, vocab_size: int, dtype: torch.dtype, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Compute (softmax(logits) - onehot(targets)) times GRADIENT_SCALE[dtype], FP8 [M, N] and its transpose [N, M].
 
     M and N are multiples of 16. It is 0 in rows whose target is negative and in columns from `vocab_size` on, whatever
-    their logits. `exponents` are those of `softmax_statistics`.
+    their logits. With `z_loss`, softmax is multiplied by 1 + 2 z_loss lse. `exponents` are those of
+    `softmax_statistics`.
     """
     assert all(t.is_contiguous() for t in (logits, targets, exponents))
     assert (logits.dtype, targets.dtype, exponents.dtype) == (torch.bfloat16, torch.int64, torch.float32)
@@ -114,26 +130,28 @@ def softmax_gradient_cast(
     assert GRADIENT_SCALE[dtype] < LARGEST[dtype]
     q, qt = empty_pair(m, n, dtype, logits.device)
     launch = _in_cuda if nvrtc.missing() is None else _in_triton
-    launch(logits, targets, exponents, q, qt, vocab_size, int(log2(GRADIENT_SCALE[dtype])))
+    launch(logits, targets, exponents, q, qt, vocab_size, int(log2(GRADIENT_SCALE[dtype])), z_loss)
     return q, qt
 
 
 def _in_cuda(
-    logits: Tensor, targets: Tensor, exponents: Tensor, q: Tensor, qt: Tensor, vocab_size: int, exponent: int
-) -> None:
+    logits: Tensor, targets: Tensor, exponents: Tensor, q: Tensor, qt: Tensor, vocab_size: int, exponent: int,
+    z_loss: float,
+) -> None:  # fmt: skip
     m, n = logits.shape
     given = {"E4M3": q.dtype == torch.float8_e4m3fn, "EXPONENT": exponent, "BLOCKS": BLOCKS}
-    given |= {"TILE": TILE, "THREADS": THREADS}
+    given |= {"TILE": TILE, "THREADS": THREADS} | ({"Z_LOSS": 1} if z_loss else {})
     gradient = nvrtc.kernel("softmax_gradient", given, logits.device, THREADS, shared_bytes=0)
     blocks = triton.cdiv(m, TILE) * triton.cdiv(n, TILE)
-    gradient(blocks, logits, targets, exponents, q, qt, m, n, vocab_size)
+    gradient(blocks, logits, targets, exponents, q, qt, m, n, vocab_size, *([z_loss] if z_loss else []))
 
 
 def _in_triton(
-    logits: Tensor, targets: Tensor, exponents: Tensor, q: Tensor, qt: Tensor, vocab_size: int, exponent: int
-) -> None:
+    logits: Tensor, targets: Tensor, exponents: Tensor, q: Tensor, qt: Tensor, vocab_size: int, exponent: int,
+    z_loss: float,
+) -> None:  # fmt: skip
     m, n = logits.shape
     _gradient[(triton.cdiv(n, COLUMNS), triton.cdiv(m, 4 * GROUPS))](
-        logits, targets, exponents, q, qt, m, n, vocab_size,
-        EXPONENT=exponent, GROUPS=GROUPS, COLUMNS=COLUMNS, num_warps=TILE_WARPS,
+        logits, targets, exponents, q, qt, m, n, vocab_size, z_loss,
+        EXPONENT=exponent, GROUPS=GROUPS, COLUMNS=COLUMNS, Z=z_loss > 0, num_warps=TILE_WARPS,
     )  # fmt: skip

@@ -4,6 +4,9 @@ As in the fused layers (`layers.head`), the logits' gradient is (softmax - oneho
 recipe and format. No scale must be found, since its values lie in [-1, 1]. The loss's divisor goes into the scale of
 the GEMMs instead. With a backward in bf16, the gradient is in bfloat16.
 
+Penalties change the gradient to softmax (1 + 2 z lse) - onehot + 2 l x / vocabulary, where lse is the logarithm of a
+row's sum of exponentials. It is cast with the same factor, and saturates as `kernels.softmax_cast` says.
+
 Shapes: M = batch * tokens rows, d = n_embd, N = padded_vocab_size.
 """
 
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.block_spec import Norm
+from gpt2_fp8.config.schema import PenaltyConfig
 from gpt2_fp8.layers.emulated_gemm import (
     NO_SLOTS,
     Casts,
@@ -54,15 +58,22 @@ class Head(LayerNormLinear):
         return y.to(torch.bfloat16)
 
     def loss(
-        self, x: Tensor, targets: Tensor, vocab_size: int, scale: float, is_first_microbatch: bool | None
-    ) -> Tensor:
-        """Compute `scale` times the mean cross-entropy over targets [batch, tokens] that are not negative; float32."""
+        self, x: Tensor, targets: Tensor, vocab_size: int, scale: float, is_first_microbatch: bool | None,
+        penalty: PenaltyConfig | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute `scale` times the mean cross-entropy over targets [batch, tokens] that are not negative; float32.
+
+        With penalties on the logits it is [3]: what is trained, the cross-entropy, and the penalties. Only the first
+        has a gradient.
+        """
         rows, targets = self._normalise(x).flatten(0, 1), targets.flatten()
         weight = scale / torch.count_nonzero(targets >= 0).clamp_min(1)
         slots = self._slots()
+        on_logits = (penalty.z_loss, penalty.logit_l2) if penalty and penalty.of_logits else None
         return _Loss.apply(
-            rows, self.weight, slots.forward, slots.seen_forward, targets, weight.float(), self.casts, vocab_size
-        )
+            rows, self.weight, slots.forward, slots.seen_forward, targets, weight.float(), self.casts, vocab_size,
+            on_logits,
+        )  # fmt: skip
 
     def _slots(self) -> Slots:
         (scales,) = self.scales
@@ -79,16 +90,21 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, weight: Tensor, scale: Tensor | None, seen: Tensor | None, targets: Tensor,
-        divisor: Tensor, casts: Casts, vocab_size: int,
+        divisor: Tensor, casts: Casts, vocab_size: int, penalty: tuple[float, float] | None,
     ) -> Tensor:  # fmt: skip
         with without_autocast(y):
             inputs, w, amaxes = cast_forward(y, weight, casts, scale)
             logits = product(inputs.fprop, w.t()).to(torch.bfloat16)
-            total = F.cross_entropy(logits[:, :vocab_size].float(), targets, ignore_index=-1, reduction="sum")
+            real = logits[:, :vocab_size].float()
+            total = F.cross_entropy(real, targets, ignore_index=-1, reduction="sum")
         kept = inputs.wgrad
         ctx.save_for_backward(logits, targets, divisor, kept.values, kept.scale_inv, w.values, w.scale_inv, amaxes)
-        ctx.vocab_size, ctx.casts = vocab_size, casts
-        return total * divisor
+        ctx.vocab_size, ctx.casts, ctx.penalty = vocab_size, casts, penalty
+        if penalty is None:
+            return total * divisor
+        of_rows = penalty[0] * real.logsumexp(1).square() + penalty[1] * real.square().mean(1)
+        penalties = torch.where(targets >= 0, of_rows, 0.0).sum()
+        return torch.stack([total + penalties, total, penalties]) * divisor
 
     @staticmethod
     @once_differentiable
@@ -97,21 +113,27 @@ class _Loss(torch.autograd.Function):
         casts: Casts = ctx.casts
         y = Operand(y_values, y_scale_inv, casts.wgrad_input is not None)
         w = Operand(w_values, w_scale_inv, True)
-        g, factor = _gradient(logits, targets, ctx.vocab_size), upstream[0] * divisor
+        given = upstream[0] if ctx.penalty is None else upstream[0][0]
+        g, factor = _gradient(logits, targets, ctx.vocab_size, ctx.penalty), given * divisor
         in_fp8 = Operand(saturated(g * FACTOR, GRADIENT), factor / FACTOR, True)
         in_bf16 = uncast(g * factor)
         with without_autocast(logits):
             dy = rounded_product(in_bf16 if casts.dgrad_gradient is None else in_fp8, w)
             dw = weight_gradient(in_bf16 if casts.wgrad_gradient is None else in_fp8, y)
-        return dy, dw, None, amaxes, None, None, None, None
+        return dy, dw, None, amaxes, None, None, None, None, None
 
 
-def _gradient(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Compute softmax(logits) - onehot(targets), float32 [M, N].
+def _gradient(logits: Tensor, targets: Tensor, vocab_size: int, penalty: tuple[float, float] | None) -> Tensor:
+    """Compute softmax(logits) - onehot(targets), float32 [M, N], or with the penalties z-loss and L2, by their weights.
 
     It is 0 in rows whose target is negative and in columns from `vocab_size` on.
     """
-    p = torch.softmax(logits[:, :vocab_size].float(), 1)
+    real = logits[:, :vocab_size].float()
+    p = torch.softmax(real, 1)
     columns = torch.arange(vocab_size, device=logits.device)
-    p = torch.where(columns == targets[:, None], p - 1, p) * (targets >= 0)[:, None]
+    if penalty is not None:
+        z_loss, logit_l2 = penalty
+        p = p * (1 + 2.0 * z_loss * real.logsumexp(1, keepdim=True)) + 2.0 * logit_l2 / vocab_size * real
+    p = torch.where(columns == targets[:, None], p - 1, p)
+    p = p * (targets >= 0)[:, None]
     return F.pad(p, (0, logits.shape[1] - vocab_size))

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.block_spec import BlockSpec
+from gpt2_fp8.config.schema import PenaltyConfig
 from gpt2_fp8.kernels.cast import reduce_columns
-from gpt2_fp8.kernels.cross_entropy import scale_
+from gpt2_fp8.kernels.cross_entropy import of_trained, scale_, with_penalty
 from gpt2_fp8.kernels.gemm import matmul
 from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
 from gpt2_fp8.kernels.product_gelu import Operands, fits
 from gpt2_fp8.kernels.product_logits import product_logits
-from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE, softmax_gradient_cast, softmax_statistics
+from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE, log_sums, softmax_gradient_cast, softmax_statistics
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.fp8_linear import FP8Linear
 from gpt2_fp8.layers.reference import LayerNormLinear
@@ -49,15 +50,20 @@ class Head(LayerNormLinear):
             return self.linear(y8).view(*x.shape[:-1], -1)
 
     def loss(
-        self, x: Tensor, targets: Tensor, vocab_size: int, scale: float, is_first_microbatch: bool | None
-    ) -> Tensor:
-        """Compute `scale` times the mean cross-entropy over targets [batch, tokens] that are not negative; float32."""
+        self, x: Tensor, targets: Tensor, vocab_size: int, scale: float, is_first_microbatch: bool | None,
+        penalty: PenaltyConfig | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute `scale` times the mean cross-entropy over targets [batch, tokens] that are not negative; float32.
+
+        With z-loss, the one penalty that these layers have, it is [3]: see `kernels.cross_entropy.with_penalty`.
+        """
+        z_loss = penalty.z_loss if penalty else 0.0
         if is_first_microbatch is not False:
             self.linear.refresh(self.weight, None)
         parameters = self.layer_norm_weight, self.layer_norm_bias, self.weight
         # Inside a Function gradients are always off and parameters always require theirs, so the mode is passed in.
         training = torch.is_grad_enabled()
-        return _HeadFunction.apply(x, targets.reshape(-1), self, vocab_size, scale, training, *parameters)
+        return _HeadFunction.apply(x, targets.reshape(-1), self, vocab_size, scale, training, z_loss, *parameters)
 
     def logits(self, y8: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Compute logits, bfloat16 [rows, N], and their losses and exponents, from y8 [rows, d].
@@ -84,15 +90,19 @@ class _HeadFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, targets: Tensor, head: Head, vocab_size: int, scale: float, training: bool, *_: Tensor
-    ) -> Tensor:
+        ctx: Any, x: Tensor, targets: Tensor, head: Head, vocab_size: int, scale: float, training: bool, z_loss: float,
+        *_: Tensor,
+    ) -> Tensor:  # fmt: skip
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
         weight = scale / (targets >= 0).sum().clamp_min(1).to(torch.float32)
-        gradients = _HeadGradients(head, x, weight) if training else None
+        gradients = _HeadGradients(head, x, weight, z_loss) if training else None
         parts = [slice(start, start + CHUNK_ROWS) for start in range(0, len(x), CHUNK_ROWS)]
         losses = [_chunk(head, x, part, targets[part], vocab_size, gradients) for part in parts]
         ctx.shape, ctx.gradients = shape, gradients
-        return torch.cat(losses).sum() * weight
+        loss = torch.cat(losses).sum() * weight
+        if gradients is None or not z_loss:
+            return loss
+        return with_penalty(loss, torch.cat(gradients.log_sums).square().sum() * weight * z_loss)
 
     @staticmethod
     @once_differentiable
@@ -100,8 +110,8 @@ class _HeadFunction(torch.autograd.Function):
         assert ctx.gradients is not None, "one backward only"
         g, ctx.gradients = ctx.gradients, None  # freed here: autograd's graph lives longer than its backward
         for gradient in (g.dx, g.norm, g.weight):
-            scale_(gradient, upstream[0])
-        return g.dx.view(ctx.shape), None, None, None, None, None, g.norm[0], g.norm[1], g.weight
+            scale_(gradient, of_trained(upstream[0]))
+        return g.dx.view(ctx.shape), None, None, None, None, None, None, g.norm[0], g.norm[1], g.weight
 
 
 def _chunk(
@@ -114,7 +124,9 @@ def _chunk(
     y8, y8t, statistics = head._normalise(x[part], both=gradients is not None)
     logits, losses, exponents = head.logits(y8, targets, vocab_size)
     if gradients is not None:
-        g8, g8t = softmax_gradient_cast(logits, targets, exponents, vocab_size, GRADIENT)
+        g8, g8t = softmax_gradient_cast(logits, targets, exponents, vocab_size, GRADIENT, gradients.z_loss)
+        if gradients.z_loss:
+            gradients.log_sums.append(log_sums(exponents))
         del logits
         gradients.add(part, g8, g8t, y8t, statistics)
     return losses
@@ -123,7 +135,9 @@ def _chunk(
 class _HeadGradients:
     """The gradients of the head's input and parameters, accumulated chunk by chunk."""
 
-    def __init__(self, head: Head, x: Tensor, weight: Tensor):
+    def __init__(self, head: Head, x: Tensor, weight: Tensor, z_loss: float):
+        self.z_loss = z_loss
+        self.log_sums: list[Tensor] = []  # of each chunk's rows, for the penalty
         self.head, self.x, self.dx = head, x, torch.empty_like(x)
         self.scale_inv = (weight / GRADIENT_SCALE[GRADIENT]).reshape(1)
         self.weight = torch.empty_like(head.weight)

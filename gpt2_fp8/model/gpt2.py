@@ -72,14 +72,21 @@ class GPT2(nn.Module):
         """
         return self.head(self.hidden_states(ids, is_first_microbatch), is_first_microbatch)
 
-    def hidden_states(self, ids: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """Compute the head's input: [batch, tokens, n_embd]. Arguments as `forward`'s."""
+    def hidden_states(
+        self, ids: Tensor, is_first_microbatch: bool | None = None, outputs: list[Tensor] | None = None
+    ) -> Tensor:
+        """Compute the head's input: [batch, tokens, n_embd]. Arguments as `forward`'s.
+
+        If `outputs` is a list, each block's output is appended to it, of the same shape.
+        """
         if isinstance(self.scales, Scales):
             self.scales.begin(is_first_microbatch)
         table = None if self.positions is None else self.positions.weight
         x, given = self.dropout(self._embed(ids, self.tokens.weight, table)), self._given(ids)
         for block in self.blocks:
             x = block(x, is_first_microbatch, *given)
+            if outputs is not None:
+                outputs.append(x)
         return x
 
     def _given(self, ids: Tensor) -> tuple[Tensor | None, ...]:

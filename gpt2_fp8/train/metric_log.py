@@ -33,7 +33,10 @@ class MetricLog:
             step.settle()
         if not self._has_train_loss:
             assert step.last is not None
-            self.log("train_loss", step.last.loss, self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
+            metrics: dict[str, float | Tensor] = {"train_loss": step.last.loss}
+            if step.last.penalty is not None:
+                metrics["penalty"] = step.last.penalty
+            self.log_row(metrics, self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
     def log(self, name: str, value: float | Tensor, every_n_steps: int = 1) -> None:
         """Show a metric to callbacks and the progress bar at every step, and at intervals to the loggers."""

@@ -17,7 +17,18 @@ log = logging.getLogger(__name__)
 
 # What a run logs. A header with any other name is not this project's, and the meaning of its numbers is unknown.
 COLUMNS = {
-    *("step", "train_loss", "val_loss", "lr", "grad_norm", "clip_ratio", "skipped_steps", "bf16_reruns", "tokens"),
+    *(
+        "step",
+        "train_loss",
+        "penalty",
+        "val_loss",
+        "lr",
+        "grad_norm",
+        "clip_ratio",
+        "skipped_steps",
+        "bf16_reruns",
+        "tokens",
+    ),
     *("tokens_per_second", "step_time", "data_wait", "mfu_bf16", "memory_gb"),
 }
 _OF_A_SOURCE = re.compile(r"(val_loss|tokens|epochs)/[A-Za-z][A-Za-z0-9_]{0,39}")  # of a mixture

@@ -18,6 +18,7 @@ from gpt2_fp8.config.schema import (
     FP8PrecisionConfig,
     ModelConfig,
     OptimConfig,
+    PenaltyConfig,
     RunConfig,
     TrainerConfig,
 )
@@ -28,6 +29,7 @@ KEY = "hyper_parameters"  # Lightning's name for a module's hyper-parameters in 
 _GROWN: dict[str, type[Any]] = {
     "model": ModelConfig,
     "optim": OptimConfig,
+    "penalty": PenaltyConfig,
     "trainer": TrainerConfig,
     "callbacks": CallbacksConfig,
     "precision": FP8PrecisionConfig,
@@ -74,6 +76,7 @@ def _upgraded(plain: Any) -> Any:
         group = plain.get(name)
         if isinstance(group, dict) and _is_of(cls, group):
             full[name] = _with_defaults(cls, group)
+    full.setdefault("penalty", asdict(PenaltyConfig()))
     full.setdefault("optimizer", {"name": "adamw"})  # the only one before there was a choice
     return full
 

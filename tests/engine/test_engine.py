@@ -14,6 +14,7 @@ from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.backends.transformer_engine import TransformerEngine
 from gpt2_fp8.backends.twin import twin_of
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.schema import PenaltyConfig
 from gpt2_fp8.engine import gradients as engine
 from gpt2_fp8.engine.compile import recorded
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
@@ -170,10 +171,10 @@ def test_fp8_layers_are_told_of_the_first_micro_batch(monkeypatch):
 def test_a_head_that_computes_the_loss_itself_is_asked_for_it():
     of = build(composed())
 
-    def chunked(x, targets, vocab_size, scale, first):
+    def chunked(x, targets, vocab_size, scale, first, penalty):
         assert x.shape == (4, POSITIONS, of.model.config.n_embd)
         assert torch.equal(targets, batch(4)[:, 1:].long())
-        assert (vocab_size, first) == (VOCAB, None)
+        assert (vocab_size, first, penalty) == (VOCAB, None, PenaltyConfig())
         return x.sum() * 0 + scale
 
     of.model.head.loss = chunked

@@ -35,11 +35,17 @@ FROM_THE_HUB = [choice for choice in choices("data") if "repo" in settings(choic
 EXTRA = {
     "experiment=tinyshakespeare_fp8": [*BYTES, "data.path=speare.txt", "debug=fdr"],
     "experiment=fineweb_edu_fp8": [*BYTES, "debug=fdr"],
+    "experiment=fineweb_edu_full_fp8": [*BYTES, "debug=fdr"],
+    "experiment=openwebtext_bf16": [*BYTES, "debug=fdr"],
+    **{
+        f"experiment={name.stem}": [*BYTES, "debug=fdr", "model.n_kv_head=1", "model.mlp_width=64"]
+        for name in (conf_dir() / "experiment").glob("llama3_small_*.yaml")
+    },
     "trainer=ddp": ["trainer.accelerator=cpu", "trainer.devices=1"],
     "data=text_files": [*BYTES, "data.train_files=[speare.txt]"],
 }
 ON_A_GPU_ONLY = ["trainer=gpu"]
-ELSEWHERE = ["data=registered"]  # in `test_plugins`, with the code that it needs
+ELSEWHERE = ["data=registered", "data=mixture", "data=token_files"]  # in tests of their own, with what they need
 # The one that starts torch.distributed comes last: the runs share a process.
 LINES = [choice for group in ("experiment", "debug", "data", "trainer") for choice in choices(group)]
 LINES = sorted(set(LINES) - {*ON_A_GPU_ONLY, *ELSEWHERE}, key=lambda choice: (choice == "trainer=ddp", choice))
@@ -59,7 +65,16 @@ class Shipped(Hub):
 
     def __init__(self):
         self.revisions = {settings(choice)["repo"]: settings(choice)["revision"] for choice in FROM_THE_HUB}
-        super().__init__({settings(choice)["repo"]: dict(_files(settings(choice))) for choice in FROM_THE_HUB})
+        whole = settings("data=fineweb") | {
+            "train_files": settings("experiment=fineweb_edu_full_fp8")["data.train_files"]
+        }
+        super().__init__(
+            {
+                settings(choice)["repo"]: dict(_files(settings(choice)))
+                | (dict(_files(whole)) if choice == "data=fineweb" else {})
+                for choice in FROM_THE_HUB
+            }
+        )
 
     def commit(self, repo):
         revision = self.revisions[repo]
@@ -119,7 +134,7 @@ def test_it_runs(runs, choice):
 def test_an_experiment_is_fp8_with_its_own_data(runs, choice):
     outputs, *_ = runs
     report = summary(outputs / choice.split("=")[1])
-    assert report["precision"]["asked"] == "fp8_hybrid"
+    assert report["precision"]["asked"] == ("bf16" if choice.endswith("_bf16") else "fp8_hybrid")
     source = report["data"]["source"]
     assert source["kind"] == ("files" if "shakespeare" in choice else "hub")
     assert report["steps"] == 1

@@ -5,10 +5,25 @@
 // Its 16 rows of a column are 16 bytes of `qt`. They go through shared memory, so that neighbouring lanes write
 // neighbouring bytes. If a row's target is in the tile, that one element is corrected afterwards: this is cheaper than
 // a test for each element.
+//
+// With Z_LOSS, softmax is multiplied by 1 + 2 z_loss lse, where lse is the logarithm of the row's sum of exponentials.
 
 #include "tile.cuh"
 
 constexpr float LOG2E = 1.4426950408889634f;
+
+#ifdef Z_LOSS
+constexpr float LN2 = 0.6931471805599453f;
+
+// What a logit needs of its row: the largest logit, EXPONENT minus log2 of the row's sum, and what z-loss multiplies by.
+struct __align__(16) Row {
+  float maximum, shift, more;
+};
+
+__device__ __forceinline__ float probability(float logit, Row row) {
+  return power_of_two(fmaf(logit - row.maximum, LOG2E, row.shift)) * row.more;
+}
+#else
 
 // What a logit needs of its row: the largest logit, and EXPONENT minus log2 of the row's sum.
 struct __align__(8) Row {
@@ -18,11 +33,16 @@ struct __align__(8) Row {
 __device__ __forceinline__ float probability(float logit, Row row) {
   return power_of_two(fmaf(logit - row.maximum, LOG2E, row.shift));
 }
+#endif
 
 // logits: bfloat16 [M, N], both multiples of 16. exponents [M]: the largest logit, and log2 of the sum.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) softmax_gradient(
     const unsigned short* __restrict__ logits, const long long* __restrict__ targets,
-    const float2* __restrict__ exponents, u8* __restrict__ q, u8* __restrict__ qt, int M, int N, int vocab_size) {
+    const float2* __restrict__ exponents, u8* __restrict__ q, u8* __restrict__ qt, int M, int N, int vocab_size
+#ifdef Z_LOSS
+    , float z_loss
+#endif
+) {
   __shared__ uint4 pieces[TILE * PIECES];
   __shared__ __align__(16) Row rows[TILE];
   __shared__ __align__(16) u8 counted[TILE];  // 0 or 255
@@ -41,7 +61,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) softmax_gradient(
   for (int r = 0; r < ROWS; ++r)
     if (inside) pairs[r] = __ldcs(reinterpret_cast<const uint2*>(logits + static_cast<u64>(row + r) * N + column));
   if (owner) {
+#ifdef Z_LOSS
+    rows[threadIdx.x] = {exponent.x, EXPONENT - exponent.y, fmaf(2 * z_loss, fmaf(exponent.y, LN2, exponent.x), 1)};
+#else
     rows[threadIdx.x] = {exponent.x, EXPONENT - exponent.y};
+#endif
     counted[threadIdx.x] = wanted < 0 ? 0 : 255;
   }
   const int target = wanted >= first.y && wanted < first.y + TILE ? wanted - first.y : -1;

@@ -1,0 +1,112 @@
+"""Whole runs with penalties: stopped and resumed, logged apart from the loss, validated without, run again in bf16."""
+
+import math
+
+import pytest
+import torch
+
+from gpt2_fp8 import compose
+from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.schema import PenaltyConfig
+from gpt2_fp8.engine.training_step import TrainingStep
+from gpt2_fp8.train import saved_config
+from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train, train_until
+
+ALL = ["penalty.z_loss=1e-3", "penalty.logit_l2=0.01", "penalty.activation_l1=0.1"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["precision=fp32", *ALL, "activation_checkpointing=full"],
+        ["precision=bf16", "penalty=z_loss"],
+        ["precision=fp8_hybrid", "precision.backend=emulated", *ALL],
+    ],
+    ids=" ".join,
+)
+def test_legs_equal_one_run_bit_for_bit(tmp_path, monkeypatch, options):
+    steps = record_steps(monkeypatch)
+    train(tmp_path / "whole", *options)
+    once = list(steps)
+    steps.clear()
+    train_until(5, tmp_path / "legs", *options)
+    train(tmp_path / "legs", "ckpt_path=last", *options)
+    assert steps == once
+    assert_same_checkpoint(checkpoint(tmp_path / "legs", 12), checkpoint(tmp_path / "whole", 12))
+    one, other = metrics(tmp_path / "legs"), metrics(tmp_path / "whole")
+    assert one["penalty"] == other["penalty"]
+    assert list(one["penalty"]) == list(range(1, 13))
+
+
+def test_the_log_has_the_loss_and_the_penalty_apart(tmp_path):
+    """At a rate of next to nothing the weights stay, so losses are those of a run without."""
+    still = ["precision=fp32", "optim.lr=1e-12"]
+    train(tmp_path / "without", *still)
+    without = metrics(tmp_path / "without")
+    assert "penalty" not in without
+    train(tmp_path / "with", *still, "penalty.z_loss=0.5")
+    found = metrics(tmp_path / "with")
+    assert found["train_loss"] == pytest.approx(without["train_loss"], rel=1e-6)
+    assert found["val_loss"] == pytest.approx(without["val_loss"], rel=1e-6)
+    # an untrained model's logits are small: the logarithm of its sum is that of its vocabulary
+    vocab_size = vocabulary(compose.preflight([*SMALL])[0])
+    assert found["penalty"][1] == pytest.approx(0.5 * math.log(vocab_size) ** 2, rel=0.02)
+    train(tmp_path / "twice", *still, "penalty.z_loss=1.0", "micro_batch_size=2")
+    assert metrics(tmp_path / "twice")["penalty"][1] == pytest.approx(2 * found["penalty"][1], rel=1e-5)
+    assert summary(tmp_path / "with")["status"] == "completed"
+
+
+def test_a_penalty_is_trained(tmp_path):
+    """The z-loss falls where it has a weight, and its run ends with other weights."""
+    fast = ["precision=fp32", "optim.lr=3e-3"]
+    train(tmp_path / "z", *fast, "penalty.z_loss=1.0")
+    falling = metrics(tmp_path / "z")["penalty"]
+    assert falling[12] < 0.9 * falling[1]
+    train(tmp_path / "weightless", *fast)
+    assert metrics(tmp_path / "weightless")["train_loss"][12] != metrics(tmp_path / "z")["train_loss"][12]
+
+
+def engine(*words):
+    from gpt2_fp8.backends.resolve import resolve
+
+    (config,) = compose.preflight([*SMALL, *words, "data.tokenizer=bytes"])
+    step = TrainingStep(config, resolve(config, "cpu"), 256)
+    step.initialise()
+    step.prepare_optimizer()
+    return step
+
+
+def test_a_step_run_again_in_bf16_has_the_same_penalties():
+    words = ["precision=fp8_hybrid", "precision.backend=emulated"]
+    ids = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(0))
+    step = engine(*words, *ALL)
+    loss_of = step.plan.backend.bf16_loss(step.model)
+    with step.plan.backend.bf16_context():
+        loss = loss_of(ids, None, 1.0)
+    assert loss.shape == (3,)
+    other = engine("precision=bf16", *ALL)
+    with other.plan.backend.forward_context():
+        expected = other.plan.backend.loss(other.model, ids, None, 1.0)
+    assert torch.equal(loss, expected)
+
+
+def test_a_penalty_that_is_not_finite_skips_the_update():
+    step = engine("precision=fp32", "penalty.logit_l2=1e38")
+    with torch.no_grad():
+        step.model.head.get_parameter("weight").mul_(1e4)
+    before = step.model.head.get_parameter("weight").clone()
+    step(torch.randint(0, 256, (8, 33), dtype=torch.int32))
+    result = step.last
+    assert result.loss.isfinite()
+    assert not result.penalty.isfinite()
+    assert result.read().skipped
+    assert torch.equal(step.model.head.get_parameter("weight"), before)
+
+
+def test_a_checkpoint_from_before_there_were_penalties_has_none(tmp_path):
+    (config,) = compose.preflight([*SMALL])
+    plain = saved_config.to_plain(config)
+    assert plain.pop("penalty") == {"z_loss": 0.0, "logit_l2": 0.0, "activation_l1": 0.0}
+    assert saved_config.from_checkpoint({saved_config.KEY: plain}, tmp_path).penalty == PenaltyConfig()
+    plain["penalty"] = {"z_loss": 0.5}
+    assert saved_config.from_checkpoint({saved_config.KEY: plain}, tmp_path).penalty == PenaltyConfig(z_loss=0.5)
