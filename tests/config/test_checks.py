@@ -116,7 +116,11 @@ TABLE = [
     ("l1_lambda=0.1", "it is a penalty", "penalty.activation_l1=1e-4"),
     ("z_loss=0.1", "there is no key z_loss", "penalty.z_loss"),
     ("penalty=L1", "penalty=L1: there is no such choice", "none, z_loss"),
-    ("penalty.activation_l1=1 recipe=delayed precision.backward=bf16_wgrad", "no backend can do this in FP8", "backend=emulated can"),
+    (
+        "penalty.activation_l1=1 recipe=delayed precision.backward=bf16_wgrad",
+        "no backend can do this in FP8",
+        "backend=emulated can",
+    ),
     ("precision.backend=fused precision.backward=bf16", "their backward is in FP8", "precision.backend=auto"),
     ("precision.backend=te precision.backward=bf16_wgrad", "in FP8 or none", "precision.backend=torchao can"),
     ("precision.backward=bf16 recipe=delayed", "has no backward in bf16 (recipe=current or block", "backend=emulated"),
