@@ -174,7 +174,8 @@ def _measure_cases(record: Record, configs: list[RunConfig], device: str) -> Non
         case = Case(config=config, steps=bench.steps, warmup=bench.warmup, profile=bench.profile)
         recipe = f", {config.recipe.name}" if config.precision.name.startswith("fp8") else ""
         optimizer = f", {config.optimizer.name}" if config.optimizer.name != "adamw" else ""
-        words = f"{config.model.name}, micro-batch {config.micro_batch_size}, {config.precision.name}{recipe}"
+        named = f"{config.notes}: " if config.notes else ""
+        words = f"{named}{config.model.name}, micro-batch {config.micro_batch_size}, {config.precision.name}{recipe}"
         print(f"[{number}/{len(configs)}] {words}{optimizer} ... ", end="", flush=True)
         log = record.folder / "logs" / f"case-{number}.log"
         result = _measure(case, device, bench.timeout, log)
@@ -188,6 +189,8 @@ def _measure(case: Case, device: str, timeout_s: float, log: Path) -> Result:
     if reason := memory_bound.too_large(case.config, device, case.warmup + case.steps + case.profile):
         return Result(status="out of memory", message=reason)
     result = measure(case, timeout_s, log)
+    if case.config.notes:  # a row, whose words are those of a run
+        return result
     return replace(result, remedy=result.remedy and benchmark_cases.in_lists(result.remedy))
 
 

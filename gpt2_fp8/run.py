@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import output, process_end, signals, slurm
+from gpt2_fp8.runtime import launched, output, process_end, signals, slurm
 from gpt2_fp8.train import loading
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
@@ -49,9 +49,8 @@ def job(cfg: DictConfig) -> float | None:
         folder = Path(HydraConfig.get().runtime.output_dir)
         here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed; `hydra.job.chdir` leaves it
         config = compose.to_run_config(cfg, here if HydraConfig.get().job.chdir else None)
-        run = loading.training(config, folder, here)
-        typed = any(word.lstrip("+").startswith("micro_batch_size=") for word in HydraConfig.get().overrides.task)
-        return run(config, folder, typed)
+        words = [str(word) for word in HydraConfig.get().overrides.task]
+        return loading.training(config, folder, here, words)(config, folder, words)
     except RunError as error:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
             raise _Ended(error) from error
@@ -106,7 +105,26 @@ def _run(argv: list[str]) -> None:
         argv = compose.flags_first(argv)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
     sys.argv[1:] = argv
-    hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")(job)()
+    try:
+        hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")(job)()
+    finally:
+        _end_sweep()
+
+
+def _end_sweep() -> None:
+    """Print and write the table of the sweep that has ended, well or not, if there was one. Raises no error."""
+    from gpt2_fp8.compose import sweep_start
+
+    folder = sweep_start.take()
+    if folder is None or not launched.is_first_rank():
+        return
+    from gpt2_fp8.measure import sweep_record
+
+    try:
+        for text in sweep_record.write(folder, sweep_record.read(folder)):
+            print(harmless(text), flush=True)
+    except OSError as error:  # a full disk, or a terminal that is gone
+        _say(f"warning: the table of the sweep is not complete: {error}")
 
 
 def _run_error(caught: BaseException, handlers: signals.Signals) -> RunError | None:

@@ -24,9 +24,10 @@ class Row(NamedTuple):
 
 HOUSE = {
     # programs: each a file, none knows another
-    "run": Row("compose config train runtime", "hydra omegaconf"),
+    "run": Row("compose config train measure runtime", "hydra omegaconf"),
     "bench": Row("compose config measure runtime"),
     "export": Row("config train"),
+    "table": Row("config measure runtime"),
     # a run under Lightning
     "train": Row(
         "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
@@ -36,7 +37,7 @@ HOUSE = {
     # the benchmark, and what `precision=auto` decides by
     "measure": Row(
         "engine backends model precision data checkpoint layers kernels runtime compat config",
-        "torch lightning transformer_engine matplotlib",
+        "torch lightning transformer_engine matplotlib yaml",
     ),
     # one optimizer step
     "engine": Row("backends model precision kernels runtime compat config", "torch"),
@@ -73,7 +74,8 @@ ONLY_IN = {
     "huggingface_hub": ["data", "compat.hub"],
     "tokenizers": ["data.tokenizer_files"],
     "cuda": ["kernels.nvrtc"],
-    "matplotlib": ["measure.plot"],
+    "matplotlib": ["measure.plot", "measure.sweep_plot"],
+    "yaml": ["compose", "measure.sweep_jobs"],
     "hydra": ["run", "compose", "compat.hydra_private"],
 }
 
@@ -85,7 +87,7 @@ INSIDE_FUNCTIONS = {
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
-    *("config", "compose", "run", "bench", "export", "train.loading", "train.summary", "compat.hydra_private"),
+    *("config", "compose", "run", "bench", "export", "table", "train.loading", "train.summary", "compat.hydra_private"),
     *("runtime.memory_limits", "runtime.signals", "runtime.slurm", "runtime.output", "runtime.standard_streams"),
 ]
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gpt2_fp8 import export
+from gpt2_fp8 import export, table
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
 from gpt2_fp8.config.schema import ModelConfig
@@ -36,7 +36,7 @@ DOCUMENTS.append(ROOT / "docs/optimizers.md")
 DATA = ROOT / "docs/data.md"
 DOCUMENTS += [DATA]
 STUDY = ["python", "docs/studies/fp8_gap.py"]
-RUN, BENCH, EXPORT = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export"))
+RUN, BENCH, EXPORT, TABLE = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export", "table"))
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
 OF_AN_OPTION = {"penalty"}  # `test_penalty` reads it
 
@@ -179,6 +179,11 @@ def test_every_run_composes(found, tmp_path, monkeypatch):
 @pytest.mark.parametrize("gpu", [True, False])
 def test_every_benchmark_composes(found, gpu, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for word in found.argv:
+        if word.startswith("bench.rows="):
+            copy = tmp_path / word.partition("=")[2]
+            copy.parent.mkdir(parents=True)
+            copy.write_text((ROOT / word.partition("=")[2]).read_text())
     _, cases = benchmark.preflight(found.argv, gpu)
     assert cases
 
@@ -200,11 +205,19 @@ def test_the_studys_command_composes(tmp_path, monkeypatch):
 
 def test_every_command_is_of_a_known_kind():
     """A new kind of command needs a test of its own."""
-    known = {("python", "-m"), ("python", "-c"), ("pip", "install"), ("pytest",), ("export",), tuple(STUDY)}
+    known = {
+        ("python", "-m"),
+        ("python", "-c"),
+        ("pip", "install"),
+        ("pytest",),
+        ("export",),
+        ("docker",),
+        tuple(STUDY),
+    }
     for found in ALL:
         start = tuple(found.words[:2]) if found.words[0] in ("python", "pip") else (found.words[0],)
         assert start in known, str(found)
-        assert found.words[:2] != ["python", "-m"] or found.words[: len(RUN)] in (RUN, BENCH, EXPORT), str(found)
+        assert found.words[:2] != ["python", "-m"] or found.words[: len(RUN)] in (RUN, BENCH, EXPORT, TABLE), str(found)
 
 
 def test_every_export_is_read(tmp_path, monkeypatch, capsys):
@@ -216,6 +229,23 @@ def test_every_export_is_read(tmp_path, monkeypatch, capsys):
         assert export.main(found.argv) == 2
         (told,) = re.findall("^error: (.*)$", capsys.readouterr().err, re.MULTILINE)
         assert told.startswith(f"{found.argv[0]} does not exist")
+
+
+def test_every_table_is_asked_for_as_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tables = [found for found in ALL if found.words[: len(TABLE)] == TABLE]
+    assert tables
+    for found in tables:
+        assert table.main(found.argv) == 2
+        assert f"{found.argv[0]} does not exist" in capsys.readouterr().err
+
+
+def test_every_container_runs_what_a_run_takes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = [found.words for found in ALL if found.words[:2] == ["docker", "run"]]
+    assert runs
+    for words in runs:
+        preflight(words[words.index("gpt2_fp8") + 1 :])
 
 
 def test_python_one_liners_are_python():

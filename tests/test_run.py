@@ -1,5 +1,6 @@
 """The command line as users type it: what it prints, leaves and returns, for runs, mistakes, signals and sweeps."""
 
+import csv
 import json
 import os
 import resource
@@ -211,6 +212,10 @@ def test_a_signal_ends_a_whole_sweep(tmp_path):
     assert code == 130, output
     assert summary(tmp_path / "outputs/sweep/0")["status"] == "stopped"
     assert not (tmp_path / "outputs/sweep/1").exists()
+    assert [(row["seed"], row["status"]) for row in rows_of(tmp_path / "outputs/sweep")] == [
+        ("1", "stopped"), ("2", "not run"),
+    ]  # fmt: skip
+    assert "Sweep of 2 jobs: 1 stopped, 1 not run" in output
 
 
 # After each job: what it left in the process for the next. At the end: what Hydra hands to a sweeper.
@@ -290,6 +295,32 @@ def test_a_sweep_leaves_a_run_for_each_job(sweep):
     assert values == [report["last_val_loss"] for report in reports], "what a sweeper optimises"
 
 
+def rows_of(folder):
+    with (folder / "sweep.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_sweep_ends_with_its_table(sweep):
+    folder, *_ = sweep
+    rows = rows_of(folder)
+    losses = [float(row["best_val_loss"]) for row in rows]
+    assert losses == sorted(losses)
+    assert sorted((row["precision"], row["seed"]) for row in rows) == [
+        ("bf16", "1"),
+        ("bf16", "2"),
+        ("fp32", "1"),
+        ("fp32", "2"),
+    ]
+    assert set(rows[0]) & {"model.dropout", "run_name"} == set(), "they do not differ"
+    for row in rows:
+        report = summary(folder / row["job"])
+        assert float(row["best_val_loss"]) == report["best_val_loss"]
+        assert f"seed={row['seed']}" in report["overrides"]
+        assert report["config"]["seed"] == int(row["seed"])
+        assert report["config"]["precision"]["name"] == row["precision"]
+    assert (folder / "sweep.md").read_text().startswith("4 jobs: 4 completed")
+
+
 def test_a_job_leaves_nothing_to_the_next(sweep):
     _, _, states, _ = sweep
     before, after = states[2::2], states[3::2]  # the first job's imports change things for good
@@ -322,3 +353,19 @@ def test_a_job_that_fails_takes_no_other_with_it(tmp_path):
     reports = [summary(tmp_path / f"outputs/sweep/{job}") for job in range(3)]
     assert [report["status"] for report in reports] == ["completed", "refused", "completed"]
     assert metrics(tmp_path / "outputs/sweep/0")["train_loss"] == metrics(tmp_path / "outputs/sweep/2")["train_loss"]
+    assert [row["status"] for row in rows_of(tmp_path / "outputs/sweep")] == ["completed", "completed", "refused"]
+    assert "Sweep of 3 jobs: 2 completed, 1 refused" in done.stdout
+
+
+def test_a_sweep_in_a_folder_of_ones_own_with_another_current_folder(tmp_path):
+    words = ["hydra.sweep.dir=mine", "hydra.sweep.subdir='a/${seed}'", "hydra.job.chdir=true", "seed=1,2"]
+    done = forked("-m", *SMALL, "trainer.max_steps=2", "optim.warmup_steps=1", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(row["job"] for row in rows_of(tmp_path / "mine")) == ["a/1", "a/2"]
+
+
+def test_another_rank_of_a_sweep_writes_no_table(tmp_path):
+    done = forked("-m", *SMALL, "trainer.max_steps=2", "optim.warmup_steps=1", "run_name=sweep", "seed=1,2",
+                  cwd=tmp_path, LOCAL_RANK="1")  # fmt: skip
+    assert "Sweep of" not in done.stdout
+    assert not (tmp_path / "outputs/sweep/sweep.csv").exists()

@@ -131,8 +131,9 @@ class Backend(ABC):
 
     @property
     def kernel(self) -> AttentionKernel:
-        """What computes attention: with a mask, the kernels that torch chooses."""
-        return "sdpa" if self.config.document_mask else self.config.attention
+        """What computes attention: with a mask, the kernels that torch chooses, or the formula if asked for."""
+        kernel = self.config.attention
+        return "sdpa" if self.config.document_mask and kernel != "math" else kernel
 
     def loss(self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
         """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.

@@ -71,7 +71,7 @@ class Fused(Backend):
 
         rows = self.config.micro_batch * self.config.model.n_positions
         parts = chosen(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
-        if self.config.attention in ("sdpa", "cudnn"):
+        if self.config.attention in ("sdpa", "math", "cudnn"):
             parts["attention"] = self.torch_attention()
         elif self.config.attention == "te":
             parts["attention"] = "Transformer Engine's choice"

@@ -21,13 +21,7 @@ from gpt2_fp8.config.schema import RunConfig
 PROGRAM = Program("python -m gpt2_fp8.bench", BenchRunConfig, flags=("help", "overrides", "config_dir"))
 _INSTEAD = {"fp8_e5m2": "fp8_hybrid"}  # every run refuses this choice
 _OWN = tuple(field.name for field in fields(BenchConfig))
-_HERE = {"trainer.max_steps": "steps", "trainer.profiler": "profile", "global_batch_size": "global_batch_size"}
-# A run's keys that change nothing of what is measured.
-_MEANINGLESS = (
-    *("run_name", "tags", "notes", "ckpt_path", "init_from", "callbacks", "logger", "debug"),
-    "data.val_sequences",
-)
-_OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")  # keys of `trainer` that do change it
+_NOT_WITH_ROWS = ("precision", "recipe", "baseline", "peers")
 
 
 def defaults(gpu: bool) -> dict[str, Any]:
@@ -52,6 +46,8 @@ def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]
         given = [o for o in words if o not in own and o.input_line not in refused]
         gpu = gpu and not any(o.input_line in ("trainer=cpu", "trainer.accelerator=cpu") for o in given)
         bench = _settings(own, catalog, gpu, problems)
+        if bench.rows is not None:
+            problems += [problem for o in own if (problem := _not_with_rows(o))]
         configs = benchmark_cases.configs(bench, given, catalog, gpu, problems)
         if bench.peers and (others := sorted({config.optimizer.name for config in configs} - {"adamw"})):
             cause = f"bench.peers=true, optimizer={others[0]}: the other programs are measured with AdamW"
@@ -69,17 +65,24 @@ def _refusal(override: Override, catalog: Catalog) -> Problem | None:
         return Problem(f"{line}: the benchmark keeps a folder and a log of its own", f"leave {key} out")
     if key in LISTS:
         return Problem(f"{line}: the benchmark goes through a list", _as_list(key, value, catalog))
-    if key in _HERE:
-        return Problem(f"{line}: the benchmark has a key of its own", f"bench.{_HERE[key]}=VALUE")
+    if key in benchmark_cases.HERE:
+        return benchmark_cases.refusal(override)
     if key in _OWN:
         return Problem(f"there is no key {key}", f"did you mean bench.{key}={value}?")
-    of_trainer = key.startswith("trainer.") and key in parsing.key_paths(RunConfig) and key not in _OF_TRAINER
-    if of_trainer or key in _MEANINGLESS or key.partition(".")[0] in _MEANINGLESS:
-        return Problem(f"{line}: this changes nothing of what is measured", f"leave {key} out")
+    if problem := benchmark_cases.refusal(override):
+        return problem
     if override.is_sweep_override():
         lists = hints.either([f"bench.{name}" for name in LISTS])
         return Problem(f"{line} is several values", f"give one; what the benchmark goes through is {lists}")
     return None
+
+
+def _not_with_rows(override: Override) -> Problem | None:
+    name, line = override.key_or_group.removeprefix("bench."), str(override.input_line)
+    if name not in _NOT_WITH_ROWS:
+        return None
+    remedy = "write it into the rows" if name in LISTS else f"leave {override.key_or_group} out"
+    return Problem(f"{line}, and bench.rows has rows with words of their own", remedy)
 
 
 def _as_list(key: str, value: str, catalog: Catalog) -> str:

@@ -13,16 +13,25 @@ from typing import NamedTuple
 
 from hydra.core.override_parser.types import Override
 
-from gpt2_fp8.compose import configs_of
+from gpt2_fp8.compose import benchmark_rows, configs_of
 from gpt2_fp8.compose.catalog import Catalog
-from gpt2_fp8.compose.commandline import CommandLine
+from gpt2_fp8.compose.commandline import RUN, CommandLine
+from gpt2_fp8.compose.override_parser import parse
 from gpt2_fp8.config import bench_schema, parsing, tokenizer_file
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.run_length import limits
 from gpt2_fp8.config.schema import RunConfig
 
 LISTS = ("model", "precision", "recipe", "micro_batch_size")
+HERE = {"trainer.max_steps": "steps", "trainer.profiler": "profile", "global_batch_size": "global_batch_size"}
+# A run's keys that change nothing of what is measured.
+_MEANINGLESS = (
+    *("run_name", "tags", "notes", "ckpt_path", "init_from", "callbacks", "logger", "debug"),
+    "data.val_sequences",
+)
+_OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")  # keys of `trainer` that do change it
 _OF_A_RUN = re.compile(rf"(?<![\w.])({'|'.join(LISTS)})=(\w+)")
 
 
@@ -51,10 +60,35 @@ class _Case(NamedTuple):
         return [*first, *(str(o.input_line) for o in given if self.has(o.key_or_group)), *sizes, *self.extra]
 
 
+class _Row(NamedTuple):
+    model: str
+    micro_batch_size: int
+    own: tuple[str, ...]  # its words
+
+    def words(self, given: Sequence[Override]) -> list[str]:
+        """Return the command line of a run that would train this: the row's words come last."""
+        first = [f"model={self.model}", *(str(o.input_line) for o in given)]
+        sizes = [f"{key}={self.micro_batch_size}" for key in ("micro_batch_size", "global_batch_size")]
+        return [*first, *sizes, *self.own]
+
+
+def refusal(override: Override) -> Problem | None:
+    """Return why a key of a run has no meaning in a benchmark, or None."""
+    key, line = override.key_or_group, str(override.input_line)
+    if key in HERE:
+        return Problem(f"{line}: the benchmark has a key of its own", f"bench.{HERE[key]}=VALUE")
+    of_trainer = key.startswith("trainer.") and key in parsing.key_paths(RunConfig) and key not in _OF_TRAINER
+    if of_trainer or key in _MEANINGLESS or key.partition(".")[0] in _MEANINGLESS:
+        return Problem(f"{line}: this changes nothing of what is measured", f"leave {key} out")
+    return None
+
+
 def configs(
     bench: BenchConfig, given: list[Override], catalog: Catalog, gpu: bool, problems: list[Problem]
 ) -> list[RunConfig]:
     """Return the configuration of each case. The problems of all cases are added to `problems`."""
+    if bench.rows is not None:
+        return _rows(bench, bench.rows, given, catalog, gpu, problems)
     done: list[RunConfig] = []
     used: set[str] = set()
     for model, size in itertools.product(dict.fromkeys(bench.model), dict.fromkeys(bench.micro_batch_size)):
@@ -76,13 +110,40 @@ def configs(
     return done
 
 
+def _rows(
+    bench: BenchConfig, file: str, given: list[Override], catalog: Catalog, gpu: bool, problems: list[Problem]
+) -> list[RunConfig]:
+    """Return the configuration of each row of a file. The row's name is in its `notes`."""
+    done: list[RunConfig] = []
+    for row in benchmark_rows.read(file, problems):
+        overrides, found = parse(list(row.words), catalog, RUN)
+        found += [problem for o in overrides if (problem := _not_of_a_row(o))]
+        sizes = [str(o.value()) for o in overrides if o.key_or_group == "micro_batch_size"]
+        size = int(sizes[-1]) if sizes and sizes[-1].isdecimal() else bench.micro_batch_size[0]
+        if not found:
+            case = _Row(bench.model[0], size, row.words)
+            done += [replace(config, notes=row.name) for config in _config(bench, case, given, catalog, gpu, found)]
+        problems += [Problem(f"bench.rows, {show(row.name)}: {problem.cause}", problem.remedy) for problem in found]
+    return done
+
+
+def _not_of_a_row(override: Override) -> Problem | None:
+    """Return why a word that a run may have is wrong in a row, or None."""
+    key, line = override.key_or_group, str(override.input_line)
+    if key.startswith("bench.") or override.is_hydra_override():
+        return Problem(f"{line} is no word of one run", "give it on the command line, or leave it out")
+    if override.is_sweep_override():
+        return Problem(f"{line} is several values", "write a row for each")
+    return refusal(override)
+
+
 def _config(
-    bench: BenchConfig, case: _Case, given: list[Override], catalog: Catalog, gpu: bool, problems: list[Problem]
+    bench: BenchConfig, case: _Case | _Row, given: list[Override], catalog: Catalog, gpu: bool, problems: list[Problem]
 ) -> list[RunConfig]:
     """Return a case's configuration with the benchmark's own sizes, or an empty list if it has problems."""
     found: list[Problem] = []
     configs = configs_of(CommandLine(case.words(given)), catalog, found)
-    problems += [Problem(*map(in_lists, problem)) for problem in found]
+    problems += found if isinstance(case, _Row) else [Problem(*map(in_lists, problem)) for problem in found]
     if any(config.trainer.devices != 1 or config.trainer.num_nodes != 1 for config in configs):
         problems.append(Problem("the benchmark measures one device, and this is a run on several", "trainer=gpu"))
     if not all(limits(config) for config in configs):

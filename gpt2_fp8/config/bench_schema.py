@@ -39,6 +39,8 @@ class BenchConfig:
     gemm: Annotated[bool, "also this GPU's ceiling for matrix products, by shape"]
     attention: Annotated[bool, "also implementations of attention against each other"]
     peers: Annotated[bool, "also other programs on the same work, where they are installed"]
+    # instead of the combinations of precision and recipe; the ratios are then to the first row and to the row before
+    rows: Annotated[str | None, "a file of lines NAME: WORDS OF A RUN, measured in turn"] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,10 @@ class BenchRunConfig(RunConfig):
 
 def check(bench: BenchConfig) -> Iterator[Finding]:
     """Find what is wrong with settings whose types and ranges are right."""
+    for name in ("model", "micro_batch_size"):
+        if bench.rows is not None and len(set(getattr(bench, name))) > 1:
+            reason = "the rows of bench.rows are compared on one"
+            yield _finding(bench, name, reason, f"name one; a row may say {name}=VALUE for itself")
     for name in ("model", "precision", "recipe", "micro_batch_size"):
         if not getattr(bench, name):
             yield _finding(bench, name, "nothing to measure", f"leave bench.{name} out, or name what to measure")

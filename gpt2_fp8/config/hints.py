@@ -12,7 +12,7 @@ _GROUP = "precision is a group"
 _KEPT = "layers are named"
 _OPTIMIZER = ("optimizer is a group", "optimizer=adamw, adamw_bf16, adamw8bit or muon")
 _SCHEDULE, _SCHEDULES = "it has a shorter name", "optim.schedule=cosine, linear, constant or warmup_stable_decay"
-_ATTENTION = ("it has a shorter name", "attention=auto, sdpa, cudnn, flash or te")
+_ATTENTION = ("it has a shorter name", "attention=auto, sdpa, math, cudnn, flash or te")
 _ATTENTION_OF_TE = (
     "it is Transformer Engine's, and stands in the environment",
     "attention=flash, cudnn, sdpa or te; or NAME=1 in front of the command, for attention=te",

@@ -28,7 +28,7 @@ Sequences = Annotated[int, at_least(1, 10**6, "sequences")]
 Epochs = Annotated[int, at_least(1, 10**5, "passes")]
 StepSequences = Annotated[int, at_least(1, 10**6, "sequences a step")]  # each is dealt out by itself
 Recompute = Literal["none", "mlp", "full"]
-AttentionKernel = Literal["auto", "sdpa", "cudnn", "flash", "te"]
+AttentionKernel = Literal["auto", "sdpa", "math", "cudnn", "flash", "te"]
 _DEVICES = Refusal("is no number of devices", "trainer.devices=auto for every GPU, or trainer=cpu")
 Devices = Annotated[int, at_least(1, 4096, "processes on a machine", _DEVICES)]
 
@@ -350,7 +350,8 @@ class RunConfig:
     compile: bool | Literal["auto"]  # torch.compile of the plain-torch layers; auto: on a GPU
     compile_mode: Literal["default", "reduce-overhead"] = "default"  # the second records CUDA graphs (bf16 on a GPU)
     cuda_graphs: bool | Literal["auto"]  # replay a micro-batch as one launch (fused layers, one GPU); auto: where small
-    # sdpa: torch's, which chooses; cudnn, flash: torch's held to one; te: Transformer Engine's; auto: the layers' own
+    # sdpa: torch's, which chooses; math: the formula, unfused; cudnn, flash: torch's held to one;
+    # te: Transformer Engine's; auto: the layers' own
     attention: AttentionKernel = "auto"
     document_mask: bool = False  # tokens attend within their document alone; not in the fused layers
     activation_checkpointing: Recompute  # what a backward computes again and does not keep: the MLP, or whole blocks

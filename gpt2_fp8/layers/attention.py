@@ -42,9 +42,9 @@ def attention(heads: Heads, kernel: AttentionKernel = "auto") -> nn.Module:
     """Build causal attention over packed queries, keys and values, bfloat16.
 
     It computes the same as `te.attention` without dropout. `kernel="flash"` is FlashAttention 4's backward with cuDNN's
-    forward, which "auto" takes where it can; "sdpa" and "cudnn" are torch's.
+    forward, which "auto" takes where it can; "sdpa", "math" and "cudnn" are torch's.
     """
-    if kernel in ("sdpa", "cudnn"):
+    if kernel in ("sdpa", "math", "cudnn"):
         return reference.attention(heads, dropout=0.0, kernel=kernel)
     if kernel == "te" or (kernel == "auto" and why_not_flash(heads)):
         return te.attention(heads, dropout=0.0)

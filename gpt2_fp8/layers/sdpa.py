@@ -15,6 +15,7 @@ from gpt2_fp8.config.block_spec import Heads
 from gpt2_fp8.config.schema import AttentionKernel
 
 HELD: dict[AttentionKernel, SDPBackend] = {
+    "math": SDPBackend.MATH,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
 }
@@ -33,11 +34,14 @@ def causal(
 
     Keys and values may have fewer heads than queries. A `kernel` of `HELD` alone may compute it: torch raises
     RuntimeError where that cannot. Of any other, torch chooses. `mask`: what is added to the scores, [batch, 1, tokens,
-    tokens], causal by itself; only for the kernels that torch chooses.
+    tokens], causal by itself; only for "math" and the kernels that torch chooses.
     """
     shared = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if mask is not None:
+    if mask is not None and kernel == "math":
+        with sdpa_kernel(HELD[kernel]):
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=shared)
+    elif mask is not None:
         assert kernel not in HELD, "refused by the check of the settings"
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=shared)
     elif kernel in HELD:
@@ -53,6 +57,8 @@ def why_not(kernel: AttentionKernel, heads: Heads, tokens: int, dropout: float) 
 
     It allocates the queries, keys and values of one sequence.
     """
+    if kernel == "math":
+        return None
     parameters = SDPAParams(*_one(heads, tokens, torch.bfloat16, "cuda"), None, dropout, True, _shared(heads))
     can_use = can_use_cudnn_attention if kernel == "cudnn" else can_use_flash_attention
     with warnings.catch_warnings(record=True) as said:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpt2_fp8.config.shown import line
 from gpt2_fp8.measure.table import Measured
 
 
@@ -44,6 +45,8 @@ def plot(every: Sequence[Measured], path: Path) -> bool:
 
 
 def _kind(measured: Measured) -> str:
+    if measured.config.notes:  # the name of a row
+        return line(measured.config.notes)
     return ", ".join(filter(None, [measured.config.precision.name, measured.recipe, measured.layers]))
 
 

@@ -92,12 +92,14 @@ class Record:
             "device": self.device,
             "versions": self.versions,
             "bench": asdict(self.bench),
-            "cases": [
-                {**asdict(m.case), "result": asdict(m.result), "ratio_to_bf16": table.ratio(m, self.cases)}
-                for m in self.cases
-            ],
+            "cases": [{**asdict(m.case), "result": asdict(m.result), **self._ratios(m)} for m in self.cases],
             "sections": self.sections,
         }
+
+    def _ratios(self, measured: Measured) -> dict[str, float | None]:
+        if measured.config.notes:  # a row of `bench.rows`
+            return {"ratio_to_first": table.times(measured, self.cases[0])}
+        return {"ratio_to_bf16": table.ratio(measured, self.cases)}
 
 
 def name(measured: Measured) -> str:

@@ -57,19 +57,27 @@ def baseline(measured: Measured, others: Sequence[Measured]) -> Measured | None:
 
 def ratio(measured: Measured, others: Sequence[Measured]) -> float | None:
     """Compute tokens per second relative to the baseline's; None without a baseline."""
-    base, own = baseline(measured, others), measured.result.tokens_per_second
-    if base is None or base.result.tokens_per_second is None or own is None:
-        return None
-    return own / base.result.tokens_per_second
+    base = baseline(measured, others)
+    return None if base is None else times(measured, base)
+
+
+def times(measured: Measured, base: Measured) -> float | None:
+    """Compute tokens per second relative to those of `base`; None if one of them has no figure."""
+    own, other = measured.result.tokens_per_second, base.result.tokens_per_second
+    return None if own is None or not other else own / other
 
 
 def case_rows(every: Sequence[Measured]) -> list[Row]:
-    """Return a row for each case; a note says what went wrong, or what ran instead."""
+    """Return a row for each case; a note says what went wrong, or what ran instead.
+
+    A case of `bench.rows` has its name, and its ratios are to the first row and to the row before.
+    """
     rows = []
-    for measured in every:
+    for place, measured in enumerate(every):
         config, result = measured.config, measured.result
         micro_batches = config.global_batch_size // config.micro_batch
-        row: Row = {
+        row: Row = {"row": config.notes} if config.notes else {}
+        row |= {
             "model": config.model.name,
             "micro-batch": f"{config.micro_batch} x {micro_batches}",
             "precision": config.precision.name,
@@ -80,7 +88,9 @@ def case_rows(every: Sequence[Measured]) -> list[Row]:
             "tokens/s": _form(result.tokens_per_second, ",.0f"),
             "slowest": _form(result.slowest, ",.0f"),
             "fastest": _form(result.fastest, ",.0f"),
-            "x bf16": _form(ratio(measured, every), ".3f"),
+            "x bf16": "" if config.notes else _form(ratio(measured, every), ".3f"),
+            "x first": _form(times(measured, every[0]), ".3f") if config.notes else "",
+            "x before": _form(times(measured, every[max(0, place - 1)]), ".3f") if config.notes and place else "",
             "mfu_bf16": _form(result.mfu_bf16, ".3f"),
             "GiB": _form(result.peak_memory_gb, ".1f"),
             f"loss, step {measured.case.warmup + measured.case.steps}": _form(
@@ -111,9 +121,12 @@ def kernel_rows(result: Result, count: int = 15) -> list[Row]:
     return rows
 
 
-def text(rows: Sequence[Row]) -> str:
-    """Format rows as columns of text, numbers right-aligned; columns without values are left out."""
-    names, cells, right = _columns(rows)
+def text(rows: Sequence[Row], verbatim: bool = False) -> str:
+    """Format rows as columns of text, numbers right-aligned; columns without values are left out.
+
+    `verbatim`: titles are as they are, since they name a run's keys.
+    """
+    names, cells, right = _columns(rows, verbatim)
     widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)] if cells else []
     lines = [names, ["-" * width for width in widths], *cells]
     return "\n".join(
@@ -122,14 +135,15 @@ def text(rows: Sequence[Row]) -> str:
     )
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """Format rows as a Markdown table."""
-    names, cells, right = _columns(rows)
+def markdown(rows: Sequence[Row], verbatim: bool = False) -> str:
+    """Format rows as a Markdown table; `verbatim` as in `text`."""
+    names, cells, right = _columns(rows, verbatim)
+    names = [name.replace("|", "\\|") for name in names]
     lines = [names, ["---:" if r else "---" for r in right], *[[c.replace("|", "\\|") for c in row] for row in cells]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _columns(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[bool]]:
+def _columns(rows: Sequence[Row], verbatim: bool) -> tuple[list[str], list[list[str]], list[bool]]:
     """Return titles, cells, and which columns are right-aligned."""
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if any(_cell(r.get(key)) for r in rows)]
     keys = [key for key in keys if key != "status" or any(row.get(key) != "ok" for row in rows)]
@@ -137,7 +151,7 @@ def _columns(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[bool
     cells = [[_cell(row.get(key)) for key in keys] for row in rows]
     columns: list[tuple[str, ...]] = list(zip(*cells, strict=True))
     right = [all(_NUMBER.fullmatch(cell) for cell in column if cell) for column in columns]
-    return [_TITLES.get(key, key.replace("_", " ")) for key in keys], cells, right
+    return [key if verbatim else _TITLES.get(key, key.replace("_", " ")) for key in keys], cells, right
 
 
 def _cell(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +33,7 @@ class RunContext:
     `parts` are those of the present `fit`; None if there are none.
     """
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
+    def __init__(self, config: RunConfig, folder: Path, words: Sequence[str] = ()) -> None:
         self.folder = folder
         self.checkpointing = Checkpointing.from_config(folder / "checkpoints", config.callbacks)
         self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save)
@@ -43,13 +44,14 @@ class RunContext:
         precision = Precision(asked=config.precision.name)
         self._summary = Summary(
             precision=precision, recipe=_recipe(config), optimizer=config.optimizer.name, tags=config.tags,
-            notes=config.notes,
+            notes=config.notes, overrides=list(words), config=asdict(config),
         )  # fmt: skip
         self._launcher: object = None
 
     def chosen(self, config: RunConfig, choice: Choice | None) -> None:
         """Note the final settings; `choice`: the result of `precision=auto`, if it was asked for."""
         self._summary.recipe, self._summary.precision.choice = _recipe(config), asdict(choice) if choice else None
+        self._summary.config = asdict(config)
 
     def ended(self, limit: str | None) -> None:
         """Note which limit has ended the run: the key of the last step's, or None before that step."""

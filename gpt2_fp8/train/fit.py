@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -34,21 +35,22 @@ from gpt2_fp8.train.rollback import checkpoint_before
 log = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, folder: Path, typed: bool = False) -> float | None:
+def run(config: RunConfig, folder: Path, words: Sequence[str] = ()) -> float | None:
     """Train as `config` says, in `folder`; returns the last validation loss (what a sweep compares).
 
-    `typed`: the user has typed the micro-batch, which then must not change. Writes `summary.json` at every end, good or
-    bad. Raises the errors of `config.errors` for ends of a known kind.
+    `words`: the run's overrides. A micro-batch that is among them must not change. Writes `summary.json` at every end,
+    good or bad. Raises the errors of `config.errors` for ends of a known kind.
     """
     quiet()
     locked = rank() == 0 and not config.trainer.fast_dev_run
     spool.clear()
     with RunLock(folder) if locked else nullcontext():
-        return _run(config, folder, typed)
+        return _run(config, folder, words)
 
 
-def _run(config: RunConfig, folder: Path, typed: bool) -> float | None:
-    context, error = RunContext(config, folder), None
+def _run(config: RunConfig, folder: Path, words: Sequence[str]) -> float | None:
+    context, error = RunContext(config, folder, words), None
+    typed = any(word.lstrip("+").startswith("micro_batch_size=") for word in words)
     try:
         with GracefulStop(lambda trainer: _stop_here(trainer, context.checkpointing)) as stop:
             parts = _train(_prepare(config, folder, context, typed), folder, context, stop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,11 +17,14 @@ from gpt2_fp8.train import summary
 LEAST_DATA_BYTES = 128 << 20  # with a smaller limit, a library that torch loads ends the process
 
 
-def training(config: RunConfig, folder: Path, here: Path) -> Callable[[RunConfig, Path, bool], float | None]:
+def training(
+    config: RunConfig, folder: Path, here: Path, words: Sequence[str] = ()
+) -> Callable[[RunConfig, Path, Sequence[str]], float | None]:
     """Import and return `fit.run`, for a run of `config` in `folder`, and import its plugins.
 
-    `here`: the folder where plugins are searched for. Raises UserError if the process may not have the memory for
-    torch, or if a plugin cannot be imported, and Stopped for a signal.
+    `here`: the folder where plugins are searched for. `words`: the run's overrides, for the summary of one that ends
+    here. Raises UserError if the process may not have the memory for torch, or if a plugin cannot be imported, and
+    Stopped for a signal.
     """
     with signals.handled() as handlers:
         try:
@@ -32,13 +35,13 @@ def training(config: RunConfig, folder: Path, here: Path) -> Callable[[RunConfig
             handlers.hold()  # only the end follows
             if handlers.received is not None:  # the import may have turned the signal's error into another one
                 stopped = slurm.ended(handlers.received)
-                summary.write_unbegun(config, folder, stopped)
+                summary.write_unbegun(config, folder, stopped, words)
                 raise stopped from None
-            summary.write_unbegun(config, folder, caught)
+            summary.write_unbegun(config, folder, caught, words)
             raise
 
 
-def _imported() -> Callable[[RunConfig, Path, bool], float | None]:
+def _imported() -> Callable[[RunConfig, Path, Sequence[str]], float | None]:
     try:
         if 0 <= resource.getrlimit(resource.RLIMIT_DATA)[0] < LEAST_DATA_BYTES:
             raise MemoryError("it takes more")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -19,6 +19,7 @@ from gpt2_fp8.checkpoint import bounded, durable
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
+from gpt2_fp8.runtime import launched
 
 Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_lost", "interrupted"]
 
@@ -86,6 +87,8 @@ class Summary:
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     data: dict[str, Any] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)  # the layers, and the kernels of the fused ones by part
+    overrides: list[str] = field(default_factory=list)  # the words of this run or of its job in a sweep
+    config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, as plain values
     versions: dict[str, str | None] = field(default_factory=lambda: _versions())
     device: str | None = None
     command: list[str] = field(default_factory=lambda: list(sys.argv))
@@ -128,19 +131,20 @@ class Summary:
         return path
 
 
-def write_unbegun(config: RunConfig, folder: Path, error: BaseException) -> None:
+def write_unbegun(config: RunConfig, folder: Path, error: BaseException, words: Sequence[str] = ()) -> None:
     """Write the summary of a run that has ended before anything was built. Raises nothing.
 
-    It is not written while another run is at work there, or if it would replace earlier results by a refusal.
+    It is not written while another run is at work there, or if it would replace earlier results by a refusal. `words`:
+    its overrides.
     """
-    rank = next((os.environ[name] for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if name in os.environ), "0")
     refused = isinstance(error, UserError) and (folder / "summary.json").exists()
-    if rank != "0" or refused:
+    if not launched.is_first_rank() or refused:
         return
     recipe = None if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
     precision = Precision(asked=config.precision.name)
     name = config.optimizer.name
     summary = Summary(precision=precision, recipe=recipe, optimizer=name, tags=config.tags, notes=config.notes)
+    summary.overrides, summary.config = list(words), asdict(config)
     summary.finish(error)
     summary.take_over(folder)
     with suppress(OSError, UserError, MemoryError), RunLock(folder):

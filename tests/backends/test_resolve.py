@@ -359,8 +359,8 @@ def test_rowwise_needs_hopper(config, monkeypatch):
     assert resolve(config(recipe="rowwise"), "cuda").recipe == "rowwise"
 
 
-def kept(run, names):
-    return replace(run, precision=replace(run.precision, keep_bf16=names))
+def wgrad(run):
+    return replace(run, precision=replace(run.precision, backward="bf16_wgrad"))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -370,9 +370,9 @@ def test_torchao_is_taken_for_what_transformer_engine_has_not(config, monkeypatc
     found = resolve(config(recipe="rowwise"), "cuda").backend
     assert found.name == "torchao"
     assert "not Transformer Engine's: it has no scale a row" in found.kernels(50257)["layers"]
-    assert resolve(kept(config(recipe="auto"), ["blocks.*.fc1"]), "cuda").backend.name == "torchao"
+    assert resolve(wgrad(config(recipe="auto")), "cuda").backend.name == "torchao"
     without_torchao(monkeypatch)
-    problem = refusal(kept(config(recipe="auto"), ["blocks.*.fc1"]))
+    problem = refusal(wgrad(config(recipe="auto")))
     assert problem.cause.endswith("they cannot here: torchao is not installed")
     assert ".[torchao]" in problem.remedy
 

@@ -30,7 +30,7 @@ def formula(q, k, v):
     return torch.einsum("bhij,bjhc->bihc", weights, v).flatten(2)
 
 
-@pytest.mark.parametrize("kernel", ["auto", "sdpa", "flash"])
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "math", "flash"])
 def test_attention_is_the_formulas(kernel):
     """A CPU has a kernel under the name of FlashAttention, so that holding torch to one is tried here too."""
     q, k, v = parts()
@@ -38,6 +38,14 @@ def test_attention_is_the_formulas(kernel):
         k, v = (x.repeat_interleave(2, dim=2) for x in (k, v))
     found = sdpa.causal(q, k, v, 0.0, kernel)
     torch.testing.assert_close(found.double(), formula(*parts()), rtol=1e-5, atol=1e-6)
+
+
+def test_the_formula_takes_a_mask_and_is_named():
+    mask = torch.zeros(2, 1, 16, 16).masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -torch.inf)
+    masked, plain = sdpa.causal(*parts(), 0.0, "math", mask), sdpa.causal(*parts(), 0.0, "math")
+    torch.testing.assert_close(masked, plain, rtol=1e-5, atol=1e-6)
+    assert sdpa.why_not("math", HEADS, 16, 0.1) is None
+    assert sdpa.kernels("math", HEADS, 16, 0.0, torch.float32, "cpu") == "torch's unfused kernel, as asked"
 
 
 def test_torch_chooses_the_same_for_auto_and_sdpa_bit_for_bit():

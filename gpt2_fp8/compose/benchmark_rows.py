@@ -1,0 +1,65 @@
+"""The rows of `bench.rows`: a file of lines `NAME: WORDS`, where the words are those of a run.
+
+An empty line, or one that begins with `#`, says nothing. Each row is a whole configuration: it stands by itself.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+from gpt2_fp8.config import globs
+from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.parsing import show
+
+FORM = "write NAME: WORDS on each line, such as  fp8: precision=fp8_hybrid recipe=delayed"
+_LARGEST = 1 << 16  # bytes
+_LONGEST_NAME = 60  # characters
+
+
+class BenchRow(NamedTuple):
+    """A row: its name, and the words of its run."""
+
+    name: str
+    words: tuple[str, ...]
+
+
+def read(file: str, problems: list[Problem]) -> list[BenchRow]:
+    """Return the rows of a file. What is wrong with it is added to `problems`, each line by its number."""
+    rows: list[BenchRow] = []
+    before = len(problems)
+    for number, line in enumerate(_text(file, problems).splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, colon, rest = (part.strip() for part in line.partition(":"))
+        reason = None
+        if not colon or not name or not name.isprintable() or len(name) > _LONGEST_NAME:
+            reason = "it has no name before a colon" if not colon or not name else "its name is too long, or no text"
+        elif name in [row.name for row in rows]:
+            reason = f"a row above has the name {show(name)}"
+        try:
+            words = tuple(shlex.split(rest, comments=True))
+        except ValueError as error:
+            reason = f"its words cannot be read: {error}"
+        if reason:
+            problems.append(Problem(f"bench.rows={show(file)}, line {number}: {reason}", FORM))
+        else:
+            rows.append(BenchRow(name, words))
+    if not rows and len(problems) == before:
+        problems.append(Problem(f"bench.rows={show(file)} holds no row", FORM))
+    return rows
+
+
+def _text(file: str, problems: list[Problem]) -> str:
+    path, remedy = Path(file).expanduser(), "name a text file of rows, such as bench.rows=docs/studies/ablation.txt"
+    reason = "does not exist" if not path.exists() else globs.why_not(path) or globs.unreadable(path)
+    try:
+        if not reason and path.stat().st_size > _LARGEST:
+            reason = f"has more than {_LARGEST:,} bytes"
+        if not reason:
+            return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = f"cannot be read: {error}"
+    problems.append(Problem(f"bench.rows={show(file)}: {reason} (looked in {Path.cwd()})", remedy))
+    return ""

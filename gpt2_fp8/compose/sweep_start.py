@@ -1,0 +1,52 @@
+"""Notes where a sweep writes and which jobs it will have, when Hydra begins it.
+
+Hydra tells a callback that a sweep begins. It does not tell one that a sweep has ended if a job has failed or a signal
+came. So the program writes the table itself, from what is noted here.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Glob
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from gpt2_fp8.compat import hydra_private
+from gpt2_fp8.compose.override_parser import parsed
+from gpt2_fp8.config import sweep_plan
+from gpt2_fp8.config.shown import line
+
+_begun: list[Path] = []  # the folder of each sweep of this process that has not been taken
+
+
+def take() -> Path | None:
+    """Return the folder of the sweep that has begun in this process, once; None if there was none."""
+    return _begun.pop() if _begun else None
+
+
+class SweepStart(Callback):
+    """What `hydra.callbacks` of `conf/config.yaml` names. It has no state, since launchers send it to their jobs."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Note the sweep's folder, and write its plan there."""
+        folder = Path(str(config.hydra.sweep.dir)).absolute()  # absolute, as jobs may change the current folder
+        _begun.append(folder)
+        try:
+            sweep_plan.write(folder, _words(config))
+        except OSError as error:
+            print(line(f"warning: {folder} cannot be written: {error}"), file=sys.stderr)
+
+
+def _words(config: DictConfig) -> list[list[str]] | None:
+    """Return the words of each job, as the basic sweeper will form them; None for another sweeper, which chooses."""
+    sweeper = config.hydra.sweeper
+    if not str(sweeper.get("_target_", "")).endswith("BasicSweeper"):
+        return None
+    words = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    overrides = [parsed(word) for word in [*words, *config.hydra.overrides.task]]
+    if any(isinstance(override.value(), Glob) for override in overrides):  # only Hydra knows what it matches
+        return None
+    return hydra_private.job_words(overrides)

@@ -1,0 +1,50 @@
+"""What a sweep leaves in its folder: `sweep.csv`, `sweep.md` and `sweep.png`, and what is said of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.config.shown import line
+from gpt2_fp8.measure import sweep_jobs, sweep_plot, sweep_table
+from gpt2_fp8.measure.sweep_jobs import Job
+
+
+def write(folder: Path, jobs: list[Job]) -> Iterator[str]:
+    """Write the files into `folder`, and yield the lines to print: the table, then where the files are.
+
+    `jobs`: as `sweep_jobs.read` returns them. The table is yielded before anything is written. Raises OSError.
+    """
+    counts = ", ".join(f"{number:,} {status}" for status, number in Counter(job.status for job in jobs).items())
+    yield f"\nSweep of {len(jobs):,} {'job' if len(jobs) == 1 else 'jobs'}: {counts}\n\n{sweep_table.text(jobs)}"
+    durable.write_text(folder / "sweep.csv", sweep_table.comma_separated(jobs))
+    title = f"{len(jobs):,} jobs: {counts}. Losses in nats a token; best first, by the best validation loss."
+    durable.write_text(folder / "sweep.md", f"{title}\n\n{sweep_table.markdown(jobs)}\n")
+    names = ["sweep.csv", "sweep.md"]
+    try:
+        names += ["sweep.png"] if _draw(folder, jobs) else []
+    except ImportError:
+        yield '\nno picture, since matplotlib is not installed: pip install -e ".[bench]"'
+    yield line(f"\n{folder}: {', '.join(names)}".lstrip("\n"))
+
+
+def _draw(folder: Path, jobs: list[Job]) -> bool:
+    """Draw `sweep.png` under another name first, so that nothing is written through a link. Raises ImportError."""
+    temporary = folder / ".sweep.tmp.png"
+    with suppress(FileNotFoundError):
+        temporary.unlink()
+    try:
+        drawn = sweep_plot.plot(jobs, sweep_table.varied(jobs), temporary)
+        if drawn:
+            temporary.replace(folder / "sweep.png")
+        return drawn
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(folder: Path) -> list[Job]:
+    """Return the jobs of a sweep, best first. Raises OSError."""
+    return sweep_jobs.read(folder)

@@ -1,0 +1,76 @@
+"""The table of a sweep, made again from what its jobs have left.
+
+    python -m gpt2_fp8.table outputs/my_sweep
+
+Exit codes: 0 done, 1 the files could not be written, 2 the input, 130 stopped by SIGINT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.shown import harmless, line
+from gpt2_fp8.measure import sweep_record
+from gpt2_fp8.measure.sweep_jobs import Job
+from gpt2_fp8.runtime import output
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line `argv` (without the program's name); returns the exit code."""
+    folders = [folder.expanduser() for folder in _parser().parse_args(argv).folders]
+    try:
+        found: dict[Path, list[Job]] = {}
+        if problems := list(_problems(folders, found)):
+            raise UserError(problems)
+        for folder, jobs in found.items():
+            for text in sweep_record.write(folder, jobs):
+                print(harmless(text))
+    except UserError as error:
+        print(harmless(str(error)), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        cause = f"{error.filename or 'the table'} cannot be written: {error.strerror or error}"
+        print(Problem(line(cause), "free space there, or copy the sweep's folder to one of yours"), file=sys.stderr)
+        return 1
+    return 0
+
+
+def _problems(folders: list[Path], found: dict[Path, list[Job]]) -> Iterator[Problem]:
+    """Find what is wrong with the folders; the jobs of the others are added to `found`."""
+    for folder in folders:
+        if not os.path.isdir(folder):
+            what = "is a file" if os.path.lexists(folder) else "does not exist"
+            yield Problem(f"{folder} {what} (looked in {Path.cwd()})", "give a sweep's folder: outputs/RUN_NAME")
+            continue
+        try:
+            jobs = sweep_record.read(folder)
+        except OSError as error:
+            yield Problem(f"{folder} cannot be read: {error.strerror}", "make it readable (chmod u+rx)")
+            continue
+        if jobs:
+            found[folder] = jobs
+        else:
+            yield Problem(
+                f"{folder} holds no job of a sweep", "give the folder of a sweep (-m), above its jobs' folders"
+            )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m gpt2_fp8.table",
+        description="Shows the jobs of a sweep, best first, and writes sweep.csv, sweep.md and sweep.png.",
+    )
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="a sweep's folder: outputs/RUN_NAME")
+    return parser
+
+
+if __name__ == "__main__":
+    output.begin()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,134 @@
+"""The Dockerfile: its order, what it installs, and its pip lines in a virtual environment with the image's torch."""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.test_readme import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TORCH = "2.11.0a0+abc123"  # how the image's torch is versioned
+
+
+def instructions():
+    """The Dockerfile's instructions: (name, the rest of the line)."""
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
+
+
+def commands():
+    """Each command of the RUN lines, in order."""
+    return [part.strip() for name, rest in instructions() if name == "RUN" for part in rest.split("&&")]
+
+
+def requirements():
+    spec = importlib.util.spec_from_file_location("requirements", ROOT / "docker/requirements.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.requirements(PROJECT)
+
+
+def name_of(requirement):
+    return re.match(r"[\w.-]+", requirement)[0]
+
+
+def test_the_order():
+    found = [" ".join(instruction) for instruction in instructions()]
+
+    def place(start):
+        (index,) = (i for i, line in enumerate(found) if line.startswith(start))
+        return index
+
+    order = ["ARG BASE=nvcr.io/nvidia/pytorch:", "FROM ${BASE}", "ENV PIP_CONSTRAINT", "COPY pyproject.toml",
+             "RUN python requirements.py", "RUN pip install -r", "COPY gpt2_fp8", "RUN pip install --no-deps",
+             "RUN useradd", "USER trainer", "ENTRYPOINT"]  # fmt: skip
+    assert [place(start) for start in order] == sorted(place(start) for start in order)
+    assert {name for name, _ in instructions()} <= {
+        "ARG",
+        "FROM",
+        "ENV",
+        "WORKDIR",
+        "COPY",
+        "RUN",
+        "USER",
+        "ENTRYPOINT",
+    }
+    assert json.loads(dict(instructions())["ENTRYPOINT"]) == ["python", "-m", "gpt2_fp8.run"]
+
+
+def test_the_image_is_a_fixed_one():
+    (base,) = (rest for name, rest in instructions() if name == "ARG")
+    assert re.fullmatch(r"BASE=nvcr\.io/nvidia/pytorch:\d\d\.\d\d-py3", base)
+
+
+def test_no_line_lets_pip_choose_a_torch():
+    """What is required is required without torch, and what requires torch is installed without dependencies."""
+    assert "torch" not in map(name_of, requirements())
+    lines = [shlex.split(command) for command in commands() if command.startswith("pip ")]
+    assert [line[:2] for line in lines] == [["pip", "install"]] * 2
+    assert "-r" in lines[0]
+    assert {"--no-deps", "--no-build-isolation", "."} <= set(lines[1])
+
+
+def test_all_names_of_the_project_are_there_but_torch_and_transformer_engine():
+    project = PROJECT["project"]
+    extras = [line for name in ("fp8", "bench", "hf") for line in project["optional-dependencies"][name]]
+    every = [*PROJECT["build-system"]["requires"], *project["dependencies"], *extras]
+    assert [line for line in every if line not in requirements()] == [
+        line for line in every if name_of(line) in ("torch", "transformer-engine")
+    ]
+
+
+def test_what_is_copied_exists_and_is_sent():
+    """`.dockerignore` leaves everything out but what it names."""
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in ignored
+    sources = [word for name, rest in instructions() if name == "COPY" for word in rest.split()[:-1]]
+    assert len(sources) > 5
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert f"!{source.split('/')[0]}" in ignored, source
+
+
+def test_a_wheel_needs_nothing_that_is_not_copied():
+    sources = {word for name, rest in instructions() if name == "COPY" for word in rest.split()[:-1]}
+    assert {"pyproject.toml", "setup.py", PROJECT["project"]["readme"], "LICENSE", "conf", "gpt2_fp8"} <= sources
+
+
+@pytest.mark.slow
+def test_its_pip_lines_keep_the_images_torch(tmp_path):
+    """In a virtual environment that says it has the image's torch. Nothing is installed."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    (site,) = (tmp_path / "env/lib").glob("python3*/site-packages")
+    info = site / f"torch-{TORCH}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {TORCH}\n")
+    (info / "RECORD").write_text("")
+    (info / "INSTALLER").write_text("pip\n")
+    place = tmp_path / "opt"
+    place.mkdir()
+    (place / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    (place / "requirements.py").write_text((ROOT / "docker/requirements.py").read_text())
+    constraint = place / "constraints.txt"
+    environment = os.environ | {"PATH": f"{tmp_path}/env/bin:{os.environ['PATH']}"}
+    first, second = (
+        command for command in commands() if command.startswith(("python requirements.py", "pip install -r"))
+    )
+    subprocess.run(shlex.split(first), cwd=place, env=environment, check=True)
+    assert f"torch=={TORCH}" in constraint.read_text().splitlines()
+    done = subprocess.run(
+        [*shlex.split(second), "--dry-run"], cwd=place, env=environment | {"PIP_CONSTRAINT": str(constraint)},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (would,) = (line for line in done.stdout.splitlines() if line.startswith("Would install "))
+    chosen = {word.rpartition("-")[0].lower().replace("_", "-") for word in would.split()[2:]}
+    assert {"lightning", "hydra-core", "datasets", "tiktoken", "cuda-core", "matplotlib"} <= chosen
+    assert not {name for name in chosen if name == "torch" or name.startswith(("transformer-engine", "nvidia-cublas"))}
