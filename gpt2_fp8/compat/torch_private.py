@@ -53,6 +53,11 @@ def skip_where(optimizer: Optimizer, found_inf: Tensor) -> None:
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
 
 
+def skips_where(optimizer: Optimizer) -> Tensor | None:
+    """Return what `skip_where` has told an optimizer; None before it has."""
+    return getattr(optimizer, "found_inf", None)
+
+
 def scheduler_counts(step: int, rates: Sequence[float | Tensor]) -> dict[str, Any]:
     """Return what a `LambdaLR` saves of its position: after `step` optimizer steps, at these learning rates."""
     return {"last_epoch": step, "_step_count": step + 1, "_last_lr": list(rates)}

@@ -1,6 +1,6 @@
-"""torchao's float8 product of a weight that another module owns. Holds for torchao 0.18.
+"""torchao's float8 product of a weight that another module owns.
 
-Its public way replaces `nn.Linear` by a module of its own, whose class and function are private. Parameters here have
+Holds for `torchao>=0.18,<0.19`. Its public way replaces `nn.Linear` by a module of its own, whose class and function are private. Parameters here have
 names that no `nn.Linear` has, and move between all families of layers.
 """
 

@@ -234,7 +234,7 @@ def unknown_key(
         matches = [named[name] for name in [*near(path, named, 1, 0.7), *near(leaf, named, 2, 0.7)]]
     if matches:
         return f"there is no key {path}", f"did you mean {either(list(dict.fromkeys(matches))[:3])}?"
-    where = f"{group} has the keys" if group else "the groups and keys are"
+    where = f"{group} has the keys" if group else "there are"
     return f"there is no key {path}", f"{where} {', '.join(own)}"
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from gpt2_fp8.compat.torch_private import orthogonalised, skip_where
+from gpt2_fp8.compat.torch_private import orthogonalised, skip_where, skips_where
 
 _LIKE_ADAMW = 0.2  # the root mean square of AdamW's updates without its rate, as Liu et al. measured it
 
@@ -30,7 +30,7 @@ _LIKE_ADAMW = 0.2  # the root mean square of AdamW's updates without its rate, a
 class MuonAdamW(Optimizer):
     """Both, over three groups: AdamW's two, then Muon's matrices.
 
-    If `found_inf` (float32 on the parameters' device) is 1, a step changes nothing, and the host does not wait to know.
+    If what `skip_where` has told it is 1, a step changes nothing, and the host does not wait to know.
 
     Args:
         adamw: has the two groups of all other parameters. It is used, and its groups and state are this optimizer's.
@@ -38,8 +38,6 @@ class MuonAdamW(Optimizer):
         rows: of a matrix that holds several, the rows of each.
         lr, weight_decay, momentum, steps: of the matrices; `steps` are Newton-Schulz iterations.
     """
-
-    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -70,8 +68,8 @@ class MuonAdamW(Optimizer):
                 loss = closure()
         *others, matrices = self.param_groups
         self._adamw.param_groups, self._adamw.state = others, self.state  # loading a state has replaced them
-        if self.found_inf is not None:
-            skip_where(self._adamw, self.found_inf)
+        if (skip := skips_where(self)) is not None:
+            skip_where(self._adamw, skip)
         self._adamw.step()
         for matrix in matrices["params"]:
             if matrix.grad is not None:
@@ -90,5 +88,6 @@ class MuonAdamW(Optimizer):
         for part, update in zip(new.split(rows), nesterov.split(rows), strict=True):
             rate = group["lr"] * _LIKE_ADAMW * math.sqrt(max(part.shape))
             part.add_(orthogonalised(update, group["ns_steps"]), alpha=-rate)
+        skip = skips_where(self)
         for kept, changed in ((before, after), (matrix, new)):
-            kept.copy_(changed if self.found_inf is None else torch.where(self.found_inf != 0, kept, changed))
+            kept.copy_(changed if skip is None else torch.where(skip != 0, kept, changed))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gpt2_fp8.compat.torch_private import add_to_all
+from gpt2_fp8.compat.torch_private import add_to_all, skips_where
 from gpt2_fp8.engine import blockwise
 from gpt2_fp8.engine.rounding import Keys, random_bits, round_stochastically
 from gpt2_fp8.model.optimizer_bytes import FEW
@@ -41,15 +41,13 @@ class Scalars(NamedTuple):
 class SmallAdamW(Optimizer):
     """AdamW with small moments. Each group has `lr`, `betas`, `eps` and `weight_decay`.
 
-    If `found_inf` (float32 on the parameters' device) is 1, a step changes nothing, and the host does not wait to know.
+    If what `skip_where` has told it is 1, a step changes nothing, and the host does not wait to know.
 
     Args:
         groups: parameters in float32, contiguous.
         keys: of each parameter, for the random bits.
         eight_bits: 8 bits in blocks, instead of bfloat16.
     """
-
-    found_inf: Tensor | None = None
 
     def __init__(self, groups: Iterable[dict[str, Any]], keys: Mapping[Tensor, Keys], eight_bits: bool):
         super().__init__(groups, {})
@@ -75,7 +73,7 @@ class SmallAdamW(Optimizer):
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter] = self.new_state(parameter)
-        on_cuda, skip = parameters[0].is_cuda, self.found_inf
+        on_cuda, skip = parameters[0].is_cuda, skips_where(self)
         if not on_cuda and skip is not None and skip.item():  # on a CPU nothing is waited for
             return
         steps = [self.state[parameter]["step"] for parameter in parameters]

@@ -201,7 +201,7 @@ class GPT2Module(pl.LightningModule):
 
     def _val_sources(self) -> list[str]:
         """Return the sources of a mixture whose losses are told apart; none if the data module has no mixture."""
-        return getattr(self.trainer.datamodule, "val_sources", [])  # type: ignore[attr-defined]  # it may be anyone's
+        return getattr(getattr(self.trainer, "datamodule", None), "val_sources", [])  # both may be anyone's
 
     # Checkpoints
 

@@ -63,10 +63,12 @@ def test_inductors_workers_can_be_started_ahead():
 def test_a_fused_optimizer_leaves_a_step_out(skipped):
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    assert torch_private.skips_where(optimizer) is None
     for _ in range(2):  # it stays until it is set anew
         weight.grad = torch.full((4,), float("nan") if skipped else 1.0)
         torch_private.skip_where(optimizer, torch.tensor(skipped))
         optimizer.step()
+    assert torch_private.skips_where(optimizer) == skipped
     assert bool((weight == 1).all()) == bool(skipped)
     assert optimizer.state[weight]["step"] == (0 if skipped else 2)
     assert torch.isfinite(optimizer.state[weight]["exp_avg"]).all()

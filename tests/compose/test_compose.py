@@ -124,7 +124,8 @@ def test_an_experiment_may_set_what_stands_at_the_top(tmp_path):
     assert (config.seed, config.run_name) == (7, "from_file")
     (config,) = preflight(["hydra.searchpath=[mine]", "experiment=mine", "ckpt_path=last", "seed=8"])
     assert (config.seed, config.ckpt_path) == (8, "last")
-    assert len(preflight(["-cd", "mine", "-m", "experiment=glob(*)"])) == 3
+    experiments = [*(conf_dir() / "experiment").glob("*.yaml"), "mine"]
+    assert len(preflight(["-cd", "mine", "-m", "experiment=glob(*)"])) == len(experiments)
 
 
 def test_a_users_own_model(tmp_path):

@@ -92,7 +92,7 @@ def test_127_what_is_an_extra_and_not_installed_is_none(layers: Any) -> None:
 
 def test_127_the_summary_says_what_computed(tmp_path: Path) -> None:
     train(tmp_path / "run", "trainer.max_steps=2")
-    assert summary(tmp_path / "run")["kernels"] == {"layers": "plain torch"}
+    assert summary(tmp_path / "run")["kernels"] == {"layers": "plain torch", "attention": "torch's flash kernel"}
 
 
 def told(monkeypatch: pytest.MonkeyPatch, *ranks: str) -> None:
@@ -162,7 +162,7 @@ def test_129_one_that_came_while_the_text_waited_in_memory_ends_the_run(tmp_path
         segment = next(lane._segment for lane in batches.lanes.values() if lane._segment)
         segment.tokens = np.full_like(segment.tokens, 30000)
     else:
-        validation.dataset.ids[1, 3] = 30000  # type: ignore[union-attr]
+        validation.dataset.ids[0][1, 3] = 30000  # type: ignore[union-attr]
     items = (batches.next() for _ in range(3)) if where == "in training" else iter(validation)
     with pytest.raises(RunError, match="the id 30000 of a vocabulary of 257, and the text had none") as caught:
         list(items)

@@ -361,7 +361,7 @@ def test_88_a_long_sweep_is_announced(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 FLOATS = ("optim.lr", "optim.weight_decay", "optim.eps", "optim.max_grad_norm", "callbacks.checkpoint_every_minutes",
-          "callbacks.divergence_sigma")  # fmt: skip
+          "callbacks.divergence_sigma", "optimizer.matrix_lr")  # fmt: skip
 BIG = ["99999999999999999999", "1000000000001", "1" + "0" * 400]
 
 
@@ -375,6 +375,7 @@ def test_89_no_number_of_the_settings_is_absurd(number: str) -> None:
         (["precision=auto"], ("precision", "recipe")),
         (["recipe=delayed"], ("recipe",)),
         (["data=tinyshakespeare"], ("data",)),
+        (["optimizer=muon"], ("optimizer",)),
     ):
         keys = [key for key in RANGES if not groups or key.partition(".")[0] in groups]
         told += " ".join(causes(*choice, *(f"{key}={number}" for key in keys)))

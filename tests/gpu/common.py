@@ -2,18 +2,18 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.backends.base import Backend
 from gpt2_fp8.backends.resolve import BACKENDS, resolve
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
 from gpt2_fp8.model.gpt2 import initialise
+from gpt2_fp8.model.loss import NO_PENALTY
+from gpt2_fp8.model.loss import loss_of as backends_loss
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.calibrate import calibrate
 
@@ -67,8 +67,7 @@ def build(backend, *arguments, **options):
 
 def loss_of(model, fused):
     """The backends' own loss of a model. `fused`: its logits become their gradient where it has any."""
-    backend = SimpleNamespace(fused_loss=fused, fp8=True)
-    return lambda ids, first=None, scale=1.0: Backend.loss(backend, model, ids, first, scale)
+    return lambda ids, first=None, scale=1.0: backends_loss(model, ids, first, scale, fused, NO_PENALTY)
 
 
 def tokens(batch=16, seed=0, n_positions=256):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gpt2_fp8.compat.torch_private import skip_where
 from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.engine.rounding import Keys
 from gpt2_fp8.engine.small_adamw import SmallAdamW, update_plain
@@ -53,7 +54,7 @@ def test_a_skipped_update_changes_nothing_and_the_host_does_not_wait(choice):
     def step(spoil=1.0, checked="error"):
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, device="cuda", generator=generator) * spoil
-        optimizer.found_inf = skip
+        skip_where(optimizer, skip)
         torch.cuda.set_sync_debug_mode(checked)
         try:
             optimizer.step()
