@@ -361,7 +361,8 @@ def test_88_a_long_sweep_is_announced(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 FLOATS = ("optim.lr", "optim.weight_decay", "optim.eps", "optim.max_grad_norm", "callbacks.checkpoint_every_minutes",
-          "callbacks.divergence_sigma", "optimizer.matrix_lr")  # fmt: skip
+          "callbacks.divergence_sigma", "optimizer.matrix_lr", "penalty.z_loss", "penalty.logit_l2",
+          "penalty.activation_l1")  # fmt: skip
 BIG = ["99999999999999999999", "1000000000001", "1" + "0" * 400]
 
 

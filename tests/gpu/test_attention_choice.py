@@ -64,7 +64,7 @@ def test_gradients_are_those_of_the_layers_own_kernel(layers, kernel):
 
 
 @pytest.mark.parametrize("size", [512, 257])
-@pytest.mark.parametrize("kernel", list(HELD))
+@pytest.mark.parametrize("kernel", [kernel for kernel in HELD if kernel != "math"])  # which has any head size
 def test_a_head_size_that_a_kernel_lacks_is_refused_with_what_works(kernel, size):
     words = ["precision=bf16", "model.n_head=1", f"model.head_size={size}"]
     with pytest.raises(UserError) as refused:
