@@ -80,7 +80,7 @@ def test_old_objects_are_left_out_of_a_collection_and_new_garbage_is_not(monkeyp
     for number in range(once.MODULES):
         monkeypatch.setitem(sys.modules, f"module_{number}", types.ModuleType(f"module_{number}"))
     old = Node()
-    once.OldObjects().pytest_runtest_protocol()
+    once.OldObjects().pytest_runtest_protocol(anywhere())
     assert not any(each is old for each in gc.get_objects())
     new = Node()
     new.itself, freed = new, weakref.ref(new)
@@ -95,6 +95,16 @@ def test_they_are_looked_for_where_modules_were_imported(monkeypatch):
     monkeypatch.setattr(once, "gc", types.SimpleNamespace(collect=lambda: collections.append(1), freeze=lambda: None))
     objects = once.OldObjects()
     for number in range(2 * once.MODULES):
-        objects.pytest_runtest_protocol()
+        objects.pytest_runtest_protocol(anywhere())
         monkeypatch.setitem(sys.modules, f"module_{number}", types.ModuleType(f"module_{number}"))
     assert len(collections) == 2
+
+
+def test_on_a_gpu_nothing_is_left_out(monkeypatch):
+    monkeypatch.setattr(once, "gc", None)  # whose functions cannot be called then
+    once.OldObjects().pytest_runtest_protocol(anywhere(marker="gpu"))
+
+
+def anywhere(marker=None):
+    """A test with a marker, or without."""
+    return types.SimpleNamespace(get_closest_marker=lambda name: name == marker)
