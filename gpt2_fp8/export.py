@@ -14,9 +14,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2_fp8.config.errors import Problem, RunError, UserError
+from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.paths import check_folder
-from gpt2_fp8.config.shown import harmless, line
+from gpt2_fp8.config.shown import line
+from gpt2_fp8.runtime.file_program import exit_code
 
 EPILOG = (
     "The other way round, a run begins with a Hugging Face folder's weights: init_from=FOLDER (docs/huggingface.md)."
@@ -27,22 +28,15 @@ def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
     arguments = _parser().parse_args(argv)
     source, folder = arguments.source.expanduser(), arguments.folder.expanduser().resolve()
-    try:
-        if problems := list(_problems(source, folder)):
-            raise UserError(problems)
-        from gpt2_fp8.train.hf_export import export  # after the paths, since it loads torch
+    return exit_code(lambda: _export(source, folder), folder, "name another folder")
 
-        print(line(export(source, folder)))
-    except RunError as error:
-        print(harmless(str(error)), file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:
-        cause = f"{error.filename or folder} cannot be written: {error.strerror or error}"
-        print(Problem(line(cause), "free space there, or name another folder"), file=sys.stderr)
-        return 1
-    return 0
+
+def _export(source: Path, folder: Path) -> None:
+    if problems := list(_problems(source, folder)):
+        raise UserError(problems)
+    from gpt2_fp8.train.hf_export import export  # after the paths, since it loads torch
+
+    print(line(export(source, folder)))
 
 
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:

@@ -118,10 +118,10 @@ def _end_sweep() -> None:
     folder = sweep_start.take()
     if folder is None or not launched.is_first_rank():
         return
-    from gpt2_fp8.measure import sweep_record
+    from gpt2_fp8.measure import sweep_jobs, sweep_record
 
     try:
-        for text in sweep_record.write(folder, sweep_record.read(folder)):
+        for text in sweep_record.write(folder, sweep_jobs.read(folder)):
             print(harmless(text), flush=True)
     except OSError as error:  # a full disk, or a terminal that is gone
         _say(f"warning: the table of the sweep is not complete: {error}")

@@ -14,32 +14,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.shown import harmless, line
-from gpt2_fp8.measure import sweep_record
+from gpt2_fp8.config.shown import harmless
+from gpt2_fp8.measure import sweep_jobs, sweep_record
 from gpt2_fp8.measure.sweep_jobs import Job
 from gpt2_fp8.runtime import output
+from gpt2_fp8.runtime.file_program import exit_code
 
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
     folders = [folder.expanduser() for folder in _parser().parse_args(argv).folders]
-    try:
-        found: dict[Path, list[Job]] = {}
-        if problems := list(_problems(folders, found)):
-            raise UserError(problems)
-        for folder, jobs in found.items():
-            for text in sweep_record.write(folder, jobs):
-                print(harmless(text))
-    except UserError as error:
-        print(harmless(str(error)), file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:
-        cause = f"{error.filename or 'the table'} cannot be written: {error.strerror or error}"
-        print(Problem(line(cause), "free space there, or copy the sweep's folder to one of yours"), file=sys.stderr)
-        return 1
-    return 0
+    return exit_code(lambda: _show(folders), "the table", "copy the sweep's folder to one of yours")
+
+
+def _show(folders: list[Path]) -> None:
+    found: dict[Path, list[Job]] = {}
+    if problems := list(_problems(folders, found)):
+        raise UserError(problems)
+    for folder, jobs in found.items():
+        for text in sweep_record.write(folder, jobs):
+            print(harmless(text))
 
 
 def _problems(folders: list[Path], found: dict[Path, list[Job]]) -> Iterator[Problem]:
@@ -50,7 +44,7 @@ def _problems(folders: list[Path], found: dict[Path, list[Job]]) -> Iterator[Pro
             yield Problem(f"{folder} {what} (looked in {Path.cwd()})", "give a sweep's folder: outputs/RUN_NAME")
             continue
         try:
-            jobs = sweep_record.read(folder)
+            jobs = sweep_jobs.read(folder)
         except OSError as error:
             yield Problem(f"{folder} cannot be read: {error.strerror}", "make it readable (chmod u+rx)")
             continue

@@ -26,7 +26,7 @@ HOUSE = {
     # programs: each a file, none knows another
     "run": Row("compose config train measure runtime", "hydra omegaconf"),
     "bench": Row("compose config measure runtime"),
-    "export": Row("config train"),
+    "export": Row("config train runtime"),
     "table": Row("config measure runtime"),
     # a run under Lightning
     "train": Row(
@@ -88,7 +88,14 @@ INSIDE_FUNCTIONS = {
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
     *("config", "compose", "run", "bench", "export", "table", "train.loading", "train.summary", "compat.hydra_private"),
-    *("runtime.memory_limits", "runtime.signals", "runtime.slurm", "runtime.output", "runtime.standard_streams"),
+    *(
+        "runtime.memory_limits",
+        "runtime.signals",
+        "runtime.slurm",
+        "runtime.output",
+        "runtime.standard_streams",
+        "runtime.file_program",
+    ),
 ]
 
 

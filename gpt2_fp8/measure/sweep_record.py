@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.measure import sweep_jobs, sweep_plot, sweep_table
+from gpt2_fp8.measure import sweep_plot, sweep_table
 from gpt2_fp8.measure.sweep_jobs import Job
 
 
@@ -43,8 +43,3 @@ def _draw(folder: Path, jobs: list[Job]) -> bool:
         return drawn
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def read(folder: Path) -> list[Job]:
-    """Return the jobs of a sweep, best first. Raises OSError."""
-    return sweep_jobs.read(folder)
