@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from gpt2_fp8.compat.torch_private import add_to_all, skips_where
 from gpt2_fp8.engine import blockwise
+from gpt2_fp8.engine.closure import evaluated
 from gpt2_fp8.engine.rounding import Keys, random_bits, round_stochastically
 from gpt2_fp8.model.optimizer_bytes import FEW
 
@@ -60,10 +61,7 @@ class SmallAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             if parameters := [parameter for parameter in group["params"] if parameter.grad is not None]:
                 self._update(group, parameters)
