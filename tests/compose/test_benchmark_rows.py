@@ -106,3 +106,12 @@ def test_the_ablation_composes(size):
     assert (found[0].attention, found[0].compile) == ("math", False)
     assert [c.precision.backend for c in found[3:]] == ["te", "te", "fused", "te", "te"]
     assert [c.model.n_kv_head for c in found[-2:]] == [4, 4]
+
+
+@pytest.mark.parametrize(("name", "size", "rows"), [("choices", 64, 13), ("optimized", 32, 5)])
+def test_the_other_files_of_rows_compose(name, size, rows):
+    words = [f"bench.rows={ROOT / f'docs/studies/{name}.txt'}", "bench.model=gpt2", f"bench.micro_batch_size={size}"]
+    found = preflight(words, True)[1]
+    assert len(found) == rows
+    backends = [config.precision.backend for config in found if config.precision.name == "fp8_hybrid"]
+    assert set(backends) == ({"fused", "te", "torchao"} if name == "choices" else {"fused", "te"})
