@@ -1,0 +1,117 @@
+"""Rules on PyTorch. Each is a function of the facts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from gpt2_fp8.diagnose.facts import Facts, Library
+from gpt2_fp8.diagnose.finding import Finding
+from gpt2_fp8.diagnose.rules_gpu import capability, has_gpu, too_old
+
+TORCH = "torch"
+FIRST_ON_ARM = Version("2.11")  # the first torch of the package index that has CUDA on ARM64
+_MISSING = Library(version=None, wanted=None, error=None)
+
+
+def fits(library: Library) -> bool:
+    """Return whether the installed version is one that this project takes. NVIDIA's 2.11.0a0 counts as 2.11.0."""
+    if library.version is None or library.wanted is None:
+        return True
+    try:
+        return Version(Version(library.version).base_version) in SpecifierSet(library.wanted)
+    except InvalidVersion:
+        return True
+
+
+def library(facts: Facts, name: str) -> Library:
+    """Return what is known of a package."""
+    return facts.libraries.get(name, _MISSING)
+
+
+def install(facts: Facts) -> str:
+    """Return the command that installs a torch with CUDA."""
+    return f'pip install --force-reinstall "torch{in_order(library(facts, "torch").wanted)}"'
+
+
+def in_order(wanted: str | None) -> str:
+    """Return a specifier as people write it, the lower bound first."""
+    return ",".join(sorted((wanted or "").split(","), key=lambda part: not part.startswith(">")))
+
+
+def torch(facts: Facts) -> Iterator[Finding]:
+    """Say whether torch imports, and whether it can use the GPU."""
+    found = facts.torch
+    if found.error:
+        yield _does_not_import(facts)
+    elif found.cuda is None:
+        yield _for_cpus(facts)
+    elif found.available:
+        yield Finding(TORCH, "ok", f"{found.version}, CUDA {found.cuda}")
+        yield from _architectures(facts)
+    elif has_gpu(facts) and not too_old(facts) and facts.environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        yield _cannot_use(facts)
+    if not fits(library(facts, "torch")):
+        wanted = in_order(library(facts, "torch").wanted)
+        what = f"torch {library(facts, 'torch').version} is not one of {wanted}, with which this was tested"
+        why = "Install Transformer Engine again afterwards: it is compiled against one torch."
+        yield Finding(TORCH, "warn", what, why, f'pip install "torch{wanted}"')
+
+
+def _does_not_import(facts: Facts) -> Finding:
+    error = facts.torch.error or ""
+    what = f"torch does not import: {error}"
+    if library(facts, "torch").version is None:
+        return Finding(TORCH, "fail", "torch is not installed", None, "pip install -e .")
+    if facts.environment.get("LD_LIBRARY_PATH") and ("undefined symbol" in error or "cannot open shared" in error):
+        why = "LD_LIBRARY_PATH puts libraries of another CUDA before those that torch brings."
+        return Finding(TORCH, "fail", what, why, "unset LD_LIBRARY_PATH")
+    return Finding(TORCH, "fail", what, "Its installation is damaged, or mixes two versions.", install(facts))
+
+
+def _for_cpus(facts: Facts) -> Finding:
+    version = facts.torch.version
+    if not has_gpu(facts):
+        return Finding(TORCH, "ok", f"{version}, a build for CPUs: enough where there is no GPU")
+    what = f"torch {version} has no CUDA (torch.version.cuda is None), and there is a GPU"
+    why = (
+        "Transformer Engine's build reads that version too, and ends in `expected string or bytes-like object, got "
+        "'NoneType'` or `InvalidVersion: Invalid version: None`."
+    )
+    if facts.system.machine == "aarch64" and not _later_than_on_arm(version):
+        why += " On ARM64 the package index has torch with CUDA from 2.11 on."
+    return Finding(TORCH, "fail", what, why, install(facts))
+
+
+def _later_than_on_arm(version: str | None) -> bool:
+    try:
+        return Version(Version(version or "0").base_version) >= FIRST_ON_ARM
+    except InvalidVersion:
+        return False
+
+
+def _cannot_use(facts: Facts) -> Finding:
+    said = facts.torch.unavailable or "CUDA gives no reason"
+    if "802" in said or "not yet initialized" in said:
+        why = "GPUs behind an NVSwitch need NVIDIA's fabric manager, in the driver's version."
+        return Finding(TORCH, "fail", f"CUDA does not start: {said}", why, "sudo systemctl start nvidia-fabricmanager")
+    why = "The driver and torch do not work together. A restart loads the driver again."
+    return Finding(TORCH, "fail", f"torch {facts.torch.version} cannot use the GPU: {said}", why, "sudo reboot")
+
+
+def _architectures(facts: Facts) -> Iterator[Finding]:
+    """Say whether torch has kernels for the GPU: of its own major version, or PTX that is compiled when it is loaded."""
+    found, known = capability(facts), facts.torch.architectures
+    if found is None or not known:
+        return
+    own = [name.rstrip("af") for name in known if name.startswith("sm_")]
+    same = [int(name[3:]) for name in own if name[3:].isdigit() and int(name[3:]) // 10 == found[0]]
+    if any(each % 10 <= found[1] for each in same) or any(name.startswith("compute_") for name in known):
+        return
+    what = f"this torch has no kernels for compute capability {facts.torch.capability}: {', '.join(known)}"
+    yield Finding(TORCH, "fail", what, "It was built for other GPUs.", install(facts))
+
+
+RULES = (torch,)
