@@ -36,9 +36,7 @@ HOUSE = {
     ),
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning"),
     # whether FP8 works on a machine, and what mends it
-    "diagnose": Row(
-        "measure backends kernels compose runtime compat config", "torch transformer_engine packaging"
-    ),
+    "diagnose": Row("measure backends kernels compose runtime compat config", "torch transformer_engine packaging"),
     # the benchmark, and what `precision=auto` decides by
     "measure": Row(
         "engine backends model precision data checkpoint layers kernels runtime compat config",
@@ -93,7 +91,18 @@ INSIDE_FUNCTIONS = {
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
-    *("config", "compose", "run", "bench", "export", "table", "doctor", "train.loading", "train.summary", "compat.hydra_private"),
+    *(
+        "config",
+        "compose",
+        "run",
+        "bench",
+        "export",
+        "table",
+        "doctor",
+        "train.loading",
+        "train.summary",
+        "compat.hydra_private",
+    ),
     *(
         "runtime.memory_limits",
         "runtime.signals",

@@ -54,14 +54,8 @@ def _finding(finding: Finding) -> Iterator[str]:
 
 
 def _wrapped(text: str, first: str, others: str) -> list[str]:
-    return textwrap.wrap(
-        line(text),
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=others,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(line(text), WIDTH, initial_indent=first, subsequent_indent=others, **whole)
 
 
 def _table(facts: Facts) -> Iterator[str]:

@@ -47,9 +47,8 @@ def gpu(facts: Facts) -> Iterator[Finding]:
     for number, one in facts.gpus.items():
         yield _units(facts, number, one)
     if not facts.gpus and facts.torch.gpu:
-        yield _units(
-            facts, "0", Gpu(name=facts.torch.gpu, capability=facts.torch.capability, memory_mib=None, used_mib=None)
-        )
+        seen = Gpu(name=facts.torch.gpu, capability=facts.torch.capability, memory_mib=None, used_mib=None)
+        yield _units(facts, "0", seen)
     yield from _busy(facts)
 
 
@@ -80,10 +79,8 @@ def _units(facts: Facts, number: str, one: Gpu) -> Finding:
         return Finding(GPU, "ok", f"{name}, compute capability {one.capability}: it has FP8 units", why)
     needed = ".".join(map(str, fp8_units.NEEDED))
     what = f"{name} has compute capability {one.capability}, and FP8 needs {needed}"
-    able = next(
-        (n for n, other in facts.gpus.items() if (fp8_units.parsed(other.capability) or (0, 0)) >= fp8_units.NEEDED),
-        None,
-    )
+    known = {other: fp8_units.parsed(facts.gpus[other].capability) for other in facts.gpus}
+    able = next((other for other, units in known.items() if units and units >= fp8_units.NEEDED), None)
     if able is not None:
         remedy = f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={able}"
         return Finding(GPU, "warn", what, f"GPU {able} has FP8 units. A run takes the first that it sees.", remedy)
@@ -137,10 +134,8 @@ def links(facts: Facts) -> Iterator[Finding]:
     if len(facts.gpus) < 2 or not facts.driver.links:
         return
     cells = [line.split() for line in facts.driver.links.splitlines()]
-    between = {word for row in cells if row and row[0].startswith("GPU") for word in row[1 : 1 + len(facts.gpus)]} - {
-        "X"
-    }
-    between = {word for word in between if not word.startswith("GPU")}
+    rows = [row[1 : 1 + len(facts.gpus)] for row in cells if row and row[0].startswith("GPU")]
+    between = {word for row in rows for word in row if word != "X" and not word.startswith("GPU")}
     nccl = f"NCCL {facts.torch.nccl}" if facts.torch.nccl else "no NCCL"
     if between and all(word.startswith("NV") for word in between):
         yield Finding("links", "ok", f"NVLink between all GPUs ({', '.join(sorted(between))}), {nccl}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from gpt2_fp8.config import fp8_units
 from gpt2_fp8.diagnose.facts import Facts, Place
 from gpt2_fp8.diagnose.finding import Finding
-from gpt2_fp8.diagnose.rules_gpu import capability, may_fp8
+from gpt2_fp8.diagnose.rules_gpu import capability, has_gpu, may_fp8
 from gpt2_fp8.diagnose.rules_te import COMPILER
 from gpt2_fp8.diagnose.rules_torch import in_order, library
 
@@ -28,12 +28,8 @@ def faster(facts: Facts) -> Iterator[Finding]:
     if not found or found[0] != fp8_units.HOPPER or loads.version is None or loads.error:
         return
     yield _optional(facts, "flash-attn-4", "attention's backward", 'pip install -e ".[fa4]"')
-    yield _optional(
-        facts,
-        "cuda-core",
-        "the kernels in CUDA C++",
-        f'pip install "cuda-core{in_order(library(facts, "cuda-core").wanted)}"',
-    )
+    wanted = in_order(library(facts, "cuda-core").wanted)
+    yield _optional(facts, "cuda-core", "the kernels in CUDA C++", f'pip install "cuda-core{wanted}"')
 
 
 def _optional(facts: Facts, name: str, what: str, command: str) -> Finding:
@@ -49,7 +45,7 @@ def _optional(facts: Facts, name: str, what: str, command: str) -> Finding:
 def torchao(facts: Facts) -> Iterator[Finding]:
     """Say whether torchao can compute FP8, where that matters: Transformer Engine cannot."""
     one, other = library(facts, "torchao"), library(facts, "transformer-engine")
-    if not may_fp8(facts) or not facts.torch.available:
+    if not may_fp8(facts):
         return
     without = other.version is None or other.error
     if one.version and not one.error:
@@ -62,9 +58,9 @@ def torchao(facts: Facts) -> Iterator[Finding]:
 
 def compiler(facts: Facts) -> Iterator[Finding]:
     """Say whether Triton can compile: it needs a C compiler and Python's headers at the first step."""
-    if not facts.torch.available:
+    if not has_gpu(facts):
         return
-    if library(facts, "triton").version is None:
+    if facts.torch.cuda and library(facts, "triton").version is None:
         yield Finding(
             KERNELS,
             "fail",
@@ -78,16 +74,15 @@ def compiler(facts: Facts) -> Iterator[Finding]:
     if facts.build.python_h is None:
         why = "Triton's first step ends in: fatal error: Python.h: No such file or directory."
         package = f"python{'.'.join(facts.system.python.split('.')[:2])}-dev"
-        yield Finding(
-            KERNELS, "fail", "Python's headers are not found (Python.h)", why, f"sudo apt-get install {package}"
-        )
+        what = "Python's headers are not found (Python.h)"
+        yield Finding(KERNELS, "fail", what, why, f"sudo apt-get install {package}")
     if facts.build.cc and facts.build.python_h:
         yield Finding(KERNELS, "ok", f"C compiler {facts.build.cc}, Python.h")
 
 
 def caches(facts: Facts) -> Iterator[Finding]:
     """Say whether compiled kernels can be stored, and loaded again."""
-    if not facts.torch.available:
+    if not has_gpu(facts):
         return
     for name, variable in CACHES_OF.items():
         if name in facts.places:

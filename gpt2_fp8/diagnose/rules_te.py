@@ -19,11 +19,6 @@ ANEW = f'pip uninstall -y {_PARTS} && pip install --no-build-isolation --no-cach
 AGAIN = "Then run this program again."
 
 
-def _wanted(facts: Facts) -> bool:
-    """Return whether Transformer Engine could work here, were it installed well."""
-    return may_fp8(facts) and facts.torch.cuda is not None and facts.torch.error is None
-
-
 def _broken(facts: Facts) -> bool:
     found = library(facts, "transformer-engine")
     return found.version is None or found.error is not None
@@ -34,22 +29,27 @@ def _severity(facts: Facts) -> Status:
     return "warn" if any(run.works for run in facts.runs.values() if run.backend == "torchao") else "fail"
 
 
+def _cuda(facts: Facts) -> str:
+    """Return the CUDA that is to be built for: torch's, or the newest that the driver can run."""
+    return facts.torch.cuda or facts.driver.cuda or "13.0"
+
+
 def build(facts: Facts) -> Iterator[Finding]:
     """Say what is missing to compile Transformer Engine, where it is to be compiled."""
-    if not (_wanted(facts) and _broken(facts)):
+    if not (may_fp8(facts) and _broken(facts)):
         return
-    status, major = _severity(facts), (facts.torch.cuda or "").partition(".")[0]
+    status, cuda = _severity(facts), _cuda(facts)
     if facts.build.cxx is None:
         yield Finding(BUILD, status, "there is no C++ compiler", AGAIN, COMPILER)
     if facts.build.cuda_runtime_h is None:
         what = "CUDA's headers are not found (cuda_runtime.h)"
-        package = f"cuda-toolkit-{(facts.torch.cuda or '').replace('.', '-')}"
+        package = f"cuda-toolkit-{cuda.replace('.', '-')}"
         why = "The package is in NVIDIA's own repository. If they are elsewhere: export CUDA_HOME=FOLDER"
         yield Finding(BUILD, status, what, why, f"sudo apt-get install {package}")
     if facts.build.cudnn_h is None:
         what = "cuDNN's headers are not found (cudnn.h)"
         why = f"If they are elsewhere: export CUDNN_PATH=FOLDER. {AGAIN}"
-        yield Finding(BUILD, status, what, why, f"pip install nvidia-cudnn-cu{major}")
+        yield Finding(BUILD, status, what, why, f"pip install nvidia-cudnn-cu{cuda.partition('.')[0]}")
     elif "/nvidia/cudnn/" in facts.build.cudnn_h and not {"CUDNN_HOME", "CUDNN_PATH"} & facts.environment.keys():
         home = PurePosixPath(facts.build.cudnn_h).parents[1]
         why = "The compiler does not look into a Python package: fatal error: cudnn.h: No such file or directory."
@@ -63,7 +63,7 @@ def build(facts: Facts) -> Iterator[Finding]:
 
 def transformer_engine(facts: Facts) -> Iterator[Finding]:
     """Say whether Transformer Engine loads, and what mends it."""
-    if not _wanted(facts):
+    if not may_fp8(facts):
         return
     found = library(facts, "transformer-engine")
     if found.version is None:
@@ -85,9 +85,9 @@ def transformer_engine(facts: Facts) -> Iterator[Finding]:
 def _mended(facts: Facts, error: str) -> tuple[str, str]:
     """Return where an error of loading comes from, and the command that mends it."""
     version = library(facts, "transformer-engine").version
-    major = (facts.torch.cuda or "").partition(".")[0]
+    major = _cuda(facts).partition(".")[0]
     if "undefined symbol" in error and "cublas" in error.lower():
-        package = "nvidia-cublas" if int(major or 0) >= 13 else f"nvidia-cublas-cu{major}"
+        package = "nvidia-cublas" if int(major) >= 13 else f"nvidia-cublas-cu{major}"
         return "The cuBLAS that is loaded is older than the one it was built with.", f"pip install -U {package}"
     if "undefined symbol" in error:
         why = "It was compiled against another torch. pip keeps what it compiled, hence --no-cache-dir."
@@ -103,7 +103,7 @@ def _mended(facts: Facts, error: str) -> tuple[str, str]:
 def cudnn(facts: Facts) -> Iterator[Finding]:
     """Say which cuDNN is loaded, and whether another one stands before torch's own."""
     found = facts.cudnn
-    if not _wanted(facts):
+    if not may_fp8(facts):
         return
     if found.error:
         loaded = f"Loaded: {', '.join(found.loaded)}. " if found.loaded else ""

@@ -102,7 +102,7 @@ def _cannot_use(facts: Facts) -> Finding:
 
 
 def _architectures(facts: Facts) -> Iterator[Finding]:
-    """Say whether torch has kernels for the GPU: of its own major version, or PTX that is compiled when it is loaded."""
+    """Say whether torch has kernels for the GPU, or PTX, which the driver compiles for any later GPU."""
     found, known = capability(facts), facts.torch.architectures
     if found is None or not known:
         return

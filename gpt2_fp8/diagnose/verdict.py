@@ -47,7 +47,7 @@ def _steps(facts: Facts) -> list[Finding]:
     found = []
     for name, step in facts.steps.items():
         if step.milliseconds is None:
-            status, what = "fail", f"a step in {name} gave no time: {step.problem}"
+            what = f"a step in {name} gave no time: {step.problem}"
             found.append(Finding(STEP, "fail" if name != "bf16" else "warn", what, None, _again(name)))
             continue
         layers = f", {LAYERS.get(step.backend, step.backend)}" if step.backend else ""
