@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -18,6 +19,7 @@ WIDTH = 80
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 _INDENT = " " * 7
 _NEVER = "-"
+_ASKED = re.compile(r"^\S+ cannot run (here|on this GPU): ")  # the row and the column say it
 
 
 def as_json(facts: Facts, found: Sequence[Finding], verdict: Verdict) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def _cell(run: Run, reasons: list[str]) -> str:
         return "yes"
     if not run.offered or run.reason is None:
         return _NEVER
-    reason = run.reason.partition(" cannot run here: ")[2] or run.reason
+    reason = _ASKED.sub("", run.reason)
     if reason not in reasons:
         reasons.append(reason)
     return f"no {reasons.index(reason) + 1}"

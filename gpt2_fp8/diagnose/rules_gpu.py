@@ -81,9 +81,11 @@ def _units(facts: Facts, number: str, one: Gpu) -> Finding:
     what = f"{name} has compute capability {one.capability}, and FP8 needs {needed}"
     known = {other: fp8_units.parsed(facts.gpus[other].capability) for other in facts.gpus}
     able = next((other for other, units in known.items() if units and units >= fp8_units.NEEDED), None)
+    if may_fp8(facts):  # a run takes another GPU, or torch does not say yet which
+        return Finding(GPU, "ok", what, "A run takes another GPU, the first that CUDA lists.")
     if able is not None:
         remedy = f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={able}"
-        return Finding(GPU, "warn", what, f"GPU {able} has FP8 units. A run takes the first that it sees.", remedy)
+        return Finding(GPU, "fail", what, f"GPU {able} has FP8 units. A run takes the first that it sees.", remedy)
     return Finding(GPU, "fail", what, "Ada, Hopper and Blackwell have FP8 units. This GPU trains in bf16.", IN_BF16)
 
 

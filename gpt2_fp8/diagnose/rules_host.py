@@ -14,7 +14,7 @@ from gpt2_fp8.diagnose.rules_torch import in_order, library
 FASTER, KERNELS, CACHES, HOST = "faster kernels", "to compile kernels", "caches", "host"
 GIB = 2**30
 CACHES_OF = {"Triton's cache": "TRITON_CACHE_DIR", "torch.compile's cache": "TORCHINDUCTOR_CACHE_DIR"}
-LEAST_CACHE = 100 * 2**20  # bytes: the kernels of a model take some 50 MB
+LEAST_CACHE = 100 * 2**20  # bytes; a threshold, like the next ones, and not a measurement
 ROOMY_CACHE = GIB
 LEAST_OUTPUTS = 5 * GIB  # two checkpoints of GPT-2 124M take 3
 LEAST_MEMORY = 8 * GIB
@@ -51,7 +51,7 @@ def torchao(facts: Facts) -> Iterator[Finding]:
     if one.version and not one.error:
         yield Finding("torchao", "ok", f"{one.version}: FP8 without a compiler and headers")
     elif without:
-        what = f"{one.version} does not load: {one.error}" if one.error else "it is not installed"
+        what = f"torchao {one.version} does not load: {one.error}" if one.error else "torchao is not installed"
         why = "The quickest way to FP8 here: nothing to compile. Transformer Engine is faster."
         yield Finding("torchao", "warn", what, why, 'pip install -e ".[torchao]"')
 
@@ -127,7 +127,7 @@ def host(facts: Facts) -> Iterator[Finding]:
         if system.memory_left < LEAST_MEMORY:
             shell = (system.memory_limit or "").startswith("ulimit")
             remedy = f"{system.memory_limit} unlimited" if shell else None
-            why = f"The limit is that of {system.memory_limit}. Loading text and saving take some 8 GiB."
+            why = f"The limit is that of {system.memory_limit}. Compiling or saving may end a run for want of memory."
             yield Finding(HOST, "warn", what, why, remedy)
         else:
             yield Finding(HOST, "ok", f"{what}, {system.cpus} CPU cores")

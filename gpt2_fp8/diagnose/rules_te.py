@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from gpt2_fp8.diagnose.facts import Facts
 from gpt2_fp8.diagnose.finding import Finding, Status
 from gpt2_fp8.diagnose.rules_gpu import may_fp8
-from gpt2_fp8.diagnose.rules_torch import fits, library
+from gpt2_fp8.diagnose.rules_torch import fits, library, without_folders
 
 TE, CUDNN, BUILD, VARIABLES = "Transformer Engine", "cuDNN", "to compile Transformer Engine", "variables"
 PREPARE = 'pip install "setuptools>=77" wheel packaging ninja pybind11'
@@ -54,7 +54,7 @@ def build(facts: Facts) -> Iterator[Finding]:
         home = PurePosixPath(facts.build.cudnn_h).parents[1]
         why = "The compiler does not look into a Python package: fatal error: cudnn.h: No such file or directory."
         what = "cuDNN's headers are only in its Python package"
-        yield Finding(BUILD, "warn", what, why, f"export CUDNN_PATH={home}")
+        yield Finding(BUILD, status, what, why, f"export CUDNN_PATH={home}")
     framework = facts.environment.get("NVTE_FRAMEWORK", "pytorch").lower()
     if not {"pytorch", "all"} & set(framework.split(",")):
         what = f"NVTE_FRAMEWORK={framework} leaves out the part for PyTorch"
@@ -67,16 +67,18 @@ def transformer_engine(facts: Facts) -> Iterator[Finding]:
         return
     found = library(facts, "transformer-engine")
     if found.version is None:
-        why = "The fused layers stand on it too. It is compiled against your torch, hence --no-build-isolation."
-        if _severity(facts) == "warn":
-            why = f"torchao computes FP8 instead, slower. {why}"
-        yield Finding(TE, _severity(facts), "it is not installed", why, INSTALL)
+        why = "torchao computes FP8 instead, slower. " if _severity(facts) == "warn" else ""
+        why += (
+            "It is compiled against your torch. Without --no-build-isolation, pip compiles it against a torch of its "
+            "own choice. On ARM64 that may be one without CUDA: got 'NoneType'."
+        )
+        yield Finding(TE, _severity(facts), "Transformer Engine is not installed", why, INSTALL)
     elif found.error:
         why, remedy = _mended(facts, found.error)
-        what = f"{found.version} does not load: {found.error}"
-        yield Finding(TE, _severity(facts), what, why, remedy)
+        what = f"Transformer Engine {found.version} does not load"
+        yield Finding(TE, _severity(facts), what, f"{without_folders(found.error)}. {why}", remedy)
     elif not fits(found):
-        what = f"{found.version} is not one of {found.wanted}, with which this was tested"
+        what = f"Transformer Engine {found.version} is not one of {found.wanted}, with which this was tested"
         yield Finding(TE, "warn", what, "It loads, and may differ in what it computes.", INSTALL)
     else:
         yield Finding(TE, "ok", f"{found.version} loads")
@@ -109,10 +111,10 @@ def cudnn(facts: Facts) -> Iterator[Finding]:
         loaded = f"Loaded: {', '.join(found.loaded)}. " if found.loaded else ""
         why = f"{loaded}Another cuDNN than torch's own was loaded first, by Transformer Engine or LD_LIBRARY_PATH."
         remedy = _own_first(facts) or "unset LD_LIBRARY_PATH CUDNN_HOME CUDNN_PATH"
-        yield Finding(CUDNN, "fail", f"torch refuses the cuDNN that is loaded: {found.error}", why, remedy)
+        yield Finding(CUDNN, "fail", "torch refuses the cuDNN that is loaded", f"{found.error} {why}", remedy)
     elif found.first and found.own and _folder(found.first) != _folder(found.own) and not _same(facts):
         what = f"two cuDNNs: {found.first} ({found.first_version or 'version not known'}) stands before torch's own"
-        why = f"torch was built with {found.own_version}. Another version is refused, or is slower."
+        why = f"torch was built with {found.own_version}. It may refuse another version."
         yield Finding(CUDNN, "warn", what, why, _own_first(facts))
     elif found.version:
         yield Finding(CUDNN, "ok", found.version)
@@ -132,7 +134,7 @@ def _own_first(facts: Facts) -> str | None:
     if facts.cudnn.own is None:
         return None
     own = _folder(facts.cudnn.own)
-    return f"export CUDNN_HOME={own.parent} LD_LIBRARY_PATH={own}:$LD_LIBRARY_PATH"
+    return f"export CUDNN_HOME={own.parent} LD_LIBRARY_PATH={own}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"
 
 
 def variables(facts: Facts) -> Iterator[Finding]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from gpt2_fp8.diagnose.facts import Facts, Library
-from gpt2_fp8.diagnose.finding import Finding
-from gpt2_fp8.diagnose.rules_gpu import capability, has_gpu, too_old
+from gpt2_fp8.diagnose.finding import Finding, Status
+from gpt2_fp8.diagnose.rules_gpu import capability, has_gpu, may_fp8, too_old
 
 TORCH = "torch"
 FIRST_ON_ARM = Version("2.11")  # the first torch of the package index that has CUDA on ARM64
@@ -24,6 +25,11 @@ def fits(library: Library) -> bool:
         return Version(Version(library.version).base_version) in SpecifierSet(library.wanted)
     except InvalidVersion:
         return True
+
+
+def without_folders(error: str) -> str:
+    """Return an error of loading with the names of files alone, and without a full stop at its end."""
+    return re.sub(r"(?<![\w:/])/(?:[^\s/:]+/)+", "", error).rstrip(". ")
 
 
 def library(facts: Facts, name: str) -> Library:
@@ -53,22 +59,24 @@ def torch(facts: Facts) -> Iterator[Finding]:
         yield from _architectures(facts)
     elif has_gpu(facts) and not too_old(facts) and facts.environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         yield _cannot_use(facts)
-    if not fits(library(facts, "torch")):
+    if not fits(library(facts, "torch")) and (found.cuda or not has_gpu(facts)):
         wanted = in_order(library(facts, "torch").wanted)
         what = f"torch {library(facts, 'torch').version} is not one of {wanted}, with which this was tested"
-        why = "Install Transformer Engine again afterwards: it is compiled against one torch."
-        yield Finding(TORCH, "warn", what, why, f'pip install "torch{wanted}"')
+        why = "Transformer Engine comes after it: it is compiled against the torch that is installed."
+        works = any(run.works and run.backend in ("te", "torchao") for run in facts.runs.values() if run.recipe)
+        status: Status = "warn" if works or not may_fp8(facts) else "fail"
+        yield Finding(TORCH, status, what, why, f'pip install "torch{wanted}"')
 
 
 def _does_not_import(facts: Facts) -> Finding:
     error = facts.torch.error or ""
-    what = f"torch does not import: {error}"
+    what, said = "torch does not import", without_folders(error)
     if library(facts, "torch").version is None:
         return Finding(TORCH, "fail", "torch is not installed", None, "pip install -e .")
     if facts.environment.get("LD_LIBRARY_PATH") and ("undefined symbol" in error or "cannot open shared" in error):
-        why = "LD_LIBRARY_PATH puts libraries of another CUDA before those that torch brings."
+        why = f"{said}. LD_LIBRARY_PATH puts libraries of another CUDA before those that torch brings."
         return Finding(TORCH, "fail", what, why, "unset LD_LIBRARY_PATH")
-    return Finding(TORCH, "fail", what, "Its installation is damaged, or mixes two versions.", install(facts))
+    return Finding(TORCH, "fail", what, f"{said}. Its installation is damaged, or mixes versions.", install(facts))
 
 
 def _for_cpus(facts: Facts) -> Finding:
@@ -96,9 +104,12 @@ def _cannot_use(facts: Facts) -> Finding:
     said = facts.torch.unavailable or "CUDA gives no reason"
     if "802" in said or "not yet initialized" in said:
         why = "GPUs behind an NVSwitch need NVIDIA's fabric manager, in the driver's version."
-        return Finding(TORCH, "fail", f"CUDA does not start: {said}", why, "sudo systemctl start nvidia-fabricmanager")
+        return Finding(
+            TORCH, "fail", "CUDA does not start", f"{said}. {why}", "sudo systemctl start nvidia-fabricmanager"
+        )
     why = "The driver and torch do not work together. A restart loads the driver again."
-    return Finding(TORCH, "fail", f"torch {facts.torch.version} cannot use the GPU: {said}", why, "sudo reboot")
+    what = f"torch {facts.torch.version} cannot use the GPU"
+    return Finding(TORCH, "fail", what, f"{said}. {why}", "sudo reboot")
 
 
 def _architectures(facts: Facts) -> Iterator[Finding]:
