@@ -108,6 +108,7 @@ def test_who_complains(name):
     assert [finding for finding in found if finding.status == "fail" and not finding.remedy] == []
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", NAMES)
 def test_the_table_is_what_the_backends_say(name):
     """A file whose words are older than a backend's: python -m tests.diagnose.machines."""
@@ -152,7 +153,8 @@ def test_every_command_exists(remedy, tmp_path, monkeypatch):
         start = tuple(words[:2]) if words[0] in ("pip", "sudo", "docker") else (words[0],)
         assert start in {
             ("pip", "install"), ("pip", "uninstall"), ("export",), ("unset",), ("cd",), ("nvidia-smi",), ("python",),
-            ("sudo", "apt-get"), ("sudo", "reboot"), ("sudo", "systemctl"), ("sudo", "ubuntu-drivers"), ("docker", "run"),
+            ("sudo", "apt-get"), ("sudo", "reboot"), ("sudo", "systemctl"), ("sudo", "ubuntu-drivers"),
+            ("docker", "run"),
         }  # fmt: skip
         if words[0] == "python" and words[2] == "gpt2_fp8.run":
             assert preflight(words[3:])
