@@ -34,6 +34,10 @@ def _cuda(facts: Facts) -> str:
     return facts.torch.cuda or facts.driver.cuda or "13.0"
 
 
+def _major(version: str) -> str:
+    return version.partition(".")[0]
+
+
 def build(facts: Facts) -> Iterator[Finding]:
     """Say what is missing to compile Transformer Engine, where it is to be compiled."""
     if not (may_fp8(facts) and _broken(facts)):
@@ -46,10 +50,14 @@ def build(facts: Facts) -> Iterator[Finding]:
         package = f"cuda-toolkit-{cuda.replace('.', '-')}"
         why = "The package is in NVIDIA's own repository. If they are elsewhere: export CUDA_HOME=FOLDER"
         yield Finding(BUILD, status, what, why, f"sudo apt-get install {package}")
+    elif facts.build.nvcc_version and facts.torch.cuda and _major(facts.build.nvcc_version) != _major(facts.torch.cuda):
+        what = f"the CUDA toolkit is {facts.build.nvcc_version}, and torch has CUDA {facts.torch.cuda}"
+        why = "Headers of another CUDA end in errors while it is compiled, or in undefined symbols."
+        yield Finding(BUILD, status, what, why, f"export CUDA_HOME=/usr/local/cuda-{facts.torch.cuda}")
     if facts.build.cudnn_h is None:
         what = "cuDNN's headers are not found (cudnn.h)"
         why = f"If they are elsewhere: export CUDNN_PATH=FOLDER. {AGAIN}"
-        yield Finding(BUILD, status, what, why, f"pip install nvidia-cudnn-cu{cuda.partition('.')[0]}")
+        yield Finding(BUILD, status, what, why, f"pip install nvidia-cudnn-cu{_major(cuda)}")
     elif "/nvidia/cudnn/" in facts.build.cudnn_h and not {"CUDNN_HOME", "CUDNN_PATH"} & facts.environment.keys():
         home = PurePosixPath(facts.build.cudnn_h).parents[1]
         why = "The compiler does not look into a Python package: fatal error: cudnn.h: No such file or directory."
@@ -87,7 +95,7 @@ def transformer_engine(facts: Facts) -> Iterator[Finding]:
 def _mended(facts: Facts, error: str) -> tuple[str, str]:
     """Return where an error of loading comes from, and the command that mends it."""
     version = library(facts, "transformer-engine").version
-    major = _cuda(facts).partition(".")[0]
+    major = _major(_cuda(facts))
     if "undefined symbol" in error and "cublas" in error.lower():
         package = "nvidia-cublas" if int(major) >= 13 else f"nvidia-cublas-cu{major}"
         return "The cuBLAS that is loaded is older than the one it was built with.", f"pip install -U {package}"

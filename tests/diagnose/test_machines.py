@@ -63,6 +63,7 @@ MACHINES = {
     "full_cache": Said("20 MiB free", "export TRITON_CACHE_DIR=/tmp/triton", "host"),
     "noexec_cache": Said("mounted noexec", "export TORCHINDUCTOR_CACHE_DIR=/home/me/gpt2_fp8/outputs/torchinductor"),
     "no_compiler": Said("there is no C compiler", "sudo apt-get install build-essential", NEEDS),
+    "cpu_only": Said("there is no NVIDIA GPU", "python -m gpt2_fp8.run precision.backend=emulated"),
     "laptop": Said("there is no NVIDIA GPU", "python -m gpt2_fp8.run precision.backend=emulated", "host"),
     "no_driver": Said("and no driver for it", "sudo ubuntu-drivers install", "host"),
     "container_without_gpu": Said("this container was not given it", "docker run --gpus all"),
@@ -236,6 +237,13 @@ def test_a_framework_that_leaves_pytorch_out():
     assert judged(recorded)[1].remedy == "unset NVTE_FRAMEWORK"
     recorded = replace(recorded, environment={"NVTE_FRAMEWORK": "jax,pytorch"})
     assert "pip install" in judged(recorded)[1].remedy
+
+
+def test_a_toolkit_of_another_cuda_is_told_where_it_matters():
+    recorded = facts("not_installed")
+    older = replace(recorded.build, nvcc_version="12.4")
+    assert judged(replace(recorded, build=older))[1].remedy == "export CUDA_HOME=/usr/local/cuda-13.0"
+    assert judged(replace(facts("h100"), build=older))[1].works, "nothing is to be compiled there"
 
 
 def test_a_shells_limit_is_lifted_by_its_own_command():
