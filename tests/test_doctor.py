@@ -58,6 +58,20 @@ def test_a_torch_that_breaks_is_a_fact(how, tmp_path):
     assert told in text
 
 
+def test_a_temporary_folder_that_cannot_be_used_is_told(tmp_path, monkeypatch, capsys):
+    """What `measure.subprocesses` says then is known to the rule."""
+    from gpt2_fp8.measure import subprocesses
+
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(subprocesses.Spool, "__init__", full)
+    assert doctor.main(["--quick"]) == doctor.NO_FP8
+    out = " ".join(capsys.readouterr().out.split())
+    assert "torch could not be tried could not be run: [Errno 28] No space left on device" in out
+    assert "fix: export TMPDIR=" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -23,7 +23,7 @@ def record() -> tuple[Driver, dict[str, Gpu]]:
         version=version,
         cuda=newest_cuda(output_of("nvidia-smi")[0]) if error is None else None,
         error=error,
-        device_files=any((ROOT / name).exists() for name in ("dev/nvidiactl", "dev/dxg")),
+        device_files=(ROOT / "dev/nvidiactl").exists(),
         on_bus=_on_bus(),
         links=_TERMINAL.sub("", output_of("nvidia-smi", "topo", "-m")[0]).strip() if len(gpus) > 1 else None,
     )

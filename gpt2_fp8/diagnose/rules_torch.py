@@ -14,6 +14,7 @@ from gpt2_fp8.diagnose.rules_gpu import capability, has_gpu, may_fp8, too_old
 
 TORCH = "torch"
 FIRST_ON_ARM = Version("2.11")  # the first torch of the package index that has CUDA on ARM64
+NOT_TRIED = "could not be run"  # how `measure.subprocesses` reports that it could not start a process
 _MISSING = Library(version=None, wanted=None, error=None)
 
 
@@ -57,7 +58,9 @@ def torch(facts: Facts) -> Iterator[Finding]:
     elif found.available:
         yield Finding(TORCH, "ok", f"{found.version}, CUDA {found.cuda}")
         yield from _architectures(facts)
-    elif has_gpu(facts) and not too_old(facts) and facts.environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+    elif not has_gpu(facts):
+        yield Finding(TORCH, "ok", f"{found.version}, CUDA {found.cuda}, and no GPU for it")
+    elif not too_old(facts) and facts.environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         yield _cannot_use(facts)
     if not fits(library(facts, "torch")) and (found.cuda or not has_gpu(facts)):
         wanted = in_order(library(facts, "torch").wanted)
@@ -73,6 +76,9 @@ def _does_not_import(facts: Facts) -> Finding:
     what, said = "torch does not import", without_folders(error)
     if library(facts, "torch").version is None:
         return Finding(TORCH, "fail", "torch is not installed", None, "pip install -e .")
+    if error.startswith(NOT_TRIED):
+        why = f"{said}. Processes exchange files in the temporary folder."
+        return Finding(TORCH, "fail", "torch could not be tried", why, "export TMPDIR=FOLDER_OF_YOURS")
     if facts.environment.get("LD_LIBRARY_PATH") and ("undefined symbol" in error or "cannot open shared" in error):
         why = f"{said}. LD_LIBRARY_PATH puts libraries of another CUDA before those that torch brings."
         return Finding(TORCH, "fail", what, why, "unset LD_LIBRARY_PATH")

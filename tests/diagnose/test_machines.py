@@ -239,6 +239,14 @@ def test_a_framework_that_leaves_pytorch_out():
     assert "pip install" in judged(recorded)[1].remedy
 
 
+def test_a_torch_with_cuda_where_there_is_no_gpu():
+    laptop = facts("laptop")
+    torch = replace(facts("h100").torch, available=False, gpu=None, capability=None)
+    found, said = judged(replace(laptop, torch=torch))
+    assert said == judged(laptop)[1]
+    assert [f.what for f in found if f.subject == "torch"] == ["2.11.0+cu130, CUDA 13.0, and no GPU for it"]
+
+
 def test_a_toolkit_of_another_cuda_is_told_where_it_matters():
     recorded = facts("not_installed")
     older = replace(recorded.build, nvcc_version="12.4")
