@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 NEEDED = (8, 9)  # Ada
 NEEDED_BY_ROWS = (9, 0)  # a scale a row
 HOPPER = 9
 
 
 def parsed(capability: str | None) -> tuple[int, int] | None:
-    """Return a compute capability such as "9.0" as numbers; None if it is unknown."""
-    if capability is None:
-        return None
-    major, _, minor = capability.partition(".")
-    return int(major), int(minor)
+    """Return a compute capability such as "9.0" as numbers; None if it is unknown, or another kind of text."""
+    found = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", capability or "", re.ASCII)
+    return (int(found[1]), int(found[2])) if found else None

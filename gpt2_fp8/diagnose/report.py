@@ -9,7 +9,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from gpt2_fp8.config.shown import line
+from gpt2_fp8.config.shown import harmless, line
 from gpt2_fp8.diagnose.facts import FORMAT, Facts, Run, to_json
 from gpt2_fp8.diagnose.finding import Finding
 from gpt2_fp8.diagnose.verdict import Verdict
@@ -35,7 +35,10 @@ def as_json(facts: Facts, found: Sequence[Finding], verdict: Verdict) -> dict[st
 
 
 def as_text(facts: Facts, found: Sequence[Finding], verdict: Verdict) -> str:
-    """Return the report for a terminal of 80 columns. A command is never broken, so that it can be copied."""
+    """Return the report for a terminal of 80 columns.
+
+    A command is never broken, so that it can be copied. What a terminal would obey is escaped.
+    """
     lines = [*_wrapped(verdict.line, "", "  ")]
     if verdict.remedy:
         lines.append(f"  fix: {line(verdict.remedy)}")
@@ -44,7 +47,7 @@ def as_text(facts: Facts, found: Sequence[Finding], verdict: Verdict) -> str:
         for finding in group:
             lines += _finding(finding)
     lines += ["", "what a run can ask for", *_table(facts)]
-    return "\n".join(lines)
+    return harmless("\n".join(lines))
 
 
 def _finding(finding: Finding) -> Iterator[str]:

@@ -116,8 +116,8 @@ def driver(facts: Facts) -> Iterator[Finding]:
 
 def too_old(facts: Facts) -> bool:
     """Return whether torch was built with a later major version of CUDA than the driver can run."""
-    can, built = facts.driver.cuda, facts.torch.cuda
-    return bool(can and built and not facts.torch.available and int(built.split(".")[0]) > int(can.split(".")[0]))
+    can, built = fp8_units.parsed(facts.driver.cuda), fp8_units.parsed(facts.torch.cuda)
+    return bool(can and built and not facts.torch.available and built[0] > can[0])
 
 
 def _too_old(facts: Facts) -> Finding:

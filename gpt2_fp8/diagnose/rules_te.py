@@ -97,7 +97,7 @@ def _mended(facts: Facts, error: str) -> tuple[str, str]:
     version = library(facts, "transformer-engine").version
     major = _major(_cuda(facts))
     if "undefined symbol" in error and "cublas" in error.lower():
-        package = "nvidia-cublas" if int(major) >= 13 else f"nvidia-cublas-cu{major}"
+        package = f"nvidia-cublas-cu{major}" if major == "12" else "nvidia-cublas"
         return "The cuBLAS that is loaded is older than the one it was built with.", f"pip install -U {package}"
     if "undefined symbol" in error:
         why = "It was compiled against another torch. pip keeps what it compiled, hence --no-cache-dir."

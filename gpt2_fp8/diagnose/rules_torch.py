@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from packaging.specifiers import SpecifierSet
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from gpt2_fp8.diagnose.facts import Facts, Library
@@ -24,7 +24,7 @@ def fits(library: Library) -> bool:
         return True
     try:
         return Version(Version(library.version).base_version) in SpecifierSet(library.wanted)
-    except InvalidVersion:
+    except (InvalidVersion, InvalidSpecifier):
         return True
 
 

@@ -46,7 +46,7 @@ def _steps(facts: Facts) -> list[Finding]:
     """Report what was measured."""
     found = []
     for name, step in facts.steps.items():
-        if step.milliseconds is None:
+        if step.milliseconds is None or step.tokens_per_second is None:
             what = f"a step in {name} gave no time: {step.problem}"
             found.append(Finding(STEP, "fail" if name != "bf16" else "warn", what, None, _again(name)))
             continue

@@ -1,5 +1,6 @@
 """What is said of each recorded machine, and that the commands that are to mend it exist."""
 
+import copy
 import json
 import re
 import shlex
@@ -12,8 +13,8 @@ import pytest
 from gpt2_fp8 import doctor
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.fp8_units import parsed
-from gpt2_fp8.diagnose import verdict
-from gpt2_fp8.diagnose.facts import Facts
+from gpt2_fp8.diagnose import report, verdict
+from gpt2_fp8.diagnose.facts import FORMAT, Facts, from_json, to_json
 from tests.diagnose.machines import NAMES, facts, file, runs
 from tests.forkserver import ROOT
 
@@ -188,7 +189,46 @@ def test_a_variable_that_is_unset_is_no_longer_complained_of(name):
 
 
 def test_capabilities_are_numbers():
-    assert [parsed(text) for text in ("9.0", "12.1", None)] == [(9, 0), (12, 1), None]
+    assert [parsed(text) for text in ("9.0", "12.1", None, "", "9", "x.y")] == [(9, 0), (12, 1), None, None, None, None]
+
+
+def texts(value, path=()):
+    """Where a report's facts have a text, or null."""
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from texts(below, (*path, key))
+    elif value is None or isinstance(value, str):
+        yield path
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("text", ["", "nonsense", "9.0", "\x1b[2J" + "é" * 3000])
+@pytest.mark.parametrize("name", ["h200_two", "older_cublas", "older_driver"])
+def test_no_text_in_a_report_ends_in_an_error(name, text):
+    """A report may be a stranger's. Its runs all have the same form, so one of them will do."""
+    data = to_json(facts(name))
+    data["runs"] = dict(list(data["runs"].items())[:1])
+    places = list(texts(data))
+    assert len(places) > 20
+    for *above, last in places:
+        changed = copy.deepcopy(data)
+        at = changed
+        for key in above:
+            at = at[key]
+        at[last] = text
+        recorded = from_json({"format": FORMAT, "facts": changed}, name)
+        found, said = judged(recorded)
+        assert report.as_text(recorded, found, said).replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_report_without_a_part_is_still_one(name):
+    for part in ("gpus", "libraries", "places", "runs", "steps", "environment"):
+        recorded = replace(facts(name), **{part: {}})
+        found, said = judged(recorded)
+        assert said.line.startswith("FP8 ")
+        assert report.as_text(recorded, found, said)
+        assert not (said.works and not recorded.runs and not recorded.steps)
 
 
 def test_a_torch_for_other_gpus():
