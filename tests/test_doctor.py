@@ -108,6 +108,7 @@ def test_a_strangers_report_has_no_effect_on_a_terminal(tmp_path, capsys):
     report = {"format": recorded.FORMAT, "facts": recorded.to_json(facts("h100"))}
     report["facts"]["gpus"]["0"]["name"] = "NVIDIA\x1b[2JH100"
     report["facts"]["environment"]["NVTE_FUSED_ATTN"] = "\x1b]0;x\x07"
+    next(iter(report["facts"]["runs"].values()))["precision"] = "\x1b[2J"
     (tmp_path / "report.json").write_text(json.dumps(report))
     doctor.main(["--facts", str(tmp_path / "report.json")])
     assert "\x1b" not in capsys.readouterr().out
