@@ -119,14 +119,15 @@ def _cannot_use(facts: Facts) -> Finding:
 
 
 def _architectures(facts: Facts) -> Iterator[Finding]:
-    """Say whether torch has kernels for the GPU, or PTX, which the driver compiles for any later GPU."""
+    """Say whether torch has kernels for the GPU, or PTX of an earlier one, which the driver compiles."""
     found, known = capability(facts), facts.torch.architectures
     if found is None or not known:
         return
-    own = [name.rstrip("af") for name in known if name.startswith("sm_")]
-    same = [int(name[3:]) for name in own if name[3:].isdigit() and int(name[3:]) // 10 == found[0]]
-    if any(each % 10 <= found[1] for each in same) or any(name.startswith("compute_") for name in known):
-        return
+    for name in known:
+        kind, _, number = name.rstrip("af").partition("_")
+        version = divmod(int(number), 10) if number.isdecimal() and len(number) < 5 else None
+        if version and version <= found and (kind == "compute" or version[0] == found[0]):
+            return
     what = f"this torch has no kernels for compute capability {facts.torch.capability}: {', '.join(known)}"
     yield Finding(TORCH, "fail", what, "It was built for other GPUs.", install(facts))
 

@@ -233,7 +233,7 @@ def test_a_report_without_a_part_is_still_one(name):
 
 def test_a_torch_for_other_gpus():
     recorded = facts("b200")
-    torch = replace(recorded.torch, architectures=["sm_80", "sm_90a"])
+    torch = replace(recorded.torch, architectures=["sm_80", "sm_90a", "compute_120"])
     (found,) = (f for f in judged(replace(recorded, torch=torch))[0] if f.status == "fail")
     assert "no kernels for compute capability 10.0" in found.what
     for fine in (["sm_90", "compute_90"], ["sm_100"], ["sm_100a"]):
