@@ -29,12 +29,15 @@ HOUSE = {
     "export": Row("config train runtime"),
     "table": Row("config measure runtime"),
     "schedule": Row("compose config engine measure train runtime"),
+    "doctor": Row("diagnose checkpoint runtime config"),
     # a run under Lightning
     "train": Row(
         "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
         "torch lightning",
     ),
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning"),
+    # whether FP8 works on a machine, and what mends it
+    "diagnose": Row("measure backends kernels compose runtime compat config", "torch transformer_engine packaging"),
     # the benchmark, and what `precision=auto` decides by
     "measure": Row(
         "engine backends model precision data checkpoint layers kernels runtime compat config",
@@ -69,6 +72,7 @@ ONLY_IN = {
     "lightning": ["train", "callbacks", "compat", "data.datamodule", "measure.peer_models"],
     "transformer_engine": [
         *("backends.transformer_engine", "layers.te", "precision", "compat.transformer_engine", "measure.peer_models"),
+        "diagnose.child",
     ],
     "torchao": ["precision.float8_config", "compat.torchao"],
     "flash_attn": ["compat.flash_attn"],
@@ -96,6 +100,7 @@ BEFORE_TORCH = [
         "export",
         "table",
         "schedule",
+        "doctor",
         "train.loading",
         "train.summary",
         "compat.hydra_private",
@@ -204,7 +209,7 @@ def test_the_table_is_read_from_the_bottom_up():
 
 def test_the_root_holds_programs_and_packages():
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert len(packages) <= 15
+    assert len(packages) <= 16
     programs = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
     assert packages | programs == set(HOUSE)
     for program in programs:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gpt2_fp8 import export, table
+from gpt2_fp8 import doctor, export, table
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
 from gpt2_fp8.config.schema import ModelConfig
@@ -23,6 +23,8 @@ from gpt2_fp8.config.tokenizer_file import NAMES
 from gpt2_fp8.data.tokenizer import GPT2_FILES
 from gpt2_fp8.train.summary import Precision, Summary
 from tests.data.tokenizers_made import write_json
+from tests.diagnose.machines import facts as machine
+from tests.diagnose.machines import file as machine_file
 from tests.runs import forked, metrics
 from tests.test_layering import HOUSE
 
@@ -34,12 +36,13 @@ DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, NUMERICS, CONTRIBUTING, MODELS, 
 DOCUMENTS += [ROOT / "CHANGELOG.md", ROOT / "docs/huggingface.md", ROOT / "docs/seeds.md"]
 DOCUMENTS.append(ROOT / "docs/optimizers.md")
 DATA = ROOT / "docs/data.md"
-DOCUMENTS += [DATA]
+DOCTORS_PAGE = ROOT / "docs/doctor.md"
+DOCUMENTS += [DATA, DOCTORS_PAGE]
 STUDY = ["python", "docs/studies/fp8_gap.py"]
-RUN, BENCH, EXPORT, TABLE, SCHEDULE = (
-    ["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export", "table", "schedule")
+PROGRAMS = [path.stem for path in (ROOT / "gpt2_fp8").glob("*.py") if "__main__" in path.read_text()]
+RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR = (
+    ["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export", "table", "schedule", "doctor")
 )
-PROGRAMS = (RUN, BENCH, EXPORT, TABLE, SCHEDULE)
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
 OF_AN_OPTION = {"penalty"}  # `test_penalty` reads it
 
@@ -221,7 +224,7 @@ def test_every_command_is_of_a_known_kind():
     for found in ALL:
         start = tuple(found.words[:2]) if found.words[0] in ("python", "pip") else (found.words[0],)
         assert start in known, str(found)
-        assert found.words[:2] != ["python", "-m"] or found.words[: len(RUN)] in PROGRAMS, str(found)
+        assert start != ("python", "-m") or found.words[2].removeprefix("gpt2_fp8.") in PROGRAMS, str(found)
 
 
 def test_every_export_is_read(tmp_path, monkeypatch, capsys):
@@ -249,6 +252,33 @@ def test_every_table_is_asked_for_as_shown(tmp_path, monkeypatch, capsys):
     for found in tables:
         assert table.main(found.argv) == 2
         assert f"{found.argv[0]} does not exist" in capsys.readouterr().err
+
+
+def test_every_check_of_a_machine_is_asked_for_as_shown(tmp_path, monkeypatch, capsys):
+    """Of a recorded one: what the page's first command writes, its next one reads."""
+    monkeypatch.chdir(tmp_path)
+    checks = [found for found in ALL if found.words[: len(DOCTOR)] == DOCTOR]
+    assert len(checks) >= 3
+    monkeypatch.setattr(doctor.probe, "collect", lambda *_: machine("a100"))
+    for found in checks:
+        words = found.argv[: found.argv.index(">")] if ">" in found.argv else found.argv
+        assert doctor.main(words) == doctor.NO_FP8, str(found)
+        said = capsys.readouterr().out
+        assert "compute capability 8.0" in said
+        if ">" in found.argv:
+            Path(found.argv[-1]).write_text(said)
+
+
+def test_the_reports_shown_are_what_is_said(capsys):
+    shown = blocks(DOCTORS_PAGE, "text")
+    for name, text in zip(("cpu_only", "gb10_cpu_torch"), shown, strict=True):
+        doctor.main(["--facts", str(machine_file(name))])
+        assert capsys.readouterr().out == text
+
+
+def test_the_page_of_the_doctor_has_its_exit_codes():
+    codes = {int(row[0]) for row in rows(DOCTORS_PAGE, "exit code")}
+    assert codes == {0, doctor.NO_FP8, errors.UserError.exit_code, errors.Stopped(2).exit_code}
 
 
 def test_every_container_runs_what_a_run_takes(tmp_path, monkeypatch):

@@ -7,10 +7,8 @@ import importlib.util
 import torch
 
 from gpt2_fp8.compat import torchao
+from gpt2_fp8.config.fp8_units import HOPPER, NEEDED, NEEDED_BY_ROWS
 
-NEEDED = (8, 9)  # Ada
-NEEDED_BY_ROWS = (9, 0)
-HOPPER = 9
 _NO_GPU, _NO_CUDA = "there is no CUDA GPU", "this torch was built without CUDA"
 
 

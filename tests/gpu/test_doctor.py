@@ -1,0 +1,69 @@
+"""The environment check on a GPU: what it says of a backend is what a run of it does."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gpt2_fp8.diagnose import steps
+from gpt2_fp8.diagnose.facts import from_json
+from gpt2_fp8.measure import worker
+from gpt2_fp8.measure.case import Case
+from tests.gpu.common import HOPPER, composed
+
+pytestmark = pytest.mark.fp8
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The report of this machine without times, from the program."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gpt2_fp8.doctor", "--quick", "--json"],
+        cwd=tmp_path_factory.mktemp("doctor"), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    print(done.stdout[:20000], done.stderr)
+    assert done.returncode == 0, done.stdout[:2000] + done.stderr
+    return json.loads(done.stdout)
+
+
+def test_fp8_works_here(report):
+    facts = from_json(report, "the report")
+    assert report["fp8_works"]
+    assert ("the fused layers" if HOPPER else "Transformer Engine") in report["verdict"]
+    assert facts.failed == {}
+    assert facts.torch.gpu == torch.cuda.get_device_name()
+    assert facts.torch.cuda == torch.version.cuda
+    assert facts.gpus["0"].capability == ".".join(map(str, torch.cuda.get_device_capability(0)))
+    assert facts.driver.cuda, "read from the header of nvidia-smi"
+    assert facts.cudnn.version
+    assert facts.cudnn.loaded, "the files of cuDNN in the child's memory"
+    assert facts.torch.nccl
+    assert [finding for finding in report["findings"] if finding["status"] == "fail"] == []
+
+
+@pytest.mark.parametrize("backend", ["fused", "te", "torchao"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+def test_what_is_said_is_what_a_run_does(report, backend, recipe):
+    """Three small steps of each that is offered, or a refusal for the same reason."""
+    said = report["facts"]["runs"][f"fp8_hybrid {recipe} {backend}"]
+    if not said["offered"]:
+        pytest.skip("these do not go together on any machine")
+    if backend == "torchao" and said["works"]:
+        pytest.skip("it compiles for long; tests/gpu/test_torchao.py trains it")
+    config = composed("precision=fp8_hybrid", f"recipe={recipe}", f"precision.backend={backend}")
+    result = worker.run(Case(config=config, steps=2, warmup=1))
+    if said["works"]:
+        assert (result.status, result.message, result.backend) == ("ok", None, backend)
+    else:
+        assert (result.status, result.message) == ("refused", said["reason"])
+
+
+def test_a_step_in_fp8_has_a_time():
+    (step,) = steps.measured({"fp8_hybrid": steps.configs()["fp8_hybrid"]}, print).values()
+    assert step.problem is None
+    assert step.precision == "fp8_hybrid"
+    assert step.backend == ("fused" if HOPPER else "te")
+    assert step.milliseconds
+    assert step.milliseconds * step.tokens_per_second == pytest.approx(1e3 * step.tokens)
