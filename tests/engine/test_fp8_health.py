@@ -149,13 +149,13 @@ def test_summaries_name_the_worst():
     found = summary(
         [
             of("blocks.0.qkv", "input", age=3, jump=-2.0),
-            of("blocks.0.fc1", "input", amax=9.0, scale=6.0, headroom=-1.0, age=1, jump=1.0, saturated=0.25, flushed=0.0),
+            of("blocks.0.fc1", "input", amax=9.0, scale=6.0, headroom=-1.0, age=1, jump=1.0, saturated=0.25),
             of("blocks.0.fc1", "weight"),
         ]
     )  # fmt: skip
     assert found == {
         "fp8/amax_input": 9.0, "fp8/scale_input": 5.0, "fp8/headroom_input": -1.0, "fp8/saturated_input": 0.25,
-        "fp8/flushed_input": 0.0, "fp8/amax_weight": 1.0, "fp8/scale_weight": 4.0, "fp8/headroom_weight": 0.5,
+        "fp8/amax_weight": 1.0, "fp8/scale_weight": 4.0, "fp8/headroom_weight": 0.5,
         "fp8/scale_jump": 2.0, "fp8/scale_age": 3.0,
     }  # fmt: skip
     assert summary([]) == {}
