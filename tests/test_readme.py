@@ -35,7 +35,10 @@ DOCUMENTS += [ROOT / "CHANGELOG.md", ROOT / "docs/huggingface.md", ROOT / "docs/
 DOCUMENTS.append(ROOT / "docs/optimizers.md")
 DATA = ROOT / "docs/data.md"
 DOCUMENTS += [DATA]
+WATCH = ROOT / "docs/what-to-watch.md"
+DOCUMENTS += [WATCH]
 STUDY = ["python", "docs/studies/fp8_gap.py"]
+PICTURES = ["python", "docs/studies/health_pictures.py"]  # `test_what_to_watch` runs it
 RUN, BENCH, EXPORT, TABLE = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export", "table"))
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
 OF_AN_OPTION = {"penalty"}  # `test_penalty` reads it
@@ -161,6 +164,7 @@ def test_the_documents_have_commands():
         "seeds.md",
         "optimizers.md",
         "data.md",
+        "what-to-watch.md",
     }
     assert len(RUNS) > 12
 
@@ -213,6 +217,8 @@ def test_every_command_is_of_a_known_kind():
         ("export",),
         ("docker",),
         tuple(STUDY),
+        tuple(PICTURES),
+        ("tensorboard",),
     }
     for found in ALL:
         start = tuple(found.words[:2]) if found.words[0] in ("python", "pip") else (found.words[0],)

@@ -45,7 +45,7 @@ def draw(runs: dict[str, Path], folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     logs = {name: columns(run / "metrics.csv") for name, run in runs.items()}
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
     for name, log in logs.items():
         axes[0].plot(*_line(log["train_loss"]), label=name)
     axes[0].set(title="train_loss", xlabel="step")
@@ -58,12 +58,12 @@ def draw(runs: dict[str, Path], folder: Path) -> None:
             for kind, colour in KINDS.items():
                 axis.plot(*_line(log[f"fp8/{summary}_{kind}"]), style, color=colour, label=f"{kind}, {name}", lw=1.2)
         axis.set(title=title, xlabel="step")
-    axes[1].set_ylim(bottom=-2)
+    axes[1].set_ylim(-3, 19)
     axes[2].set_yscale("log")
-    axes[2].legend(fontsize=7)
-    figure.savefig(folder / "health_summaries.png", dpi=80)
+    axes[2].legend(fontsize=7, loc=(0.02, 0.42), ncols=2)
+    figure.savefig(folder / "health_summaries.png", dpi=64)
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.2), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3), sharey=True, layout="constrained")
     for axis, (name, run) in zip(axes, runs.items(), strict=True):
         flushed = tensors(run / "fp8.csv", "flushed")
         worst = sorted(flushed, key=lambda tensor: -max(flushed[tensor].values()))
@@ -72,8 +72,8 @@ def draw(runs: dict[str, Path], folder: Path) -> None:
             axis.plot(*_line(flushed[tensor]), "o-", ms=3, lw=1.2 if named else 0.6, color=None if named else "0.8",
                       label=tensor if named else None, zorder=2 if named else 1)  # fmt: skip
         axis.set(title=f"{name}: flushed, by tensor (fp8.csv)", xlabel="step", ylim=(-0.03, 1.0))
-        axis.legend(fontsize=8)
-    figure.savefig(folder / "health_layers.png", dpi=80)
+        axis.legend(fontsize=7, loc="center right" if name == "healthy" else "lower right")
+    figure.savefig(folder / "health_layers.png", dpi=64)
 
 
 def _line(points: dict[int, float]) -> tuple[list[int], list[float]]:

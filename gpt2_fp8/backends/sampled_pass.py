@@ -1,4 +1,4 @@
-"""A forward and backward of a few sequences in a bf16 twin of the model, which looks at every FP8 tensor on its way.
+"""A forward and backward of a few sequences in a bf16 twin of the model, which observes every FP8 tensor on its way.
 
 It is the same for all backends. The twin shares the parameters, and computes in bf16 what the FP8 layers compute. So
 inputs and gradients are nearly those of the run, and weights are exactly those. Each is quantized as the run does it.
@@ -24,11 +24,11 @@ from gpt2_fp8.model.loss import loss_of
 from gpt2_fp8.precision.fp8_tensors import HEAD, FP8Tensor
 from gpt2_fp8.precision.quantized import Recipe, figures
 
-Look = Callable[[str, str, Tensor], None]
+Observe = Callable[[str, str, Tensor], None]
 
 
 class SampledPass:
-    """Looks at the FP8 tensors of `model`, which `backend` computes. Its twin is built at the first call."""
+    """Observes the FP8 tensors of `model`, which `backend` computes. Its twin is built at the first call."""
 
     def __init__(self, backend: Backend, model: GPT2):
         assert backend.recipe is not None
@@ -39,7 +39,7 @@ class SampledPass:
             (tensor.layer, tensor.kind): tensor for tensor in self.tensors
         }
         self._twin: GPT2 | None = None
-        self._look: Look = _nothing
+        self._observe: Observe = _nothing
 
     def __call__(self, ids: Tensor, share: int, scales: Mapping[FP8Tensor, Tensor]) -> dict[FP8Tensor, Tensor]:
         """Return the figures of each tensor that was met: float32 [4] on the device, as `precision.quantized` has them.
@@ -55,16 +55,16 @@ class SampledPass:
             given[head] = self.backend.head_factor * targets * (share / len(ids))
         found: dict[FP8Tensor, Tensor] = {}
 
-        def look(layer: str, kind: str, x: Tensor) -> None:
+        def observe(layer: str, kind: str, x: Tensor) -> None:
             if (tensor := self._by_name.get((layer, kind))) is not None:
                 found[tensor] = figures(x, tensor.dtype, self.recipe, given.get(tensor))
 
-        self._look = look
+        self._observe = observe
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 self._go(ids, len(ids) / share)
         finally:
-            self._look = _nothing
+            self._observe = _nothing
         return found
 
     def _go(self, ids: Tensor, scale: float) -> None:
@@ -92,17 +92,17 @@ class SampledPass:
         return self._twin
 
     def _product(self, layer: str) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-        """Return a product that looks at its operands, and in its backward at the gradient of its result."""
+        """Return a product that observes its operands, and in its backward the gradient of its result."""
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            self._look(layer, "input", x)
-            self._look(layer, "weight", weight)
+            self._observe(layer, "input", x)
+            self._observe(layer, "weight", weight)
             y = F.linear(x, weight, bias)
-            y.register_hook(lambda gradient: self._look(layer, "gradient", gradient))
+            y.register_hook(lambda gradient: self._observe(layer, "gradient", gradient))
             return y
 
         return product
 
 
 def _nothing(layer: str, kind: str, x: Tensor) -> None:
-    """Look at nothing."""
+    """Observe nothing."""

@@ -81,7 +81,7 @@ class FP8HealthLog(pl.Callback):
         assert self._health is not None
         found = self._health.sample(ids, stored)
         if self._health.failed is not None:
-            log.warning("step %d: no memory for a look at the FP8 tensors (%s); fp8.csv ends here, training goes on",
+            log.warning("step %d: no memory for a sampled pass (%s); fp8.csv ends here, training goes on",
                         step, self._health.failed)  # fmt: skip
             return stored
         if self._write is not None:
@@ -103,7 +103,11 @@ class FP8HealthLog(pl.Callback):
             return
         while self.interval < least:
             self.interval *= 2
-        log.info("a look at the FP8 tensors takes %.0f ms: it is taken every %d steps", seconds * 1000, self.interval)
+        log.info(
+            "a sampled pass over the FP8 tensors takes %.0f ms: there is one every %d steps",
+            seconds * 1000,
+            self.interval,
+        )
 
     def _next(self, step: int) -> int:
         return (step // self.interval + 1) * self.interval

@@ -48,7 +48,7 @@ class Health:
 
 
 class FP8Health:
-    """Looks at the FP8 tensors of a training step's model. Only the rank that logs needs one.
+    """Observes the FP8 tensors of a training step's model. Only the rank that logs needs one.
 
     Attributes:
         seconds: how long the newest sampled pass took, the device included.
@@ -85,7 +85,7 @@ class FP8Health:
         return Health(tensor, stored.amax, stored.scale, left, age=stored.age, jump=jump)
 
     def sample(self, ids: Tensor, stored: Sequence[Health]) -> list[Health]:
-        """Look at every FP8 tensor in a pass over a few of a step's sequences; complete what `read` has `stored`.
+        """Observe every FP8 tensor in a pass over a few of a step's sequences; complete what `read` has `stored`.
 
         ids: int32 [sequences, n_positions + 1], a rank's share of a step. Without memory for it, `failed` says so,
         and the result is empty.
@@ -120,13 +120,13 @@ def _sampled(
 
 
 def summary(healths: Iterable[Health]) -> dict[str, float]:
-    """Summarize the tensors for the loggers, kind by kind; what is not known is left out.
+    """Summarize the tensors for the loggers, kind by kind; what is not known is left out, and so are the logits.
 
     `fp8/amax_KIND` (the largest), `fp8/scale_KIND` (the median), `fp8/headroom_KIND` (the smallest),
     `fp8/saturated_KIND` and `fp8/flushed_KIND` (the largest share), `fp8/scale_jump` (the largest change of a scale
     since the last reading, in powers of two), `fp8/scale_age` (the largest, in steps).
     """
-    all_of = list(healths)
+    all_of = [health for health in healths if not health.tensor.of_logits]
     found: dict[str, float] = {}
     for kind in KINDS:
         of_kind = [health for health in all_of if health.tensor.kind == kind]

@@ -100,7 +100,7 @@ class FP8RedFlags:
         if health.saturated is not None and health.saturated > SATURATED:
             text = f"{health.saturated:.2%} of {tensor} saturates (headroom {health.headroom:.2f})"
             yield Found("saturated", health, health.saturated, text, self._more_headroom(tensor.layer))
-        if health.flushed is not None and health.flushed > FLUSHED and not _by_design(health):
+        if health.flushed is not None and health.flushed > FLUSHED and not tensor.of_logits:
             text = f"{health.flushed:.0%} of {tensor} becomes 0 (headroom {health.headroom:.2f})"
             yield Found("flushed", health, health.flushed, text, self._less_headroom(health))
 
@@ -132,8 +132,3 @@ class FP8RedFlags:
         if health.tensor.kind == "gradient" and health.tensor.format == "e4m3":
             return f"precision=fp8_hybrid has gradients of more range, or {keep}"
         return f"{keep} keeps the layer in bf16, or recipe=block"
-
-
-def _by_design(health: Health) -> bool:
-    """Tell whether much of a tensor is 0 in any run: the head's gradient has the probabilities of rare tokens."""
-    return health.tensor.layer == "head" and health.tensor.kind == "gradient"

@@ -45,7 +45,7 @@ class RunWatch:
             return
         if (limit := spike_limit(self._losses)) is not None and loss > limit:
             usual = median(self._losses[-RECENT:])
-            advice = "a lower optim.lr, a longer optim.warmup_steps or recipe=delayed recipe.margin=1"
+            advice = "a lower optim.lr or optim.max_grad_norm, or a longer optim.warmup_steps"
             self._flag("spike", f"step {step}: the loss has risen to {loss:.4g}, from about {usual:.4g}; "
                                 f"if it does not come down: {advice}")  # fmt: skip
         self._losses.append(loss)

@@ -37,6 +37,11 @@ class FP8Tensor:
         return f"the {self.kind} of {self.layer}"
 
     @property
+    def of_logits(self) -> bool:
+        """Whether it is the gradient of the logits. Much of that is 0 in any run: the probabilities of rare tokens."""
+        return (self.layer, self.kind) == (HEAD, "gradient")
+
+    @property
     def format(self) -> str:
         """The format's name: e4m3 or e5m2."""
         return FORMATS[self.dtype]

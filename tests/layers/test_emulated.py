@@ -394,7 +394,7 @@ def test_amaxes_are_those_of_the_operands():
     row, column = model.scales.history[0], model.scales.column
     assert row[column(block.projection.gemm.places["input"])] == seen["out"].abs().max().float()
     assert row[column(block.projection.gemm.places["weight"])] == block.projection.weight.abs().max()
-    assert row[column(block.qkv.gemm.gradient)] == seen["packed"].abs().max().float()
+    assert row[column(block.qkv.gemm.places["gradient"])] == seen["packed"].abs().max().float()
     assert row[column(model.head.places["weight"])] == model.head.weight.abs().max()
 
 

@@ -91,7 +91,7 @@ def test_where_a_pass_takes_long_it_is_made_less_often(tmp_path, monkeypatch, ca
     caplog.set_level("INFO")
     train(tmp_path, *FP8)
     assert steps(tmp_path) == [1, 3, 12], "the first is not judged, the second is, and there is one at the end"
-    assert any("a look at the FP8 tensors takes" in message for message in caplog.messages)
+    assert any("a sampled pass over the FP8 tensors takes" in message for message in caplog.messages)
 
 
 def test_without_memory_the_run_goes_on(tmp_path, monkeypatch, caplog):
@@ -103,5 +103,5 @@ def test_without_memory_the_run_goes_on(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(SampledPass, "_go", full)
     train(tmp_path, *FP8)
     assert not (tmp_path / "fp8.csv").exists()
-    assert len([message for message in caplog.messages if "no memory for a look" in message]) == 1
+    assert len([message for message in caplog.messages if "no memory for a sampled pass" in message]) == 1
     assert len(metrics(tmp_path)["fp8/scale_input"]) == 12
