@@ -122,9 +122,10 @@ def _sampled(
 def summary(healths: Iterable[Health]) -> dict[str, float]:
     """Summarize the tensors for the loggers, kind by kind; what is not known is left out, and so are the logits.
 
-    `fp8/amax_KIND` (the largest), `fp8/scale_KIND` (the median), `fp8/headroom_KIND` (the smallest),
-    `fp8/saturated_KIND` and `fp8/flushed_KIND` (the largest share), `fp8/scale_jump` (the largest change of a scale
-    since the last reading, in powers of two), `fp8/scale_age` (the largest, in steps).
+    - `fp8/amax_KIND`: the largest; `fp8/scale_KIND`: the median; `fp8/headroom_KIND`: the smallest;
+    - `fp8/saturated_KIND` and `fp8/flushed_KIND`: the largest share;
+    - `fp8/scale_jump`: the largest change of a scale since the last reading, in powers of two;
+    - `fp8/scale_age`: the largest, in steps.
     """
     all_of = [health for health in healths if not health.tensor.of_logits]
     found: dict[str, float] = {}

@@ -64,7 +64,10 @@ class StoredScales:
 
     @torch.no_grad()
     def read(self, micro_batches: int) -> Mapping[FP8Tensor, Stored]:
-        """Copy everything to the host. `micro_batches`: of a step. Call it between two steps."""
+        """Copy everything to the host. `micro_batches`: of a step. Call it between two steps.
+
+        Of a history of one row, Transformer Engine leaves nothing. The amax is then what the scale would just hold.
+        """
         if not self.found:
             return {}
         states = self._states()
@@ -75,6 +78,8 @@ class StoredScales:
         if not self._newest_first:  # Transformer Engine's: row 0 is being filled, the last is the newest
             history, rows = history[1:].flip(0) if len(history) > 1 else history, micro_batches
         newest = history[:rows].amax(0)
+        if not self._newest_first and len(history) == 1:
+            newest = torch.tensor([torch.finfo(tensor.dtype).max for tensor in self.found], device=scale.device) / scale
         age = torch.div(history.argmax(0), rows, rounding_mode="floor")
         values = torch.stack([newest, scale, age.float()]).tolist()
         return {

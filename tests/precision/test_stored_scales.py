@@ -57,6 +57,14 @@ def test_each_tensor_has_its_place_in_transformer_engines_state():
         assert stored.age == 1, "the largest is two rows old, and a step has two"
 
 
+def test_a_history_of_one_row_is_cleared_and_the_scale_tells_the_amax():
+    made = model()
+    forward = made.head.fp8_meta["scaling_fwd"]
+    forward.amax_history = torch.zeros(1, 3)
+    (stored,) = StoredScales(made, [FP8Tensor("head", "weight", E4M3)]).read(1).values()
+    assert (stored.scale, stored.amax, stored.age) == (320.0, pytest.approx(448 / 320), 0)
+
+
 def test_layers_that_have_not_run_have_nothing_yet():
     made = model()
     made.head.fp8_meta = {}
