@@ -84,7 +84,7 @@ def test_stored_amaxes_are_those_of_the_tensors_they_are_said_to_be_of(words):
     for tensor, h in stored.items():
         amax = found[tensor][0].item()
         assert 1 / 1.5 < amax / h.amax < 1.5, (str(tensor), amax, h.amax)
-        assert -0.6 < h.headroom < 2, (str(tensor), h)
+        assert -1.5 < h.headroom < 3, (str(tensor), h)
         assert 0 <= h.age < 4
 
 
