@@ -49,7 +49,7 @@ def test_the_flag_that_is_shown_is_what_is_said():
     (shown,) = re.findall(r"^step \d+: FP8: .*$", WATCH.read_text(), re.MULTILINE)
     assert re.fullmatch(
         r"step 1: FP8: \d+% of the \w+ of [\w.]+ becomes 0 \(headroom 16\.00\) \(and of \d+ other tensors\); "
-        r"recipe=delayed recipe.margin=14 leaves less headroom, or precision.keep_bf16='\[[\w.]+\]'",
+        r"recipe=delayed recipe.margin=0 leaves less headroom, or precision.keep_bf16='\[[\w.]+\]'",
         shown,
     )
 

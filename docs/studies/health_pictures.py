@@ -60,7 +60,7 @@ def draw(runs: dict[str, Path], folder: Path) -> None:
         axis.set(title=title, xlabel="step")
     axes[1].set_ylim(-3, 19)
     axes[2].set_yscale("log")
-    axes[2].legend(fontsize=7, loc=(0.02, 0.42), ncols=2)
+    axes[1].legend(fontsize=7, loc="center", ncols=2)
     figure.savefig(folder / "health_summaries.png", dpi=64)
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3), sharey=True, layout="constrained")

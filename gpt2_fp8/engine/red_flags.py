@@ -99,7 +99,7 @@ class FP8RedFlags:
         tensor = health.tensor
         if health.saturated is not None and health.saturated > SATURATED:
             text = f"{health.saturated:.2%} of {tensor} saturates (headroom {health.headroom:.2f})"
-            yield Found("saturated", health, health.saturated, text, self._more_headroom(tensor.layer))
+            yield Found("saturated", health, health.saturated, text, self._more_headroom(health))
         if health.flushed is not None and health.flushed > FLUSHED and not tensor.of_logits:
             text = f"{health.flushed:.0%} of {tensor} becomes 0 (headroom {health.headroom:.2f})"
             yield Found("flushed", health, health.flushed, text, self._less_headroom(health))
@@ -119,16 +119,19 @@ class FP8RedFlags:
             text = f"the scale of {name} does not settle: more than 2^{UNSTEADY:g} in each of {IN_A_ROW} readings"
             yield Found("unsteady", health, size, text, "a lower optim.lr, or a longer optim.warmup_steps")
 
-    def _more_headroom(self, layer: str) -> str:
-        keep = f"precision.keep_bf16='[{layer}]'"
+    def _more_headroom(self, health: Health) -> str:
+        keep = f"precision.keep_bf16='[{health.tensor.layer}]'"
         if isinstance(self.recipe, DelayedRecipe):
-            return f"recipe=delayed recipe.margin={self.recipe.margin + 1} leaves more headroom, or {keep}"
+            lacking = math.ceil(-health.headroom) if math.isfinite(health.headroom) else 1
+            return (
+                f"recipe=delayed recipe.margin={self.recipe.margin + max(1, lacking)} leaves more headroom, or {keep}"
+            )
         return f"{keep} keeps the layer in bf16"
 
     def _less_headroom(self, health: Health) -> str:
         keep = f"precision.keep_bf16='[{health.tensor.layer}]'"
         if isinstance(self.recipe, DelayedRecipe) and self.recipe.margin > 0:
-            return f"recipe=delayed recipe.margin={max(0, self.recipe.margin - 2)} leaves less headroom, or {keep}"
+            return f"recipe=delayed recipe.margin=0 leaves less headroom, or {keep}"
         if health.tensor.kind == "gradient" and health.tensor.format == "e4m3":
             return f"precision=fp8_hybrid has gradients of more range, or {keep}"
         return f"{keep} keeps the layer in bf16, or recipe=block"

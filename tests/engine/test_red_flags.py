@@ -85,6 +85,13 @@ def test_one_line_names_the_worst_of_several_tensors():
     assert "4.00% of the input of blocks.4.fc2 saturates (headroom 0.00) (and of 3 other tensors)" in said[0]
 
 
+def test_the_margin_that_is_named_is_as_large_as_what_is_lacking():
+    for headroom, margin in ((-0.1, 1), (0.4, 1), (-2.3, 3), (math.nan, 1)):
+        made, said = flags()
+        made.judge(1, [health(saturated=0.5, headroom=headroom)])
+        assert f"recipe.margin={margin} leaves more headroom" in said[0]
+
+
 def test_the_same_flag_is_quiet_for_a_while_and_a_new_tensor_is_not():
     made, said = flags()
     bad = health(saturated=0.5)
