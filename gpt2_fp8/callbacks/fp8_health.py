@@ -53,7 +53,7 @@ class FP8HealthLog(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Begin anew, with the module's training step."""
         self._health, self._clock = None, None
-        if trainer.is_global_zero and pl_module.step.plan.fp8:
+        if trainer.is_global_zero and pl_module.step.plan.recipe is not None:
             self._health = FP8Health(pl_module.step)
             recipe = pl_module.step.plan.backend.recipe
             self._flags = FP8RedFlags(recipe, self.config.optim.warmup_steps, self._say)

@@ -98,7 +98,7 @@ def build(
 
 def _fp8_health(config: RunConfig, plan: Plan, folder: Path, checkpoint: Path | None) -> list[Callback]:
     """Return what logs the health of a run's FP8 tensors; nothing for a run without FP8."""
-    if not (config.callbacks.fp8_health and plan.fp8):
+    if not config.callbacks.fp8_health or plan.recipe is None:
         return []
     written = config.logger.csv and not config.trainer.fast_dev_run
     return [FP8HealthLog(config, FP8File(folder, setup.step_of(checkpoint)).write if written else None)]

@@ -17,7 +17,7 @@ class Touched(SimpleNamespace):
 
     def __init__(self):
         recipe = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
-        super().__init__(settled=0, plan=SimpleNamespace(fp8=True, backend=SimpleNamespace(recipe=recipe)))
+        super().__init__(settled=0, plan=SimpleNamespace(recipe=recipe.name, backend=SimpleNamespace(recipe=recipe)))
 
     def settle(self):
         self.settled += 1
