@@ -28,15 +28,16 @@ def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
     arguments = _parser().parse_args(argv)
     source, folder = arguments.source.expanduser(), arguments.folder.expanduser().resolve()
-    return exit_code(lambda: _export(source, folder), folder, "name another folder")
+    tokenizer = not arguments.no_tokenizer
+    return exit_code(lambda: _export(source, folder, tokenizer), folder, "name another folder")
 
 
-def _export(source: Path, folder: Path) -> None:
+def _export(source: Path, folder: Path, tokenizer: bool) -> None:
     if problems := list(_problems(source, folder)):
         raise UserError(problems)
     from gpt2_fp8.train.hf_export import export  # after the paths, since it loads torch
 
-    print(line(export(source, folder)))
+    print(line(export(source, folder, tokenizer)))
 
 
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:
@@ -54,11 +55,14 @@ def _problems(source: Path, folder: Path) -> Iterator[Problem]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m gpt2_fp8.export",
-        description="Writes config.json and model.safetensors of a checkpoint, for transformers.",
+        description="Writes a checkpoint for transformers: weights, config.json, the tokenizer and a model card.",
         epilog=EPILOG,
     )
     parser.add_argument("source", type=Path, help="a run's folder (its last checkpoint), or a checkpoint's")
     parser.add_argument("folder", type=Path, help="the folder to write; it is not there yet, or empty")
+    parser.add_argument(
+        "--no-tokenizer", action="store_true", help="write no tokenizer, such as one whose file is gone"
+    )
     return parser
 
 

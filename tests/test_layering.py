@@ -28,6 +28,7 @@ HOUSE = {
     "bench": Row("compose config measure runtime"),
     "export": Row("config train runtime"),
     "table": Row("config measure runtime"),
+    "schedule": Row("compose config engine measure train runtime"),
     # a run under Lightning
     "train": Row(
         "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
@@ -74,7 +75,7 @@ ONLY_IN = {
     "huggingface_hub": ["data", "compat.hub"],
     "tokenizers": ["data.tokenizer_files"],
     "cuda": ["kernels.nvrtc"],
-    "matplotlib": ["measure.plot", "measure.sweep_plot"],
+    "matplotlib": ["measure.plot", "measure.sweep_plot", "measure.schedule_plot"],
     "yaml": ["compose", "measure.sweep_jobs"],
     "hydra": ["run", "compose", "compat.hydra_private"],
 }
@@ -87,7 +88,18 @@ INSIDE_FUNCTIONS = {
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
-    *("config", "compose", "run", "bench", "export", "table", "train.loading", "train.summary", "compat.hydra_private"),
+    *(
+        "config",
+        "compose",
+        "run",
+        "bench",
+        "export",
+        "table",
+        "schedule",
+        "train.loading",
+        "train.summary",
+        "compat.hydra_private",
+    ),
     *(
         "runtime.memory_limits",
         "runtime.signals",

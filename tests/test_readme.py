@@ -39,7 +39,10 @@ WATCH = ROOT / "docs/what-to-watch.md"
 DOCUMENTS += [WATCH]
 STUDY = ["python", "docs/studies/fp8_gap.py"]
 PICTURES = ["python", "docs/studies/health_pictures.py"]  # `test_what_to_watch` runs it
-RUN, BENCH, EXPORT, TABLE = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export", "table"))
+RUN, BENCH, EXPORT, TABLE, SCHEDULE = (
+    ["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export", "table", "schedule")
+)
+PROGRAMS = (RUN, BENCH, EXPORT, TABLE, SCHEDULE)
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
 OF_AN_OPTION = {"penalty"}  # `test_penalty` reads it
 
@@ -216,6 +219,7 @@ def test_every_command_is_of_a_known_kind():
         ("pytest",),
         ("export",),
         ("docker",),
+        ("lm_eval",),
         tuple(STUDY),
         tuple(PICTURES),
         ("tensorboard",),
@@ -223,7 +227,7 @@ def test_every_command_is_of_a_known_kind():
     for found in ALL:
         start = tuple(found.words[:2]) if found.words[0] in ("python", "pip") else (found.words[0],)
         assert start in known, str(found)
-        assert found.words[:2] != ["python", "-m"] or found.words[: len(RUN)] in (RUN, BENCH, EXPORT, TABLE), str(found)
+        assert found.words[:2] != ["python", "-m"] or found.words[: len(RUN)] in PROGRAMS, str(found)
 
 
 def test_every_export_is_read(tmp_path, monkeypatch, capsys):
@@ -235,6 +239,13 @@ def test_every_export_is_read(tmp_path, monkeypatch, capsys):
         assert export.main(found.argv) == 2
         (told,) = re.findall("^error: (.*)$", capsys.readouterr().err, re.MULTILINE)
         assert told.startswith(f"{found.argv[0]} does not exist")
+
+
+def test_every_schedule_is_that_of_a_run():
+    schedules = [found for found in ALL if found.words[: len(SCHEDULE)] == SCHEDULE]
+    assert schedules
+    for found in schedules:
+        preflight(found.argv)
 
 
 def test_every_table_is_asked_for_as_shown(tmp_path, monkeypatch, capsys):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from gpt2_fp8.config.hf_check import CONFIG, INDEX, WEIGHTS
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # each value of them is one of float32
 _LARGEST_INDEX_BYTES = 32 << 20
+EMPTY: Mapping[str, bytes] = MappingProxyType({})
 _REMEDY = "give a whole folder, as save_pretrained of transformers writes it"
 
 
@@ -65,8 +67,11 @@ def unfit(path: Path, reasons: list[str]) -> CheckpointError:
     return CheckpointError([Problem(f"the weights of init_from={path}: {reason}", _REMEDY) for reason in reasons])
 
 
-def write(path: Path, weights: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write a folder that is not there yet, or is empty. It appears whole or not at all. Raises OSError."""
+def write(path: Path, weights: dict[str, Tensor], config: dict[str, Any], others: Mapping[str, bytes] = EMPTY) -> None:
+    """Write a folder that is not there yet, or is empty. It appears whole or not at all. Raises OSError.
+
+    `others`: what other small files are to be in it, by their names.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -78,6 +83,9 @@ def write(path: Path, weights: dict[str, Tensor], config: dict[str, Any]) -> Non
         os.chmod(temporary / WEIGHTS, temporary.stat().st_mode & 0o666)  # safetensors 0.8 lets only its owner read it
         durable.fsync(temporary / WEIGHTS)
         durable.write_json(temporary / CONFIG, config)
+        for name, content in others.items():
+            (temporary / name).write_bytes(content)
+            durable.fsync(temporary / name)
         os.replace(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

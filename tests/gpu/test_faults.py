@@ -118,8 +118,9 @@ WIDE = [
 
 @pytest.fixture
 def room():
-    """A function that leaves torch so many GiB of the GPU."""
+    """A function that leaves torch so many GiB of the GPU. What other tests left there is no part of a run's memory."""
     whole = torch.cuda.mem_get_info()[1] / 2**30
+    gc.collect()
 
     def leave(gib):
         gc.collect()

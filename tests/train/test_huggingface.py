@@ -18,10 +18,11 @@ from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.config import hf_check
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import ModelConfig
+from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2, initialise
-from gpt2_fp8.train import first_weights, hf_export
+from gpt2_fp8.train import first_weights, hf_export, model_card
 from gpt2_fp8.train.module import GPT2Module
 from tests.common import CONFIG
 from tests.data.tokenizers_made import write_json
@@ -380,11 +381,53 @@ def test_a_run_begins_with_a_folder_and_its_checkpoint_goes_back(tmp_path: Path,
     (tokenizer / "tokenizer.json").unlink()
     module = GPT2Module.load_from_checkpoint(checkpoint(tmp_path / "run", 1))
     assert apart(module.model, theirs) < BOUND, "a step with next to no learning rate"
-    assert export.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
+    said = capsys.readouterr().err
+    assert "the folder has no tokenizer.json" in said
+    assert "--no-tokenizer" in said
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--no-tokenizer"]) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: GPT2LMHeadModel, ")
+    assert f"| began from | {tmp_path / 'hf'} |" in (tmp_path / "out" / "README.md").read_text()
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert apart(module.model, back) < BOUND
     assert back.config.eos_token_id is None, "the tokenizer's file is gone"
+
+
+def test_an_exported_folder_has_the_tokenizer_and_says_what_the_run_knows(tmp_path: Path, capsys: Any) -> None:
+    """Bytes, and a file that was changed after training."""
+    few = ["trainer.max_steps=2", "optim.warmup_steps=0", "trainer.val_check_interval=2"]
+    train(tmp_path / "run", *few)
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert tokenizer("aé").input_ids == [97, 195, 169]
+    assert back.config.vocab_size == len(tokenizer) == 257
+    card = (tmp_path / "out" / "README.md").read_text()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert f"| parameters | {back.num_parameters():,} |" in card
+    assert f"| trained on | {summary['tokens']:,} tokens: 2 steps of" in card
+    assert f"| validation loss | {summary['last_val_loss']:.4f} nats a token" in card
+    assert "trained from scratch" in card
+    own = write_json(tmp_path / "t", [chr(i) for i in range(256)], ["</s>"], "</s>")
+    train(tmp_path / "own", *few, f"data.tokenizer={own}")
+    write_json(tmp_path / "t", [chr(i) for i in reversed(range(256))], ["</s>"], "</s>")
+    load_tokenizer.cache_clear()
+    capsys.readouterr()
+    assert export.main([str(tmp_path / "own"), str(tmp_path / "other")]) == 2
+    assert "is not what it was when the run was trained" in capsys.readouterr().err
+
+
+def test_a_card_of_a_strangers_checkpoint_is_text_alone() -> None:
+    (config,) = compose.preflight(["run_name=r", "data=fineweb"])
+    odd = "a|b<script>\n- evil\x1b[31m"
+    config = replace(config, model=replace(config.model, name=odd))
+    text = model_card.card(config, model_card.Trained(1, 2, 1e9, {"ran": odd}, {odd: odd}, odd), "X")
+    assert "\x1b" not in text
+    assert "<script>" not in text
+    assert '\ndatasets:\n- "HuggingFaceFW/fineweb-edu"\n---\n' in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert all(line.replace("\\|", "").count("|") == 3 for line in rows)
 
 
 def test_the_export_chooses_by_the_block() -> None:

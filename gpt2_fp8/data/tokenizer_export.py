@@ -1,0 +1,119 @@
+"""A run's tokenizer as the two files of a Hugging Face folder, which `AutoTokenizer` loads without any code of ours.
+
+GPT-2's, Llama 3's and the plain bytes are byte-pair encodings. Their files are made from the tokens and their ranks,
+which say all: the two parts of a token are what is left of its bytes when every merge of a lower rank is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from gpt2_fp8.config import tokenizer_file
+from gpt2_fp8.config.tokenizer_file import Described
+from gpt2_fp8.data import tokenizer_files
+from gpt2_fp8.data.tokenizer import END_OF_TEXT, load_tokenizer
+
+CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
+_LARGEST_CONFIG = 1 << 20  # bytes
+_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+def files_of(name: str, n_positions: int) -> dict[str, bytes]:
+    """Return the files of the tokenizer `data.tokenizer=name` by their names, for a model of `n_positions` tokens.
+
+    Raises UserError for a tokenizer that cannot be loaded.
+    """
+    if name not in tokenizer_file.NAMES:
+        found = tokenizer_file.describe(path := tokenizer_file.find(name), content := tokenizer_file.read(path))
+        if found.ranks is None:
+            return {TOKENIZER: content, CONFIG: _config_beside(found, content, n_positions)}
+        special = tokenizer_files.llama3_special_tokens(len(found.ranks))
+        file = _byte_pairs(found.ranks, special, tokenizer_files.LLAMA3_PATTERN)
+        ends = tokenizer_file.END_OF_TEXT
+    else:
+        encoding = load_tokenizer(name)
+        tokens = encoding.token_byte_values()  # type: ignore[attr-defined]  # of tiktoken's, as both named ones are
+        ranks = {token: encoding.encode_single_token(token) for token in tokens}  # type: ignore[attr-defined]
+        file = _byte_pairs(ranks, {END_OF_TEXT: encoding.eot_token}, cut=name == "gpt2")
+        ends = END_OF_TEXT
+    return {TOKENIZER: _dump(file), CONFIG: _dump(_config(ends, n_positions))}
+
+
+def _byte_pairs(ranks: dict[bytes, int], special: dict[str, int], pattern: str = "", cut: bool = False) -> Any:
+    """Return a `tokenizer.json` of ranks. Text is cut by `pattern`, or by GPT-2's if `cut`, before bytes are merged."""
+    letters = _letters()
+    shown = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    ordered = sorted(ranks, key=ranks.__getitem__)
+    merges = [[shown[part] for part in _parts(token, ranks)] for token in ordered if len(token) > 1]
+    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": cut}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
+        "added_tokens": [{"id": number, "content": text, **_FLAGS} for text, number in special.items()],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, as_bytes]} if pattern else as_bytes,
+        "decoder": as_bytes,
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "ignore_merges": True,  # a piece that is a token is that token, as in tiktoken
+            "vocab": {shown[token]: ranks[token] for token in ordered}, "merges": merges,
+        },
+    }  # fmt: skip
+
+
+def _parts(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """Return the two tokens that the merge of `token`'s own rank joins."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        joined = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
+        least = min(range(len(joined)), key=joined.__getitem__)
+        parts[least : least + 2] = [parts[least] + parts[least + 1]]
+    return parts
+
+
+def _letters() -> dict[int, str]:
+    """Return the letter that stands for each byte in a `tokenizer.json`.
+
+    GPT-2's (Radford et al. 2019, encoder.py): a byte that Latin-1 prints is itself, the others are U+0100 and on.
+    """
+
+    def printed() -> Iterator[int]:
+        yield from range(ord("!"), ord("~") + 1)
+        yield from range(ord("¡"), ord("¬") + 1)
+        yield from range(ord("®"), ord("ÿ") + 1)
+
+    letters = {byte: chr(byte) for byte in printed()}
+    others = [byte for byte in range(256) if byte not in letters]
+    return letters | {byte: chr(256 + place) for place, byte in enumerate(others)}
+
+
+def _config(ends: str, n_positions: int) -> dict[str, Any]:
+    """Return a `tokenizer_config.json`: the token that ends a text, which also begins one in generation."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": ends,
+        "eos_token": ends,
+        "model_max_length": n_positions,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _config_beside(found: Described, content: bytes, n_positions: int) -> bytes:
+    """Return the `tokenizer_config.json` beside a `tokenizer.json`; one of ours if there is none that can be read."""
+    beside = found.path.with_name(CONFIG)
+    try:
+        if beside.is_file() and beside.stat().st_size <= _LARGEST_CONFIG:
+            said = beside.read_bytes()
+            if isinstance(json.loads(said), dict):
+                return said
+    except (OSError, ValueError, RecursionError):
+        pass
+    ends = next(token["content"] for token in json.loads(content)["added_tokens"] if token["id"] == found.separator)
+    return _dump(_config(ends, n_positions))
+
+
+def _dump(value: Any) -> bytes:
+    return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode()

@@ -1,0 +1,109 @@
+"""The learning rate of a run, step by step, before it is started: a table, a picture, and what cannot be meant.
+
+    python -m gpt2_fp8.schedule model=gpt2 data=fineweb optim.lr=3e-3 optim.warmup_steps=200 trainer.max_steps=1760
+    python -m gpt2_fp8.schedule -m model=gpt2 optim.schedule=cosine,linear
+
+Exit codes: 0 done, 1 the picture could not be written, 2 the input, 4 the text could not be counted, 130 SIGINT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpt2_fp8 import compose
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.paths import check_folder
+from gpt2_fp8.config.run_length import tokens_a_step
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.shown import harmless, line
+from gpt2_fp8.runtime import output
+from gpt2_fp8.runtime.file_program import exit_code
+
+LONG_WARMUP = 0.2  # of a run; GPT-3 (Brown et al. 2020) had 0.1 %, the models here 1 to 5 %
+_TENTHS = 10
+DEFAULT = Path("outputs/schedule.png")
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line `argv` (without the program's name); returns the exit code."""
+    own, words = _parser().parse_known_args(argv)
+    picture = own.picture.expanduser()
+    return exit_code(lambda: _show(words, picture), picture, "name another file with --picture FILE")
+
+
+def _show(words: list[str], picture: Path) -> None:
+    if found := list(check_folder(picture.parent, "--picture")):
+        raise UserError(finding.problem for finding in found)
+    configs = compose.preflight(words)
+    from gpt2_fp8.measure import schedule_plot  # after what was typed is known to be right: it loads torch
+    from gpt2_fp8.train.length import resolve_length
+
+    runs = [resolve_length(config, rank=0).config for config in configs]
+    for config in runs:
+        print(harmless("\n".join(lines(config))), end="\n\n")
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        schedule_plot.plot(runs, picture)
+        print(line(f"picture: {picture}"))
+    except ImportError:
+        print('no picture, since matplotlib is not installed: pip install -e ".[bench]"')
+
+
+def lines(config: RunConfig) -> Iterator[str]:
+    """Describe the schedule of a run whose `trainer.max_steps` is known: what it is, a table, warnings."""
+    from gpt2_fp8.engine.schedule import learning_rate_factor
+
+    optim, steps, tokens = config.optim, config.trainer.max_steps or 0, tokens_a_step(config)
+    yield f"{config.model.name}: {steps:,} steps of {tokens:,} tokens, {steps * tokens:,} tokens in all"
+    last = learning_rate_factor(steps - 1, optim, steps)
+    yield f"{optim.schedule}: peak {optim.lr:.3g} after {optim.warmup_steps:,} steps, {optim.lr * last:.3g} at the end"
+    yield f"{'step':>11}  {'tokens':>19}  {'rate':>9}  {'of the peak':>11}"
+    marks = _marks(config)
+    for step in sorted({1, steps, *marks, *(round(steps * part / _TENTHS) or 1 for part in range(1, _TENTHS))}):
+        part = learning_rate_factor(step - 1, optim, steps)
+        row = f"{step:11,}  {step * tokens:19,}  {optim.lr * part:9.2e}  {100 * part:9.1f} %"
+        yield f"{row}  {marks[step]}" if step in marks else row
+    for reason, remedy in warnings(config):
+        yield f"warning: {reason}"
+        yield f"  fix: {remedy}"
+
+
+def warnings(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield what is allowed and can hardly be meant, with what to type instead."""
+    optim, steps = config.optim, config.trainer.max_steps or 0
+    if optim.warmup_steps > LONG_WARMUP * steps:
+        share = f"{100 * optim.warmup_steps / steps:.0f} % of the run"
+        yield f"the warm-up takes {share}, where 1 to 10 % is usual", f"optim.warmup_steps={max(1, steps // 20)}"
+    elif not optim.warmup_steps and steps > 1:
+        yield "there is no warm-up: the first update has the full rate", f"optim.warmup_steps={max(1, steps // 20)}"
+    if config.trainer.max_time is not None and optim.schedule != "constant":
+        reason = f"trainer.max_time={config.trainer.max_time} may end the run before the rate has come down"
+        yield reason, "give trainer.max_steps as many steps as fit into the time; the log says how long a run takes"
+
+
+def _marks(config: RunConfig) -> dict[int, str]:
+    """Return the steps at which something begins or ends."""
+    optim, steps = config.optim, config.trainer.max_steps or 0
+    marks = {optim.warmup_steps + 1: "the peak"} if 0 < optim.warmup_steps < steps else {}
+    if optim.decay_steps is not None:
+        marks[steps - optim.decay_steps + 1] = "the decay begins"
+    return marks
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m gpt2_fp8.schedule",
+        usage="%(prog)s [--picture FILE] [words of a run]",
+        description="Shows the learning rate of each step of the run that the same words would start.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--picture", type=Path, default=DEFAULT, metavar="FILE", help=f"a PNG; {DEFAULT} if left out")
+    return parser
+
+
+if __name__ == "__main__":
+    output.begin()
+    sys.exit(main(sys.argv[1:]))

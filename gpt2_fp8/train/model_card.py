@@ -1,0 +1,111 @@
+"""The model card of an exported folder: what the run knows of the model, as Hugging Face's README.md."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from gpt2_fp8.config import mixture
+from gpt2_fp8.config.run_length import tokens_a_step
+from gpt2_fp8.config.schema import HubData, RunConfig
+from gpt2_fp8.config.shown import line
+
+NAME = "README.md"
+
+
+class Trained(NamedTuple):
+    """What a checkpoint says of its training.
+
+    Attributes:
+        step: optimizer steps.
+        parameters: of the exported model, without padding.
+        val_loss: nats a token at this step; None if it was not validated.
+        precision: the checkpoint's `precision`: asked, ran, recipe. Empty in one of an early version.
+        versions: of the libraries that wrote it, by their names.
+        begun: the weights that it began from, as `init_from`; None: from scratch.
+    """
+
+    step: int
+    parameters: int
+    val_loss: float | None
+    precision: dict[str, Any]
+    versions: dict[str, Any]
+    begun: str | None = None
+
+
+def card(config: RunConfig, trained: Trained, architecture: str) -> str:
+    """Return the card as Markdown, with the metadata that the hub reads in front."""
+    model, tokens = config.model, trained.step * tokens_a_step(config)
+    rows = {
+        "model": f"{_text(model.name)}: {model.n_layer} layers of {model.n_embd}, {model.n_head} heads",
+        "began from": "" if trained.begun is None else _text(trained.begun),
+        "parameters": f"{trained.parameters:,}",
+        "context": f"{model.n_positions:,} tokens",
+        "tokenizer": _text(config.data.tokenizer),
+        "text": _source(config),
+        "trained on": f"{tokens:,} tokens: {trained.step:,} steps of {config.global_batch_size:,} sequences",
+        "precision": _precision(trained.precision),
+        "optimizer": f"{config.optimizer.name}, peak rate {config.optim.lr:g}, {config.optim.schedule}, "
+        f"weight decay {config.optim.weight_decay:g}",
+        "seed": str(config.seed),
+        "validation loss": _loss(trained.val_loss),
+        "written by": ", ".join(f"{_text(name)} {_text(version)}" for name, version in trained.versions.items()),
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
+    return f"""\
+{_metadata(config)}
+# {_text(model.name)}
+
+A language model trained {_how(trained)} with gpt2_fp8. It continues text. It was not taught to follow instructions, and
+nobody has looked at what it says: it repeats what its text has, wrong or harmful parts too.
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
+ids = tokenizer("The", return_tensors="pt").input_ids
+print(tokenizer.decode(model.generate(ids, max_new_tokens=40, do_sample=True, top_k=50)[0]))
+```
+
+Weights are in float32, computed by `{architecture}`. Before each document in training stood the token that ends the one
+before; no other token was added.
+"""
+
+
+def _how(trained: Trained) -> str:
+    return "from scratch" if trained.begun is None else "further"
+
+
+def _metadata(config: RunConfig) -> str:
+    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- gpt2_fp8"]
+    if repos := _repos(config):
+        lines += ["datasets:", *(f"- {json.dumps(repo)}" for repo in repos)]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _repos(config: RunConfig) -> list[str]:
+    return sorted({source.repo for _, source in mixture.sources_of(config.data) if isinstance(source, HubData)})
+
+
+def _source(config: RunConfig) -> str:
+    repos = _repos(config)
+    return _text(config.data.name) + (f" ({', '.join(map(_text, repos))})" if repos else "")
+
+
+def _precision(said: dict[str, Any]) -> str:
+    ran, recipe = said.get("ran"), said.get("recipe")
+    return _text(ran) + (f", recipe {_text(recipe)}" if recipe else "") if ran else ""
+
+
+def _loss(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4f} nats a token, perplexity {math.exp(min(loss, 700)):,.2f}"
+
+
+def _text(value: Any) -> str:
+    """Return a value as text in a table: a checkpoint may be a stranger's."""
+    return line(str(value), 200).replace("|", r"\|").replace("<", "&lt;")

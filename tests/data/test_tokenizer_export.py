@@ -1,0 +1,98 @@
+"""A tokenizer's files for Hugging Face: the same ids as in training, whatever the text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data import tokenizer_export, tokenizer_files
+from gpt2_fp8.data.tokenizer import END_OF_TEXT, load_tokenizer
+from tests.data.tokenizers_made import RANKS, write_json, write_ranks
+
+# GPT-2's (Radford et al. 2019, encoder.py)
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+# "abc" can be had as a + bc alone: "ab" is a later merge
+MERGED = [*RANKS, b"bc", b"abc", b"ab", b" in", b"he", b"hehe", "日".encode()[:2], "日".encode(), b"  "]
+TEXTS = [
+    "The thing, 12345 things...\n\n  in the café's\r\n 日本 \U0001f600 \t x",
+    "", " ", "abcab hehehe  in   in", "a\u0301é\x00\x7f\xa0\xad end ", "don't DON'T we'll  \n \n\n",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["bytes", "gpt2", "llama3"])
+def both(request, tmp_path_factory):
+    """The ids of training, and the tokenizer that transformers loads from the exported files."""
+    folder = tmp_path_factory.mktemp(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        name = request.param
+        if name == "gpt2":
+            ranks = {token: rank for rank, token in enumerate(MERGED)}
+            made = tiktoken.Encoding(
+                "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)}
+            )
+            patch.setattr(tokenizer_export, "load_tokenizer", lambda name: made)
+        else:
+            name = str(write_ranks(folder / "tokenizer.model", MERGED)) if name == "llama3" else name
+            made = load_tokenizer(name)
+        for file, content in tokenizer_export.files_of(name, 64).items():
+            (folder / file).write_bytes(content)
+    return made, AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_are_those_of_training(both, text):
+    ours, theirs = both
+    ids = ours.encode_ordinary(text)
+    assert theirs(text).input_ids == ids
+    assert theirs.decode(ids) == text
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(alphabet=st.one_of(st.sampled_from("abche in12'\n\t日é"), st.characters(codec="utf-8"))))
+def test_ids_of_any_text(both, text):
+    ours, theirs = both
+    assert theirs(text).input_ids == ours.encode_ordinary(text)
+
+
+def test_what_ends_a_text_and_how_many_ids_there_are(both):
+    ours, theirs = both
+    assert (theirs.eos_token_id, len(theirs)) == (ours.eot_token, ours.n_vocab)
+    assert theirs.model_max_length == 64
+
+
+def test_a_merge_is_what_lower_ranks_leave():
+    ranks = {token: rank for rank, token in enumerate(MERGED)}
+    assert tokenizer_export._parts(b"abc", ranks) == [b"a", b"bc"]
+    assert tokenizer_export._parts(b"hehe", ranks) == [b"he", b"he"]
+
+
+@pytest.mark.parametrize("eos", ["</s>", None])
+def test_a_file_of_ones_own_goes_along_as_it_is(tmp_path: Path, eos):
+    ends = "</s>" if eos else "<|endoftext|>"
+    folder = write_json(tmp_path / "t", ["?", "a", "b"], ["<s>", ends], eos)
+    found = tokenizer_export.files_of(str(folder), 64)
+    assert found["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
+    said = json.loads(found["tokenizer_config.json"])
+    assert said["eos_token"] == ends
+    assert ("model_max_length" in said) == (eos is None), "the one beside the file is taken as it is"
+    assert tokenizer_files.load(str(folder)).eot_token == 4
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "{}" + " " * (1 << 20)])
+def test_a_config_beside_it_that_is_none_is_replaced(tmp_path: Path, text):
+    folder = write_json(tmp_path / "t", ["?", "a"], ["<|endoftext|>"])
+    (folder / "tokenizer_config.json").write_text(text)
+    said = json.loads(tokenizer_export.files_of(str(folder), 64)["tokenizer_config.json"])
+    assert said["eos_token"] == "<|endoftext|>"
+
+
+def test_a_tokenizer_that_is_gone_is_an_error(tmp_path: Path):
+    with pytest.raises(UserError, match="no file or folder"):
+        tokenizer_export.files_of(str(tmp_path / "gone"), 64)

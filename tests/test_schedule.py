@@ -1,0 +1,127 @@
+"""The schedule program: its figures are those of training, what can hardly be meant, and how it ends."""
+
+import csv
+import sys
+
+import pytest
+from matplotlib.image import imread
+
+from gpt2_fp8 import compose, schedule
+from gpt2_fp8.train.length import resolve_length
+from tests.runs import SMALL, train
+
+LONG = ["model=gpt2", "data=fineweb", "trainer.max_steps=1760"]
+
+
+def said(capsys, *argv, code=0):
+    assert schedule.main(list(argv)) == code
+    out, err = capsys.readouterr()
+    return err if code else out
+
+
+def rows(text):
+    """The steps of a table with their rates, and with the words behind them."""
+    parts = [line.split() for line in text.splitlines()]
+    found = {int(p[0].replace(",", "")): (float(p[2]), " ".join(p[5:])) for p in parts if len(p) > 4 and p[4] == "%"}
+    assert found
+    return found
+
+
+def test_rates_are_those_that_training_logs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["trainer.max_steps=20", "optim.warmup_steps=5", "trainer.log_every_n_steps=1", "optim.schedule=linear"]
+    train(tmp_path / "run", *words)
+    capsys.readouterr()
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        logged = {int(row["step"]): float(row["lr"]) for row in csv.DictReader(file) if row["lr"]}
+    found = rows(said(capsys, *SMALL, "run_name=r", *words))
+    assert {1, 2, 6, 10, 20} <= found.keys() <= logged.keys()
+    for step, (rate, _) in found.items():
+        assert rate == pytest.approx(logged[step], rel=5e-3), "three digits are shown"
+
+
+def test_the_table_of_seed_001_is_refused_as_in_a_run_and_a_long_warm_up_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    err = said(capsys, *LONG, "optim.warmup_steps=2000", code=2)
+    assert "the warm-up is longer than the run" in err
+    assert not (tmp_path / "outputs").exists()
+    text = said(capsys, *LONG, "optim.warmup_steps=500", "optim.lr=3e-3")
+    assert "gpt2: 1,760 steps of 524,288 tokens, 922,746,880 tokens in all" in text
+    assert "cosine: peak 0.003 after 500 steps, 0.0003 at the end" in text
+    assert rows(text)[501] == (3e-3, "the peak")
+    assert "warning: the warm-up takes 28 % of the run" in text
+    fixed = said(capsys, *LONG, *[line[7:] for line in text.splitlines() if line.startswith("  fix: ")])
+    assert "warning" not in fixed
+
+
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        (["optim.warmup_steps=0"], "there is no warm-up"),
+        (["optim.warmup_steps=80", "trainer.max_time=00:01:00:00"], "may end the run before the rate has come down"),
+        (
+            [
+                "optim.warmup_steps=80",
+                "trainer.max_time=00:01:00:00",
+                "optim.schedule=constant",
+                "optim.min_lr_ratio=1",
+            ],
+            None,
+        ),
+        (["optim.warmup_steps=80"], None),
+    ],
+)
+def test_warnings(words, warning):
+    (config,) = compose.preflight([*LONG, "run_name=r", *words])
+    reasons = [reason for reason, _ in schedule.warnings(config)]
+    assert (len(reasons) == 0) if warning is None else (warning in reasons[0])
+
+
+def test_a_decay_at_the_end_is_marked():
+    words = ["optim.schedule=warmup_stable_decay", "optim.decay_steps=300", "optim.warmup_steps=80"]
+    (config,) = compose.preflight([*LONG, "run_name=r", *words])
+    found = rows("\n".join(schedule.lines(config)))
+    assert found[1461][1] == "the decay begins"
+    assert found[1461][0] == found[81][0] == pytest.approx(6e-4)
+    assert found[1760][0] < found[1584][0] < found[1461][0]
+
+
+def test_epochs_are_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("Some text of few words. " * 2000)
+    words = [
+        "data=text_files", "data.train_files=[a.txt]", "data.val_fraction=0.1", "data.tokenizer=bytes",
+        "trainer.max_steps=null", "trainer.max_epochs=2", "optim.warmup_steps=1",
+    ]  # fmt: skip
+    (config,) = compose.preflight([*SMALL, "run_name=r", *words])
+    steps = resolve_length(config, 0).config.trainer.max_steps
+    assert steps > 10
+    assert max(rows(said(capsys, *SMALL, "run_name=r", *words))) == steps
+
+
+def test_a_sweep_has_a_curve_a_job(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = said(capsys, "-m", *LONG, "optim.schedule=cosine,linear", "--picture", "p/a.png")
+    assert "\ncosine: peak" in text
+    assert "\nlinear: peak" in text
+    assert "picture: p/a.png" in text
+    image = imread(tmp_path / "p" / "a.png")
+    assert image.shape[1] == 1200
+    assert (image[..., :3] < 0.5).any(), "something is drawn"
+
+
+def test_ends(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    err = said(capsys, "optim.lrr=3", "trainer.max_stepz=4", code=2)
+    assert err.count("error: ") == 2
+    (tmp_path / "file").touch()
+    err = said(capsys, *LONG, "--picture", "file/a.png", code=2)
+    assert "--picture" in err
+    (tmp_path / "folder").mkdir()
+    assert "cannot be written" in said(capsys, *LONG, "--picture", "folder", code=1)
+    with pytest.raises(SystemExit) as ended:
+        schedule.main(["--help"])
+    assert ended.value.code == 0
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert 'pip install -e ".[bench]"' in said(capsys, *LONG)
