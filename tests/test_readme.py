@@ -36,9 +36,10 @@ DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, NUMERICS, CONTRIBUTING, MODELS, 
 DOCUMENTS += [ROOT / "CHANGELOG.md", ROOT / "docs/huggingface.md", ROOT / "docs/seeds.md"]
 DOCUMENTS.append(ROOT / "docs/optimizers.md")
 DATA = ROOT / "docs/data.md"
-DOCTORS_PAGE = ROOT / "docs/doctor.md"
-DOCUMENTS += [DATA, DOCTORS_PAGE]
+DOCTORS_PAGE, WATCH = ROOT / "docs/doctor.md", ROOT / "docs/what-to-watch.md"
+DOCUMENTS += [DATA, DOCTORS_PAGE, WATCH]
 STUDY = ["python", "docs/studies/fp8_gap.py"]
+PICTURES = ["python", "docs/studies/health_pictures.py"]  # `test_what_to_watch` runs it
 PROGRAMS = [path.stem for path in (ROOT / "gpt2_fp8").glob("*.py") if "__main__" in path.read_text()]
 RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR = (
     ["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export", "table", "schedule", "doctor")
@@ -167,6 +168,7 @@ def test_the_documents_have_commands():
         "seeds.md",
         "optimizers.md",
         "data.md",
+        "what-to-watch.md",
     }
     assert len(RUNS) > 12
 
@@ -220,6 +222,8 @@ def test_every_command_is_of_a_known_kind():
         ("docker",),
         ("lm_eval",),
         tuple(STUDY),
+        tuple(PICTURES),
+        ("tensorboard",),
     }
     for found in ALL:
         start = tuple(found.words[:2]) if found.words[0] in ("python", "pip") else (found.words[0],)

@@ -25,6 +25,7 @@ from gpt2_fp8.config.schema import (
 from gpt2_fp8.layers import Family, sdpa
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import loss_of
+from gpt2_fp8.precision.fp8_tensors import FP8Tensor, fp8_tensors
 from gpt2_fp8.precision.scaling import Scaling
 
 Device = Literal["cuda", "cpu"]
@@ -39,6 +40,8 @@ class Backend(ABC):
         name: the value of `precision.backend` that chooses it.
         compiled: whether `torch.compile` compiles its loss.
         compile_options: options of `torch.compile` for that.
+        head_factor: what multiplies the logits' gradient before it is cast to FP8, the loss's divisor left out; None:
+            its scale comes from the recipe, as every other tensor's.
         recorded: whether `torch.compile` records CUDA graphs of it.
         graphs: whether this run's micro-batches are recorded and replayed.
         records_graphs: whether it can record micro-batches as CUDA graphs.
@@ -51,6 +54,7 @@ class Backend(ABC):
     records_graphs: ClassVar[bool] = False
     fused_loss: ClassVar[bool] = True
     compile_options: ClassVar[dict[str, Any]] = {}
+    head_factor: ClassVar[float | None] = None
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         self.config, self.ran, self.device = config, ran, device
@@ -166,6 +170,14 @@ class Backend(ABC):
     def fp8_region(self) -> AbstractContextManager:
         """Enter the region in which layers compute in FP8."""
         return nullcontext()
+
+    def fp8_tensors(self) -> list[FP8Tensor]:
+        """List the tensors that its layers cast to FP8, layer after layer; none without FP8."""
+        precision = self.config.precision
+        if not self.fp8:
+            return []
+        assert isinstance(precision, FP8PrecisionConfig)
+        return fp8_tensors(precision, self.config.model.n_layer)
 
     def slower(self) -> list[str]:
         """List what is missing or broken on this machine, so that slower kernels do its work."""

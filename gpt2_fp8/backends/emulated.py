@@ -12,9 +12,10 @@ from gpt2_fp8.backends.twin import bf16_loss
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec, why_not
 from gpt2_fp8.config.schema import EMULATED, IN_BACKWARD, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
-from gpt2_fp8.layers import Family, emulated
+from gpt2_fp8.layers import Family, emulated, emulated_head
 from gpt2_fp8.layers.emulated_gemm import Emulation
 from gpt2_fp8.model.gpt2 import GPT2
+from gpt2_fp8.precision.fp8_tensors import KINDS, FP8Tensor, fp8_tensors
 from gpt2_fp8.precision.recipes import delayed_scaling, formats
 from gpt2_fp8.precision.scaling import FP8Scaling, Scaling
 from gpt2_fp8.precision.support import has_fp8_conversion
@@ -25,6 +26,7 @@ class Emulated(Backend):
 
     name = "emulated"
     fused_loss = False
+    head_factor = emulated_head.FACTOR
     # Else Inductor leaves out bfloat16's rounding between operations that it fuses.
     compile_options: ClassVar[dict[str, Any]] = {"emulate_precision_casts": True}
 
@@ -82,6 +84,13 @@ class Emulated(Backend):
         """See `Backend`. Scales that were found with other operands are not taken from a checkpoint."""
         name = f"{self.name} {self.switches}"
         return FP8Scaling.of_run(model, self.config, self.recipe, name, self.forward_context)
+
+    @override
+    def fp8_tensors(self) -> list[FP8Tensor]:
+        precision, switches = self.config.precision, self.switches
+        assert isinstance(precision, FP8PrecisionConfig)
+        kinds = [kind for kind in KINDS if any(name.endswith(kind) for name in switches)]
+        return fp8_tensors(precision, self.config.model.n_layer, kinds, "head" in switches)
 
     @override
     def kernels(self, vocab_size: int) -> dict[str, str]:

@@ -23,6 +23,7 @@ class Fused(Backend):
 
     name = "fused"
     records_graphs = True
+    head_factor = 2.0**15  # `kernels.softmax_cast.GRADIENT_SCALE`, which imports Triton
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         super().__init__(config, ran, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,12 +31,16 @@ class Throughput(pl.Callback):
     A mixture also has `tokens/NAME` and `epochs/NAME` of each source.
 
     The time leaves out validation, sampling and the first step (compilation, calibration).
+
+    Attributes:
+        on_row: functions that rank 0 calls with the step and the metrics of each row.
     """
 
     def __init__(self, config: RunConfig, vocab_size: int):
         self.every_n_steps = config.trainer.log_every_n_steps
         self.tokens_per_step = tokens_a_step(config)
         self.flops_per_token = flops_per_token(config.model, padded_vocabulary(vocab_size))
+        self.on_row: list[Callable[[int, Mapping[str, float]], object]] = []
         self.rates: list[float] = []  # tokens per second of every interval
         self.train_loss: float | None = None
         self.skipped_steps = self.reruns = 0
@@ -82,6 +87,8 @@ class Throughput(pl.Callback):
         metrics = self._metrics(trainer, values, result)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
+        for function in self.on_row if trainer.is_global_zero else ():
+            function(step, metrics)
         shown = {key: metrics[key] for key in ("train_loss", "tokens_per_second") if key in metrics}
         pl_module.log_dict(shown, prog_bar=True, logger=False)
 

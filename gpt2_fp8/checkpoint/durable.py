@@ -73,6 +73,21 @@ def open_regular(path: Path, flags: int) -> int:
     return descriptor
 
 
+def append(path: Path, content: bytes) -> None:
+    """Append to a regular file, all or nothing. Raises OSError."""
+    descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND)
+    try:
+        size = os.fstat(descriptor).st_size
+        try:
+            while content:
+                content = content[os.write(descriptor, content) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
+
+
 def put_aside(path: Path) -> Path:
     """Rename `path` to the first free of `NAME.aside-1`, `NAME.aside-2`, ..., and return it. Raises OSError."""
     number = 1

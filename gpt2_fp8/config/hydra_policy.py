@@ -177,8 +177,8 @@ def _env_set(value: object) -> str | None:
 
 LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
 # What a run writes into its folder, which Hydra's own files are to leave alone.
-RUN_FILES = ("checkpoints", "tensorboard", "run.log", "metrics.csv", "metrics.csv.tmp", "summary.json",
-             ".summary.json.tmp", ".lock")  # fmt: skip
+RUN_FILES = ("checkpoints", "tensorboard", "run.log", "metrics.csv", "metrics.csv.tmp", "fp8.csv", "fp8.csv.tmp",
+             "summary.json", ".summary.json.tmp", ".lock")  # fmt: skip
 _RULES: dict[str, tuple[Callable[[object], str | None], str]] = {
     "hydra.job.name": (_job_name, "choose a plain name, such as hydra.job.name=run"),
     "hydra.output_subdir": (_output_subdir, "a folder in the run's, as hydra.output_subdir=.hydra, or null for none"),

@@ -55,6 +55,7 @@ class TrainingStep:
 
     Attributes:
         model: built on torch's default device. Build inside `with torch.device("cuda")` for a GPU, as Lightning does.
+        share: sequences of a step that this rank computes.
         on_settled: functions called with each settled step's result, in order. Their errors come out of the call
             that settled the step.
         on_given_up: called if a signal ended the second attempt at a settled step: the step is not counted.
@@ -75,9 +76,9 @@ class TrainingStep:
         self.model = plan.backend.build(vocab_size)
         self.scaling = plan.backend.scaling(self.model)
         self._gradients = Gradients(plan, self.model, self.scaling, backward, no_sync)
-        share = config.global_batch_size // collectives.rank_and_world()[1]
+        self.share = config.global_batch_size // collectives.rank_and_world()[1]
         first = partial(state_like, self.model, config.optimizer)
-        self._batching = MicroBatching(self._gradients, share, config.micro_batch, asked_micro_batch_size, first)
+        self._batching = MicroBatching(self._gradients, self.share, config.micro_batch, asked_micro_batch_size, first)
         self.optimizer: Optimizer
         self.schedule: LambdaLR
         self.on_settled: list[Callable[[StepResult], object]] = []

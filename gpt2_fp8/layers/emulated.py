@@ -26,7 +26,7 @@ from gpt2_fp8.config.block_spec import GPT2_OPTIONS, MLP, BlockSpec, Heads, Norm
 from gpt2_fp8.config.kept_layers import Part
 from gpt2_fp8.config.schema import AttentionKernel, Recompute
 from gpt2_fp8.layers import block, reference
-from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
+from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Place, Scales
 from gpt2_fp8.layers.embedding import embed
 from gpt2_fp8.layers.emulated_gemm import NO_SLOTS, Emulation, linear, round_to_bf16
 from gpt2_fp8.layers.emulated_head import Head
@@ -152,13 +152,16 @@ class Gemm:
 
     def __init__(self, emulation: Emulation, scales: EmulatedScales | None, rounded: bool = True):
         self.casts, self.rounded, self.scales = emulation.casts(), rounded, scales
+        self.places: dict[str, Place] = {}  # of the tensors' scales, by "input", "weight" and "gradient"
         if scales is not None:
-            self.first, _ = scales.reserve("forward"), scales.reserve("forward")
-            self.gradient = scales.reserve("gradient")
+            self.places = {name: scales.reserve("forward") for name in ("input", "weight")}
+            self.places["gradient"] = scales.reserve("gradient")
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x W^T + b, float32. See `emulated_gemm.linear`."""
-        slots = NO_SLOTS if self.scales is None else self.scales.slots(self.first, self.gradient)
+        slots = NO_SLOTS
+        if self.scales is not None:
+            slots = self.scales.slots(self.places["input"], self.places["gradient"])
         return linear(x, weight, bias, self.casts, slots, self.rounded)
 
     def result(self, y: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.block_spec import Norm
 from gpt2_fp8.config.schema import PenaltyConfig
+from gpt2_fp8.layers.delayed_scaling import Place
 from gpt2_fp8.layers.emulated_gemm import (
     NO_SLOTS,
     Casts,
@@ -48,8 +49,9 @@ class Head(LayerNormLinear):
     ):
         super().__init__(n_embd, padded_vocab_size, norm, bias=False)
         self.casts, self.scales = emulation.head_casts(GRADIENT), [scales]  # in a list: the model registers it
+        self.places: dict[str, Place] = {}
         if scales is not None:
-            self.first, _ = scales.reserve("forward"), scales.reserve("forward")
+            self.places = {name: scales.reserve("forward") for name in ("input", "weight")}
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """Compute logits, bfloat16 [batch, tokens, N], without gradients. x: [batch, tokens, d]."""
@@ -77,7 +79,7 @@ class Head(LayerNormLinear):
 
     def _slots(self) -> Slots:
         (scales,) = self.scales
-        return NO_SLOTS if scales is None else scales.slots(self.first, None)
+        return NO_SLOTS if scales is None else scales.slots(self.places["input"], None)
 
     def _normalise(self, x: Tensor) -> Tensor:
         x = x.to(torch.bfloat16).to(x.dtype)  # it holds no more than bfloat16's numbers; nor shall its gradient

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -12,6 +14,7 @@ from lightning.pytorch.loggers import Logger
 
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
+from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
 from gpt2_fp8.callbacks.peak_memory import PeakMemory
 from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.callbacks.run_labels import RunLabels
@@ -24,13 +27,17 @@ from gpt2_fp8.compat.lightning_checkpoint import restore_within
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
+from gpt2_fp8.engine.run_watch import RunWatch
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.runtime import devices, registry
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
+from gpt2_fp8.train.fp8_csv import FP8File
 from gpt2_fp8.train.loggers import build_loggers
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.precision_plugin import FP8Precision
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -70,7 +77,11 @@ def build(
     throughput = Throughput(config, module.vocab_size)
     memory = PeakMemory()
     kernels = plan.backend.kernels(module.vocab_size)
-    callbacks: list[Callback] = [time_limit, throughput, memory, SameKernels(kernels | _versions(plan))]
+    callbacks: list[Callback] = [time_limit, throughput, *_fp8_health(config, plan, folder, checkpoint), memory]
+    callbacks.append(SameKernels(kernels | _versions(plan)))
+    if config.callbacks.red_flags:
+        watch = RunWatch(config.optim.warmup_steps, config.data.num_workers, partial(log.warning, "%s"))
+        throughput.on_row.append(watch.see)
     if config.callbacks.sample_tokens:
         callbacks.append(Samples(config.callbacks.sample_prompt, config.callbacks.sample_tokens, config.seed))
     if config.callbacks.progress_bar:
@@ -83,6 +94,14 @@ def build(
         callbacks += ends
     trainer = build_trainer(config, plan, folder, callbacks, checkpoint)
     return Parts(plan, trainer, module, data, throughput, memory, kernels)
+
+
+def _fp8_health(config: RunConfig, plan: Plan, folder: Path, checkpoint: Path | None) -> list[Callback]:
+    """Return what logs the health of a run's FP8 tensors; nothing for a run without FP8."""
+    if not config.callbacks.fp8_health or plan.recipe is None:
+        return []
+    written = config.logger.csv and not config.trainer.fast_dev_run
+    return [FP8HealthLog(config, FP8File(folder, setup.step_of(checkpoint)).write if written else None)]
 
 
 def _versions(plan: Plan) -> dict[str, str]:

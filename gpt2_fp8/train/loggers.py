@@ -7,7 +7,6 @@ import errno
 import io
 import itertools
 import logging
-import os
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,13 +44,14 @@ def build_loggers(config: LoggerConfig, folder: Path, resume_step: int | None) -
     return loggers
 
 
-class _Lossy:
+class Lossy:
     """A logger that loses a row if the disk does not take it. The first of several in a row logs a warning."""
 
     _failing = False
 
     @contextmanager
-    def _losing_rows(self, what: str, unless: Container[int | None] = ()) -> Iterator[None]:
+    def losing_rows(self, what: str, unless: Container[int | None] = ()) -> Iterator[None]:
+        """Log a warning if `what` cannot be written. Raises OSError for the error numbers `unless`."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -65,7 +65,7 @@ class _Lossy:
             self._failing = False
 
 
-class EventFile(_Lossy, TensorBoardLogger):
+class EventFile(Lossy, TensorBoardLogger):
     """A TensorBoardLogger that writes every row into the file at once. TensorBoard itself does so every two minutes.
 
     A killed run continues from a checkpoint, and the rows before it must be in the file then.
@@ -77,31 +77,31 @@ class EventFile(_Lossy, TensorBoardLogger):
 
         TensorBoard's writer does not recover.
         """
-        with self._losing_rows("TensorBoard's log"):
+        with self.losing_rows("TensorBoard's log"):
             super().log_metrics(metrics, step)
             self.experiment.flush()
 
     @rank_zero_only
     def log_text(self, tag: str, text: str, step: int) -> None:
         """Write a text. If the disk does not take it, a warning is logged."""
-        with self._losing_rows("TensorBoard's log"):
+        with self.losing_rows("TensorBoard's log"):
             self.experiment.add_text(tag, text, step)
             self.experiment.flush()
 
     @rank_zero_only
     def save(self) -> None:
         """Do what Lightning asks for now and then; nothing is left to write."""
-        with self._losing_rows("TensorBoard's log"):
+        with self.losing_rows("TensorBoard's log"):
             super().save()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Close the file. If the disk does not take it, a warning is logged."""
-        with self._losing_rows("TensorBoard's log"):
+        with self.losing_rows("TensorBoard's log"):
             super().finalize(status)
 
 
-class MetricsFile(_Lossy, CSVLoggerOf):
+class MetricsFile(Lossy, CSVLoggerOf):
     """A CSVLogger that writes `folder/metrics.csv`, and continues an existing file, which Lightning's would delete.
 
     Hyper-parameters are not written: the run's folder holds its configuration.
@@ -126,7 +126,7 @@ class MetricsFile(_Lossy, CSVLoggerOf):
     @rank_zero_only
     def save(self) -> None:
         """Write what is left; every row calls it. Rows that the disk does not take are written with later ones."""
-        with self._losing_rows("metrics.csv"):
+        with self.losing_rows("metrics.csv"):
             super().save()
 
     @rank_zero_only
@@ -135,7 +135,7 @@ class MetricsFile(_Lossy, CSVLoggerOf):
 
         Raises OSError for a full disk. Any other fault of the log only costs a warning.
         """
-        with self._losing_rows("metrics.csv", unless=_FULL):
+        with self.losing_rows("metrics.csv", unless=_FULL):
             super().save()
 
 
@@ -192,20 +192,5 @@ class _Writer(KeepingWriter):
             self.metrics_keys = renew(self._path, [*self.metrics_keys, *sorted(columns)]).columns
         text = io.StringIO(newline="")
         csv.DictWriter(text, self.metrics_keys).writerows(self.metrics)
-        _append(self._path, text.getvalue().encode())
+        durable.append(self._path, text.getvalue().encode())
         self.metrics = []
-
-
-def _append(path: Path, content: bytes) -> None:
-    """Append to a regular file, all or nothing. Raises OSError."""
-    descriptor = durable.open_regular(path, os.O_WRONLY | os.O_APPEND)
-    try:
-        size = os.fstat(descriptor).st_size
-        try:
-            while content:
-                content = content[os.write(descriptor, content) :]
-        except OSError:
-            os.ftruncate(descriptor, size)
-            raise
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The rows of a `metrics.csv`, which may be torn, damaged or replaced: copied a line at a time. Stdlib only."""
+"""The rows of `metrics.csv` and `fp8.csv`, which may be torn, damaged or replaced: copied line by line. Stdlib only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -30,18 +30,37 @@ COLUMNS = {
         "tokens",
     ),
     *("tokens_per_second", "step_time", "data_wait", "mfu_bf16", "memory_gb"),
-}
+    *(f"fp8/{figure}_{kind}" for figure in ("amax", "scale", "headroom", "saturated", "flushed")
+      for kind in ("input", "weight", "gradient")),
+    *("fp8/scale_jump", "fp8/scale_age"),
+}  # fmt: skip
 _OF_A_SOURCE = re.compile(r"(val_loss|tokens|epochs)/[A-Za-z][A-Za-z0-9_]{0,39}")  # of a mixture
 LARGEST_BYTES = 4 << 30  # of a file that is read: a hundred times what a long run logs
 LONGEST_LINE_BYTES = 1 << 16
 SLOW_SECONDS = 3.0  # of reading, after which the log says so
 _CELL = r"(?:-?(?:[0-9]{1,40}(?:\.[0-9]{1,40})?(?:e[-+]?[0-9]{1,3})?|inf)|nan)?"
+_WORD = r"[A-Za-z0-9_.]{1,60}"
 _CLOCK_LINES = 1 << 14  # lines between two looks at the clock
 
 
 def is_column(name: str) -> bool:
     """Return whether a run logs a metric of this name."""
     return name in COLUMNS or _OF_A_SOURCE.fullmatch(name) is not None
+
+
+class Table(NamedTuple):
+    """What a file may hold: the names of its columns, and which of them hold words. The others hold numbers."""
+
+    is_column: Callable[[str], bool]
+    words: frozenset[str] = frozenset()
+
+    def row(self, columns: Sequence[str]) -> re.Pattern[bytes]:
+        """Return the pattern of a row, line end included. The first column is the step."""
+        cells = (_WORD if name in self.words else _CELL for name in columns[1:])
+        return re.compile(",".join(["[0-9]{1,15}", *cells]).encode() + rb"\r?\n")
+
+
+METRICS = Table(is_column)
 
 
 class Renewed(NamedTuple):
@@ -52,7 +71,7 @@ class Renewed(NamedTuple):
     at_last: set[str]  # the columns, except the step, with a value at the step `last`
 
 
-def renew(path: Path, wanted: Sequence[str] = (), last: int | None = None) -> Renewed:
+def renew(path: Path, wanted: Sequence[str] = (), last: int | None = None, table: Table = METRICS) -> Renewed:
     """Write `path` again, whole or not at all, with its complete rows up to the step `last` (None: all).
 
     The columns `wanted` are added to its own. Without any row or wanted column, the file stays as it is. A last line
@@ -63,7 +82,7 @@ def renew(path: Path, wanted: Sequence[str] = (), last: int | None = None) -> Re
     """
     temporary = path.with_name(f"{path.name}.tmp")
     with durable.create(temporary) as file:
-        source = _Source(path)
+        source = _Source(path, table)
         added = [name for name in wanted if name not in source.columns]
         renewed = _copy(source, file, [*source.columns, *added], "," * len(added), last)
     if source.damage:
@@ -93,8 +112,9 @@ def _copy(source: _Source, file: IO[str], columns: list[str], more: str, last: i
 class _Source:
     """A file's columns (empty: it has none), its good lines, and after these, what is wrong with it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, table: Table) -> None:
         self.columns: list[str] = []
+        self._table = table
         self.damage: str | None = None
         self._path = path
         self._file: IO[bytes] | None = None
@@ -117,7 +137,7 @@ class _Source:
         if (
             first.endswith(b"\n")
             and columns[0] == "step"
-            and all(map(is_column, columns))
+            and all(map(self._table.is_column, columns))
             and len(set(columns)) == len(columns)
         ):
             self.columns = columns
@@ -136,7 +156,7 @@ class _Source:
                     self.damage = error.strerror or str(error)
 
     def _rows(self, file: IO[bytes]) -> Iterator[str]:
-        row = re.compile(rf"[0-9]{{1,15}}(?:,{_CELL}){{{len(self.columns) - 1}}}\r?\n".encode())
+        row = self._table.row(self.columns)
         said, since = False, time.monotonic()
         bad, first_bad, number, whole = 0, 0, 1, True
         while line := file.readline(LONGEST_LINE_BYTES):

@@ -392,10 +392,10 @@ def test_amaxes_are_those_of_the_operands():
     block.attention.register_full_backward_hook(lambda _, inputs, __: seen.update(packed=inputs[0]))
     gradients(model, ids(), first=True)
     row, column = model.scales.history[0], model.scales.column
-    assert row[column(block.projection.gemm.first)] == seen["out"].abs().max().float()
-    assert row[column(block.projection.gemm.first) + 1] == block.projection.weight.abs().max()
-    assert row[column(block.qkv.gemm.gradient)] == seen["packed"].abs().max().float()
-    assert row[column(model.head.first) + 1] == model.head.weight.abs().max()
+    assert row[column(block.projection.gemm.places["input"])] == seen["out"].abs().max().float()
+    assert row[column(block.projection.gemm.places["weight"])] == block.projection.weight.abs().max()
+    assert row[column(block.qkv.gemm.places["gradient"])] == seen["packed"].abs().max().float()
+    assert row[column(model.head.places["weight"])] == model.head.weight.abs().max()
 
 
 def test_a_forward_without_gradients_records_nothing():

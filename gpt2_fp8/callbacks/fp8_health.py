@@ -1,0 +1,117 @@
+"""The health of FP8 in the logs: summaries at every interval, every tensor now and then, and red flags."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+
+from gpt2_fp8.compat import lightning_loops as loops
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine.fp8_health import FP8Health, Health, summary
+from gpt2_fp8.engine.red_flags import FP8RedFlags
+from gpt2_fp8.runtime import signals
+
+log = logging.getLogger(__name__)
+
+COST = 0.01  # of the time: what sampled passes may take
+RATES = 9  # intervals over which the time of a step is taken
+
+Write = Callable[[int, Sequence[Health]], object]
+
+
+class FP8HealthLog(pl.Callback):
+    """Reads the stored scales every `trainer.log_every_n_steps` steps, and samples every tensor at a wider interval.
+
+    Summaries go to the loggers (`engine.fp8_health.summary`), tensors to `write`, red flags to the run's log. Reading
+    comes after `Throughput`, which has waited for the device by then. A sampled pass is made after the first step, from
+    then on every `callbacks.fp8_health_every_n_steps` steps, and after the last. That interval is doubled until passes
+    take at most `COST` of the time. The first one, which compiles, is not counted.
+
+    All is done by rank 0. The others wait for it in the next step. A run that has no FP8 has nothing to log.
+
+    Args:
+        config: the run's.
+        write: is given the step and the health of every tensor; None: nothing is written.
+    """
+
+    def __init__(self, config: RunConfig, write: Write | None = None):
+        self.config, self._write = config, write
+        self.every_n_steps = config.trainer.log_every_n_steps
+        self.interval = config.callbacks.fp8_health_every_n_steps
+        self._health: FP8Health | None = None
+        self._due = self._passes = 0
+        self._clock: tuple[float, int] | None = None  # the time and the step at the end of the last reading
+        self._rates: deque[float] = deque(maxlen=RATES)  # seconds a step
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Begin anew, with the module's training step."""
+        self._health, self._clock = None, None
+        if trainer.is_global_zero and pl_module.step.plan.recipe is not None:
+            self._health = FP8Health(pl_module.step)
+            recipe = pl_module.step.plan.backend.recipe
+            self._flags = FP8RedFlags(recipe, self.config.optim.warmup_steps, self._say)
+        self._due = self._next(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        """Read, log and judge, at the end of an interval."""
+        step, last = trainer.global_step, loops.is_last_step(trainer)
+        if step % self.every_n_steps and not last and step > 1:
+            return
+        pl_module.step.settle()  # on all ranks
+        if self._health is None or signals.pending():
+            return
+        self._time(step)
+        healths = self._health.read()
+        if (step >= self._due or step == 1 or last) and self._health.failed is None:
+            healths = self._sample(step, batch["ids"], healths)
+        if healths:
+            for logger in trainer.loggers:
+                logger.log_metrics(summary(healths), step=step)
+            self._flags.judge(step, healths)
+        self._clock = time.perf_counter(), step
+
+    def _sample(self, step: int, ids: Any, stored: list[Health]) -> list[Health]:
+        assert self._health is not None
+        found = self._health.sample(ids, stored)
+        if self._health.failed is not None:
+            log.warning("step %d: no memory for a sampled pass (%s); fp8.csv ends here, training goes on",
+                        step, self._health.failed)  # fmt: skip
+            return stored
+        if self._write is not None:
+            self._write(step, found)
+        self._passes += 1
+        if self._passes > 1:
+            self._widen(self._health.seconds)
+        self._due = self._next(step)
+        return found
+
+    def _time(self, step: int) -> None:
+        if self._clock is not None and step > self._clock[1]:
+            self._rates.append((time.perf_counter() - self._clock[0]) / (step - self._clock[1]))
+
+    def _widen(self, seconds: float) -> None:
+        """Double the interval until a pass of `seconds` takes at most `COST` of it."""
+        least = math.ceil(seconds / (COST * statistics.median(self._rates))) if self._rates else 0
+        if self.interval >= least:
+            return
+        while self.interval < least:
+            self.interval *= 2
+        log.info(
+            "a sampled pass over the FP8 tensors takes %.0f ms: there is one every %d steps",
+            seconds * 1000,
+            self.interval,
+        )
+
+    def _next(self, step: int) -> int:
+        return (step // self.interval + 1) * self.interval
+
+    def _say(self, line: str) -> None:
+        if self.config.callbacks.red_flags:
+            log.warning("%s", line)

@@ -1,0 +1,145 @@
+"""What delayed scaling has stored of each FP8 tensor: its newest amax, its scale, and the age of what decided it.
+
+`precision.state` has the layout. Reading takes a few launches and one copy to the host, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpt2_fp8.compat import transformer_engine
+from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE, Scales
+from gpt2_fp8.precision.fp8_tensors import HEAD, FP8Tensor
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is stored of one tensor, on the host.
+
+    Attributes:
+        amax: the largest absolute value in the newest step; over all ranks and micro-batches.
+        scale: the factor that was stored after that step. The fused and the emulated layers have quantized the step
+            with it; Transformer Engine's layers quantize the next one with it.
+        age: steps since the largest amax of the history.
+    """
+
+    amax: float
+    scale: float
+    age: int
+
+
+class StoredScales:
+    """Reads the scales of `tensors` in `model`, a `GPT2` of any family.
+
+    Attributes:
+        found: those of `tensors` that have a stored scale; none before the first FP8 forward of Transformer Engine's
+            layers, and none under recipes without stored scales.
+    """
+
+    def __init__(self, model: nn.Module, tensors: Iterable[FP8Tensor]):
+        self.model = model
+        self._places = {tensor: place for tensor in tensors if (place := _place(model, tensor)) is not None}
+        self.found = list(self._places)
+
+    @cached_property
+    def _groups(self) -> list[tuple[Any, str]]:
+        """Where the state is: modules and directions, each once."""
+        return list(dict.fromkeys((owner, direction) for owner, direction, _ in self._places.values()))
+
+    def _states(self) -> list[Any]:
+        # Asked for each time: Transformer Engine may have put another state in its place.
+        return [transformer_engine.scaling_state(owner, direction) for owner, direction in self._groups]
+
+    def scales(self) -> Tensor:
+        """Return the scales of `found`, float32 on the device."""
+        states = self._states()
+        return torch.cat([state.scale for state in states])[self._columns(states)]
+
+    @torch.no_grad()
+    def read(self, micro_batches: int) -> Mapping[FP8Tensor, Stored]:
+        """Copy everything to the host. `micro_batches`: of a step. Call it between two steps.
+
+        Of a history of one row, Transformer Engine leaves nothing. The amax is then what the scale would just hold.
+        """
+        if not self.found:
+            return {}
+        states = self._states()
+        columns = self._columns(states)
+        scale = torch.cat([state.scale for state in states])[columns]
+        history = torch.cat([state.amax_history for state in states], dim=1)[:, columns]
+        rows = 1  # of the history that a step fills
+        if not self._newest_first:  # Transformer Engine's: row 0 is being filled, the last is the newest
+            history, rows = history[1:].flip(0) if len(history) > 1 else history, micro_batches
+        newest = history[:rows].amax(0)
+        if not self._newest_first and len(history) == 1:
+            newest = torch.tensor([torch.finfo(tensor.dtype).max for tensor in self.found], device=scale.device) / scale
+        age = torch.div(history.argmax(0), rows, rounding_mode="floor")
+        values = torch.stack([newest, scale, age.float()]).tolist()
+        return {
+            tensor: Stored(amax, scale, int(age)) for tensor, amax, scale, age in zip(self.found, *values, strict=True)
+        }
+
+    @property
+    def _newest_first(self) -> bool:
+        return isinstance(self._groups[0][0], Scales)
+
+    def _columns(self, states: Sequence[Any]) -> Tensor:
+        """Return the index of each of `found` among the tensors of all groups, on the device."""
+        starts, start = {}, 0
+        for group, state in zip(self._groups, states, strict=True):
+            starts[group] = start
+            start += state.scale.numel()
+        columns = [starts[owner, direction] + column for owner, direction, column in self._places.values()]
+        return torch.tensor(columns, device=states[0].scale.device)
+
+
+def headroom(tensor: FP8Tensor, stored: Stored) -> float:
+    """Return how many powers of two lie between a tensor's amax and the largest number of its format.
+
+    It is negative if the amax was beyond that number; infinite if the amax is 0; NaN if it is not finite.
+    """
+    if stored.amax == 0:
+        return math.inf
+    reached = stored.amax * stored.scale
+    return math.log2(torch.finfo(tensor.dtype).max / reached) if math.isfinite(reached) and reached > 0 else math.nan
+
+
+def at_limit(scale: float) -> bool:
+    """Return whether a scale is 0, infinite, NaN, or at the limits of the fused layers: no tensor of a run needs it."""
+    return not 1 / LARGEST_SCALE < scale < LARGEST_SCALE
+
+
+def _place(model: Any, tensor: FP8Tensor) -> tuple[nn.Module, str, int] | None:
+    """Return whose state holds a tensor's scale, in which direction, and at which index; None if it is not stored."""
+    holder, product = _holder(model, tensor.layer)
+    forward = "scaling_bwd" if tensor.kind == "gradient" else "scaling_fwd"
+    if (places := getattr(holder, "places", None)) is not None:  # the fused and the emulated layers
+        place = places.get(tensor.kind)
+        return None if place is None else (model.scales, forward, place.number)
+    if transformer_engine.scaling_state(holder, forward) is None:
+        return None
+    column = 2 * product if tensor.kind == "gradient" else 3 * product + ("input", "weight").index(tensor.kind)
+    return holder, forward, column
+
+
+def _holder(model: Any, layer: str) -> tuple[Any, int]:
+    """Return what knows the places of a layer's scales, and which of its products the layer is."""
+    if layer == HEAD:
+        return getattr(model.head, "linear", model.head), 0
+    _, number, part = layer.split(".")
+    block = model.blocks[int(number)]
+    if hasattr(block, "linears"):  # the fused layers
+        return getattr(block.linears, part), 0
+    if part in ("qkv", "projection"):
+        owner = getattr(block, part)
+        return getattr(owner, "gemm", owner), 0
+    if hasattr(block.mlp, part):  # two products, each with a module or an object of its own
+        return getattr(block.mlp, part), 0
+    return block.mlp, ("fc1", "fc2").index(part)

@@ -1,0 +1,92 @@
+"""When FP8's health is read and sampled: between two intervals nothing is touched, and only rank 0 looks."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from gpt2_fp8 import compose
+from gpt2_fp8.callbacks import fp8_health
+from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
+from gpt2_fp8.config.schema import DelayedRecipe
+from gpt2_fp8.engine.fp8_health import Health
+from gpt2_fp8.precision.fp8_tensors import FP8Tensor
+
+
+class Touched(SimpleNamespace):
+    """A training step that counts what it is asked."""
+
+    def __init__(self):
+        recipe = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
+        super().__init__(settled=0, plan=SimpleNamespace(recipe=recipe.name, backend=SimpleNamespace(recipe=recipe)))
+
+    def settle(self):
+        self.settled += 1
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """The callback over a pretended run: which steps were read, sampled, written and logged."""
+    import torch
+
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    seen = SimpleNamespace(read=[], sampled=[], written=[], logged=[], clock=clock, seconds=0.001)
+    tensor = Health(FP8Tensor("head", "input", torch.float8_e4m3fn), 1.0, 448.0, 0.0)
+
+    class Pretended:
+        failed = None
+
+        def __init__(self, step):
+            self.seconds = seen.seconds
+
+        def read(self):
+            seen.read.append(seen.step)
+            return [tensor]
+
+        def sample(self, ids, stored):
+            seen.sampled.append(seen.step)
+            return stored
+
+    monkeypatch.setattr(fp8_health, "FP8Health", Pretended)
+    monkeypatch.setattr(fp8_health, "time", clock)
+    logger = SimpleNamespace(log_metrics=lambda metrics, step: seen.logged.append(step))
+
+    def run(last, rank_zero=True, first=1):
+        (config,) = compose.preflight(["trainer.log_every_n_steps=10", "callbacks.fp8_health_every_n_steps=50"])
+        callback = FP8HealthLog(config, lambda step, healths: seen.written.append(step))
+        module = SimpleNamespace(step=Touched())
+        trainer = SimpleNamespace(
+            is_global_zero=rank_zero, global_step=first - 1, loggers=[logger], should_stop=False, max_steps=last
+        )
+        callback.on_train_start(trainer, module)
+        for step in range(first, last + 1):
+            trainer.global_step = seen.step = step
+            clock.now += 1.0
+            callback.on_train_batch_end(trainer, module, None, {"ids": None}, 0)
+        return module.step.settled
+
+    seen.run = run
+    return seen
+
+
+def test_between_intervals_nothing_is_asked(watched):
+    assert watched.run(124) == 14
+    assert watched.read == watched.logged == [1, *range(10, 121, 10), 124]
+    assert watched.sampled == watched.written == [1, 50, 100, 124]
+
+
+def test_only_rank_0_reads_and_all_ranks_settle(watched):
+    assert watched.run(40, rank_zero=False) == 5
+    assert watched.read == watched.sampled == watched.logged == []
+
+
+def test_a_resumed_run_samples_where_an_undivided_one_does(watched):
+    watched.run(210, first=73)
+    assert watched.sampled == [100, 150, 200, 210]
+
+
+@pytest.mark.parametrize(("seconds", "sampled"), [(0.5, [1, 50, 100, 150, 200]), (0.9, [1, 50, 100, 200])])
+def test_passes_take_at_most_a_hundredth_of_the_time(watched, seconds, sampled):
+    """A step takes a second, so a pass of 0.9 seconds may come every 90 steps. The first is not judged."""
+    watched.seconds = seconds
+    watched.run(200)
+    assert watched.sampled == sampled

@@ -1,0 +1,161 @@
+"""The health of FP8 tensors beside real training steps: it is right, and it changes nothing."""
+
+import math
+
+import pytest
+import torch
+
+from gpt2_fp8 import compose
+from gpt2_fp8.backends.resolve import BACKENDS, Plan
+from gpt2_fp8.backends.torchao import Torchao
+from gpt2_fp8.engine.fp8_health import FP8Health, Health, summary
+from gpt2_fp8.engine.training_step import TrainingStep
+from gpt2_fp8.precision import state
+from gpt2_fp8.precision.fp8_tensors import FP8Tensor
+from gpt2_fp8.runtime import rng
+
+SMALL = [
+    "trainer=cpu", "model.n_layer=2", "model.n_embd=64", "model.n_head=2", "model.n_positions=64",
+    "global_batch_size=8", "micro_batch_size=4", "optim.lr=3e-3",
+]  # fmt: skip
+EMULATED = "precision.backend=emulated"
+
+
+def training_step(*words):
+    (config,) = compose.preflight([*SMALL, *words])
+    name = config.precision.backend
+    backend = BACKENDS[name](config, config.precision.name, "cpu")
+    backend.compiled = False
+    step = TrainingStep(config, Plan("cpu", config.precision.name, config.precision.name, None, backend), 257)
+    step.initialise()
+    step.prepare_optimizer()
+    return step
+
+
+def ids(seed, tokens=65):
+    return torch.randint(0, 257, (8, tokens), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(step, steps, health=None):
+    """The losses of some steps as bits; `health` looks between them, as the callback does."""
+    losses, seen = [], []
+    for i in range(steps):
+        step(ids(i))
+        losses.append(step.last.loss.item().hex())
+        if health is not None:
+            seen = health.sample(ids(i), health.read())
+    return losses, seen
+
+
+CASES = [
+    [EMULATED], [EMULATED, "model.dropout=0.1", "activation_checkpointing=full"], [EMULATED, "recipe=current"],
+    [EMULATED, "recipe=block"], [EMULATED, "penalty.z_loss=1e-4", "precision.keep_bf16=[first]"],
+    ["precision.backend=torchao", "recipe=current"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", CASES, ids=lambda words: " ".join(words[1:]) or "delayed")
+def test_looking_changes_no_bit_of_a_run(words, monkeypatch):
+    monkeypatch.setattr(Torchao, "emulate", True)
+    torch.manual_seed(1)
+    plain = training_step(*words)
+    expected, _ = trained(plain, 4)
+    drawn = rng.capture_torch()
+    torch.manual_seed(1)
+    watched = training_step(*words)
+    health = FP8Health(watched)
+    losses, seen = trained(watched, 4, health)
+    assert losses == expected
+    assert torch.equal(rng.capture_torch()["torch"], drawn["torch"])
+    for name, weight in plain.model.state_dict().items():
+        assert torch.equal(weight, watched.model.state_dict()[name]), name
+    before, after = state.capture(plain.model), state.capture(watched.model)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(parameter.grad is None for parameter in watched.model.parameters())
+    assert [health.tensor for health in seen] == watched.plan.backend.fp8_tensors()
+    assert all(0 <= health.saturated < 0.01 and 0 <= health.flushed < 0.1 for health in seen)
+
+
+@pytest.mark.parametrize("words", [[], ["recipe=current"]], ids=["delayed", "current"])
+def test_what_is_seen_is_what_the_layers_have(words):
+    """The newest amaxes of an emulated step against what its operands had, and the sampled ones against both."""
+    step = training_step(EMULATED, *words)
+    weight = step.model.blocks[1].mlp.fc2_weight.detach().clone()
+    _, seen = trained(step, 1, FP8Health(step))
+    by_name = {str(health.tensor): health for health in seen}
+    found = by_name["the weight of blocks.1.fc2"]
+    if words:  # sampled after the update
+        weight = step.model.blocks[1].mlp.fc2_weight
+    assert found.amax == weight.abs().max()
+    assert found.headroom == pytest.approx(math.log2(448 / (found.amax * found.scale)))
+    assert found.headroom == pytest.approx(0, abs=1e-5)
+    assert by_name["the gradient of head"].amax < 1 / (8 * 64), "softmax minus one, over a step's tokens"
+
+
+def test_stored_amaxes_are_those_of_the_sampled_pass():
+    """The twin sees the same text as the newest step: its amaxes differ by bf16 and by one update alone."""
+    delayed = training_step(EMULATED, "optim.lr=1e-6")
+    delayed(ids(0))
+    delayed.settle()
+    health = FP8Health(delayed)
+    stored = {h.tensor: h.amax for h in health.read()}
+    current = training_step(EMULATED, "optim.lr=1e-6", "recipe=current", "micro_batch_size=8")
+    current(ids(0))
+    current.settle()
+    watching = FP8Health(current)
+    watching._pass.backend = current.plan.backend
+    sampled = {h.tensor: h.amax for h in watching.sample(ids(0), [])}
+    assert len(stored) == len(sampled) - 1, "the head's gradient has no stored scale"
+    for tensor, amax in stored.items():
+        assert sampled[tensor] == pytest.approx(amax, rel=0.1), tensor
+
+
+def test_a_scale_that_is_too_small_flushes_and_one_too_large_saturates():
+    step = training_step(EMULATED)
+    health = FP8Health(step)
+    trained(step, 1)
+    healthy = summary(health.sample(ids(0), health.read()))
+    step.model.scales.scale.mul_(2.0**-16)
+    small = summary(health.sample(ids(0), health.read()))
+    step.model.scales.scale.mul_(2.0**20)
+    large = summary(health.sample(ids(0), health.read()))
+    assert healthy["fp8/flushed_input"] < 0.01 < 0.5 < small["fp8/flushed_input"]
+    assert healthy["fp8/saturated_weight"] == 0
+    assert large["fp8/saturated_weight"] > 0.5
+    assert small["fp8/headroom_weight"] == pytest.approx(16, abs=0.1)
+    assert (small["fp8/scale_jump"], large["fp8/scale_jump"]) == (16, 20)
+
+
+def test_without_memory_it_gives_up_and_says_so(monkeypatch):
+    step = training_step(EMULATED)
+    trained(step, 1)
+    health = FP8Health(step)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    monkeypatch.setattr(health._pass, "_go", full)
+    assert health.sample(ids(0), health.read()) == []
+    assert health.failed == "CUDA out of memory. Tried to allocate 2 GiB"
+    assert health.read() != []
+
+
+def test_summaries_name_the_worst():
+    def of(layer, kind, **figures):
+        given = {"amax": 1.0, "scale": 4.0, "headroom": 0.5} | figures
+        return Health(FP8Tensor(layer, kind, torch.float8_e4m3fn), **given)
+
+    found = summary(
+        [
+            of("blocks.0.qkv", "input", age=3, jump=-2.0),
+            of("blocks.0.fc1", "input", amax=9.0, scale=6.0, headroom=-1.0, age=1, jump=1.0, saturated=0.25),
+            of("blocks.0.fc1", "weight"),
+        ]
+    )  # fmt: skip
+    assert found == {
+        "fp8/amax_input": 9.0, "fp8/scale_input": 5.0, "fp8/headroom_input": -1.0, "fp8/saturated_input": 0.25,
+        "fp8/amax_weight": 1.0, "fp8/scale_weight": 4.0, "fp8/headroom_weight": 0.5,
+        "fp8/scale_jump": 2.0, "fp8/scale_age": 3.0,
+    }  # fmt: skip
+    assert summary([]) == {}

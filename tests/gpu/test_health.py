@@ -1,0 +1,119 @@
+"""FP8's health on a GPU: its places in the fused and Transformer Engine's state, and that looking changes nothing."""
+
+import csv
+import math
+
+import pytest
+import torch
+
+from gpt2_fp8.backends.resolve import resolve
+from gpt2_fp8.engine.fp8_health import FP8Health
+from gpt2_fp8.engine.training_step import TrainingStep
+from gpt2_fp8.precision import state
+from gpt2_fp8.precision.support import why_no_torchao
+from gpt2_fp8.runtime import rng
+from tests.gpu.common import VOCAB, composed, hopper, tokens
+from tests.gpu.test_runs import ON_GPU
+from tests.runs import metrics, train
+
+pytestmark = pytest.mark.fp8
+without_torchao = pytest.mark.skipif(why_no_torchao() is not None, reason="torchao is not here")
+FUSED = [
+    pytest.param(["precision.backend=fused", "recipe=delayed", "cuda_graphs=false"], marks=hopper),
+    pytest.param(["precision.backend=fused", "recipe=delayed", "cuda_graphs=true"], marks=hopper),
+]
+DELAYED = [
+    *FUSED,
+    ["precision.backend=te", "recipe=delayed"],
+    ["precision.backend=te", "recipe=delayed", "precision.keep_bf16=[blocks.0.fc1]"],  # an MLP of two modules
+    ["precision.backend=te", "recipe=delayed", "activation_checkpointing=full"],
+    ["precision.backend=emulated", "recipe=delayed", "compile=false"],
+]
+STATELESS = [
+    ["precision.backend=te", "recipe=current"],
+    ["precision.backend=te", "recipe=block"],
+    pytest.param(["precision.backend=torchao", "recipe=rowwise", "compile=false"], marks=[without_torchao, hopper]),
+]
+
+
+def trained(*words, steps=3):
+    """A training step that has made some, each with other text, and the text of the last."""
+    config = composed(*words, "optim.lr=1e-6")
+    plan = resolve(config, "cuda")
+    with torch.device("cuda"):
+        step = TrainingStep(config, plan, VOCAB)
+    step.initialise()
+    step.prepare_optimizer()
+    for i in range(steps):
+        ids = tokens(12, i, 128)
+        step(ids)
+        step.settle()
+    return step, ids
+
+
+@pytest.mark.parametrize("words", [*DELAYED, *STATELESS], ids=" ".join)
+def test_looking_changes_nothing(words):
+    step, ids = trained(*words)
+    health = FP8Health(step)
+    weights = {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
+    scales, drawn = state.capture(step.model), rng.capture_torch()
+    seen = health.sample(ids, health.read())
+    assert health.failed is None
+    assert [health.tensor for health in seen] == step.plan.backend.fp8_tensors()
+    for name, tensor in step.model.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+    after = state.capture(step.model)
+    assert scales.keys() == after.keys()
+    assert [name for name in scales if not torch.equal(scales[name], after[name])] == []
+    now = rng.capture_torch()
+    assert all(torch.equal(now[name], drawn[name]) for name in drawn)
+    assert all(parameter.grad is None for parameter in step.model.parameters())
+    step(ids)  # and it goes on
+    assert math.isfinite(step.last.loss.item())
+
+
+@pytest.mark.parametrize("words", DELAYED, ids=" ".join)
+def test_stored_amaxes_are_those_of_the_tensors_they_are_said_to_be_of(words):
+    """Against a pass over the same text: tensors of a model differ by far more than a factor of 1.5."""
+    step, ids = trained(*words)
+    health = FP8Health(step)
+    stored = {h.tensor: h for h in health.read()}
+    own = step.plan.backend.head_factor is not None  # the head's gradient has a scale of its own
+    assert len(stored) == len(health.tensors) - own
+    found = health._pass(ids, step.share, {})
+    for tensor, h in stored.items():
+        amax = found[tensor][0].item()
+        assert 1 / 1.5 < amax / h.amax < 1.5, (str(tensor), amax, h.amax)
+        assert -1.5 < h.headroom < 3, (str(tensor), h)
+        assert 0 <= h.age < 4
+
+
+@pytest.mark.parametrize("words", [*DELAYED, *STATELESS], ids=" ".join)
+def test_a_new_model_is_healthy(words):
+    step, ids = trained(*words)
+    health = FP8Health(step)
+    for h in health.sample(ids, health.read()):
+        assert 0 <= h.saturated < 1e-3, h
+        assert 0 <= h.flushed < 0.05, h
+        assert 1e-3 < h.scale < 2.0**60, h
+
+
+@hopper
+def test_the_heads_factor_is_the_kernels():
+    from gpt2_fp8.backends.fused import Fused
+    from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE
+    from gpt2_fp8.layers.head import GRADIENT
+
+    assert Fused.head_factor == GRADIENT_SCALE[GRADIENT]
+
+
+@pytest.mark.parametrize("words", [*FUSED, ["precision.backend=te"], ["precision.backend=te", "recipe=current"]])
+def test_a_run_logs_it(tmp_path, words, caplog):
+    train(tmp_path, *words, "callbacks.fp8_health_every_n_steps=4", base=ON_GPU)
+    with (tmp_path / "fp8.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["step"] for row in rows} >= {"1", "12"}
+    assert len(rows) % (3 * (2 * 4 + 1)) == 0
+    assert all(float(row["saturated"]) < 1e-2 for row in rows)
+    assert 12 in metrics(tmp_path)["fp8/headroom_gradient"]
+    assert [message for message in caplog.messages if "FP8:" in message] == []
