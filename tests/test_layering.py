@@ -28,6 +28,8 @@ HOUSE = {
     "bench": Row("compose config measure runtime"),
     "export": Row("config train runtime"),
     "table": Row("config measure runtime"),
+    "generate": Row("compose config train runtime"),
+    "evaluate": Row("compose config train runtime"),
     # a run under Lightning
     "train": Row(
         "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
@@ -87,7 +89,19 @@ INSIDE_FUNCTIONS = {
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
-    *("config", "compose", "run", "bench", "export", "table", "train.loading", "train.summary", "compat.hydra_private"),
+    *(
+        "config",
+        "compose",
+        "run",
+        "bench",
+        "export",
+        "table",
+        "generate",
+        "evaluate",
+        "train.loading",
+        "train.summary",
+        "compat.hydra_private",
+    ),
     *(
         "runtime.memory_limits",
         "runtime.signals",

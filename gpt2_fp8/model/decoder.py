@@ -1,7 +1,7 @@
 """A model that computes one token after another: keys and values of earlier tokens are kept, not computed again.
 
-It is for the plain-torch layers (`layers.block.Block`). Rows may have different lengths: each has its own positions. What
-lies in the cache behind a row's last token is never seen, and the row's next token overwrites it.
+It is for the plain-torch layers (`layers.block.Block`). Rows may have different lengths: each has its own positions.
+What lies in the cache behind a row's last token is never seen, and the row's next token overwrites it.
 """
 
 from __future__ import annotations

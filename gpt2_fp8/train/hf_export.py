@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpt2_fp8.checkpoint import files, find, finite, hf_folder
+from gpt2_fp8.checkpoint import hf_folder
 from gpt2_fp8.checkpoint.errors import unreadable
 from gpt2_fp8.config import hf_config, tokenizer_file
 from gpt2_fp8.config.block_spec import block_spec
@@ -13,7 +13,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.hf_config import Architecture
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.model import hf_names
-from gpt2_fp8.train import saved_config
+from gpt2_fp8.train import trained
 
 
 def export(source: Path, folder: Path) -> str:
@@ -23,16 +23,9 @@ def export(source: Path, folder: Path) -> str:
     be read or has no weights of its model, and for a model that no architecture computes. Raises OSError if the disk
     does not take it.
     """
-    path = _checkpoint(source)
-    checkpoint = files.read(path, "cpu", ("state_dict", saved_config.KEY))
-    if saved_config.KEY not in checkpoint:
-        remedy = "continue it for a step with ckpt_path, which saves one that does"
-        raise UserError.of(f"{path} does not hold the configuration that it was trained with", remedy)
-    config = saved_config.from_checkpoint(checkpoint, path)
+    path, config, weights = found = trained.read(trained.find_checkpoint(source))
     architecture = chosen(config.model, path)
-    weights = checkpoint["state_dict"]
-    saved_config.check_size(config, weights, path)
-    finite.refuse(path, {name: finite.is_finite(weight) for name, weight in weights.items()})
+    trained.check(found)
     ids = vocabulary(config)
     theirs = hf_names.to_hf(weights, hf_names.places(config.model, architecture, ids))
     separator = tokenizer_file.separator(config.data.tokenizer)
@@ -60,14 +53,3 @@ def chosen(model: ModelConfig, path: Path) -> Architecture:
             "train with the options of one of them (docs/huggingface.md); or read model.safetensors of the checkpoint",
         )
     return best
-
-
-def _checkpoint(source: Path) -> Path:
-    """Return the checkpoint that `source` means. Raises UserError if there is none."""
-    checkpoints = source / "checkpoints"
-    if not checkpoints.is_dir():
-        return source
-    found = find.resolve("last", checkpoints)
-    if found is None:
-        raise UserError.of(f"{source} has no checkpoint yet", "name a run that has saved one")
-    return found

@@ -9,10 +9,11 @@ from gpt2_fp8.model.texts import Text, go_on
 from tests.common import CONFIG, VOCAB
 from tests.model.test_decoder import built, whole
 
+TOP_20 = Sampling(top_k=20)
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6], [200, 100]]
 
 
-def drawn(model, prompts, tokens=8, sampling=Sampling(top_k=20), end=None, seeds=None, capacity=16):
+def drawn(model, prompts, tokens=8, sampling=TOP_20, end=None, seeds=None, capacity=16):
     texts = [Text(prompt, seed) for prompt, seed in zip(prompts, seeds or [3] * len(prompts), strict=True)]
     for _ in go_on(Decoder(model, len(texts), capacity), texts, tokens, sampling, VOCAB, end):
         pass
