@@ -23,7 +23,7 @@ def export(source: Path, folder: Path) -> str:
     be read or has no weights of its model, and for a model that no architecture computes. Raises OSError if the disk
     does not take it.
     """
-    path, config, weights = found = trained.read(trained.find_checkpoint(source))
+    path, config, weights, _ = found = trained.read(trained.find_checkpoint(source))
     architecture = chosen(config.model, path)
     trained.check(found)
     ids = vocabulary(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,11 +18,19 @@ from gpt2_fp8.train import saved_config
 
 
 class Trained(NamedTuple):
-    """What a checkpoint holds of a model: its folder, the run's configuration, and the weights, float32."""
+    """What a checkpoint holds of a model.
+
+    Attributes:
+        path: its folder.
+        config: the run's.
+        weights: float32, by our names.
+        step: what a training step begins with beside them, such as FP8 scales.
+    """
 
     path: Path
     config: RunConfig
     weights: Mapping[str, Tensor]
+    step: Mapping[str, Any]
 
 
 def load(ckpt_path: str, which: Which) -> Trained:
@@ -55,16 +63,17 @@ def find_checkpoint(source: Path, which: Which = "last") -> Path:
 
 def read(path: Path) -> Trained:
     """Read a checkpoint's folder. Raises UserError for one that is damaged, or does not hold its configuration."""
-    checkpoint = files.read(path, "cpu", ("state_dict", saved_config.KEY))
+    checkpoint = files.read(path, "cpu", ("state_dict", "training_step", saved_config.KEY))
     if saved_config.KEY not in checkpoint:
         remedy = "continue it for a step with ckpt_path, which saves one that does"
         raise UserError.of(f"{path} does not hold the configuration that it was trained with", remedy)
-    return Trained(path, saved_config.from_checkpoint(checkpoint, path), checkpoint["state_dict"])
+    config = saved_config.from_checkpoint(checkpoint, path)
+    return Trained(path, config, checkpoint["state_dict"], checkpoint.get("training_step", {}))
 
 
 def check(found: Trained) -> None:
     """Raise CheckpointError for weights that are not finite, or not of the model of the configuration."""
-    path, config, weights = found
+    path, config, weights, _ = found
     try:
         block_spec(config.model)
     except ValueError as error:
