@@ -88,7 +88,7 @@ def _told(results: dict[str, Any]) -> list[str]:
     said = [
         f"{'checkpoint':<18} {results['checkpoint']}",
         f"{'precision':<18} {results['precision']}{reason}",
-        f"{'layers':<18} {results['layers']}, on {results['device']}",
+        f"{'layers':<18} {results['kernels']['layers']}, on {results['device']}",
         f"{'data':<18} {results['data']}, {results['sequences']:,} sequences",
     ]
     for name, form in _LINES.items():

@@ -68,8 +68,8 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
         is_known = word in known or any(path.startswith(f"{word}.") for path in known)
         if is_known and (problem := evaluate_schema.refusal(word, f"{word}={parsing.show(values[word])}")):
             problems.append(problem)
-        elif not _put(plain, word, values[word]):
-            problems.append(Problem(f"there is no key {word}", f"{PROGRAM.command} --help lists what there is"))
+        elif not (is_known or "." in word) or not _put(plain, word, values[word]):
+            problems.append(_unknown(word))
     typed = set(values)
     config = _built(plain, problems)
     if config is not None:
@@ -134,6 +134,12 @@ def _replace(plain: dict[str, Any], group: str, composed: dict[str, Any]) -> Non
         source = next(iter(before["sources"].values())) if "sources" in before else before
         for one in composed["sources"].values() if "sources" in composed else [composed]:
             one["tokenizer"] = source["tokenizer"]
+
+
+def _unknown(key: str) -> Problem:
+    there = [*_OWN, *evaluate_schema.GROUPS, *evaluate_schema.KEYS]
+    near = hints.either(hints.near(key, there))
+    return Problem(f"there is no key {key}", f"did you mean {near}?" if near else f"there are {', '.join(there)}")
 
 
 def _put(plain: dict[str, Any], key: str, value: Any) -> bool:

@@ -89,8 +89,14 @@ def _trainer(config: RunConfig, plan: Plan, callbacks: list[pl.Callback]) -> pl.
 
 
 def _precision(plan: Plan, module: GPT2Module) -> dict[str, Any]:
-    layers = plan.backend.kernels(module.vocab_size)["layers"]
-    return {"precision": plan.ran, "recipe": plan.recipe, "asked": plan.asked, "reason": plan.reason, "layers": layers}
+    kernels = plan.backend.kernels(module.vocab_size)
+    return {
+        "precision": plan.ran,
+        "recipe": plan.recipe,
+        "asked": plan.asked,
+        "reason": plan.reason,
+        "kernels": kernels,
+    }
 
 
 def _losses(data: TokenDataModule, metrics: Any) -> dict[str, Any]:
