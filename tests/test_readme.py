@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gpt2_fp8 import export, table
+from gpt2_fp8 import evaluate, export, generate, table
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
 from gpt2_fp8.config.schema import ModelConfig
@@ -34,9 +35,12 @@ DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, NUMERICS, CONTRIBUTING, MODELS, 
 DOCUMENTS += [ROOT / "CHANGELOG.md", ROOT / "docs/huggingface.md", ROOT / "docs/seeds.md"]
 DOCUMENTS.append(ROOT / "docs/optimizers.md")
 DATA = ROOT / "docs/data.md"
+DOCUMENTS += [ROOT / "docs/generate.md", ROOT / "docs/evaluate.md"]
 DOCUMENTS += [DATA]
 STUDY = ["python", "docs/studies/fp8_gap.py"]
 RUN, BENCH, EXPORT, TABLE = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export", "table"))
+GENERATE, EVALUATE = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("generate", "evaluate"))
+SPEED = ["python", "docs/studies/generate_speed.py"]
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
 OF_AN_OPTION = {"penalty"}  # `test_penalty` reads it
 
@@ -213,11 +217,13 @@ def test_every_command_is_of_a_known_kind():
         ("export",),
         ("docker",),
         tuple(STUDY),
+        tuple(SPEED),
     }
     for found in ALL:
         start = tuple(found.words[:2]) if found.words[0] in ("python", "pip") else (found.words[0],)
         assert start in known, str(found)
-        assert found.words[:2] != ["python", "-m"] or found.words[: len(RUN)] in (RUN, BENCH, EXPORT, TABLE), str(found)
+        programs = (RUN, BENCH, EXPORT, TABLE, GENERATE, EVALUATE)
+        assert found.words[:2] != ["python", "-m"] or found.words[: len(RUN)] in programs, str(found)
 
 
 def test_every_export_is_read(tmp_path, monkeypatch, capsys):
@@ -238,6 +244,46 @@ def test_every_table_is_asked_for_as_shown(tmp_path, monkeypatch, capsys):
     for found in tables:
         assert table.main(found.argv) == 2
         assert f"{found.argv[0]} does not exist" in capsys.readouterr().err
+
+
+def test_every_text_is_asked_for_as_shown(first, tmp_path, monkeypatch):
+    """Each command of `generate`, on the README's first run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").symlink_to(first.parent)
+    (tmp_path / "beginnings.txt").write_text("def\nimport\n")
+    asked = [found.argv for found in ALL if found.words[: len(GENERATE)] == GENERATE and "--help" not in found.argv]
+    assert len(asked) > 3
+    for argv in asked:
+        assert generate.main([*argv, "tokens=5"]) == 0
+    assert len((tmp_path / "texts.jsonl").read_text().splitlines()) == 8
+
+
+def test_every_evaluation_is_done_as_shown(first, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").symlink_to(first.parent)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/a.txt").write_text("a text\n" * 200)
+    row = '{"ctx": "def", "endings": ["f", "g"], "label": 0}'
+    (tmp_path / "hellaswag_val.jsonl").write_text(row)
+    asked = [found.argv for found in ALL if found.words[: len(EVALUATE)] == EVALUATE]
+    assert len(asked) > 4
+    for argv in asked:
+        few = [word for word in argv if word != "data.val_sequences=1000"]
+        assert evaluate.main([*few, "data.val_sequences=2"]) == 0
+    documented = {name for row in rows(ROOT / "docs/evaluate.md", "printed, and in `out`") for name in names(row[0])}
+    written = json.loads((tmp_path / "result.json").read_text()).keys()
+    assert documented - {"sources"} == written - {"checkpoint", "data", "asked", "device"}
+
+
+def test_the_speed_of_texts_is_measured_as_shown(monkeypatch, capsys):
+    """Each command of the study, of fewer tokens."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
+    study = importlib.import_module("generate_speed")
+    asked = [found.words[len(SPEED) :] for found in ALL if found.words[: len(SPEED)] == SPEED]
+    assert len(asked) == 2
+    for words in asked:
+        study.main([*words, "tokens=2", "times=1"])
+        assert re.search(r"^ratio +[\d.]+$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_every_container_runs_what_a_run_takes(tmp_path, monkeypatch):

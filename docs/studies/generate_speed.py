@@ -60,8 +60,9 @@ def main(argv: list[str]) -> None:
         )
         assert found.shape == (rows, length + tokens)
 
-    print(f"{asked['model']}, {rows} rows, {length} + {tokens} tokens, {ready.dtype} on {ready.device}, "
-          f"{torch.get_num_threads()} threads, torch {torch.__version__}, transformers {transformers.__version__}")  # fmt: skip
+    print(f"{asked['model']}, {rows} rows, {length} + {tokens} tokens, {ready.dtype} on {ready.device}")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"{torch.get_num_threads()} threads, {versions}")
     programs: dict[str, Callable[[], None]] = {"generate": ours, "transformers": transformers_}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for attempt in range(times + 1):
