@@ -44,13 +44,13 @@ def main(argv: list[str]) -> None:
     rows, length, tokens, times = (int(asked[key]) for key in ("rows", "prompt", "tokens", "times"))
     with tempfile.TemporaryDirectory() as folder:
         ready, theirs = both(Path(folder), asked)
-    ids = torch.randint(0, ready._model.vocab_size - 1, (rows, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, ready.model.vocab_size - 1, (rows, length), generator=torch.Generator().manual_seed(0))
     prompts, on_device = ids.tolist(), ids.to(ready.device)
 
     def ours() -> None:
-        texts = [Text(prompt, seed=0) for prompt in prompts]
-        decoder = Decoder(ready._model, rows, length + tokens)
-        for _ in go_on(decoder, texts, tokens, Sampling(temperature=0.0), ready._model.vocab_size, end=None):
+        texts = [Text(prompt, seed=0, most=tokens) for prompt in prompts]
+        decoder = Decoder(ready.model, rows, length + tokens)
+        for _ in go_on(decoder, texts, Sampling(temperature=0.0), ready.model.vocab_size, end=None):
             pass
         assert all(len(text.ids) == tokens for text in texts)
 

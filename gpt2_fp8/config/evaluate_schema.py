@@ -38,7 +38,10 @@ def check(own: EvaluateConfig) -> list[Problem]:
     """List what is wrong with the program's own keys, as far as it is known without the model."""
     found = list(trained_folder.check(own.ckpt_path, own.checkpoint))
     if own.out is not None:
-        found += [Problem(cause, remedy.replace(".jsonl", ".json")) for cause, remedy in check_out(own.out)]
+        found += [
+            Problem(cause, remedy.replace(".jsonl", ".json"))
+            for cause, remedy in check_out(own.out, ranking=own.ranking)
+        ]
     if own.ranking is not None:
         ranking_file.read(own.ranking, found)
     return found

@@ -57,7 +57,7 @@ def check(config: GenerateConfig) -> list[Problem]:
     if config.tokenizer is not None:
         found += _tokenizer(config.tokenizer)
     if config.out is not None:
-        found += check_out(config.out)
+        found += check_out(config.out, prompts=config.prompts)
     return found
 
 
@@ -106,9 +106,12 @@ def _beginnings(config: GenerateConfig) -> list[Problem]:
     return problems
 
 
-def check_out(out: str) -> list[Problem]:
-    """List what is wrong with a file to write: its folder, or that it is a folder itself."""
+def check_out(out: str, **read: str | None) -> list[Problem]:
+    """List what is wrong with a file to write: its folder, or that it is a folder itself, or one that is `read`."""
     path = Path(out).expanduser()
+    for key, other in read.items():
+        if other is not None and path.absolute() == Path(other).expanduser().absolute():
+            return [Problem(f"out={show(out)}: would replace the file of {key}", "name another file: out=FILE.jsonl")]
     if not out.strip() or "\0" in out or path.is_dir():
         return [Problem(f"out={show(out)}: {'is a folder' if out.strip() and path.is_dir() else 'no name of a file'}",
                         "name a file: out=FILE.jsonl")]  # fmt: skip

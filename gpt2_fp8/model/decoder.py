@@ -32,7 +32,7 @@ class Decoder:
 
     def __init__(self, model: GPT2, rows: int, capacity: int):
         heads, weight = model.spec.heads, model.tokens.weight
-        assert 1 < capacity <= model.config.n_positions
+        assert 1 <= capacity <= model.config.n_positions
         self.model, self.capacity, self.device = model, capacity, weight.device
         shape = (model.config.n_layer, rows, heads.n_kv_head, capacity, heads.size)
         self._keys, self._values = (torch.zeros(shape, dtype=weight.dtype, device=self.device) for _ in range(2))

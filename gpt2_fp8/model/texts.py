@@ -22,20 +22,20 @@ class Text:
     Attributes:
         prompt: its first ids, at least one.
         seed: of its random numbers.
+        most: how many ids are drawn at most.
         ids: what was drawn so far, without the id that ended it.
         ended: why it ended: by the end of a document, by its number of tokens, or because logits were not finite.
     """
 
     prompt: list[int]
     seed: int
+    most: int
     ids: list[int] = field(default_factory=list)
     ended: End | None = None
 
 
-def go_on(
-    decoder: Decoder, texts: list[Text], tokens: int, sampling: Sampling, vocab_size: int, end: int | None
-) -> Iterator[None]:
-    """Draw up to `tokens` ids for each text, one for each a turn, until all have ended; yields after each turn.
+def go_on(decoder: Decoder, texts: list[Text], sampling: Sampling, vocab_size: int, end: int | None) -> Iterator[None]:
+    """Draw ids for texts, one for each a turn, until all have ended; yields after each turn.
 
     `end`: the id that ends a text; None: nothing does. Ids from `vocab_size` on, which pad the vocabulary, are never
     drawn. They are drawn on the CPU, and no global random state changes.
@@ -45,14 +45,14 @@ def go_on(
     while True:
         drawn = _draw(logits[:, :vocab_size], sampling, generators, [text.ended is None for text in texts])
         for text, new in zip(texts, drawn, strict=True):
-            _add(text, new, tokens, end)
+            _add(text, new, end)
         yield
         if all(text.ended for text in texts):
             return
         logits = decoder.step([None if text.ended else text.ids[-1] for text in texts])
 
 
-def _add(text: Text, new: int | None, tokens: int, end: int | None) -> None:
+def _add(text: Text, new: int | None, end: int | None) -> None:
     """Add an id to a text that has not ended; None: its logits were not finite."""
     if text.ended:
         return
@@ -62,7 +62,7 @@ def _add(text: Text, new: int | None, tokens: int, end: int | None) -> None:
         text.ended = "end of text"
     else:
         text.ids.append(new)
-        if len(text.ids) >= tokens:
+        if len(text.ids) >= text.most:
             text.ended = "tokens"
 
 

@@ -47,7 +47,7 @@ class Generation:
     Raises UserError for a checkpoint or a tokenizer that cannot be used, a device that is not there, and all
     beginnings that do not fit.
 
-    Attributes: `path` of the checkpoint, `device`, `dtype`, `prompts`.
+    Attributes: `path` of the checkpoint, `device`, `dtype`, `tokenizer`, `model`, `prompts`.
     """
 
     def __init__(self, config: GenerateConfig):
@@ -66,7 +66,7 @@ class Generation:
         ]
         if problems := list(self._misfits(found.config.model.n_positions)):
             raise UserError(problems)
-        self._model = _build(found, self.device, self.dtype)
+        self.model = _build(found, self.device, self.dtype)
 
     def write(self, say: Callable[[str], object]) -> Iterator[Written]:
         """Write all texts, `batch_size` at a time, in the order of their beginnings and samples.
@@ -87,14 +87,17 @@ class Generation:
 
     def _batch(self, batch: list[tuple[int, int]], say: Callable[[str], object]) -> Iterator[Written]:
         config, tokenizer = self.config, self.tokenizer
-        texts = [Text(self._ids[place], self._seed(place, sample)) for place, sample in batch]
-        longest, tokens = max(len(text.prompt) for text in texts), self._tokens(max(len(t.prompt) for t in texts))
-        decoder = Decoder(self._model, len(texts), max(2, min(self._model.config.n_positions, longest + tokens)))
+        texts = [
+            Text(self._ids[place], self._seed(place, sample), self._tokens(len(self._ids[place])))
+            for place, sample in batch
+        ]
+        longest = max(len(text.prompt) + text.most for text in texts)
+        decoder = Decoder(self.model, len(texts), min(self.model.config.n_positions, longest))
         sampling = Sampling(config.temperature, config.top_k, config.top_p)
         end = tokenizer.eot_token if config.stop else None
-        ids = min(self._model.vocab_size, tokenizer.n_vocab)
+        ids = min(self.model.vocab_size, tokenizer.n_vocab)
         stream, seen = TextStream(tokenizer), 0
-        for _ in go_on(decoder, texts, tokens, sampling, ids, end):
+        for _ in go_on(decoder, texts, sampling, ids, end):
             if len(texts) == 1:
                 say(stream.add(texts[0].ids[seen:]))
                 seen = len(texts[0].ids)
@@ -105,15 +108,11 @@ class Generation:
             drawn = tokenizer.decode(text.ids)
             yield Written(self.prompts[place], sample, drawn, len(text.ids), text.ended)
 
-    def _tokens(self, longest: int) -> int:
-        """Return how many tokens a text has at most, beside a beginning of `longest` tokens."""
+    def _tokens(self, prompt: int) -> int:
+        """Return how many tokens a text has at most, beside a beginning of `prompt` tokens."""
         if self.config.tokens is not None:
             return self.config.tokens
-        return _TOKENS if self.config.slide else max(1, min(_TOKENS, self._room(longest)))
-
-    def _room(self, prompt: int) -> int:
-        """Return how many tokens fit behind a beginning: the last one needs no position."""
-        return self._model.config.n_positions - prompt + 1
+        return _TOKENS if self.config.slide else min(_TOKENS, _room(prompt, self.model.config.n_positions))
 
     def _seed(self, place: int, sample: int) -> int:
         """Return the seed of one text, which depends on its beginning and not on those beside it."""
@@ -123,7 +122,7 @@ class Generation:
         for number, (prompt, ids) in enumerate(zip(self.prompts, self._ids, strict=True), 1):
             named = f"prompt {number}" if len(self.prompts) > 1 else "the prompt"
             named += f" ({show(prompt)})"
-            room = n_positions - len(ids) + 1
+            room = _room(len(ids), n_positions)
             if not ids:
                 yield Problem(f"{named} has no token of the tokenizer", "give it a word that the tokenizer knows")
             elif self.config.slide:
@@ -135,6 +134,11 @@ class Generation:
                 cause = f"tokens={tokens}: {named} has {len(ids):,} of the model's {n_positions:,} positions"
                 remedy = f"tokens={room} or less; or slide=true, which goes on with the newest half of the context"
                 yield Problem(cause, remedy)
+
+
+def _room(prompt: int, n_positions: int) -> int:
+    """Return how many tokens fit behind a beginning: the last one needs no position."""
+    return n_positions - prompt + 1
 
 
 def _device(asked: str) -> Literal["cuda", "cpu"]:

@@ -14,8 +14,8 @@ PROMPTS = [[5], [1, 2, 3, 4, 5, 6], [200, 100]]
 
 
 def drawn(model, prompts, tokens=8, sampling=TOP_20, end=None, seeds=None, capacity=16):
-    texts = [Text(prompt, seed) for prompt, seed in zip(prompts, seeds or [3] * len(prompts), strict=True)]
-    for _ in go_on(Decoder(model, len(texts), capacity), texts, tokens, sampling, VOCAB, end):
+    texts = [Text(prompt, seed, tokens) for prompt, seed in zip(prompts, seeds or [3] * len(prompts), strict=True)]
+    for _ in go_on(Decoder(model, len(texts), capacity), texts, sampling, VOCAB, end):
         pass
     return texts
 
@@ -71,6 +71,13 @@ def test_a_text_ends_where_logits_are_not_finite(sampling):
         model.positions.weight[4] = torch.nan
     texts = [drawn(model, [prompt], sampling=sampling)[0] for prompt in PROMPTS]
     assert [(text.ended, len(text.ids)) for text in texts] == [("not finite", 4), ("not finite", 0), ("not finite", 3)]
+
+
+def test_each_text_has_a_number_of_tokens_of_its_own():
+    model = built(CONFIG)
+    texts = [Text([5], 1, 3), Text([6], 1, 9)]
+    turns = sum(1 for _ in go_on(Decoder(model, 2, 16), texts, Sampling(), VOCAB, None))
+    assert (turns, [len(text.ids) for text in texts]) == (9, [3, 9])
 
 
 def test_a_text_longer_than_the_context_goes_on():

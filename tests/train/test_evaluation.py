@@ -49,6 +49,7 @@ def run(tmp_path_factory: Any) -> Path:
 def _here(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.txt").write_text(TEXT)
+    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, ITEMS)))
 
 
 def evaluated(*words: str) -> dict[str, Any]:
@@ -264,6 +265,7 @@ REFUSED = [
     ("RUN rankin=x", "there is no key rankin", "ranking"),
     ("RUN ranking=gone", "ranking=gone: does not exist", "JSON lines"),
     ("RUN ranking=bad.jsonl", "ranking=bad.jsonl, line 3: ", '"ctx"'),
+    ("RUN ranking=items.jsonl out=items.jsonl", "out=items.jsonl: would replace the file of ranking", "out=FILE.json"),
     ("RUN out=damaged", "out=damaged: is a folder", "out=FILE.json"),
     ("RUN data=stdlib,text_files", "one choice of a group is evaluated", "data=CHOICE"),
 ]  # fmt: skip

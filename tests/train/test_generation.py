@@ -71,7 +71,7 @@ def test_logits_through_the_cache_are_transformers(models: dict[str, Path], name
     there = other(ids).logits
     assert 0.1 < there.std() < 20
     for first in (1, 30):
-        decoder = Decoder(ready._model, 2, 64)
+        decoder = Decoder(ready.model, 2, 64)
         found = [decoder.begin(ids[:, :first].tolist())]
         found += [decoder.step(ids[:, place].tolist()) for place in range(first, 64)]
         here = torch.stack(found, dim=1)[..., :IDS]
@@ -142,6 +142,12 @@ def test_a_text_without_a_prompt_begins_as_a_document(gpt2: str, tmp_path: Path)
     assert ready._ids == [[256]]
 
 
+def test_a_text_has_as_many_tokens_as_its_own_beginning_leaves_room_for(gpt2: str, tmp_path: Path) -> None:
+    rows = written(tmp_path / "out", gpt2, f"prompt={'x' * 60}", "prompt=y", "stop=false")
+    assert [row["tokens"] for row in rows] == [5, 64]
+    assert rows[1:] == written(tmp_path / "alone", gpt2, "prompt=y", "stop=false")
+
+
 def test_past_the_context(gpt2: str, tmp_path: Path, capsys: Any) -> None:
     """The model has 64 positions. What a refusal says to type is accepted."""
     prompt = "x" * 60
@@ -187,6 +193,7 @@ REFUSED = [
     ("MODEL tempratur=1", "there is no key tempratur", "did you mean temperature?"),
     ("MODEL --temperature 1", "--temperature is not a flag", "keys have no dashes: temperature=1"),
     ("MODEL -m", "-m is a flag of python -m gpt2_fp8.run alone", "leave it out"),
+    ("MODEL out=lines prompts=lines", "out=lines: would replace the file of prompts", "name another file"),
     ("MODEL out=empty", "out=empty: is a folder", "name a file"),
     ("MODEL out=a_file/x", "a_file is a file", "choose a file in a folder that can be written"),
     ("MODEL tokenizer=gone", "tokenizer=gone: neither gpt2 nor bytes", "tokenizer=gpt2"),
