@@ -59,7 +59,12 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
     module = GPT2Module.unbuilt(config, trained.weights, trained.step, vocabulary(trained.config))
     memory, clock = PeakMemory(), _Clock()
     trainer = _trainer(config, plan, [clock, memory])
-    (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
+    try:
+        (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
+    except SystemExit as end:  # Lightning's answer to Ctrl-C
+        if isinstance(end.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
     assert data.text is not None
     found = {"checkpoint": str(trained.path), "data": config.data.name, **_precision(plan, module)}
     found |= _losses(data, metrics)

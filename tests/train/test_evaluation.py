@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,19 @@ def test_a_strangers_configuration_runs_no_code_and_reads_no_environment(run: Pa
     request = evaluation.read_words([f"ckpt_path={run}", "data=stdlib"])
     made = evaluation.configuration(request, odd)
     assert (made.plugins, made.callbacks.extra, made.notes) == ([], [], "${oc.env:HOME}")
+
+
+def test_ctrl_c_ends_with_its_own_code(run: Path, monkeypatch: Any) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GPT2Module, "validation_step", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        assert evaluate.main([f"ckpt_path={run}", "out=result.json"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning leaves it ignored
+    assert not Path("result.json").exists()
 
 
 def test_a_choice_is_what_a_run_has_but_for_the_tokenizer(run: Path) -> None:
