@@ -280,7 +280,7 @@ def test_the_speed_of_texts_is_measured_as_shown(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
     study = importlib.import_module("generate_speed")
     asked = [found.words[len(SPEED) :] for found in ALL if found.words[: len(SPEED)] == SPEED]
-    assert len(asked) == 3
+    assert len(asked) == 4
     for words in [words for words in asked if "model=tiny" in words]:
         study.main([*words, "tokens=2", "times=1"])
         assert re.search(r"^ratio +[\d.]+$", capsys.readouterr().out, re.MULTILINE)
