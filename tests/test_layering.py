@@ -30,6 +30,8 @@ HOUSE = {
     "table": Row("config measure runtime"),
     "schedule": Row("compose config engine measure train runtime"),
     "doctor": Row("diagnose checkpoint runtime config"),
+    "generate": Row("compose config train runtime"),
+    "evaluate": Row("compose config train runtime"),
     # a run under Lightning
     "train": Row(
         "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
@@ -101,6 +103,8 @@ BEFORE_TORCH = [
         "table",
         "schedule",
         "doctor",
+        "generate",
+        "evaluate",
         "train.loading",
         "train.summary",
         "compat.hydra_private",

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gpt2_fp8 import doctor, export, table
+from gpt2_fp8 import doctor, evaluate, export, generate, table
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
 from gpt2_fp8.config.schema import ModelConfig
@@ -37,12 +38,14 @@ DOCUMENTS += [ROOT / "CHANGELOG.md", ROOT / "docs/huggingface.md", ROOT / "docs/
 DOCUMENTS.append(ROOT / "docs/optimizers.md")
 DATA = ROOT / "docs/data.md"
 DOCTORS_PAGE, WATCH = ROOT / "docs/doctor.md", ROOT / "docs/what-to-watch.md"
-DOCUMENTS += [DATA, DOCTORS_PAGE, WATCH]
+DOCUMENTS += [DATA, DOCTORS_PAGE, WATCH, ROOT / "docs/generate.md", ROOT / "docs/evaluate.md"]
 STUDY = ["python", "docs/studies/fp8_gap.py"]
 PICTURES = ["python", "docs/studies/health_pictures.py"]  # `test_what_to_watch` runs it
+SPEED = ["python", "docs/studies/generate_speed.py"]
 PROGRAMS = [path.stem for path in (ROOT / "gpt2_fp8").glob("*.py") if "__main__" in path.read_text()]
-RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR = (
-    ["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export", "table", "schedule", "doctor")
+RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE = (
+    ["python", "-m", f"gpt2_fp8.{program}"]
+    for program in ("run", "bench", "export", "table", "schedule", "doctor", "generate", "evaluate")
 )
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
 OF_AN_OPTION = {"penalty"}  # `test_penalty` reads it
@@ -223,6 +226,7 @@ def test_every_command_is_of_a_known_kind():
         ("lm_eval",),
         tuple(STUDY),
         tuple(PICTURES),
+        tuple(SPEED),
         ("tensorboard",),
     }
     for found in ALL:
@@ -283,6 +287,46 @@ def test_the_reports_shown_are_what_is_said(capsys):
 def test_the_page_of_the_doctor_has_its_exit_codes():
     codes = {int(row[0]) for row in rows(DOCTORS_PAGE, "exit code")}
     assert codes == {0, doctor.NO_FP8, errors.UserError.exit_code, errors.Stopped(2).exit_code}
+
+
+def test_every_text_is_asked_for_as_shown(first, tmp_path, monkeypatch):
+    """Each command of `generate`, on the README's first run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").symlink_to(first.parent)
+    (tmp_path / "beginnings.txt").write_text("def\nimport\n")
+    asked = [found.argv for found in ALL if found.words[: len(GENERATE)] == GENERATE and "--help" not in found.argv]
+    assert len(asked) > 3
+    for argv in asked:
+        assert generate.main([*argv, "tokens=5"]) == 0
+    assert len((tmp_path / "texts.jsonl").read_text().splitlines()) == 8
+
+
+def test_every_evaluation_is_done_as_shown(first, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").symlink_to(first.parent)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/a.txt").write_text("a text\n" * 200)
+    row = '{"ctx": "def", "endings": ["f", "g"], "label": 0}'
+    (tmp_path / "hellaswag_val.jsonl").write_text(row)
+    asked = [found.argv for found in ALL if found.words[: len(EVALUATE)] == EVALUATE]
+    assert len(asked) > 4
+    for argv in asked:
+        few = [word for word in argv if word != "data.val_sequences=1000"]
+        assert evaluate.main([*few, "data.val_sequences=2"]) == 0
+    documented = {name for row in rows(ROOT / "docs/evaluate.md", "printed, and in `out`") for name in names(row[0])}
+    written = json.loads((tmp_path / "result.json").read_text()).keys()
+    assert documented - {"sources"} == written - {"checkpoint", "data", "asked", "device"}
+
+
+def test_the_speed_of_texts_is_measured_as_shown(monkeypatch, capsys):
+    """The commands of the study for the smallest model, of fewer tokens."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
+    study = importlib.import_module("generate_speed")
+    asked = [found.words[len(SPEED) :] for found in ALL if found.words[: len(SPEED)] == SPEED]
+    assert len(asked) == 4
+    for words in [words for words in asked if "model=tiny" in words]:
+        study.main([*words, "tokens=2", "times=1"])
+        assert re.search(r"^ratio +[\d.]+$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_every_container_runs_what_a_run_takes(tmp_path, monkeypatch):

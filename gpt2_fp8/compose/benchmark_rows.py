@@ -6,14 +6,14 @@ An empty line, or one that begins with `#`, says nothing. Each row is a whole co
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import NamedTuple
 
-from gpt2_fp8.config import globs
+from gpt2_fp8.config import text_file
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.parsing import show
 
 FORM = "write NAME: WORDS on each line, such as  fp8: precision=fp8_hybrid recipe=delayed"
+_EXAMPLE = "name a text file of rows, such as bench.rows=docs/studies/ablation.txt"
 _LARGEST = 1 << 16  # bytes
 _LONGEST_NAME = 60  # characters
 
@@ -29,7 +29,7 @@ def read(file: str, problems: list[Problem]) -> list[BenchRow]:
     """Return the rows of a file. What is wrong with it is added to `problems`, each line by its number."""
     rows: list[BenchRow] = []
     before = len(problems)
-    for number, line in enumerate(_text(file, problems).splitlines(), 1):
+    for number, line in enumerate(text_file.read("bench.rows", file, _LARGEST, _EXAMPLE, problems).splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, colon, rest = (part.strip() for part in line.partition(":"))
@@ -49,17 +49,3 @@ def read(file: str, problems: list[Problem]) -> list[BenchRow]:
     if not rows and len(problems) == before:
         problems.append(Problem(f"bench.rows={show(file)} holds no row", FORM))
     return rows
-
-
-def _text(file: str, problems: list[Problem]) -> str:
-    path, remedy = Path(file).expanduser(), "name a text file of rows, such as bench.rows=docs/studies/ablation.txt"
-    reason = "does not exist" if not path.exists() else globs.why_not(path) or globs.unreadable(path)
-    try:
-        if not reason and path.stat().st_size > _LARGEST:
-            reason = f"has more than {_LARGEST:,} bytes"
-        if not reason:
-            return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = f"cannot be read: {error}"
-    problems.append(Problem(f"bench.rows={show(file)}: {reason} (looked in {Path.cwd()})", remedy))
-    return ""

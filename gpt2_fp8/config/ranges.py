@@ -68,9 +68,9 @@ def above_zero(limit: int | None = None, unit: str = "", said: Refusal | None = 
     return Range(0, said, open_least=True, limit=limit, unit=unit)
 
 
-def above_zero_to_one() -> Range:
+def above_zero_to_one(such_as: str = "1e-5") -> Range:
     """Allow more than 0, and up to 1."""
-    return Range(0, Refusal("must be above 0 and at most 1", "choose a value such as 1e-5"), 1, open_least=True)
+    return Range(0, Refusal("must be above 0 and at most 1", f"choose a value such as {such_as}"), 1, open_least=True)
 
 
 def from_to(least: int, most: int, remedy: str | None = None) -> Range:

@@ -50,6 +50,18 @@ def encode(encoding: Tokenizer, text: str, unit: str = "the text") -> Tokens:
     return narrowed(encoding.encode_to_numpy(text, disallowed_special=()), encoding.n_vocab, unit)
 
 
+def text_bytes(encoding: Tokenizer, ids: list[int]) -> int:
+    """Return how many bytes the text of `ids` has, in UTF-8.
+
+    Of a file's tokenizer, a character that is cut at either end counts as the three bytes of its mark.
+    """
+    import tiktoken
+
+    if isinstance(encoding, tiktoken.Encoding):
+        return len(encoding.decode_bytes(ids))
+    return len(encoding.decode(ids).encode())
+
+
 def fingerprint(encoding: tiktoken.Encoding | FileTokenizer) -> str:
     """Return a sha256 over the name, every token with its id, and the special tokens. Equal encodings share it.
 

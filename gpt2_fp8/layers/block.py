@@ -46,6 +46,10 @@ class Block(nn.Module):
         self, x: Tensor, is_first_microbatch: bool | None, angle: Tensor | None, mask: Tensor | None
     ) -> Tensor:
         y = self.attention(self.qkv(x, is_first_microbatch), angle, mask)
+        return self.after_attention(x, y, is_first_microbatch)
+
+    def after_attention(self, x: Tensor, y: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """Compute the rest of the block from its input `x` and what attention returns, `y`, [..., heads.queries]."""
         x = self.add(x, self.dropout(self.projection(y, is_first_microbatch)))
         return self.add(x, self.dropout(self.mlp(x, is_first_microbatch)))
 

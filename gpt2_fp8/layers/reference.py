@@ -129,12 +129,16 @@ class Attention(nn.Module):
 
         `mask`: see `sdpa.causal`.
         """
+        return self.attend(*self.prepare(qkv, angle), mask)
+
+    def prepare(self, qkv: Tensor, angle: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the queries, keys and values that attention sees: [batch, tokens, heads of each, size], one dtype."""
         q, k, v = self.split(qkv)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = (normalise(x, weight, None, self.epsilon) for x, weight in ((q, self.q_norm), (k, self.k_norm)))
         if angle is not None:
             q, k = self.rotate(q, angle), self.rotate(k, angle)
-        return self.attend(q.to(v.dtype), k.to(v.dtype), v, mask)
+        return q.to(v.dtype), k.to(v.dtype), v
 
     def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Split into queries, keys and values: [batch, tokens, heads of each, size]."""

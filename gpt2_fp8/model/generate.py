@@ -1,4 +1,4 @@
-"""Text from a model: one token after another, each drawn from the most likely ones."""
+"""Text from a model in training, without a cache: one token after another, each drawn from the most likely ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+
+from gpt2_fp8.model.sampling import Sampling, candidates, draw
 
 
 def generate(
@@ -25,7 +27,7 @@ def generate(
     if odd := [i for i in prompt if not 0 <= i < vocab_size]:
         raise ValueError(f"the prompt has the id {odd[0]} of a vocabulary of {vocab_size:,}")
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
+    generator, sampling = torch.Generator().manual_seed(seed), Sampling(top_k=top_k)
     ids = list(prompt)
     for _ in range(tokens):
         if stopped():
@@ -36,7 +38,6 @@ def generate(
         logits = model(window.to(device))[0, len(context) - 1, :vocab_size].float().cpu()
         if not torch.isfinite(logits).all():
             break
-        best = torch.topk(logits, min(top_k, vocab_size))
-        choice = torch.multinomial(best.values.softmax(0), 1, generator=generator)
-        ids.append(int(best.indices[choice]))
+        likeliest, weights = candidates(logits[None], sampling)
+        ids.append(draw(likeliest[0], weights[0], generator))
     return ids[len(prompt) :]

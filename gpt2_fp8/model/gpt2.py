@@ -81,13 +81,17 @@ class GPT2(nn.Module):
         """
         if isinstance(self.scales, Scales):
             self.scales.begin(is_first_microbatch)
-        table = None if self.positions is None else self.positions.weight
-        x, given = self.dropout(self._embed(ids, self.tokens.weight, table)), self._given(ids)
+        x, given = self.dropout(self.embed(ids)), self._given(ids)
         for block in self.blocks:
             x = block(x, is_first_microbatch, *given)
             if outputs is not None:
                 outputs.append(x)
         return x
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Compute the start of the residual stream of ids [batch, tokens], at positions from 0 on, without dropout."""
+        table = None if self.positions is None else self.positions.weight
+        return self._embed(ids, self.tokens.weight, table)
 
     def _given(self, ids: Tensor) -> tuple[Tensor | None, ...]:
         """Compute once what all blocks are given: nothing, RoPE's angles, or these (or None) and the mask."""

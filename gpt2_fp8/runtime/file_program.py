@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,10 @@ from gpt2_fp8.config.shown import harmless, line
 
 
 def exit_code(work: Callable[[], None], written: Path | str, remedy: str) -> int:
-    """Call `work`, and return 0; a RunError's own code; 130 after SIGINT; or 1 if a file could not be written.
+    """Call `work`, and return 0, or the code of how it ended.
+
+    That is a RunError's own code, 130 after SIGINT, 141 if the reader of its output has ended, or 1 if a file could not
+    be written.
 
     `written`: what is named if the system does not say which file that was. `remedy`: follows "free space there, or".
     """
@@ -22,6 +27,9 @@ def exit_code(work: Callable[[], None], written: Path | str, remedy: str) -> int
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 128 + signal.SIGPIPE
     except OSError as error:
         cause = f"{error.filename or written} cannot be written: {error.strerror or error}"
         print(Problem(line(cause), f"free space there, or {remedy}"), file=sys.stderr)

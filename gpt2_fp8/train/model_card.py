@@ -14,7 +14,7 @@ from gpt2_fp8.config.shown import line
 NAME = "README.md"
 
 
-class Trained(NamedTuple):
+class About(NamedTuple):
     """What a checkpoint says of its training.
 
     Attributes:
@@ -34,30 +34,30 @@ class Trained(NamedTuple):
     begun: str | None = None
 
 
-def card(config: RunConfig, trained: Trained, architecture: str) -> str:
+def card(config: RunConfig, about: About, architecture: str) -> str:
     """Return the card as Markdown, with the metadata that the hub reads in front."""
-    model, tokens = config.model, trained.step * tokens_a_step(config)
+    model, tokens = config.model, about.step * tokens_a_step(config)
     rows = {
         "model": f"{_text(model.name)}: {model.n_layer} layers of {model.n_embd}, {model.n_head} heads",
-        "began from": "" if trained.begun is None else _text(trained.begun),
-        "parameters": f"{trained.parameters:,}",
+        "began from": "" if about.begun is None else _text(about.begun),
+        "parameters": f"{about.parameters:,}",
         "context": f"{model.n_positions:,} tokens",
         "tokenizer": _text(config.data.tokenizer),
         "text": _source(config),
-        "trained on": f"{tokens:,} tokens: {trained.step:,} steps of {config.global_batch_size:,} sequences",
-        "precision": _precision(trained.precision),
+        "trained on": f"{tokens:,} tokens: {about.step:,} steps of {config.global_batch_size:,} sequences",
+        "precision": _precision(about.precision),
         "optimizer": f"{config.optimizer.name}, peak rate {config.optim.lr:g}, {config.optim.schedule}, "
         f"weight decay {config.optim.weight_decay:g}",
         "seed": str(config.seed),
-        "validation loss": _loss(trained.val_loss),
-        "written by": ", ".join(f"{_text(name)} {_text(version)}" for name, version in trained.versions.items()),
+        "validation loss": _loss(about.val_loss),
+        "written by": ", ".join(f"{_text(name)} {_text(version)}" for name, version in about.versions.items()),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
     return f"""\
 {_metadata(config)}
 # {_text(model.name)}
 
-A language model trained {_how(trained)} with gpt2_fp8. It continues text. It was not taught to follow instructions, and
+A language model trained {_how(about)} with gpt2_fp8. It continues text. It was not taught to follow instructions, and
 nobody has looked at what it says: it repeats what its text has, wrong or harmful parts too.
 
 | | |
@@ -77,8 +77,8 @@ before; no other token was added.
 """
 
 
-def _how(trained: Trained) -> str:
-    return "from scratch" if trained.begun is None else "further"
+def _how(about: About) -> str:
+    return "from scratch" if about.begun is None else "further"
 
 
 def _metadata(config: RunConfig) -> str:

@@ -87,11 +87,22 @@ class GPT2Module(pl.LightningModule):
         module_checkpoint.check_arguments(hparams_file, strict)
         map_location = map_location or "cpu"
         config, weights, step = module_checkpoint.read(Path(checkpoint_path), map_location, config)
-        module = cls(config, weights=weights)
-        module._restored = Restored(step=step)
+        module = cls.unbuilt(config, weights, step)
         device = torch.device(map_location)
         with device:
             module._build(unaccelerated(config, "cuda" if device.type == "cuda" else "cpu"))
+        return module
+
+    @classmethod
+    def unbuilt(
+        cls, config: RunConfig, weights: Mapping[str, Tensor], step: Mapping[str, Any], vocab_size: int | None = None
+    ) -> GPT2Module:
+        """Return the module of a checkpoint's parts, whose layers a Trainer builds in its own precision.
+
+        `step`: what its training step begins with, such as FP8 scales.
+        """
+        module = cls(config, vocab_size, weights)
+        module._restored = Restored(step=step)
         return module
 
     def configure_callbacks(self) -> list[pl.Callback]:

@@ -422,7 +422,7 @@ def test_a_card_of_a_strangers_checkpoint_is_text_alone() -> None:
     (config,) = compose.preflight(["run_name=r", "data=fineweb"])
     odd = "a|b<script>\n- evil\x1b[31m"
     config = replace(config, model=replace(config.model, name=odd))
-    text = model_card.card(config, model_card.Trained(1, 2, 1e9, {"ran": odd}, {odd: odd}, odd), "X")
+    text = model_card.card(config, model_card.About(1, 2, 1e9, {"ran": odd}, {odd: odd}, odd), "X")
     assert "\x1b" not in text
     assert "<script>" not in text
     assert '\ndatasets:\n- "HuggingFaceFW/fineweb-edu"\n---\n' in text

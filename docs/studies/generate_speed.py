@@ -1,0 +1,97 @@
+"""Tokens a second of `generate`, and of transformers' `generate` on the same weights, prompts and machine.
+
+    python docs/studies/generate_speed.py model=gpt2 rows=1
+    python docs/studies/generate_speed.py model=llama3_small rows=8 tokens=64 device=gpu precision=bf16
+
+The weights are random, so that nothing is downloaded. Both write the likeliest tokens, in turn; what is printed is the
+median, and the slowest and the fastest time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+from gpt2_fp8 import load_config
+from gpt2_fp8.checkpoint import files
+from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.generate_schema import GenerateConfig
+from gpt2_fp8.layers import reference
+from gpt2_fp8.layers.block import Composed
+from gpt2_fp8.model.decoder import Decoder
+from gpt2_fp8.model.gpt2 import GPT2, initialise
+from gpt2_fp8.model.sampling import Sampling
+from gpt2_fp8.model.texts import Text, go_on
+from gpt2_fp8.train import hf_export, saved_config
+from gpt2_fp8.train.generation import Generation
+
+DEFAULTS = {
+    "model": "gpt2", "rows": "1", "prompt": "32", "tokens": "64", "times": "5", "device": "auto", "precision": "auto",
+}  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    """Measure what `key=value` words ask for."""
+    asked = DEFAULTS | dict(word.split("=", 1) for word in argv)
+    assert asked.keys() == DEFAULTS.keys(), f"the keys are {', '.join(DEFAULTS)}"
+    rows, length, tokens, times = (int(asked[key]) for key in ("rows", "prompt", "tokens", "times"))
+    with tempfile.TemporaryDirectory() as folder:
+        ready, theirs = both(Path(folder), asked)
+    ids = torch.randint(0, ready.model.vocab_size - 1, (rows, length), generator=torch.Generator().manual_seed(0))
+    prompts, on_device = ids.tolist(), ids.to(ready.device)
+
+    def ours() -> None:
+        texts = [Text(prompt, seed=0, most=tokens) for prompt in prompts]
+        decoder = Decoder(ready.model, rows, length + tokens)
+        for _ in go_on(decoder, texts, Sampling(temperature=0.0), ready.model.vocab_size, end=None):
+            pass
+        assert all(len(text.ids) == tokens for text in texts)
+
+    def transformers_() -> None:
+        found = theirs.generate(
+            on_device, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
+        )
+        assert found.shape == (rows, length + tokens)
+
+    print(f"{asked['model']}, {rows} rows, {length} + {tokens} tokens, {ready.dtype} on {ready.device}")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"{torch.get_num_threads()} threads, {versions}")
+    programs: dict[str, Callable[[], None]] = {"generate": ours, "transformers": transformers_}
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for attempt in range(times + 1):
+        for name, program in programs.items():
+            started = time.perf_counter()
+            program()  # ends with ids on the host, so nothing is left to do on a GPU
+            if attempt:  # the first warms up
+                seconds[name].append(time.perf_counter() - started)
+    for name, found in seconds.items():
+        rate = rows * tokens / statistics.median(found)
+        print(f"{name:<13} {rate:8.1f} tokens/s  ({min(found):.3f} to {max(found):.3f} s)")
+    ratio = statistics.median(seconds["transformers"]) / statistics.median(seconds["generate"])
+    print(f"ratio         {ratio:8.2f}")
+
+
+def both(folder: Path, asked: dict[str, str]) -> tuple[Generation, transformers.PreTrainedModel]:
+    """Write a checkpoint of random weights and its export, and load each by its own program."""
+    config = load_config(f"model={asked['model']}")  # on bytes: neither program needs a vocabulary
+    model = GPT2(config.model, vocabulary(config), Composed(reference, recompute="none"))
+    initialise(model, seed=1)
+    plain = saved_config.to_plain(config, vocabulary(config))
+    files.write(folder / "own", {"state_dict": model.state_dict(), saved_config.KEY: plain, "global_step": 0})
+    hf_export.export(folder / "own", folder / "exported")
+    ready = Generation(
+        GenerateConfig(ckpt_path=str(folder / "own"), device=asked["device"], precision=asked["precision"])  # type: ignore[arg-type]
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "exported", dtype=ready.dtype)
+    return ready, theirs.to(ready.device).eval()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,104 @@
+"""The keys of `evaluate`: its own, and which of a run's change anything in an evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from gpt2_fp8.config import checks, mixture, ranking_file, tokenizer_file, trained_folder
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.generate_schema import check_out
+from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.schema import AutoPrecisionConfig, RunConfig
+from gpt2_fp8.config.trained_folder import Which
+
+GROUPS = ("data", "precision", "recipe", "trainer")  # whose choices an evaluation takes
+KEYS = ("attention", "compile", "compile_mode", "document_mask", "micro_batch_size", "plugins")
+_OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """The program's own keys. `--help` shows the text beside each type."""
+
+    ckpt_path: Annotated[str | None, "a run's folder, or a checkpoint's"] = None
+    checkpoint: Annotated[Which, "of a run: its last checkpoint, or the one of the lowest validation loss"] = "last"
+    ranking: Annotated[str | None, "also rank endings: a file of HellaSwag's form, JSON lines"] = None
+    out: Annotated[str | None, "a file for the results, as JSON"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateRunConfig(RunConfig):
+    """All that the command line knows: a run's keys and its own."""
+
+    evaluate: EvaluateConfig
+
+
+def check(own: EvaluateConfig) -> list[Problem]:
+    """List what is wrong with the program's own keys, as far as it is known without the model."""
+    found = list(trained_folder.check(own.ckpt_path, own.checkpoint))
+    if own.out is not None:
+        found += [
+            Problem(cause, remedy.replace(".jsonl", ".json"))
+            for cause, remedy in check_out(own.out, ranking=own.ranking)
+        ]
+    if own.ranking is not None:
+        ranking_file.read(own.ranking, found)
+    return found
+
+
+def refusal(key: str, line: str) -> Problem | None:
+    """Return why a key that a run has means nothing here; None if it means something, or if no run has it."""
+    group = key.partition(".")[0]
+    if group == "model":
+        return Problem(f"{line}: the model is the checkpoint's", f"leave {key} out")
+    if key in KEYS or key in _OF_TRAINER or key in GROUPS or group in GROUPS[:3]:
+        return None
+    return Problem(f"{line}: this changes nothing of an evaluation", f"leave {key} out")
+
+
+def for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
+    """Return the configuration that a checkpoint holds, with `typed` keys on it, as one that only validates.
+
+    It is of one device. Whatever it would save, log, call or begin from is left out; so is code that the checkpoint
+    names, which only the command line may.
+    """
+    trainer = replace(config.trainer, devices=1, num_nodes=1, strategy="auto", fast_dev_run=False, profiler=None)
+    callbacks, logger = replace(config.callbacks, extra=[]), replace(config.logger, extra=[])
+    whole, size = config.global_batch_size, config.micro_batch_size
+    if "micro_batch_size" in typed and isinstance(size, int):
+        whole = -(-whole // size) * size  # nobody trains on it
+    return replace(
+        config, trainer=trainer, callbacks=callbacks, logger=logger, global_batch_size=whole, ckpt_path=None,
+        init_from=None, plugins=config.plugins if "plugins" in typed else [],
+    )  # fmt: skip
+
+
+def check_run(config: RunConfig, trained: RunConfig) -> list[Problem]:
+    """List what is wrong with the configuration of an evaluation. `trained`: the one of the checkpoint."""
+    found = [finding.problem for finding in checks.check(config) if "model.vocab_size" not in finding.keys]
+    if isinstance(config.precision, AutoPrecisionConfig):
+        found.append(Problem("precision=auto measures before training", "name it: precision=fp8_hybrid, bf16 or fp32"))
+    if config.micro_batch_size == "auto":
+        found.append(Problem("micro_batch_size=auto: only a run looks for the largest", "micro_batch_size=8"))
+    if not mixture.sources_of(config.data) or config.data.val_sequences == 0:
+        found.append(Problem("data.val_sequences=0: there is nothing to evaluate", "data.val_sequences=256"))
+    return [*found, *_tokenizer(config, trained)]
+
+
+def _tokenizer(config: RunConfig, trained: RunConfig) -> list[Problem]:
+    """Find a tokenizer that is not the model's."""
+    if not mixture.sources_of(config.data):
+        return []
+    name, before = config.data.tokenizer, trained.data.tokenizer
+    if before in tokenizer_file.NAMES and name != before:
+        cause = f"data.tokenizer={show(name)}: the model was trained on the ids of {before}"
+        return [Problem(cause, f"leave it out, or data.tokenizer={before}")]
+    try:
+        ids, has = tokenizer_file.number_of_ids(name), checks.vocabulary(trained)
+    except UserError:  # said by the paths' check
+        return []
+    if ids > has:
+        cause = f"data.tokenizer={show(name)} has {ids:,} ids, and the model {has:,}"
+        return [Problem(cause, "data.tokenizer=PATH of the one that it was trained with")]
+    return []

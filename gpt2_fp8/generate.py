@@ -1,0 +1,115 @@
+"""Text from a trained model, token by token, with a cache of keys and values.
+
+    python -m gpt2_fp8.generate ckpt_path=outputs/first prompt="To be"
+
+Bad input is refused before torch is imported where it can be known. Exit codes: 0 done; 1 the file could not be
+written; 2 the input; 130 stopped by SIGINT; 141 the reader of its output has ended (`| head`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from gpt2_fp8.compose import generation
+from gpt2_fp8.config.annotations import meanings
+from gpt2_fp8.config.generate_schema import GenerateConfig
+from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.shown import harmless
+from gpt2_fp8.runtime import output
+from gpt2_fp8.runtime.file_program import exit_code
+
+if TYPE_CHECKING:
+    from gpt2_fp8.train.generation import Generation, Written
+
+HELP = """\
+Writes text with a trained model: what you give it to begin with, and what the model goes on with.
+
+{keys}
+
+prompt is taken as typed, and may be given several times. Without a prompt a text begins as a document does.
+
+Examples:
+  python -m gpt2_fp8.generate ckpt_path=outputs/first prompt="To be, or not to be"
+  python -m gpt2_fp8.generate ckpt_path=outputs/first checkpoint=best prompt=import prompt=def temperature=0
+  python -m gpt2_fp8.generate ckpt_path=outputs/first prompts=beginnings.txt samples=4 out=texts.jsonl
+
+docs/generate.md says more. Exit codes: 0 done; 1 out could not be written; 2 your input; 130, 141 stopped."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line `argv` (without the program's name); returns the exit code."""
+    if {"-h", "--help"} & set(argv):
+        print(help_text())
+        return 0
+    return exit_code(lambda: _generate(argv), "the file of out", "name another file: out=FILE.jsonl")
+
+
+def help_text() -> str:
+    """Return the text of `--help`."""
+    default = vars(GenerateConfig())
+    about = meanings(GenerateConfig)
+    width = max(map(len, about))
+    return HELP.format(
+        keys="\n".join(f"  {key:<{width}}  {text} [{show(default[key])}]" for key, text in about.items())
+    )
+
+
+def _generate(argv: list[str]) -> None:
+    config = generation.preflight(argv)
+    from gpt2_fp8.train.generation import Generation  # imports torch
+
+    ready = Generation(config)
+    print(f"{ready.path}, {str(ready.dtype).removeprefix('torch.')} on the {ready.device}", file=sys.stderr)
+    with Path(config.out).expanduser().open("w", encoding="utf-8") if config.out else nullcontext() as file:
+        _write(ready, len(ready.prompts) * config.samples, file)
+
+
+def _write(ready: Generation, count: int, file: IO[str] | None) -> None:
+    """Print each text, and write it to `file` too; a single one appears as it is drawn."""
+    say = _printer()
+    started, tokens = time.perf_counter(), 0
+    if count == 1:
+        say(ready.prompts[0])
+    for number, text in enumerate(ready.write(say if count == 1 else _silent), 1):
+        tokens += text.tokens
+        if count == 1:
+            say("\n")
+        else:
+            say(f"{'' if number == 1 else chr(10)}[{number} of {count}] {text.prompt}{text.text}\n")
+        if file is not None:
+            file.write(json.dumps(_row(text, ready), ensure_ascii=False) + "\n")
+            file.flush()
+        if text.ended == "not finite":
+            print(f"text {number} ends early: the model's logits were not finite", file=sys.stderr)
+    seconds = time.perf_counter() - started
+    print(f"{count} {'text' if count == 1 else 'texts'}, {tokens:,} tokens in {seconds:.1f} s", file=sys.stderr)
+
+
+def _row(text: Written, ready: Generation) -> dict[str, object]:
+    return {**vars(text), "seed": ready.config.seed, "checkpoint": str(ready.path)}
+
+
+def _printer() -> Callable[[str], object]:
+    """Return what writes to stdout at once. What a terminal would obey is escaped there."""
+    clean = harmless if sys.stdout.isatty() else str
+
+    def say(text: str) -> None:
+        sys.stdout.write(clean(text))
+        sys.stdout.flush()
+
+    return say
+
+
+def _silent(_: str) -> None:
+    """Say nothing: the text is printed when it has ended."""
+
+
+if __name__ == "__main__":
+    output.begin(pipe_ends=True)
+    sys.exit(main(sys.argv[1:]))

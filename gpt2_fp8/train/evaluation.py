@@ -1,0 +1,134 @@
+"""A trained model on a text: what `evaluate` finds out, through the run's own module, text and validation."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+
+from gpt2_fp8.backends.resolve import Plan, as_before, resolve
+from gpt2_fp8.callbacks.peak_memory import PeakMemory
+from gpt2_fp8.callbacks.progress import ProgressBar
+from gpt2_fp8.checkpoint.load import read_plain
+from gpt2_fp8.config import ranking_file
+from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.evaluate_schema import EvaluateConfig
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.data.datamodule import TokenDataModule
+from gpt2_fp8.data.tokenizer import text_bytes
+from gpt2_fp8.runtime import devices, registry, spool
+from gpt2_fp8.train.module import GPT2Module
+from gpt2_fp8.train.precision_plugin import FP8Precision
+from gpt2_fp8.train.process import quiet
+from gpt2_fp8.train.ranking import rank
+from gpt2_fp8.train.trained import Trained
+
+
+class _Clock(pl.Callback):
+    """The seconds that a validation took; it ends when the host has its loss."""
+
+    seconds = 0.0
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.seconds = -time.perf_counter()
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.seconds += time.perf_counter()
+
+
+def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[str, Any]:
+    """Validate the model as a run would, and rank endings if `own` names some; returns the results by their names.
+
+    `config`: the checkpoint's with the command line on it. Raises UserError for text, a tokenizer or a precision that
+    is not there, and DataSourceLost.
+    """
+    quiet()
+    warnings.filterwarnings("ignore", message=".*no logger configured")  # the module logs for a run
+    spool.clear()
+    registry.load(config.plugins, Path.cwd())
+    device = devices.device(config)
+    plan = as_before(resolve(config, device), config, read_plain(trained.path, "precision"))
+    data = TokenDataModule.from_config(config)
+    module = GPT2Module.unbuilt(config, trained.weights, trained.step, vocabulary(trained.config))
+    memory, clock = PeakMemory(), _Clock()
+    trainer = _trainer(config, plan, [clock, memory])
+    try:
+        (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
+    except SystemExit as end:  # Lightning's answer to Ctrl-C
+        if isinstance(end.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
+    assert data.text is not None
+    found = {"checkpoint": str(trained.path), "data": config.data.name, **_precision(plan, module)}
+    found |= _losses(data, metrics)
+    found |= {"seconds": clock.seconds, "tokens_per_second": found["tokens"] / clock.seconds}
+    found |= _memory(memory, device)
+    if own.ranking is not None:
+        items = ranking_file.read(own.ranking, [])
+        found["ranking"] = rank(module, data.tokenizer, items, config.model.n_positions, config.micro_batch)
+    return found
+
+
+def _trainer(config: RunConfig, plan: Plan, callbacks: list[pl.Callback]) -> pl.Trainer:
+    bar = [ProgressBar()] if sys.stderr.isatty() else []
+    return pl.Trainer(
+        accelerator=plan.device,
+        devices=1,
+        plugins=[FP8Precision(plan)],
+        callbacks=[*callbacks, *bar],
+        logger=False,
+        deterministic=config.trainer.deterministic,
+        enable_checkpointing=False,
+        enable_progress_bar=bool(bar),
+        enable_model_summary=False,
+        inference_mode=False,  # as in a run
+        use_distributed_sampler=False,
+    )
+
+
+def _precision(plan: Plan, module: GPT2Module) -> dict[str, Any]:
+    kernels = plan.backend.kernels(module.vocab_size)
+    return {
+        "precision": plan.ran,
+        "recipe": plan.recipe,
+        "asked": plan.asked,
+        "reason": plan.reason,
+        "kernels": kernels,
+    }
+
+
+def _losses(data: TokenDataModule, metrics: Any) -> dict[str, Any]:
+    """Return the loss and what follows from it and the text. Loss: nats a token, over all tokens that were scored.
+
+    Bits per byte are over the bytes of the tokens' text. An id that ends a document is scored, and has no bytes.
+    """
+    assert data.text is not None
+    loss, tokenizer = float(metrics["val_loss"]), data.tokenizer
+    targets = [blocks[:, 1:] for blocks in data.text.val.values()]
+    tokens = sum(ids.size for ids in targets)
+    size = sum(text_bytes(tokenizer, ids[ids != tokenizer.eot_token].tolist()) for ids in targets)
+    named = {name.partition("/")[2]: float(value) for name, value in metrics.items() if name.startswith("val_loss/")}
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": loss * tokens / math.log(2) / size if size else None,
+        "tokens": tokens,
+        "bytes": size,
+        "sequences": sum(len(ids) for ids in targets),
+        **({"sources": named} if named else {}),
+    }
+
+
+def _memory(memory: PeakMemory, device: Literal["cuda", "cpu"]) -> dict[str, Any]:
+    """Return the peak of the validation: allocated on the GPU, or on a CPU of the whole process, GiB."""
+    if device == "cuda":
+        return {"device": torch.cuda.get_device_name(), "peak_memory_gb": memory.validation_gb}
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"device": "cpu", "peak_memory_gb": kibibytes / 2**20 / (1024 if sys.platform == "darwin" else 1)}

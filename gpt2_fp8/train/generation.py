@@ -1,0 +1,173 @@
+"""Texts from a trained model: what `generate` writes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from gpt2_fp8.backends.resolve import unaccelerated
+from gpt2_fp8.config import generate_schema, mixture, tokenizer_file
+from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.generate_schema import GenerateConfig
+from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.data.text_stream import TextStream
+from gpt2_fp8.data.tokenizer import load_tokenizer
+from gpt2_fp8.data.tokenizer_files import Tokenizer
+from gpt2_fp8.engine.out_of_memory import is_out_of_memory
+from gpt2_fp8.model.decoder import Decoder
+from gpt2_fp8.model.gpt2 import GPT2
+from gpt2_fp8.model.sampling import Sampling
+from gpt2_fp8.model.texts import End, Text, go_on
+from gpt2_fp8.train import trained
+from gpt2_fp8.train.trained import Trained
+
+_TOKENS = 200  # of a text whose number of tokens is not given, if the context has room for them
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text that has ended. `tokens`: how many were drawn, without the one that ended it."""
+
+    prompt: str
+    sample: int
+    text: str
+    tokens: int
+    ended: End
+
+
+class Generation:
+    """A model, its tokenizer and the beginnings that it shall go on with.
+
+    Raises UserError for a checkpoint or a tokenizer that cannot be used, a device that is not there, and all
+    beginnings that do not fit.
+
+    Attributes: `path` of the checkpoint, `device`, `dtype`, `tokenizer`, `model`, `prompts`.
+    """
+
+    def __init__(self, config: GenerateConfig):
+        self.config, self.device = config, _device(config.device)
+        assert config.ckpt_path is not None, "checked before"
+        found = trained.load(config.ckpt_path, config.checkpoint)
+        if config.tokenizer is not None:
+            found = found._replace(config=_with_tokenizer(found.config, config.tokenizer))
+        self.path = found.path
+        wanted = config.precision if config.precision != "auto" else ("bf16" if self.device == "cuda" else "fp32")
+        self.dtype = torch.bfloat16 if wanted == "bf16" else torch.float32
+        self.tokenizer = _tokenizer(found.config)
+        self.prompts = generate_schema.beginnings(config, [])
+        self._ids = [
+            self.tokenizer.encode_ordinary(text) if text else [self.tokenizer.eot_token] for text in self.prompts
+        ]
+        if problems := list(self._misfits(found.config.model.n_positions)):
+            raise UserError(problems)
+        self.model = _build(found, self.device, self.dtype)
+
+    def write(self, say: Callable[[str], object]) -> Iterator[Written]:
+        """Write all texts, `batch_size` at a time, in the order of their beginnings and samples.
+
+        `say` gets a text piece by piece as it is drawn, if no other one is written with it. Raises UserError if a batch
+        does not fit into memory.
+        """
+        asked = [(place, sample) for place in range(len(self.prompts)) for sample in range(self.config.samples)]
+        for first in range(0, len(asked), self.config.batch_size):
+            batch = asked[first : first + self.config.batch_size]
+            try:
+                yield from self._batch(batch, say)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                less = f"batch_size={len(batch) // 2}" if len(batch) > 1 else "device=cpu, or fewer tokens"
+                raise UserError.of(f"{len(batch)} texts together do not fit into memory", less) from None
+
+    def _batch(self, batch: list[tuple[int, int]], say: Callable[[str], object]) -> Iterator[Written]:
+        config, tokenizer = self.config, self.tokenizer
+        texts = [
+            Text(self._ids[place], self._seed(place, sample), self._tokens(len(self._ids[place])))
+            for place, sample in batch
+        ]
+        longest = max(len(text.prompt) + text.most for text in texts)
+        decoder = Decoder(self.model, len(texts), min(self.model.config.n_positions, longest))
+        sampling = Sampling(config.temperature, config.top_k, config.top_p)
+        end = tokenizer.eot_token if config.stop else None
+        ids = min(self.model.vocab_size, tokenizer.n_vocab)
+        stream, seen = TextStream(tokenizer), 0
+        for _ in go_on(decoder, texts, sampling, ids, end):
+            if len(texts) == 1:
+                say(stream.add(texts[0].ids[seen:]))
+                seen = len(texts[0].ids)
+        if len(texts) == 1:
+            say(stream.end())
+        for text, (place, sample) in zip(texts, batch, strict=True):
+            assert text.ended is not None
+            drawn = tokenizer.decode(text.ids)
+            yield Written(self.prompts[place], sample, drawn, len(text.ids), text.ended)
+
+    def _tokens(self, prompt: int) -> int:
+        """Return how many tokens a text has at most, beside a beginning of `prompt` tokens."""
+        if self.config.tokens is not None:
+            return self.config.tokens
+        return _TOKENS if self.config.slide else min(_TOKENS, _room(prompt, self.model.config.n_positions))
+
+    def _seed(self, place: int, sample: int) -> int:
+        """Return the seed of one text, which depends on its beginning and not on those beside it."""
+        return zlib.crc32(f"{self.config.seed}/{sample}/{self.prompts[place]}".encode())
+
+    def _misfits(self, n_positions: int) -> Iterator[Problem]:
+        for number, (prompt, ids) in enumerate(zip(self.prompts, self._ids, strict=True), 1):
+            named = f"prompt {number}" if len(self.prompts) > 1 else "the prompt"
+            named += f" ({show(prompt)})"
+            room = _room(len(ids), n_positions)
+            if not ids:
+                yield Problem(f"{named} has no token of the tokenizer", "give it a word that the tokenizer knows")
+            elif self.config.slide:
+                continue
+            elif room < 1:
+                cause = f"{named} has {len(ids):,} tokens, and the model has {n_positions:,} positions"
+                yield Problem(cause, "shorten it; or slide=true, which goes on with the newest half of the context")
+            elif (tokens := self.config.tokens) is not None and tokens > room:
+                cause = f"tokens={tokens}: {named} has {len(ids):,} of the model's {n_positions:,} positions"
+                remedy = f"tokens={room} or less; or slide=true, which goes on with the newest half of the context"
+                yield Problem(cause, remedy)
+
+
+def _room(prompt: int, n_positions: int) -> int:
+    """Return how many tokens fit behind a beginning: the last one needs no position."""
+    return n_positions - prompt + 1
+
+
+def _device(asked: str) -> Literal["cuda", "cpu"]:
+    if asked == "gpu" and not torch.cuda.is_available():
+        raise UserError.of("device=gpu, and torch sees no GPU here", "device=cpu, or device=auto")
+    return "cpu" if asked == "cpu" or not torch.cuda.is_available() else "cuda"
+
+
+def _with_tokenizer(config: RunConfig, name: str) -> RunConfig:
+    """Return the configuration of a run as if its tokenizer lay at `name`."""
+    sources = [replace(source, tokenizer=name) for _, source in mixture.sources_of(config.data)]
+    return replace(config, data=mixture.with_sources(config.data, sources))
+
+
+def _tokenizer(config: RunConfig) -> Tokenizer:
+    """Load the tokenizer. Raises UserError if it is gone, or has more ids than the model."""
+    try:
+        ids, has = tokenizer_file.number_of_ids(config.data.tokenizer), vocabulary(config)
+        if ids > has:
+            cause = f"tokenizer={show(config.data.tokenizer)} has {ids:,} ids, and the model {has:,}"
+            raise UserError.of(cause, "tokenizer=PATH of the one that it was trained with")
+        return load_tokenizer(config.data.tokenizer)
+    except UserError as error:
+        raise UserError([generate_schema.as_own(problem) for problem in error.problems]) from None
+
+
+def _build(found: Trained, device: Literal["cuda", "cpu"], dtype: torch.dtype) -> GPT2:
+    """Build the model in plain torch, in evaluation mode."""
+    config = found.config
+    model = unaccelerated(config, device).backend.build(vocabulary(config))
+    model.load_state_dict(dict(found.weights))
+    return model.to(device=device, dtype=dtype).eval()

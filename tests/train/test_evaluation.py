@@ -1,0 +1,357 @@
+"""The program `evaluate`: a run's own validation loss to the last bit, other text and precisions, ranked endings."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from gpt2_fp8 import evaluate, load_config
+from gpt2_fp8.compose import evaluation
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.evaluate_schema import EvaluateConfig
+from gpt2_fp8.config.ranking_file import Item
+from gpt2_fp8.config.ranking_file import read as read_ranking
+from gpt2_fp8.data.tokenizer import load_tokenizer, text_bytes
+from gpt2_fp8.data.tokenizer_files import load
+from gpt2_fp8.train import ranking, trained
+from gpt2_fp8.train.module import GPT2Module
+from tests import forkserver
+from tests.data.tokenizers_made import write_ranks
+from tests.runs import checkpoint, summary, train
+
+TEXT = "To be, or not to be, that is the question: é\n" * 60
+ITEMS = [
+    {"ctx": "import", "endings": ["os", "qzxj vv", "sys as a long word"], "label": 0},
+    {"ctx": "def f(a, b):", "endings": ["return a", "\x00\x01", "x", "     "[:4] + "y"], "label": "2"},
+    {"ctx": "", "endings": ["a", "bcd"], "label": 1},
+    {"ctx": "x" * 60, "endings": ["return a " * 3, "b"], "label": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: Any) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    train(folder, "callbacks.keep_checkpoints=9", "trainer.val_check_interval=4")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.txt").write_text(TEXT)
+    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, ITEMS)))
+
+
+def evaluated(*words: str) -> dict[str, Any]:
+    assert evaluate.main([*words, "out=result.json"]) == 0
+    found: dict[str, Any] = json.loads(Path("result.json").read_text())
+    return found
+
+
+def test_the_loss_is_the_runs_own_to_the_last_bit(run: Path, capsys: Any) -> None:
+    found = evaluated(f"ckpt_path={run}")
+    assert found["loss"] == summary(run)["last_val_loss"]
+    assert found["checkpoint"] == str(checkpoint(run, 12))
+    assert (found["tokens"], found["sequences"], found["precision"]) == (8 * 32, 8, "fp32")
+    assert found["perplexity"] == math.exp(found["loss"])
+    told = capsys.readouterr().out
+    assert f"{found['loss']:.6f} nats a token" in told
+    best = evaluated(f"ckpt_path={run}", "checkpoint=best")
+    assert best["loss"] == summary(run)["best_val_loss"]
+    earlier = evaluated(f"ckpt_path={checkpoint(run, 4)}")
+    assert earlier["loss"] not in (found["loss"], best["loss"])
+
+
+def test_the_figures_are_those_of_the_logits(run: Path) -> None:
+    """On another text, computed here: the ids that are held out, their loss and their bytes, of 2 bytes an é."""
+    words = ["data=text_files", "data.train_files=[other.txt]", "data.val_fraction=0.5", "data.val_sequences=20"]
+    found = evaluated(f"ckpt_path={run}", *words, "data.num_workers=0")
+    module = GPT2Module.load_from_checkpoint(checkpoint(run, 12))
+    held_out = TEXT.encode()[len(TEXT.encode()) // 2 :]
+    length = found["sequences"] * 32 + 1
+    ids = next(  # the tail begins after a newline
+        part for start in range(len(held_out)) if held_out[start - 1 : start] == b"\n"
+        and len(part := held_out[start : start + length]) == length
+    )  # fmt: skip
+    blocks = torch.tensor(list(ids))
+    total = sum(
+        float(cross_entropy(module(blocks[None, at : at + 32])[0], blocks[at + 1 : at + 33], reduction="sum"))
+        for at in range(0, length - 1, 32)
+    )
+    assert found["tokens"] == found["bytes"] == length - 1
+    assert found["loss"] == pytest.approx(total / (length - 1), rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / (length - 1), rel=1e-5)
+    assert found["data"] == "text_files"
+
+
+def test_ids_that_end_documents_have_no_bytes(run: Path) -> None:
+    found = evaluated(f"ckpt_path={run}", "data.val_sequences=400")
+    assert 0 < found["tokens"] - found["bytes"] < found["tokens"] / 100
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / found["bytes"] / math.log(2))
+
+
+def test_the_bytes_of_a_text() -> None:
+    for name in ("bytes", "gpt2"):
+        try:
+            tokenizer = load_tokenizer(name)
+        except UserError:
+            continue  # without a network
+        assert text_bytes(tokenizer, tokenizer.encode_ordinary(TEXT)) == len(TEXT.encode())
+    assert text_bytes(load_tokenizer("bytes"), [195]) == 1, "half a character"
+    ranks = load(str(write_ranks(Path("tokenizer.model"))))
+    assert text_bytes(ranks, ranks.encode_ordinary(TEXT)) == len(TEXT.encode())
+
+
+@pytest.mark.parametrize(
+    ("words", "ran"),
+    [
+        (["precision=bf16"], "bf16"),
+        (["precision=fp8_e4m3", "precision.backend=emulated", "recipe=current"], "fp8_e4m3"),
+    ],
+)
+def test_any_precision(run: Path, words: list[str], ran: str) -> None:
+    plain, found = evaluated(f"ckpt_path={run}"), evaluated(f"ckpt_path={run}", *words)
+    assert found["precision"] == ran
+    assert 0 < abs(found["loss"] - plain["loss"]) < 0.02 * plain["loss"]
+
+
+def test_the_kernel_of_attention_can_be_asked_for(run: Path) -> None:
+    found = evaluated(f"ckpt_path={run}", "precision=fp32", "attention=math")
+    assert found["kernels"]["attention"] == "torch's unfused kernel, as asked"
+    assert found["reason"] is None
+
+
+def test_delayed_scales_come_from_the_checkpoint(tmp_path: Path) -> None:
+    """A run in FP8, emulated: its own last loss again, by the scales that it ended with."""
+    train(tmp_path / "fp8", "precision.backend=emulated", "recipe=delayed")
+    assert evaluated("ckpt_path=fp8")["loss"] == summary(tmp_path / "fp8")["last_val_loss"]
+
+
+def test_another_micro_batch_changes_rounding_alone(run: Path) -> None:
+    """Also one by which the run's steps could not be divided."""
+    plain, found = (evaluated(f"ckpt_path={run}", *words) for words in ([], ["micro_batch_size=3"]))
+    assert found["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert found["sequences"] == plain["sequences"]
+
+
+def test_a_mixture_is_evaluated_source_by_source(run: Path) -> None:
+    words = [
+        "data=mixture", "+data@data.sources.code=stdlib", "+data@data.sources.words=text_files",
+        "data.sources.words.train_files=[other.txt]", "data.sources.words.val_fraction=0.5",
+        "data.sources.words.num_workers=0", "data.sources.code.val_sequences=8",
+        "data.sources.words.val_sequences=8",
+    ]  # fmt: skip
+    found = evaluated(f"ckpt_path={run}", *words)
+    assert found["sources"].keys() == {"code", "words"}
+    assert found["sources"]["code"] == summary(run)["last_val_loss"]
+    assert found["loss"] == pytest.approx(sum(found["sources"].values()) / 2, rel=1e-6)
+
+
+# Ranking
+
+
+def score(module: Any, context: str, ending: str) -> float:
+    """The log-likelihood of an ending, token by token, in bytes: each byte is a token."""
+    ids = [*(context.encode() or [256]), *b" ", *ending.encode()]
+    total = 0.0
+    for place in range(len(ids) - len(ending.encode()) - 1, len(ids)):
+        seen = torch.tensor([ids[:place][-32:]])
+        total += float(module(seen)[0, -1].double().log_softmax(-1)[ids[place]])
+    return total
+
+
+def test_endings_are_ranked_by_their_probabilities(run: Path, capsys: Any) -> None:
+    """Items whose texts fit: against the logits of one token after another."""
+    Path("rank.jsonl").write_text("\n".join(map(json.dumps, ITEMS[:3])) + "\n\n")
+    found = evaluated(f"ckpt_path={run}", "ranking=rank.jsonl", "micro_batch_size=2")["ranking"]
+    module = GPT2Module.load_from_checkpoint(checkpoint(run, 12))
+    right = {"acc": 0, "acc_norm": 0}
+    for item in ITEMS[:3]:
+        endings: list[str] = item["endings"]  # type: ignore[assignment]
+        sums = [score(module, str(item["ctx"]), ending) for ending in endings]
+        normed = [value / len(ending) for value, ending in zip(sums, endings, strict=True)]
+        for name, values in (("acc", sums), ("acc_norm", normed)):
+            right[name] += values.index(max(values)) == int(str(item["label"]))
+        encoded = [ranking.encode_pair(load_tokenizer("bytes"), str(item["ctx"]), ending) for ending in endings]
+        assert ranking.log_likelihoods(module, encoded, 2) == pytest.approx(sums, rel=1e-5)
+    assert {name: found[name] for name in right} == {name: count / 3 for name, count in right.items()}
+    assert found["items"] == 3
+    assert found["acc_stderr"] == pytest.approx(math.sqrt(found["acc"] * (1 - found["acc"]) / 2))
+    assert "acc_norm" in capsys.readouterr().out
+
+
+def test_the_two_accuracies_differ_as_they_should() -> None:
+    """A model that gives each byte the same probability: the shortest sum is the largest, and normed all are equal."""
+    items = [Item("a", ("bbbb", "c"), 1), Item("a", ("b", "cccc"), 1), Item("a", ("bbb", "cc"), 0)]
+    tokenizer = load_tokenizer("bytes")
+    found = ranking.rank(lambda ids: torch.zeros(*ids.shape, 257), tokenizer, items, 32, rows=2)
+    assert (found["acc"], found["items"]) == (1 / 3, 3)
+    assert found["acc_norm"] == pytest.approx(2 / 3), "the blank is a token, and no character of the ending"
+
+
+def test_what_does_not_fit_is_cut_at_the_front_and_halved_in_memory() -> None:
+    """As lm-eval cuts. The stand-in model predicts that a byte follows itself, and takes two rows at most."""
+    sizes: list[tuple[int, ...]] = []
+
+    def logits_of(ids: torch.Tensor) -> torch.Tensor:
+        sizes.append(tuple(ids.shape))
+        if len(ids) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.nn.functional.one_hot(ids.long(), 257) * 10.0
+
+    items = [Item("ab" * 40, ("aaa", "b"), 0)] * 3
+    found = ranking.rank(logits_of, load_tokenizer("bytes"), items, 16, rows=4)
+    assert sizes == [(4, 16), (2, 16), (2, 16), (2, 16)]
+    assert found["acc_norm"] == 1.0
+
+
+def test_pairs_are_encoded_as_lm_eval_does() -> None:
+    """Blanks at the end of a beginning are the ending's; the two are encoded together."""
+    encoded = ranking.encode_pair(load_tokenizer("bytes"), "ab  ", "c")
+    assert encoded == ([*b"ab   c"], 4)
+    assert ranking.encode_pair(load_tokenizer("bytes"), "", "c") == ([256, *b" c"], 2)
+    merged = load(str(write_ranks(Path("tokenizer.model"))))  # it has " the"
+    assert ranking.encode_pair(merged, "x", "the") == (merged.encode_ordinary("x the"), 1)
+
+
+def test_hellaswags_own_lines_are_prepared_as_lm_eval_does() -> None:
+    row = {
+        "ind": 24, "activity_label": "Roof shingle removal", "ctx_a": "A man is [header] on a roof. [title] He",
+        "ctx_b": "he", "ctx": "not this", "endings": ["is [step] up.", " pulls  off. "], "label": 1,
+    }  # fmt: skip
+    Path("h.jsonl").write_text(json.dumps(row))
+    problems: list[Any] = []
+    assert read_ranking("h.jsonl", problems) == [
+        Item("Roof shingle removal: A man is on a roof.. He He", ("is up.", "pulls off."), 1)
+    ]
+    assert problems == []
+
+
+# Refusals
+
+REFUSED = [
+    ("", "ckpt_path is missing", "ckpt_path=outputs/RUN"),
+    ("ckpt_path=gone data=stdlip", "ckpt_path=gone: does not exist", "ckpt_path=outputs/RUN"),
+    ("ckpt_path=damaged", "damaged cannot be read as a checkpoint: model.safetensors", "ckpt_path=outputs/RUN"),
+    ("RUN data=stdlip", "data=stdlip: there is no such choice", "data=stdlib"),
+    ("RUN data=text_files", "data.train_files is empty", "name text to train on too"),
+    ("RUN data=text_files data.train_files=[gone.txt]", "gone.txt", "correct the path"),
+    ("RUN data.val_sequences=0", "there is nothing to evaluate", "data.val_sequences=256"),
+    ("RUN data.val_sequences=-1", "data.val_sequences=-1: must not be negative", "choose 0 or more"),
+    ("RUN data.tokenizer=gpt2", "the model was trained on the ids of bytes", "data.tokenizer=bytes"),
+    ("RUN data.sequences=1", "there is no key data.sequences", "data.val_sequences"),
+    ("RUN model.n_layer=2", "model.n_layer=2: the model is the checkpoint's", "leave model.n_layer out"),
+    ("RUN model=gpt2", "model=gpt2: the model is the checkpoint's", "leave model out"),
+    ("RUN optim.lr=1", "optim.lr=1: this changes nothing of an evaluation", "leave optim.lr out"),
+    ("RUN optimizer=muon", "optimizer=muon: this changes nothing", "leave optimizer out"),
+    ("RUN seed=3", "seed=3: this changes nothing", "leave seed out"),
+    ("RUN precision=fp16", "precision=fp16: there is no such choice", "precision=bf16"),
+    ("RUN precision=auto", "precision=auto measures before training", "precision=fp8_hybrid"),
+    ("RUN precision=fp8_hybrid precision.fallback=error", "precision=fp8_hybrid cannot run here", "fallback=allow"),
+    ("RUN trainer=gpu", "trainer.accelerator=gpu, and torch sees no GPU here", "trainer=cpu"),
+    ("RUN trainer=ddp", "trainer=ddp: an evaluation is of one device", "trainer=gpu"),
+    ("RUN micro_batch_size=auto", "only a run looks for the largest", "micro_batch_size=8"),
+    ("RUN batch_size=4", "there is no key batch_size", "micro_batch_size=8"),
+    ("RUN rankin=x", "there is no key rankin", "ranking"),
+    ("RUN ranking=gone", "ranking=gone: does not exist", "JSON lines"),
+    ("RUN ranking=bad.jsonl", "ranking=bad.jsonl, line 3: ", '"ctx"'),
+    ("RUN ranking=items.jsonl out=items.jsonl", "out=items.jsonl: would replace the file of ranking", "out=FILE.json"),
+    ("RUN out=damaged", "out=damaged: is a folder", "out=FILE.json"),
+    ("RUN data=stdlib,text_files", "one choice of a group is evaluated", "data=CHOICE"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "cause", "remedy"), REFUSED, ids=[words for words, _, _ in REFUSED])
+def test_what_is_wrong_is_said_with_what_to_type(run: Path, capsys: Any, words: str, cause: str, remedy: str) -> None:
+    if "damaged" in words:
+        shutil.copytree(checkpoint(run, 12), "damaged")
+        Path("damaged/model.safetensors").write_bytes(b"x")
+    if "bad.jsonl" in words:
+        Path("bad.jsonl").write_text(f"{json.dumps(ITEMS[0])}\n\n" + '{"ctx": 3}\n')
+    argv = [f"ckpt_path={run}" if word == "RUN" else word for word in shlex.split(words)]
+    assert evaluate.main(argv) == 2
+    out, said = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"(?:data: .*\n)*error: .*\n  fix: .*\n", said), said
+    told, fix = said.splitlines()[-2:]
+    assert cause in told
+    assert remedy in fix
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("[]", "{", "[" * 10**5),
+        '{"ctx": "a", "endings": ["b"], "label": 0}', '{"ctx": "a", "endings": "bc", "label": 0}',
+        '{"ctx": "a", "endings": ["b", " "], "label": 0}', '{"ctx": "a", "endings": ["b", "c"], "label": 2}',
+        '{"ctx": "a", "endings": ["b", "c"], "label": true}', '{"ctx": "a", "endings": ["b", "c"], "label": "x"}',
+        '{"ctx": "a", "endings": ["b", "c"]}', '{"ctx": "\\ud800", "endings": ["b", "c"], "label": 0}',
+        '{"activity_label": "a", "ctx_a": "b", "ctx_b": "", "endings": ["[x]", "c"], "label": 0}',
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_named_by_its_number(line: str) -> None:
+    Path("bad.jsonl").write_text(f"{json.dumps(ITEMS[0])}\n{line}\n")
+    problems: list[Any] = []
+    assert len(read_ranking("bad.jsonl", problems)) == 1
+    (problem,) = problems
+    assert problem.cause.startswith("ranking=bad.jsonl, line 2: ")
+
+
+def test_everything_is_said_at_once(run: Path, capsys: Any) -> None:
+    words = ["data=stdlip", "precision=fp16", "model=gpt2", "seed=1", "out=/", "ranking=gone", "micro_batch_size=0"]
+    assert evaluate.main([f"ckpt_path={run}", *words]) == 2
+    assert capsys.readouterr().err.count("error: ") == len(words)
+
+
+def test_a_strangers_configuration_runs_no_code_and_reads_no_environment(run: Path) -> None:
+    """Plug-ins, callbacks and `${...}` that a checkpoint holds are left out, or stay text."""
+    config = trained.load(str(run), "last").config
+    odd = replace(
+        config, plugins=["os_of_a_stranger"], notes="${oc.env:HOME}", run_name="${oc.env:HOME}",
+        callbacks=replace(config.callbacks, extra=["theirs"]),
+    )  # fmt: skip
+    request = evaluation.read_words([f"ckpt_path={run}", "data=stdlib"])
+    made = evaluation.configuration(request, odd)
+    assert (made.plugins, made.callbacks.extra, made.notes) == ([], [], "${oc.env:HOME}")
+
+
+def test_ctrl_c_ends_with_its_own_code(run: Path, monkeypatch: Any) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GPT2Module, "validation_step", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        assert evaluate.main([f"ckpt_path={run}", "out=result.json"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning leaves it ignored
+    assert not Path("result.json").exists()
+
+
+def test_a_choice_is_what_a_run_has_but_for_the_tokenizer(run: Path) -> None:
+    request = evaluation.read_words([f"ckpt_path={run}", "data=fineweb", "precision=bf16", "data.val_sequences=5"])
+    made = evaluation.configuration(request, trained.load(str(run), "last").config)
+    asked = load_config("data=fineweb", "data.val_sequences=5", "data.tokenizer=bytes", "precision=bf16")
+    assert (made.data, made.precision) == (asked.data, asked.precision)
+
+
+@pytest.mark.whole
+def test_the_program_in_a_process(run: Path) -> None:
+    done = forkserver.python("-m", "gpt2_fp8.evaluate", f"ckpt_path={run}", cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    assert f"{summary(run)['last_val_loss']:.6f} nats a token" in done.stdout
+    assert "Warning" not in done.stderr
+    assert "no logger" not in done.stderr
+    asked = forkserver.python("-m", "gpt2_fp8.evaluate", "--help", cwd=Path.cwd())
+    assert all(f"\n  {key} " in asked.stdout for key in vars(EvaluateConfig()))

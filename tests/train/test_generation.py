@@ -1,0 +1,283 @@
+"""The program `generate`: transformers' texts, each prompt as alone, and all that is wrong at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from gpt2_fp8 import compose, export, generate
+from gpt2_fp8.checkpoint import files
+from gpt2_fp8.config.generate_schema import GenerateConfig
+from gpt2_fp8.config.hints import OF_GENERATE
+from gpt2_fp8.data.tokenizer import load_tokenizer
+from gpt2_fp8.model.decoder import Decoder
+from gpt2_fp8.train.generation import Generation
+from tests import forkserver
+from tests.data.tokenizers_made import write_json
+from tests.train.test_huggingface import IDS, THEIRS, built, expressed, write_checkpoint
+
+CLOSE = 1e-4  # of logits in float32
+PROMPTS = ["To be", "or not", "é"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: Any) -> dict[str, Path]:
+    """A checkpoint of each of transformers' models that have weights of our own, and the same exported."""
+    folders = {}
+    for name, config in THEIRS.items():
+        folder = tmp_path_factory.mktemp("models")
+        config().save_pretrained(folder / "shape")
+        (folder / "shape/model.safetensors").touch()
+        model = expressed(folder / "shape", name="own")
+        torch.manual_seed(4)
+        write_checkpoint(folder / "own", model, built(model).state_dict())
+        assert export.main([str(folder / "own"), str(folder / "out")]) == 0
+        folders[name] = folder
+    return folders
+
+
+@pytest.fixture(scope="module")
+def gpt2(models: dict[str, Path]) -> str:
+    return f"ckpt_path={models['GPT-2'] / 'own'}"
+
+
+def theirs(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / "out").eval()
+
+
+def written(out: Path, *words: str) -> list[dict[str, Any]]:
+    """The rows of a call of the program."""
+    assert generate.main([*words, f"out={out}"]) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@torch.no_grad()
+def test_logits_through_the_cache_are_transformers(models: dict[str, Path], name: str) -> None:
+    """At every position, of two rows, with a first pass of one token and of several."""
+    other = theirs(models[name])
+    ready = Generation(GenerateConfig(ckpt_path=str(models[name] / "own")))
+    ids = torch.randint(0, IDS, (2, 64), generator=torch.Generator().manual_seed(1))
+    there = other(ids).logits
+    assert 0.1 < there.std() < 20
+    for first in (1, 30):
+        decoder = Decoder(ready.model, 2, 64)
+        found = [decoder.begin(ids[:, :first].tolist())]
+        found += [decoder.step(ids[:, place].tolist()) for place in range(first, 64)]
+        here = torch.stack(found, dim=1)[..., :IDS]
+        assert float((here - there[:, first - 1 :]).abs().max()) < CLOSE
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_greedy_texts_are_transformers(models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    rows = written(
+        tmp_path / "out.jsonl", f"ckpt_path={models[name] / 'own'}", "temperature=0", "tokens=40", "stop=false",
+        *(f"prompt={prompt}" for prompt in PROMPTS),
+    )  # fmt: skip
+    tokenizer, other, compared = load_tokenizer("bytes"), theirs(models[name]), 0
+    for row, prompt in zip(rows, PROMPTS, strict=True):
+        ids = torch.tensor([tokenizer.encode_ordinary(prompt)])
+        said = other.generate(ids, max_new_tokens=40, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        best = torch.stack(said.logits)[:, 0].topk(2).values
+        alike = int((best[:, 0] - best[:, 1] > 2 * CLOSE).long().cumprod(0).sum())  # until two are as likely
+        text = tokenizer.decode(said.sequences[0, ids.shape[1] :][:alike].tolist())
+        assert (row["prompt"], row["tokens"], row["ended"]) == (prompt, 40, "tokens")
+        assert row["text"].startswith(text.rstrip("\ufffd"))
+        compared += alike
+    assert compared > 60
+
+
+def test_each_text_is_as_alone(gpt2: str, tmp_path: Path) -> None:
+    """Whatever stands beside it, however many are computed together, and from a file too."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n\n".join(PROMPTS) + "\n")
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in PROMPTS))
+    words = [gpt2, "tokens=20", "samples=3", "top_p=0.9", "temperature=0.8", "top_k=100"]
+    rows = written(tmp_path / "a", *words, f"prompts={file}")
+    assert [(row["prompt"], row["sample"]) for row in rows] == [(text, n) for text in PROMPTS for n in range(3)]
+    assert len({row["text"] for row in rows}) == 9
+    assert rows == written(tmp_path / "b", *words, f"prompts={tmp_path / 'prompts.jsonl'}", "batch_size=2")
+    alone = [row for text in PROMPTS for row in written(tmp_path / "c", *words, f"prompt={text}", "batch_size=1")]
+    assert rows == alone
+    other = written(tmp_path / "d", *words, f"prompts={file}", "seed=5")
+    assert not {row["text"] for row in rows} & {row["text"] for row in other}
+
+
+def test_a_single_text_appears_as_it_is_drawn(gpt2: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    pieces: list[str] = []
+    monkeypatch.setattr(generate, "_printer", lambda: pieces.append)
+    (row,) = written(tmp_path / "out", gpt2, "prompt=To be", "tokens=30", "temperature=3", "top_k=null")
+    assert "".join(pieces) == f"To be{row['text']}\n"
+    assert len(pieces) > 8
+    assert "1 text, 30 tokens in " in capsys.readouterr().err
+
+
+def test_a_text_ends_with_its_document(gpt2: str, tmp_path: Path) -> None:
+    """Of 400 texts that are drawn almost evenly from 257 ids, some end."""
+    words = [gpt2, "tokens=20", "samples=400", "temperature=50", "top_k=null", "batch_size=400"]
+    rows = written(tmp_path / "out", *words)
+    ended = [row for row in rows if row["ended"] == "end of text"]
+    assert 5 < len(ended) < 200
+    assert all(row["tokens"] < 20 for row in ended)
+    assert all(row["tokens"] == 20 for row in rows if row not in ended)
+    on = written(tmp_path / "on", *words, "stop=false")
+    assert {row["tokens"] for row in on} == {20}
+    assert any("<|endoftext|>" in row["text"] for row in on)
+
+
+def test_a_text_without_a_prompt_begins_as_a_document(gpt2: str, tmp_path: Path) -> None:
+    (row,) = written(tmp_path / "out", gpt2, "tokens=5")
+    assert row["prompt"] == ""
+    ready = Generation(GenerateConfig(ckpt_path=gpt2.partition("=")[2]))
+    assert ready._ids == [[256]]
+
+
+def test_a_text_has_as_many_tokens_as_its_own_beginning_leaves_room_for(gpt2: str, tmp_path: Path) -> None:
+    rows = written(tmp_path / "out", gpt2, f"prompt={'x' * 60}", "prompt=y", "stop=false")
+    assert [row["tokens"] for row in rows] == [5, 64]
+    assert rows[1:] == written(tmp_path / "alone", gpt2, "prompt=y", "stop=false")
+
+
+def test_past_the_context(gpt2: str, tmp_path: Path, capsys: Any) -> None:
+    """The model has 64 positions. What a refusal says to type is accepted."""
+    prompt = "x" * 60
+    assert generate.main([gpt2, f"prompt={prompt}", "tokens=10"]) == 2
+    told = capsys.readouterr().err
+    assert "tokens=10: the prompt" in told
+    (most,) = re.findall(r"tokens=(\d+) or less", told)
+    assert [row["tokens"] for row in written(tmp_path / "a", gpt2, f"prompt={prompt}", f"tokens={most}")] == [5]
+    assert [row["tokens"] for row in written(tmp_path / "b", gpt2, f"prompt={prompt}")] == [5], "as many as fit"
+    assert generate.main([gpt2, f"prompt={'x' * 70}"]) == 2
+    assert "has 70 tokens, and the model has 64 positions" in capsys.readouterr().err
+    (row,) = written(tmp_path / "c", gpt2, f"prompt={'x' * 70}", "tokens=150", "slide=true", "stop=false")
+    assert row["tokens"] == 150
+
+
+REFUSED = [
+    ("", "ckpt_path is missing: it names the model", "ckpt_path=outputs/RUN"),
+    ("ckpt_path=gone", "ckpt_path=gone: does not exist", "ckpt_path=outputs/RUN"),
+    ("ckpt_path=a_file", "ckpt_path=a_file: is a file", "ckpt_path=outputs/RUN"),
+    ("ckpt_path=empty", "it has neither checkpoints", "ckpt_path=outputs/RUN"),
+    ("ckpt_path=fresh", "fresh has no checkpoint yet", "name a run that has saved one"),
+    ("ckpt_path=fresh checkpoint=best", "fresh/checkpoints has no best checkpoint", "checkpoint=last"),
+    ("ckpt_path=damaged", "damaged cannot be read as a checkpoint", "name another one: ckpt_path=outputs/RUN"),
+    ("MODEL checkpoint=best", "checkpoint=best chooses among a run's checkpoints", "leave checkpoint out"),
+    ("MODEL checkpoint=newest", "checkpoint=newest: must be last or best", "checkpoint=best"),
+    ("MODEL prompt=", "prompt is empty", "leave it out"),
+    ("MODEL prompt=a prompts=lines", "two places for the beginnings", "leave one of them out"),
+    ("MODEL prompts=gone", "prompts=gone: does not exist", "a prompt on each line"),
+    ("MODEL prompts=nothing", "prompts=nothing holds no prompt", "a prompt on each line"),
+    ("MODEL prompts=bad.jsonl", "prompts=bad.jsonl, line 2: ", '{"prompt": TEXT}'),
+    ("MODEL tokens=0", "tokens=0: must be at least 1", "choose 1 or more"),
+    ("MODEL tokens=70", "has 1 of the model's 64 positions", "tokens=64 or less"),
+    ("MODEL temperature=-0.1", "temperature=-0.1: must not be negative", "choose 0 or more"),
+    ("MODEL temperature=nan", "temperature=nan: not a finite number", "temperature=NUMBER"),
+    ("MODEL temperature=0 samples=2", "the likeliest text is always the same", "samples=1"),
+    ("MODEL temperature=0 top_p=0.5", "nothing is drawn", "leave top_p out"),
+    ("MODEL top_k=0", "top_k=0: must be at least 1", "top_k=null draws from all"),
+    ("MODEL top_p=1.5", "top_p=1.5: must be above 0 and at most 1", "0.9"),
+    ("MODEL seed=-1", "seed=-1: must be from 0", "1337"),
+    ("MODEL samples=1,2", "samples=1,2 is several values", "give one: samples=1"),
+    ("MODEL ~samples", "~samples: a key of this program has a value", "leave it out"),
+    ("MODEL max_new_tokens=5", "there is no key max_new_tokens", "here it is tokens=200"),
+    ("MODEL tempratur=1", "there is no key tempratur", "did you mean temperature?"),
+    ("MODEL --temperature 1", "--temperature is not a flag", "keys have no dashes: temperature=1"),
+    ("MODEL -m", "-m is a flag of python -m gpt2_fp8.run alone", "leave it out"),
+    ("MODEL out=lines prompts=lines", "out=lines: would replace the file of prompts", "name another file"),
+    ("MODEL out=empty", "out=empty: is a folder", "name a file"),
+    ("MODEL out=a_file/x", "a_file is a file", "choose a file in a folder that can be written"),
+    ("MODEL tokenizer=gone", "tokenizer=gone: neither gpt2 nor bytes", "tokenizer=gpt2"),
+    ("MODEL tokenizer=gpt2", "tokenizer=gpt2 has 50,257 ids, and the model 257", "the one that it was trained with"),
+    ("MODEL precision=fp8_hybrid", "precision=fp8_hybrid: must be auto, fp32 or bf16", "precision="),
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: Any) -> Path:
+    """A folder with what the refusals are about."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("empty", "fresh/checkpoints", "damaged"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "a_file").touch()
+    (tmp_path / "damaged/manifest.json").write_text("{}")
+    (tmp_path / "lines").write_text("one\ntwo\n")
+    (tmp_path / "nothing").write_text("\n \n")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"text": "y"}\n')
+    write_json(tmp_path / "words", ["?", "a"], ["</s>"], "</s>")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("words", "cause", "remedy"), REFUSED, ids=[words for words, _, _ in REFUSED])
+def test_what_is_wrong_is_said_with_what_to_type(
+    here: Path, gpt2: str, capsys: Any, words: str, cause: str, remedy: str
+) -> None:
+    argv = [gpt2 if word == "MODEL" else word for word in shlex.split(words)]
+    assert generate.main(argv) == 2
+    out, said = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"error: .*\n  fix: .*\n", said), said
+    told, fix = said.splitlines()
+    assert cause in told
+    assert remedy in fix
+
+
+def test_everything_is_said_at_once(here: Path, capsys: Any) -> None:
+    assert (
+        generate.main(["ckpt_path=gone", "prompt=", "tokens=0", "top_p=2", "n=1", "out=empty", "tokenizer=gone"]) == 2
+    )
+    assert capsys.readouterr().err.count("error: ") == 7
+
+
+@pytest.mark.parametrize("name", OF_GENERATE)
+def test_the_names_of_other_programs_are_answered_with_a_key(name: str) -> None:
+    assert name not in vars(GenerateConfig())
+    assert OF_GENERATE[name].partition("=")[0].split()[-1] in vars(GenerateConfig())
+
+
+def test_a_tokenizer_that_is_gone_is_named_and_found_elsewhere(tmp_path: Path, models: Any, capsys: Any) -> None:
+    """The checkpoint of a run on a file of characters, moved away later."""
+    own = tmp_path / "t"
+    write_json(own, [chr(i) for i in range(33, 256)], ["</s>"], "</s>")
+    model = replace(expressed(models["GPT-2"] / "shape"), vocab_size=IDS)
+    (base,) = compose.preflight(["run_name=r"])
+    plain = asdict(replace(base, data=replace(base.data, tokenizer=str(own)))) | {"model": asdict(model)}
+    weights = built(model).state_dict()
+    files.write(tmp_path / "own", {"state_dict": weights, "hyper_parameters": plain, "global_step": 0})
+    words = [f"ckpt_path={tmp_path / 'own'}", "prompt=abc", "tokens=4", "temperature=0"]
+    before = written(tmp_path / "a", *words)
+    own.rename(tmp_path / "moved")
+    assert generate.main(words) == 2
+    assert f"tokenizer={own}: neither gpt2 nor bytes" in capsys.readouterr().err
+    assert before == written(tmp_path / "b", *words, f"tokenizer={tmp_path / 'moved'}")
+
+
+@pytest.mark.whole
+def test_the_program_in_a_process(gpt2: str) -> None:
+    words = [gpt2, "prompt=To be, or [not]: to=be", "tokens=12", "temperature=0"]
+    done = forkserver.python("-m", "gpt2_fp8.generate", *words, cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("To be, or [not]: to=be")
+    assert done.stderr.startswith(gpt2.partition("=")[2])
+    asked = forkserver.python("-m", "gpt2_fp8.generate", "--help", cwd=Path.cwd())
+    assert all(f"\n  {key} " in asked.stdout for key in vars(GenerateConfig()))
+
+
+@pytest.mark.whole
+def test_a_reader_that_ends_ends_the_program(gpt2: str) -> None:
+    """As `| head -1` does."""
+    words = [gpt2, "samples=2000", "tokens=20", "batch_size=10"]
+    with subprocess.Popen([sys.executable, "-m", "gpt2_fp8.generate", *words], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(60) == 141
