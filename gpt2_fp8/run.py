@@ -9,6 +9,7 @@ lost, 130 stopped by SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -19,13 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
+from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import launched, output, process_end, signals, slurm
+from gpt2_fp8.runtime import launched, output, process_end, programs, signals, slurm
 from gpt2_fp8.train import loading
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
 
+log = logging.getLogger(__name__)
 RANK_ZERO_SECONDS = 15.0  # seconds that another rank's process waits for rank 0 to end
 AFTER_SIGNAL_SECONDS = 2.0  # the same after a signal, which rank 0 may not have got
 _AFTER_RANK_ZERO = 10.0  # and in which it is to end when rank 0 is gone
@@ -50,7 +53,10 @@ def job(cfg: DictConfig) -> float | None:
         here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed; `hydra.job.chdir` leaves it
         config = compose.to_run_config(cfg, here if HydraConfig.get().job.chdir else None)
         words = [str(word) for word in HydraConfig.get().overrides.task]
-        return loading.training(config, folder, here, words)(config, folder, words)
+        if "torch" not in sys.modules and launched.is_first_rank():
+            log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
+        typed = Typed(tuple(sys.argv[1:]), here) if HydraConfig.get().mode == RunMode.RUN else None
+        return loading.training(config, folder, here, words)(config, folder, words, typed)
     except RunError as error:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
             raise _Ended(error) from error

@@ -33,7 +33,7 @@ HOUSE = {
         "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
         "torch lightning",
     ),
-    "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning"),
+    "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning rich"),
     # the benchmark, and what `precision=auto` decides by
     "measure": Row(
         "engine backends model precision data checkpoint layers kernels runtime compat config",
@@ -76,6 +76,7 @@ ONLY_IN = {
     "cuda": ["kernels.nvrtc"],
     "matplotlib": ["measure.plot", "measure.sweep_plot"],
     "yaml": ["compose", "measure.sweep_jobs"],
+    "rich": ["callbacks.progress"],
     "hydra": ["run", "compose", "compat.hydra_private"],
 }
 
@@ -95,6 +96,7 @@ BEFORE_TORCH = [
         "runtime.output",
         "runtime.standard_streams",
         "runtime.file_program",
+        "runtime.terminal",
     ),
 ]
 

@@ -57,6 +57,11 @@ def last_step(config: RunConfig, tokens_a_pass: int | None = None) -> int:
     return min(limits(config, tokens_a_pass).values())
 
 
+def steps_to_run(config: RunConfig) -> int:
+    """Return how many steps a run whose epochs are counted goes through: `last_step`, or one with `fast_dev_run`."""
+    return 1 if config.trainer.fast_dev_run else last_step(config)
+
+
 def in_steps(config: RunConfig, tokens_a_pass: int | None) -> RunConfig:
     """Return the configuration with what its limits come to as its `max_steps`."""
     return replace(config, trainer=replace(config.trainer, max_steps=last_step(config, tokens_a_pass)))
