@@ -24,6 +24,7 @@ class Row(NamedTuple):
 
 HOUSE = {
     # programs: each a file, none knows another
+    "__main__": Row("config runtime"),
     "run": Row("compose config train measure runtime", "hydra omegaconf"),
     "bench": Row("compose config measure runtime"),
     "export": Row("config train runtime"),
@@ -88,7 +89,18 @@ INSIDE_FUNCTIONS = {
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
-    *("config", "compose", "run", "bench", "export", "table", "train.loading", "train.summary", "compat.hydra_private"),
+    *(
+        "config",
+        "compose",
+        "__main__",
+        "run",
+        "bench",
+        "export",
+        "table",
+        "train.loading",
+        "train.summary",
+        "compat.hydra_private",
+    ),
     *(
         "runtime.memory_limits",
         "runtime.signals",

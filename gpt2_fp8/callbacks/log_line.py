@@ -81,7 +81,7 @@ class LogLine(pl.Callback):
         if (steps := self.total - trainer.global_step) <= 0:
             return
         log.info(
-            "%s steps of %s tokens at %s tokens/s: about %s", f"{steps:,}", f"{self._tokens:,}", f"{rate:,.0f}",
+            "%s more steps of %s tokens at %s tokens/s: about %s", f"{steps:,}", f"{self._tokens:,}", f"{rate:,.0f}",
             duration(left),
         )  # fmt: skip
         on_cpu = trainer.strategy.root_device.type == "cpu"

@@ -24,6 +24,11 @@ _TINY = (
 )  # not an experiment's
 
 
+def keys(words: Iterable[str]) -> set[str]:
+    """Return the keys and groups that the words of a command line set."""
+    return {_key(word) for word in words}
+
+
 class Typed(NamedTuple):
     """A command line of one run, without the program's name, and the folder where it was typed."""
 

@@ -35,6 +35,11 @@ def table(folder: Path = _FOLDER) -> list[Program]:
     return [Program(name, _about(folder / f"{name}.py")) for name in names(folder)]
 
 
+def asks_version(argv: list[str]) -> bool:
+    """Return whether a command line asks for the version."""
+    return "--version" in argv[: argv.index("--") if "--" in argv else None]
+
+
 def _about(path: Path) -> str:
     lines = (ast.get_docstring(ast.parse(path.read_bytes())) or "").splitlines()
     return lines[0] if lines else ""

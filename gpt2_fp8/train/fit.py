@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.compat.lightning_logging import detach_logging
 from gpt2_fp8.compat.lightning_process import rank
+from gpt2_fp8.config import own_words
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.run_length import last_step
@@ -53,7 +54,7 @@ def run(config: RunConfig, folder: Path, words: Sequence[str] = (), typed: Typed
 
 def _run(config: RunConfig, folder: Path, words: Sequence[str], line: Typed | None) -> float | None:
     context, error = RunContext(config, folder, words, line), None
-    typed = any(word.lstrip("+").startswith("micro_batch_size=") for word in words)
+    typed = own_words.keys(words)
     try:
         with GracefulStop(lambda trainer: _stop_here(trainer, context.checkpointing)) as stop:
             parts = _train(_prepare(config, folder, context, typed), folder, context, stop)
@@ -78,15 +79,15 @@ class _Start(NamedTuple):
     limit: str  # the key of the limit that gives the last step
 
 
-def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: bool) -> _Start:
+def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: Container[str]) -> _Start:
     """Find what the settings mean on this machine. Everything that can be refused before the build is refused here."""
     device = devices.device(config)
     world_size = devices.devices(config, device) * config.trainer.num_nodes
     check_batch(config, world_size)
-    config, limit, epoch_ends = resolve_length(config, rank())
+    config, limit, epoch_ends = resolve_length(config, rank(), typed)
     context.checkpointing.intervals.kept.add(epoch_ends)
     checkpoint = setup.checkpoint(config, folder)
-    config, asked = setup.resolve_micro_batch(config, world_size, device, typed, checkpoint)
+    config, asked = setup.resolve_micro_batch(config, world_size, device, "micro_batch_size" in typed, checkpoint)
     if rank() == 0:
         setup.check_room(config, context.checkpointing.folder, len(epoch_ends))
     config, choice = auto_precision.decide(config, device, world_size, checkpoint, rank())
