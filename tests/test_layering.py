@@ -109,6 +109,7 @@ BEFORE_TORCH = [
         "runtime.standard_streams",
         "runtime.file_program",
         "runtime.terminal",
+        "runtime.programs",
     ),
 ]
 

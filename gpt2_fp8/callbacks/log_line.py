@@ -102,11 +102,11 @@ class LogLine(pl.Callback):
 
 
 def interval(step: int, total: int, metrics: Mapping[str, float], left: float | None) -> str:
-    """Return the line of an interval, aligned, of at most 110 characters.
+    """Return the line of an interval, aligned, of at most 110 characters in a run of less than 100,000 steps.
 
     `metrics`: those of `Throughput`, without a speed at the first step. `left`: seconds, or None.
     """
-    parts = [f"{_step(step, total)}  loss {metrics['train_loss']:7.4f}  lr {metrics['lr']:.1e}"]
+    parts = [f"{_step(step, total)}  loss {metrics['train_loss']:6.4f}  lr {metrics['lr']:.1e}"]
     if "tokens_per_second" in metrics:
         parts.append(f"{metrics['tokens_per_second']:>9,.0f} tok/s  {_milliseconds(metrics['step_time'])}")
         parts.append(f"{metrics.get('memory_gb', _host_gib()):5.1f} GiB  wait {100 * metrics['data_wait']:2.0f} %")
@@ -126,7 +126,9 @@ def _step(step: int, total: int) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:5,.0f} ms" if seconds < 10 else f"{seconds:6,.1f} s"
+    if seconds < 1:
+        return f"{1000 * seconds:4.0f} ms"
+    return f"{seconds:5.2f} s" if seconds < 99 else f"{seconds:5.0f} s"
 
 
 def _host_gib() -> float:

@@ -169,7 +169,7 @@ CHOICES = {
     "trainer": {"cuda": "gpu", "default": "auto", "ddp_spawn": "ddp"},
     "data": {
         "shakespeare": "tinyshakespeare", "tiny_shakespeare": "tinyshakespeare", "fineweb_edu": "fineweb",
-        "fineweb-edu": "fineweb", "files": "text_files", "text": "text_files", "bin": "token_files",
+        "fineweb-edu": "fineweb",
     },
 }  # fmt: skip
 REFUSED = {("precision", "fp8_e5m2")}  # choices that exist to say why they are refused, and are never advised

@@ -69,7 +69,7 @@ def shorter(typed: Typed, config: RunConfig, rate: float) -> str:
         size = largest_divisor(sequences // ranks, config.micro_batch) if sequences else 0
         words = (f"global_batch_size={sequences}", f"micro_batch_size={size}") if sequences else _TINY
         left_out += () if sequences else _LARGE_MODEL
-    if config.optim.schedule == "warmup_stable_decay" and typed.has("optim.schedule"):
+    if config.optim.schedule == "warmup_stable_decay" and typed.has("optim.schedule") and "optim" not in left_out:
         words = (*words, f"optim.decay_steps={TRY_STEPS // 5}")
     return typed.but(left_out, (*words, f"trainer.max_steps={TRY_STEPS}"))
 

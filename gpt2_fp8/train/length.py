@@ -36,8 +36,8 @@ def resolve_length(config: RunConfig, rank: int, typed: Container[str] = ()) -> 
     """Turn the limits of a run into its number of steps. For `max_epochs` the text's tokens are counted.
 
     A warm-up that is not among the keys `typed` is fitted to that number, and the log says so. Rank 0 counts for the
-    processes that Lightning starts. Under another launcher each rank counts, and finds the same number. Raises UserError
-    if what was typed does not fit, and what reading the text raises.
+    processes that Lightning starts. Under another launcher each rank counts, and finds the same number. Raises
+    UserError if what was typed does not fit, and what reading the text raises.
     """
     if config.trainer.max_epochs is None or config.trainer.fast_dev_run:
         if not run_length.limits(config):  # a single step comes to no epoch
