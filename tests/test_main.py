@@ -15,8 +15,14 @@ NAMES = programs.names()
 
 
 def command(*arguments, cwd, module="gpt2_fp8", **environment):
-    return subprocess.run([sys.executable, "-m", module, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120,
-                          env=os.environ | environment)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | environment,
+    )
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",)])
@@ -31,12 +37,15 @@ def test_the_programs_are_listed(arguments, capsys):
 
 
 def test_a_new_program_needs_no_second_place(tmp_path):
-    (tmp_path / "doctor.py").write_text('"""The doctor: says what is missing.\n\nMore.\n"""\nraise SystemExit("never run")\n')
+    (tmp_path / "doctor.py").write_text(
+        '"""The doctor: says what is missing.\n\nMore.\n"""\nraise SystemExit("never run")\n'
+    )
     (tmp_path / "run.py").write_text("")
     (tmp_path / "__init__.py").write_text("")
     assert [tuple(program) for program in programs.table(tmp_path)] == [
-        ("run", ""), ("doctor", "The doctor: says what is missing."),
-    ]  # fmt: skip
+        ("run", ""),
+        ("doctor", "The doctor: says what is missing."),
+    ]
 
 
 def test_a_program_that_there_is_not(capsys):
@@ -82,12 +91,14 @@ def test_the_list_imports_nothing_large(tmp_path):
 
 COMPLETED = [
     ("gpt2-fp8 ben", {"bench"}),
-    ("gpt2-fp8 model=gpt2_", {"model=gpt2_large", "model=gpt2_medium", "model=gpt2_optimized", "model=gpt2_wide",
-                              "model=gpt2_xl"}),
+    (
+        "gpt2-fp8 model=gpt2_",
+        {"model=gpt2_large", "model=gpt2_medium", "model=gpt2_optimized", "model=gpt2_wide", "model=gpt2_xl"},
+    ),
     ("gpt2-fp8 run recipe=del", {"recipe=delayed"}),
     ("gpt2-fp8 run model=gpt2 trainer.max_s", {"trainer.max_steps="}),
     ("gpt2-fp8 export ", set()),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("line", "found"), COMPLETED, ids=[line for line, _ in COMPLETED])
@@ -105,7 +116,13 @@ def test_completion_in_bash(line, found, tmp_path):
         _gpt2_fp8 && true
         complete -p gpt2-fp8 > /dev/null && printf '%s\\n' "${{COMPREPLY[@]}}"
     """
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-                          env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"})  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"},
+    )
     assert set(done.stdout.split()) == found, done.stderr
     assert done.stderr == ""

@@ -12,13 +12,16 @@ import pytest
 from tests.runs import SMALL, forked, summary
 from tests.terminals import Terminal
 
+WIDE = 700  # columns: no line is wrapped
 RUN = ["-m", "gpt2_fp8.run"]
-WORDS = [word for word in SMALL if "progress_bar" not in word and "log_every" not in word]
+CHANGED = ("progress_bar", "log_every", "checkpoint_every")
+WORDS = [word for word in SMALL if not any(key in word for key in CHANGED)] + ["callbacks.checkpoint_every_n_steps=0"]
 STAMP = re.compile(r"\[\d\d:\d\d:\d\d\] ")
 BAR = re.compile(r"^([━╸╺]+ )?[\d,]+/[\d,]+  ")
 # How a line of ours begins, after the time.
 OURS = re.compile(
-    r"(gpt2_fp8 |warm-up |model |device |precision |layers |optimizer |data |data: |steps |folder |step +[\d,]+/|sample at step "
+    r"(gpt2_fp8 |warm-up |model |device |precision |layers |optimizer |data |data: |steps |folder "
+    r"|step +[\d,]+/|sample at step "
     r"|completed |summary: |curves: |next: |[\d,]+ more steps of )"
 )
 
@@ -32,8 +35,14 @@ def first(tmp_path_factory):
     """The first command, shorter, into a pipe; its whole output."""
     folder = tmp_path_factory.mktemp("first")
     words = ["trainer.max_steps=12", "trainer.val_check_interval=5", "data.val_sequences=4", "run_name=first"]
-    done = subprocess.run([sys.executable, *RUN, *words], cwd=folder, capture_output=True, text=True, timeout=240,
-                          env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *RUN, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.returncode == 0, done.stderr
     return folder, done
 
@@ -80,8 +89,13 @@ def test_the_next_command_goes_on(first):
     assert again.returncode == 0, again.stderr
     assert re.search(r"completed 24 steps, 12 of them in ", again.stdout)
     (command,) = re.findall(r"next: python -m (gpt2_fp8.export) outputs/first exported", again.stdout)
-    export = subprocess.run([sys.executable, "-m", command, "outputs/first", "exported"], cwd=folder, timeout=120,
-                            capture_output=True, text=True)  # fmt: skip
+    export = subprocess.run(
+        [sys.executable, "-m", command, "outputs/first", "exported"],
+        cwd=folder,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
     assert export.returncode == 0, export.stderr
 
 
@@ -89,8 +103,14 @@ def test_the_first_line_comes_before_torch(tmp_path):
     """A torch that ends the process when it is imported is not reached before the line is out."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("import os\nos._exit(77)\n")
-    done = subprocess.run([sys.executable, *RUN, "run_name=x"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-                          env=os.environ | {"PYTHONPATH": str(tmp_path)})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *RUN, "run_name=x"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
     assert done.returncode == 77
     assert re.fullmatch(STAMP.pattern + r"gpt2_fp8 \S+: loading torch, some seconds\n", done.stdout)
 
@@ -103,7 +123,7 @@ def bars(terminal):
 
 
 def test_a_terminal_has_one_bar_and_whole_lines_above_it(tmp_path):
-    terminal = Terminal(*RUN, *WORDS, "run_name=x", "trainer.log_every_n_steps=2", cwd=tmp_path, columns=200)
+    terminal = Terminal(*RUN, *WORDS, "run_name=x", "trainer.log_every_n_steps=2", cwd=tmp_path, columns=WIDE)
     terminal.read_until(lambda t: len(bars(t)) == 1 and "val_loss" in "".join(t.text))
     assert terminal.end() == 0
     (bar,) = bars(terminal)
@@ -127,7 +147,7 @@ def test_without_a_bar_the_lines_are_on_the_terminal(tmp_path):
 
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=str)
 def test_a_terminal_that_is_to_have_plain_text(environment, tmp_path):
-    terminal = Terminal(*RUN, *WORDS, "run_name=x", cwd=tmp_path, columns=200, environment=environment)
+    terminal = Terminal(*RUN, *WORDS, "run_name=x", cwd=tmp_path, columns=WIDE, environment=environment)
     assert terminal.end() == 0
     assert b"\x1b" not in terminal.written
     assert rest_is_ours(terminal.text) == []
@@ -154,7 +174,7 @@ def test_a_terminal_of_another_width(tmp_path):
 
 
 def test_ctrl_c_leaves_the_message_below_and_the_terminal_sane(tmp_path):
-    terminal = Terminal(*RUN, *LONG, cwd=tmp_path, columns=150)
+    terminal = Terminal(*RUN, *LONG, cwd=tmp_path, columns=WIDE)
     terminal.read_until(lambda t: len(bars(t)) == 1 and "loss" in bars(t)[0])
     terminal.press(b"\x03")
     assert terminal.end() == 130
@@ -182,7 +202,7 @@ def test_a_killed_run_leaves_the_cursor(tmp_path):
 def test_two_ranks_have_one_bar_and_one_log(tmp_path):
     ranks = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "micro_batch_size=2", "run_name=x"]
     words = [word for word in WORDS if word != "trainer=cpu"]
-    terminal = Terminal(*RUN, *words, *ranks, cwd=tmp_path, columns=200)
+    terminal = Terminal(*RUN, *words, *ranks, cwd=tmp_path, columns=WIDE)
     assert terminal.end() == 0
     assert len(bars(terminal)) == 1
     others = rest_is_ours([row for row in terminal.text if not BAR.match(row)])

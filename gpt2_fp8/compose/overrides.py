@@ -176,7 +176,12 @@ def _choice_problems(group: str, value: Any, catalog: Catalog) -> list[Problem]:
             Problem(f"{group}={show(value)}: leads out of the group's folder", f"{group}=NAME, or {group}=FOLDER/NAME")
         ]
     options = catalog.get_group_options(group)
-    if value is None or isinstance(value, int | float) or value in ("", ".", "..") or str(value).endswith((".yaml", ".yml")):
+    if (
+        value is None
+        or isinstance(value, int | float)
+        or value in ("", ".", "..")
+        or str(value).endswith((".yaml", ".yml"))
+    ):
         return [Problem(*hints.unknown_choice(group, show(value), options))]
     return []
 

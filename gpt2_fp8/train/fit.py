@@ -102,8 +102,9 @@ def _train(start: _Start, folder: Path, context: RunContext, stop: GracefulStop)
     ends = [context.watchdog, context.checkpointing, stop]
     log_line = context.log_line(config, setup.step_of(checkpoint) or 0)
     while True:
-        built = build(config, plan, folder, checkpoint, context.time_limit, context.divergence, log_line, ends)
-        parts = context.built(built)
+        parts = context.built(
+            build(config, plan, folder, checkpoint, context.time_limit, context.divergence, log_line, ends)
+        )
         parts.module.asked_micro_batch_size = asked
         setup.announce(config, plan, parts.module.vocab_size, world_size, folder, checkpoint)
         back = _fit(parts, checkpoint)

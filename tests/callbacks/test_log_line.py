@@ -12,12 +12,20 @@ from gpt2_fp8.callbacks.log_line import LogLine, interval, validation
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.engine.pace import Pace
 
-METRICS = {"train_loss": 3.45214, "lr": 5.94e-4, "tokens_per_second": 845_012.4, "step_time": 0.0772,
-           "data_wait": 0.004, "memory_gb": 18.62}  # fmt: skip
+METRICS = {
+    "train_loss": 3.45214,
+    "lr": 5.94e-4,
+    "tokens_per_second": 845_012.4,
+    "step_time": 0.0772,
+    "data_wait": 0.004,
+    "memory_gb": 18.62,
+}
 
 
 def test_an_interval():
-    line = "step  1,200/19,073  loss 3.4521  lr 5.9e-04    845,012 tok/s    77 ms   18.6 GiB  wait  0 %  left 2 h 31 min"
+    line = (
+        "step  1,200/19,073  loss 3.4521  lr 5.9e-04    845,012 tok/s    77 ms   18.6 GiB  wait  0 %  left 2 h 31 min"
+    )
     assert interval(1200, 19073, METRICS, 9060.0) == line
 
 
@@ -109,8 +117,9 @@ def test_on_a_slow_cpu_two_micro_batches_tell_it_and_a_shorter_command(caplog):
     assert run.said == []
     run.backward(16.0)
     assert run.said == [
-        "19,073 more steps of 524,288 tokens at 512 tokens/s: about 226 d 1 h", "for a try of some minutes: 512",
-    ]  # fmt: skip
+        "19,073 more steps of 524,288 tokens at 512 tokens/s: about 226 d 1 h",
+        "for a try of some minutes: 512",
+    ]
     run.backward(16.0)
     run.step(900.0)
     assert len(run.said) == 2

@@ -51,17 +51,28 @@ TYPED = [
     ("data=./corpus.txt", "data.train_files='[./corpus.txt]'", "data=text_files 'data.train_files=[./corpus.txt]'"),
     ("data=corpus.txt", "data.train_files='[corpus.txt]'", "data=text_files data.train_files=[corpus.txt]"),
     ("data=shakespeare", "data=tinyshakespeare", "data=tinyshakespeare"),
-    ("data.train_files=corpus.txt", "data=text_files data.train_files='[FILE]'",
-     "data=text_files data.train_files=[corpus.txt]"),
+    (
+        "data.train_files=corpus.txt",
+        "data=text_files data.train_files='[FILE]'",
+        "data=text_files data.train_files=[corpus.txt]",
+    ),
     ("optim.name=muon", "optimizer=adamw, adamw_bf16, adamw8bit or muon", "optimizer=muon"),
     ("callbacks.sample_prompt=Hello,world", "as one text 'callbacks", "'callbacks.sample_prompt=\"Hello,world\"'"),
     ("paths.output_dir=/x", "hydra.run.dir=FOLDER", "hydra.run.dir=x"),
     ("trainer.num_sanity_val_steps=0", "leave it out", ""),
     ("ckpt_path=lats", "ckpt_path=last", "ckpt_path=last run_name=x"),
     ("hydra.job.env_set.FOO=bar", "+hydra.job.env_set.FOO=bar", "+hydra.job.env_set.FOO=bar"),
-    ("trainer.max_steps=5 optim.warmup_steps=10", "add optim.warmup_steps=0", "trainer.max_steps=5 optim.warmup_steps=0"),
-    ("trainer.max_steps=5 optim.warmup_steps=10", "trainer.max_steps=10 or more", "trainer.max_steps=10 optim.warmup_steps=10"),
-]  # fmt: skip
+    (
+        "trainer.max_steps=5 optim.warmup_steps=10",
+        "add optim.warmup_steps=0",
+        "trainer.max_steps=5 optim.warmup_steps=0",
+    ),
+    (
+        "trainer.max_steps=5 optim.warmup_steps=10",
+        "trainer.max_steps=10 or more",
+        "trainer.max_steps=10 optim.warmup_steps=10",
+    ),
+]
 
 
 @pytest.mark.parametrize(("line", "advice", "then"), TYPED, ids=[line for line, _, _ in TYPED])
@@ -95,11 +106,18 @@ def test_every_choice_from_elsewhere_is_one_of_ours(group):
 
 
 # What a value of an advice needs beside it.
-BESIDE = {"data.val_files": ["data=text_files", "data.train_files=[corpus.txt]"],
-          "optimizer.matrix_lr": ["optimizer=muon"], "optimizer.momentum": ["optimizer=muon"],
-          "ckpt_path": ["run_name=x"], "data": ["data.train_files=[corpus.txt]", "data.val_sequences=0"],
-          "data.train_files": ["data=text_files"], "recipe.amax_compute_algo": ["recipe=delayed"],
-          "model.norm": ["model.bias=false"], "model.n_positions": [], "model.mlp": ["model.bias=false"]}  # fmt: skip
+BESIDE = {
+    "data.val_files": ["data=text_files", "data.train_files=[corpus.txt]"],
+    "optimizer.matrix_lr": ["optimizer=muon"],
+    "optimizer.momentum": ["optimizer=muon"],
+    "ckpt_path": ["run_name=x"],
+    "data": ["data.train_files=[corpus.txt]", "data.val_sequences=0"],
+    "data.train_files": ["data=text_files"],
+    "recipe.amax_compute_algo": ["recipe=delayed"],
+    "model.norm": ["model.bias=false"],
+    "model.n_positions": [],
+    "model.mlp": ["model.bias=false"],
+}
 
 
 def advised():
@@ -115,8 +133,4 @@ def advised():
 @pytest.mark.parametrize("word", sorted(set(advised())))
 def test_a_word_of_a_hint_composes(word):
     words = [*BESIDE.get(word.partition("=")[0], []), word]
-    try:
-        assert len(preflight(words)) == 1
-    except UserError as error:
-        assert "there is no" not in str(error), "a key or choice that does not exist"
-        raise
+    assert len(preflight(words)) == 1

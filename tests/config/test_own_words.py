@@ -1,6 +1,7 @@
 """Commands made of what was typed: they compose, they are short, and they continue."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,18 @@ def words_of(command):
 
 
 LINES = [
-    "", "model=gpt2", "model=gpt2 run_name=mine ckpt_path=last trainer.max_tokens=2000000000 trainer.max_time=00:08:00:00",
-    "model=gpt2 data=text_files 'data.train_files=[corpus.txt]' trainer.max_epochs=3 trainer.max_steps=null callbacks.keep_epochs=true",
+    "",
+    "model=gpt2",
+    "model=gpt2 run_name=mine ckpt_path=last trainer.max_tokens=2000000000 trainer.max_time=00:08:00:00",
+    "model=gpt2 data=text_files 'data.train_files=[corpus.txt]' trainer.max_epochs=3 trainer.max_steps=null "
+    "callbacks.keep_epochs=true",
     "model=gpt2 optim.schedule=warmup_stable_decay optim.decay_steps=3000 optim.warmup_steps=2000",
-    "model=gpt2_xl precision.keep_bf16=[blocks.47] micro_batch_size=16 +tags.a=b", "trainer=cpu hydra.run.dir=elsewhere model=qwen3_0_6b",
-    "model=gpt2 model.n_layer=6 global_batch_size=64 optim.lr=1e-3 seed=3", "precision=auto model=gpt2 micro_batch_size=16",
+    "model=gpt2_xl precision.keep_bf16=[blocks.47] micro_batch_size=16 +tags.a=b",
+    "trainer=cpu hydra.run.dir=elsewhere model=qwen3_0_6b",
+    "model=gpt2 model.n_layer=6 global_batch_size=64 optim.lr=1e-3 seed=3",
+    "precision=auto model=gpt2 micro_batch_size=16",
     *(f"experiment={path.stem}" for path in sorted((conf_dir() / "experiment").glob("*.yaml"))),
-]  # fmt: skip
+]
 
 
 @pytest.mark.whole
@@ -41,8 +47,6 @@ LINES = [
 @pytest.mark.parametrize("rate", [0.5, 50.0, 500.0, 20_000.0, 1e9])
 def test_a_shorter_command_composes_and_is_short(line, rate):
     """The tiny model's speed is another: a twentieth of the smallest GPT-2's operations a token, or less."""
-    from dataclasses import replace
-
     (config,) = preflight(shlex.split(line))
     if config.micro_batch_size == "auto":
         config = replace(config, micro_batch_size=1)
@@ -63,7 +67,9 @@ def test_what_was_typed_is_kept():
     line = "-cd mine model=gpt2 seed=3 run_name=x optim.lr=1e-3 'data.train_files=[a b.txt]'"
     (config,) = preflight(["model=gpt2"])
     command = shorter(typed(line), config, 1e9)
-    assert command == f"{RUN} -cd mine model=gpt2 seed=3 optim.lr=1e-3 'data.train_files=[a b.txt]' trainer.max_steps=20"
+    assert (
+        command == f"{RUN} -cd mine model=gpt2 seed=3 optim.lr=1e-3 'data.train_files=[a b.txt]' trainer.max_steps=20"
+    )
 
 
 def test_a_run_is_continued_where_it_is(tmp_path):
@@ -80,11 +86,16 @@ def test_a_run_is_continued_where_it_is(tmp_path):
     [
         ("", "trainer.max_steps", 300, ["trainer.max_steps=600"]),
         ("trainer.max_tokens=409600", "trainer.max_tokens", 100, ["trainer.max_tokens=819200"]),
-        ("trainer.max_tokens=1228800", "trainer.max_steps", 300, ["trainer.max_steps=600", "trainer.max_tokens=2457600"]),
+        (
+            "trainer.max_tokens=1228800",
+            "trainer.max_steps",
+            300,
+            ["trainer.max_steps=600", "trainer.max_tokens=2457600"],
+        ),
         ("trainer.max_time=00:15:40:05", "trainer.max_time", 7, ["trainer.max_time=01:07:20:10"]),
         ("trainer.max_epochs=3 trainer.max_steps=null", "trainer.max_epochs", 50, ["trainer.max_epochs=6"]),
     ],
-)  # fmt: skip
+)
 def test_twice_as_long_goes_on(line, ended_by, steps, words):
     (config,) = preflight(shlex.split(line))
     assert twice_as_long(config, ended_by, steps) == words
@@ -94,7 +105,9 @@ def test_twice_as_long_goes_on(line, ended_by, steps, words):
 
 def test_every_run_of_the_readme_has_a_shorter_one():
     """As far as its files are here."""
-    lines = [command.argv for command in commands(README) if str(command).startswith("README.md: python -m gpt2_fp8.run")]
+    lines = [
+        command.argv for command in commands(README) if str(command).startswith("README.md: python -m gpt2_fp8.run")
+    ]
     assert len(lines) > 10
     for argv in lines:
         if "-m" in argv or any("corpus" in word or word.startswith(("init_from", "-cd")) for word in argv):
