@@ -165,7 +165,8 @@ def _folder() -> Path:
 
 def _say_start(record: Record, configs: list[RunConfig], device: str) -> None:
     if device == "cpu":
-        print("There is no GPU here, or trainer=cpu: this measures the CPU, and says nothing about a GPU.")
+        why = "trainer=cpu" if configs[0].trainer.accelerator == "cpu" else "There is no GPU here"
+        print(f"{why}: this measures the CPU, and says nothing about a GPU.")
     bench = record.bench
     print(f"{len(configs)} cases of {bench.warmup} + {bench.steps} steps -> {record.folder}\n")
 

@@ -34,7 +34,7 @@ DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, NUMERICS, CONTRIBUTING, MODELS, 
 DOCUMENTS += [ROOT / "CHANGELOG.md", ROOT / "docs/huggingface.md", ROOT / "docs/seeds.md"]
 DOCUMENTS.append(ROOT / "docs/optimizers.md")
 DATA = ROOT / "docs/data.md"
-DOCUMENTS += [DATA]
+DOCUMENTS += [DATA, ROOT / "docs/log.md"]
 STUDY = ["python", "docs/studies/fp8_gap.py"]
 RUN, BENCH, EXPORT, TABLE = (["python", "-m", f"gpt2_fp8.{program}"] for program in ("run", "bench", "export", "table"))
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
@@ -161,6 +161,7 @@ def test_the_documents_have_commands():
         "seeds.md",
         "optimizers.md",
         "data.md",
+        "log.md",
     }
     assert len(RUNS) > 12
 
