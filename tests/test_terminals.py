@@ -200,9 +200,10 @@ def test_a_killed_run_leaves_the_cursor(tmp_path):
 
 
 def test_two_ranks_have_one_bar_and_one_log(tmp_path):
+    """Started by the command of all programs, which Lightning starts again for the other rank."""
     ranks = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "micro_batch_size=2", "run_name=x"]
     words = [word for word in WORDS if word != "trainer=cpu"]
-    terminal = Terminal(*RUN, *words, *ranks, cwd=tmp_path, columns=WIDE)
+    terminal = Terminal("-m", "gpt2_fp8", "run", *words, *ranks, cwd=tmp_path, columns=WIDE)
     assert terminal.end() == 0
     assert len(bars(terminal)) == 1
     others = rest_is_ours([row for row in terminal.text if not BAR.match(row)])
