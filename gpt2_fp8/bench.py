@@ -30,7 +30,7 @@ from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.record import Record
 from gpt2_fp8.measure.sections import measure_sections
 from gpt2_fp8.measure.table import Measured, Row
-from gpt2_fp8.runtime import output, process_end
+from gpt2_fp8.runtime import output, process_end, programs
 
 FOLDER = Path("outputs/bench")
 ELSEWHERE = "start the benchmark in a folder that can be written"
@@ -94,7 +94,10 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    if {"-h", "--help", "--version"} & set(argv):
+    if programs.asks_version(argv):
+        print(programs.VERSION)
+        return 0
+    if {"-h", "--help"} & set(argv):
         print(help_text())
         return 0
     handlers = _Handlers()
@@ -162,7 +165,8 @@ def _folder() -> Path:
 
 def _say_start(record: Record, configs: list[RunConfig], device: str) -> None:
     if device == "cpu":
-        print("There is no GPU here, or trainer=cpu: this measures the CPU, and says nothing about a GPU.")
+        why = "trainer=cpu" if configs[0].trainer.accelerator == "cpu" else "There is no GPU here"
+        print(f"{why}: this measures the CPU, and says nothing about a GPU.")
     bench = record.bench
     print(f"{len(configs)} cases of {bench.warmup} + {bench.steps} steps -> {record.folder}\n")
 

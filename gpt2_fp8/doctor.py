@@ -21,7 +21,7 @@ from gpt2_fp8.config.shown import harmless, line
 from gpt2_fp8.diagnose import facts as recorded
 from gpt2_fp8.diagnose import offers, probe, report, steps, verdict
 from gpt2_fp8.diagnose.facts import Facts
-from gpt2_fp8.runtime import output
+from gpt2_fp8.runtime import output, programs
 
 NO_FP8 = 5  # the exit code if FP8 cannot run
 EPILOG = (
@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Says whether FP8 works on this machine, how fast a step is, and if not, which command mends it.",
         epilog=EPILOG,
     )
+    parser.add_argument("--version", action="version", version=programs.VERSION)
     parser.add_argument("--json", action="store_true", help="print one JSON object: facts, findings, verdict")
     parser.add_argument("--quick", action="store_true", help="measure no step (otherwise about a minute on a GPU)")
     parser.add_argument(

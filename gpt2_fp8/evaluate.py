@@ -20,7 +20,7 @@ from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.evaluate_schema import GROUPS, KEYS, EvaluateConfig
 from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.runtime import output
+from gpt2_fp8.runtime import output, programs
 from gpt2_fp8.runtime.file_program import exit_code
 
 HELP = """\
@@ -52,6 +52,9 @@ _LINES = {
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
+    if programs.asks_version(argv):
+        print(programs.VERSION)
+        return 0
     if {"-h", "--help"} & set(argv):
         print(help_text())
         return 0

@@ -17,6 +17,7 @@ from pathlib import Path
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.paths import check_folder
 from gpt2_fp8.config.shown import line
+from gpt2_fp8.runtime import programs
 from gpt2_fp8.runtime.file_program import exit_code
 
 EPILOG = (
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Writes a checkpoint for transformers: weights, config.json, the tokenizer and a model card.",
         epilog=EPILOG,
     )
+    parser.add_argument("--version", action="version", version=programs.VERSION)
     parser.add_argument("source", type=Path, help="a run's folder (its last checkpoint), or a checkpoint's")
     parser.add_argument("folder", type=Path, help="the folder to write; it is not there yet, or empty")
     parser.add_argument(

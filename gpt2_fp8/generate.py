@@ -21,7 +21,7 @@ from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.generate_schema import GenerateConfig
 from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import output
+from gpt2_fp8.runtime import output, programs
 from gpt2_fp8.runtime.file_program import exit_code
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ docs/generate.md says more. Exit codes: 0 done; 1 out could not be written; 2 yo
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
+    if programs.asks_version(argv):
+        print(programs.VERSION)
+        return 0
     if {"-h", "--help"} & set(argv):
         print(help_text())
         return 0

@@ -1,4 +1,4 @@
-"""The entry: compose, check, run, and turn however it ended into an exit code.
+"""The run: trains a model as its settings say.
 
     python -m gpt2_fp8.run model=gpt2 precision=fp8_hybrid data=fineweb
     python -m gpt2_fp8.run -m precision=bf16,fp8_hybrid seed=1,2
@@ -9,6 +9,7 @@ lost, 130 stopped by SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -18,14 +19,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import launched, output, process_end, signals, slurm
+from gpt2_fp8.runtime import launched, output, process_end, programs, signals, slurm
 from gpt2_fp8.train import loading
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
 
+log = logging.getLogger("gpt2_fp8.run")  # also as `__main__`
 RANK_ZERO_SECONDS = 15.0  # seconds that another rank's process waits for rank 0 to end
 AFTER_SIGNAL_SECONDS = 2.0  # the same after a signal, which rank 0 may not have got
 _AFTER_RANK_ZERO = 10.0  # and in which it is to end when rank 0 is gone
@@ -48,9 +51,12 @@ def job(cfg: DictConfig) -> float | None:
     try:
         folder = Path(HydraConfig.get().runtime.output_dir)
         here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed; `hydra.job.chdir` leaves it
-        config = compose.to_run_config(cfg, here if HydraConfig.get().job.chdir else None)
         words = [str(word) for word in HydraConfig.get().overrides.task]
-        return loading.training(config, folder, here, words)(config, folder, words)
+        config = compose.to_run_config(cfg, here if HydraConfig.get().job.chdir else None, own_words.keys(words))
+        if "torch" not in sys.modules and launched.is_first_rank():
+            log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
+        typed = own_words.Typed(tuple(sys.argv[1:]), here) if HydraConfig.get().mode == RunMode.RUN else None
+        return loading.training(config, folder, here, words)(config, folder, words, typed)
     except RunError as error:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
             raise _Ended(error) from error
@@ -59,6 +65,9 @@ def job(cfg: DictConfig) -> float | None:
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
+    if programs.asks_version(argv):
+        print(programs.VERSION)
+        return 0
     with signals.handled() as handlers:
         rank_zero = os.getppid() if _is_launched(argv) else None
         try:

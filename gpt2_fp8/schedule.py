@@ -19,7 +19,7 @@ from gpt2_fp8.config.paths import check_folder
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import harmless, line
-from gpt2_fp8.runtime import output
+from gpt2_fp8.runtime import output, programs
 from gpt2_fp8.runtime.file_program import exit_code
 
 LONG_WARMUP = 0.2  # of a run; GPT-3 (Brown et al. 2020) had 0.1 %, the models here 1 to 5 %
@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Shows the learning rate of each step of the run that the same words would start.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=programs.VERSION)
     parser.add_argument("--picture", type=Path, default=DEFAULT, metavar="FILE", help=f"a PNG; {DEFAULT} if left out")
     return parser
 

@@ -17,7 +17,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.measure import sweep_jobs, sweep_record
 from gpt2_fp8.measure.sweep_jobs import Job
-from gpt2_fp8.runtime import output
+from gpt2_fp8.runtime import output, programs
 from gpt2_fp8.runtime.file_program import exit_code
 
 
@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m gpt2_fp8.table",
         description="Shows the jobs of a sweep, best first, and writes sweep.csv, sweep.md and sweep.png.",
     )
+    parser.add_argument("--version", action="version", version=programs.VERSION)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="a sweep's folder: outputs/RUN_NAME")
     return parser
 

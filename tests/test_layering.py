@@ -24,6 +24,7 @@ class Row(NamedTuple):
 
 HOUSE = {
     # programs: each a file, none knows another
+    "__main__": Row("config runtime"),
     "run": Row("compose config train measure runtime", "hydra omegaconf"),
     "bench": Row("compose config measure runtime"),
     "export": Row("config train runtime"),
@@ -37,7 +38,7 @@ HOUSE = {
         "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
         "torch lightning",
     ),
-    "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning"),
+    "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning rich"),
     # whether FP8 works on a machine, and what mends it
     "diagnose": Row("measure backends kernels compose runtime compat config", "torch transformer_engine packaging"),
     # the benchmark, and what `precision=auto` decides by
@@ -83,6 +84,7 @@ ONLY_IN = {
     "cuda": ["kernels.nvrtc"],
     "matplotlib": ["measure.plot", "measure.sweep_plot", "measure.schedule_plot"],
     "yaml": ["compose", "measure.sweep_jobs"],
+    "rich": ["callbacks.progress"],
     "hydra": ["run", "compose", "compat.hydra_private"],
 }
 
@@ -97,6 +99,7 @@ BEFORE_TORCH = [
     *(
         "config",
         "compose",
+        "__main__",
         "run",
         "bench",
         "export",
@@ -116,6 +119,8 @@ BEFORE_TORCH = [
         "runtime.output",
         "runtime.standard_streams",
         "runtime.file_program",
+        "runtime.terminal",
+        "runtime.programs",
     ),
 ]
 

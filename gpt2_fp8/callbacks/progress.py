@@ -1,23 +1,189 @@
-"""The progress bar: Lightning's own, refreshed when there is something new."""
+"""The progress bar: one line at the bottom of a terminal, in optimizer steps, with log lines above it."""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar as LightningBar
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.control import Control
+from rich.live import Live
+from rich.progress_bar import ProgressBar as Bar
+from rich.segment import ControlType
+from rich.table import Table
+from rich.text import Text
+
+from gpt2_fp8.config.amounts import duration
+from gpt2_fp8.engine.pace import Pace
+from gpt2_fp8.runtime import terminal
+
+_EVERY = 0.5  # seconds between two drawings
+_WIDEST, _NARROWEST = 30, 8  # columns of the bar itself
 
 
-class ProgressBar(TQDMProgressBar):
-    """One bar for the whole run in optimizer steps. It is refreshed with the log: showing a number reads the GPU."""
+class ProgressBar(LightningBar):
+    """Draws the bar on standard output, on rank 0, if that is a terminal which can redraw a line (`terminal.redraws`).
 
-    def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
-        """Name the bar after what it counts; Lightning would call the whole run "Epoch 0"."""
-        super().on_train_epoch_start(trainer, *args)
-        self.train_progress_bar.set_description("steps")
+    It is drawn between two steps or batches, with what the host knows: no number is read from the GPU for it, and no
+    thread draws. What the log and others print meanwhile stands above it, without the log's lines of intervals, whose
+    numbers it shows.
 
-    def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return all metrics except the logger's version number, which means nothing here."""
-        metrics = super().get_metrics(*args, **kwargs)
-        metrics.pop("v_num", None)
-        return metrics
+    Args:
+        pace: tells the time that is left.
+        clock: gives seconds.
+    """
+
+    def __init__(self, pace: Pace, clock: Callable[[], float] = time.monotonic):
+        super().__init__()
+        self.line = BarLine(pace.last_step)
+        self._pace, self._clock = pace, clock
+        self._enabled = True
+        self._live: Live | None = None
+        self._handlers: list[tuple[logging.StreamHandler, TextIO]] = []
+        self._drawn_at, self._drawn_width = 0.0, 0
+
+    def disable(self) -> None:
+        """Draw nothing, as on other ranks than 0."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Draw again."""
+        self._enabled = True
+
+    def read(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the newest numbers of `Throughput`."""
+        self.line.loss, self.line.rate = metrics["train_loss"], metrics.get("tokens_per_second")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Begin to draw."""
+        self.line.step = trainer.global_step
+        if self._enabled and self._live is None and terminal.redraws(sys.stdout):
+            self._begin()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Move on a step."""
+        self.line.step, self.line.left = trainer.global_step, self._pace.left(trainer.global_step)
+        self._draw()
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Show how far a validation is."""
+        batches = trainer.num_val_batches[dataloader_idx]
+        self.line.validated = f"validation {batch_idx + 1}/{batches}"
+        self._draw()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Show its loss."""
+        self.line.validated = "" if pl_module.val_loss is None else f"val_loss {pl_module.val_loss:.4f}"
+        self._draw()
+
+    def on_train_end(self, *_: Any) -> None:
+        """Leave the bar as it is, and the terminal as it was."""
+        self.stop()
+
+    def on_exception(self, *_: Any) -> None:
+        """Do the same."""
+        self.stop()
+
+    def _begin(self) -> None:
+        console = Console()
+        self._live = Live(self.line, console=console, auto_refresh=False)
+        self._live.start()
+        console.show_cursor(True)  # so that a process that is killed leaves no terminal without a cursor
+        terminal.redrawn = True
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                self._handlers.append((handler, handler.stream))
+                handler.setStream(sys.stdout)  # rich's, which prints above the bar
+                handler.addFilter(_no_interval)
+        self._draw(now=True)
+
+    def stop(self) -> None:
+        """End the drawing, if it has begun."""
+        if self._live is None:
+            return
+        live, self._live = self._live, None
+        self._erase_wrapped(live.console)
+        live.stop()
+        terminal.redrawn = False
+        for handler, stream in self._handlers:
+            handler.setStream(stream)
+            handler.removeFilter(_no_interval)
+        self._handlers.clear()
+
+    def _draw(self, now: bool = False) -> None:
+        if self._live is None or (not now and self._clock() < self._drawn_at + _EVERY):
+            return
+        self._drawn_at = self._clock()
+        self._erase_wrapped(self._live.console)
+        self._live.refresh()
+        self._drawn_width = self._live.console.width
+
+    def _erase_wrapped(self, console: Console) -> None:
+        """Erase the rows that the bar takes since the terminal has become narrower; rich knows of one."""
+        rows = -(-self.line.width // max(console.width, 1)) if console.width < self._drawn_width else 1
+        for _ in range(rows - 1):
+            up: list[Any] = [ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)]
+            console.control(Control(*up))
+
+
+class BarLine:
+    """What the bar shows, cut to the terminal's width.
+
+    Attributes:
+        step: the optimizer step that has ended.
+        total: the run's last one.
+        loss: the newest training loss, nats a token; None before one.
+        rate: tokens a second over all ranks, or None.
+        left: seconds to the end of the run, or None.
+        validated: where a validation is, or its result.
+        width: columns of what was drawn last.
+    """
+
+    def __init__(self, total: int):
+        self.step, self.total = 0, total
+        self.loss: float | None = None
+        self.rate: float | None = None
+        self.left: float | None = None
+        self.validated = ""
+        self.width = 0
+
+    def text(self, columns: int) -> str:
+        """Return what stands beside the bar: as much of it as has room in `columns`, the most useful first."""
+        parts = [
+            f"{self.step:,}/{self.total:,}",
+            "" if not self.left else f"left {duration(self.left)}",
+            "" if self.loss is None else f"loss {self.loss:.4f}",
+            self.validated,
+            "" if self.rate is None else f"{self.rate:,.0f} tok/s",
+        ]
+        shown = ""
+        for part in filter(None, parts):
+            longer = f"{shown}  {part}" if shown else part
+            if len(longer) > columns and shown:
+                break
+            shown = longer
+        return shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw one row that is at least a column narrower than the terminal, since a full row may wrap."""
+        columns = options.max_width - 1
+        text = self.text(columns - _NARROWEST - 1)
+        bar = min(_WIDEST, columns - len(text) - 1)
+        self.width = min(columns, len(text) + (bar + 1 if bar >= _NARROWEST else 0))
+        if bar < _NARROWEST:
+            yield Text(text[: max(columns, 1)], no_wrap=True)
+            return
+        row = Table.grid(padding=(0, 1, 0, 0))
+        row.add_row(Bar(total=self.total, completed=self.step, width=bar), Text(text, no_wrap=True))
+        yield row
+
+
+def _no_interval(record: logging.LogRecord) -> bool:
+    return not getattr(record, "interval", False)

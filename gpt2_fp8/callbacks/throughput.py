@@ -20,7 +20,7 @@ from gpt2_fp8.model.gpt2 import padded_vocabulary
 
 
 class Throughput(pl.Callback):
-    """Logs every `trainer.log_every_n_steps` steps, to the loggers and the progress bar.
+    """Logs every `trainer.log_every_n_steps` steps, to the loggers and to its readers.
 
     `train_loss` (the cross-entropy, this rank's mean over the interval's steps that were not skipped), `penalty` (what
     was added to it, likewise, if anything was), `lr`, `grad_norm`, `clip_ratio`,
@@ -33,15 +33,15 @@ class Throughput(pl.Callback):
     The time leaves out validation, sampling and the first step (compilation, calibration).
 
     Attributes:
-        on_row: functions that rank 0 calls with the step and the metrics of each row.
+        readers: functions called with each logged step and its metrics, on every rank.
     """
 
     def __init__(self, config: RunConfig, vocab_size: int):
         self.every_n_steps = config.trainer.log_every_n_steps
         self.tokens_per_step = tokens_a_step(config)
         self.flops_per_token = flops_per_token(config.model, padded_vocabulary(vocab_size))
-        self.on_row: list[Callable[[int, Mapping[str, float]], object]] = []
         self.rates: list[float] = []  # tokens per second of every interval
+        self.readers: list[Callable[[int, Mapping[str, float]], object]] = []
         self.train_loss: float | None = None
         self.skipped_steps = self.reruns = 0
         self._clock: float | None = None
@@ -87,8 +87,8 @@ class Throughput(pl.Callback):
         metrics = self._metrics(trainer, values, result)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
-        for function in self.on_row if trainer.is_global_zero else ():
-            function(step, metrics)
+        for reader in self.readers:
+            reader(step, metrics)
         shown = {key: metrics[key] for key in ("train_loss", "tokens_per_second") if key in metrics}
         pl_module.log_dict(shown, prog_bar=True, logger=False)
 

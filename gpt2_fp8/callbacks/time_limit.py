@@ -42,6 +42,10 @@ class TimeLimit(Callback):
         """Return the seconds of training so far, over all resumes."""
         return self._before + (0.0 if self._began is None else time.monotonic() - self._began)
 
+    def left(self) -> float | None:
+        """Return the seconds that are left, or None without a limit."""
+        return None if self.seconds is None else max(self.seconds - self.trained, 0.0)
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop before the first step if the time was over at the checkpoint, which Lightning has restored by now."""
         self._look(trainer, "already complete: %.0f s of trainer.max_time were over at the checkpoint")

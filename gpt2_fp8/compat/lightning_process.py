@@ -9,18 +9,21 @@ import subprocess
 import warnings
 from collections.abc import Iterator
 
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
 
-_WARNINGS = (
+_WARNINGS: dict[str, type[Warning]] = {
     # Our loader is sized, reads in its own worker processes, and its position is in the data module's state. Lightning
     # cannot see any of the three.
-    ".*does not have many workers.*",
-    "Your `IterableDataset` has `__len__` defined.*",
-    ".*your dataloader is not resumable.*",
-    ".*recommended to use `self.log\\('val_loss'.*",  # it is already the same on every rank
-    ".*isinstance\\(treespec, LeafSpec\\).*",  # Lightning 2.6 on torch 2.11 and later
-)
+    ".*does not have many workers.*": PossibleUserWarning,
+    "Your `IterableDataset` has `__len__` defined.*": UserWarning,
+    ".*your dataloader is not resumable.*": UserWarning,
+    # The last step of a run is always logged.
+    "The number of training batches .* is smaller than the logging interval.*": PossibleUserWarning,
+    ".*recommended to use `self.log\\('val_loss'.*": PossibleUserWarning,  # it is already the same on every rank
+    ".*isinstance\\(treespec, LeafSpec\\).*": FutureWarning,  # Lightning 2.6 on torch 2.11 and later
+}
 
 
 def rank() -> int:
@@ -32,9 +35,9 @@ def rank() -> int:
 
 
 def ignore_warnings() -> None:
-    """Hide warnings of Lightning that are no fault here. Only their texts identify them."""
-    for message in _WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
+    """Hide warnings of Lightning that are no fault here, by their texts and categories."""
+    for message, category in _WARNINGS.items():
+        warnings.filterwarnings("ignore", message=message, category=category)
 
 
 def starts_processes(launcher: object) -> bool:

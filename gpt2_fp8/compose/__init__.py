@@ -7,7 +7,9 @@ dataclasses.
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Container
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,11 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 from gpt2_fp8.compose import commandline, jobs, look, overrides
 from gpt2_fp8.compose.catalog import Catalog, open_catalog
 from gpt2_fp8.compose.commandline import CommandLine, flags_first, is_help
-from gpt2_fp8.config import checks, parsing, paths, run_folder
+from gpt2_fp8.config import checks, parsing, paths, run_folder, run_length
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.runtime import launched
 
 __all__ = ["conf_dir", "configs_of", "flags_first", "is_help", "look_only", "preflight", "to_run_config"]
+
+log = logging.getLogger(__name__)
 
 
 def conf_dir() -> Path:
@@ -52,8 +57,6 @@ def look_only(argv: list[str]) -> list[str]:
 
     Raises UserError with every problem. In this mode too, only the command line names code and the environment.
     """
-    if commandline.shows_version(argv):
-        return ["--version"]
     if unfit := run_folder.current():
         raise UserError(unfit)
     line, problems = commandline.read(argv)
@@ -78,15 +81,19 @@ def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> 
         return []
 
 
-def to_run_config(cfg: DictConfig, folder: Path | None = None) -> RunConfig:
+def to_run_config(cfg: DictConfig, folder: Path | None = None, typed: Container[str] = ()) -> RunConfig:
     """Build the configuration of a job that Hydra composed.
 
-    Its relative paths begin in `folder`, or in the current folder if that is None. Raises UserError with every problem.
+    Its relative paths begin in `folder`, or in the current folder if that is None. A warm-up that is not among the keys
+    `typed` is fitted to the run, and the log says so. Raises UserError with every problem.
     """
     data = OmegaConf.to_container(cfg, resolve=True)
     config, found = parsing.build(RunConfig, data)
     if config is not None:
         config = config if folder is None else paths.absolute(config, folder)
+        before, config = config.optim, run_length.fitted(config, typed)
+        for line in run_length.said(before, config) if launched.is_first_rank() else ():
+            log.info(line)
         found = checks.check(config)
     if found:
         raise UserError(dict.fromkeys(finding.problem for finding in found))

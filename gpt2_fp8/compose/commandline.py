@@ -12,6 +12,7 @@ from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.parsing import key_paths
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.runtime import programs
 
 
 class Program(NamedTuple):
@@ -39,18 +40,13 @@ class CommandLine:
 
 def is_help(argv: list[str]) -> bool:
     """Return whether a command line only asks Hydra to show something. Then there is no run to check."""
-    if shows_version(argv):
+    if programs.asks_version(argv):
         return True
     try:
         args = flags(argv)
     except UserError:
         return False
     return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
-
-
-def shows_version(argv: list[str]) -> bool:
-    """Return whether argparse would print Hydra's version and exit as soon as it reads the flag."""
-    return "--version" in argv[: argv.index("--") if "--" in argv else None]
 
 
 def flags(argv: list[str]) -> argparse.Namespace:

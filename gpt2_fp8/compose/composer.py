@@ -104,7 +104,10 @@ class Composer:
             cause, remedy = refusals.not_composed(error)
             if key.startswith("hydra.sweeper.params"):  # Hydra adds none to a sweep that has none
                 remedy = "-m KEY=VALUE,VALUE types a sweep; hydra.sweeper.params stands in a file"
-            self._note(key, Problem(cause, f"{remedy}; or leave out {text}"))
+            problem = Problem(cause, f"{remedy}; or leave out {text}")
+            if key.startswith("hydra.job.env") and "Could not override" in str(error):
+                problem = Problem(f"{text}: {key} is not there yet", f"+{text}, to add it")
+            self._note(key, problem)
         elif "Could not override" in str(error) and not lookup(base := self.base(words), key)[0]:
             for other in words:  # Hydra would say the same of each such word
                 if not self._chooses(other) and not lookup(base, other.key_or_group)[0]:

@@ -17,7 +17,7 @@ from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.composer import Composer, above, lookup
 from gpt2_fp8.compose.override_parser import parse
 from gpt2_fp8.compose.overrides import Request, take
-from gpt2_fp8.config import checks, parsing
+from gpt2_fp8.config import checks, parsing, run_length
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 
@@ -133,6 +133,7 @@ class Job:
             cfg, data = self.composed()
             config, _ = parsing.build(RunConfig, data)
         if config is not None:
+            config = run_length.fitted(config, self.typed)
             across = checks.check(config)
             bad = {key for finding in across for key in finding.keys}
             around = surroundings.Surroundings(cfg, self.plain, config, self.number, self.given)

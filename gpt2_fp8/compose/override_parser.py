@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from gpt2_fp8.compose.commandline import RUN, Program
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.shown import shortened
+from gpt2_fp8.runtime import programs
 
 _LONG_WORD = 500  # characters; a longer word is not repeated in a message
 _CLOSING = {"[": "]", "{": "}"}
@@ -94,9 +95,7 @@ def _parse_one(word: str, program: Program) -> Override | Problem:
                 return parsed(word)
             except HydraException:
                 return Problem(f"{word} cannot be read", "~KEY leaves a group out: ~experiment")
-        path, colon, rest = word.partition(":")
-        remedy = f"{path}={rest}" if colon else f"give it a value: {word}=VALUE; {program.command} --help shows how"
-        return Problem(f"{word} is not of the form key=value", remedy)
+        return Problem(f"{word} is not of the form key=value", _without_value(word, program))
     if key != key.strip() or value != value.lstrip():
         return Problem(f"{word!r} has blanks around the key", f"{key.strip()}={value.strip()}")
     try:
@@ -105,8 +104,32 @@ def _parse_one(word: str, program: Program) -> Override | Problem:
         reason = " ".join(str(error).split()).partition(" expecting {")[0]
         if len(word) > _LONG_WORD:
             return Problem(f"{shortened(word, 100)} cannot be read: {shortened(reason, 200)}", "give a shorter value")
-        return Problem(f"{word} cannot be read: {reason}", _quoting(key, value))
+        return Problem(f"{word} cannot be read: {reason}", _stray(key, value) or _quoting(key, value))
     return override if override.key_or_group else Problem(f"{word} has no key in front of =", "key=value")
+
+
+def _stray(key: str, value: str) -> str | None:
+    """Return the word without a comma or = too much, if it is then read; `model==gpt2`, `optim.lr=3e-4,`."""
+    word = f"{key}={value.strip(',=')}"
+    try:
+        parsed(word)
+    except (HydraException, ValueError, OverflowError, RecursionError):
+        return None
+    return word if value.strip(",=") not in ("", value) else None
+
+
+def _without_value(word: str, program: Program) -> str:
+    """Return what to type for a word that is no override."""
+    path, colon, rest = word.partition(":")
+    if colon:
+        return f"{path}={rest}"
+    if word == "help":
+        return f"{program.command} --help"
+    if word == "train":
+        return "leave it out: a run trains"
+    if word in programs.names():
+        return f"python -m gpt2_fp8.{word} is a program of its own"
+    return f"give it a value: {word}=VALUE; {program.command} --help shows how"
 
 
 def _quoting(key: str, value: str) -> str:

@@ -6,6 +6,7 @@ What Hydra itself refuses is found by composing (`composer.py`).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import util
 from importlib.machinery import PathFinder
@@ -20,7 +21,8 @@ from gpt2_fp8.compose.override_parser import parse
 from gpt2_fp8.compose.settings_folder import defaults_list
 from gpt2_fp8.config import hints, hydra_policy
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.parsing import key_paths, show, value_kinds
+from gpt2_fp8.config.schema import RunConfig
 
 # A wrong choice of these affects other groups too: `optim` follows `model`, and an experiment sets anything.
 _WIDE = (*MAY_BE_NULL, "model", "optim")
@@ -124,7 +126,7 @@ def _sweep_problems(override: Override, group: bool, request: Request) -> list[P
     if not request.multirun:
         cause = f"{line} is several values, and this is a single run"
         if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and not group:
-            return [Problem(cause, f"-m runs each; as one list '{key}=[{value}]'; as one text '{key}=\"{value}\"'")]
+            return [Problem(cause, "; ".join(["-m runs each", *_as_one(key, value)]))]
         return [Problem(cause, "choose one, or put -m in front to run each")]
     if override.is_interval_sweep() and not request.own_sweeper:
         return [Problem(f"{line}: an interval has no end of values", _BASIC_SWEEPER)]
@@ -133,6 +135,15 @@ def _sweep_problems(override: Override, group: bool, request: Request) -> list[P
     if override.is_discrete_sweep() and not list(override.sweep_iterator()):
         return [Problem(f"{line} matches nothing", "name what to run; --help lists the choices")]
     return []
+
+
+def _as_one(key: str, value: str) -> Iterator[str]:
+    """Yield how several values are given as the one value that the key may have."""
+    kinds = value_kinds(RunConfig, key) if key in key_paths(RunConfig) else {list, str}
+    if list in kinds:
+        yield f"as one list '{key}=[{value}]'"
+    if str in kinds:
+        yield f"as one text '{key}=\"{value}\"'"
 
 
 def _group_problems(override: Override, catalog: Catalog) -> list[Problem]:
@@ -159,11 +170,18 @@ def _choice_problems(group: str, value: Any, catalog: Catalog) -> list[Problem]:
         return [Problem(f"{group} takes a choice, not keys", f"give keys one by one: {group}.KEY=VALUE")]
     folder = str(value).rpartition("/")[0]
     if folder and not defaults_list.plain_path(folder.replace("/.", "/")):
+        if group == "data":  # a file of text, most likely
+            return [Problem(*hints.unknown_choice(group, str(value), catalog.get_group_options(group)))]
         return [
             Problem(f"{group}={show(value)}: leads out of the group's folder", f"{group}=NAME, or {group}=FOLDER/NAME")
         ]
     options = catalog.get_group_options(group)
-    if value is None or value in ("", ".", "..") or str(value).endswith((".yaml", ".yml")):
+    if (
+        value is None
+        or isinstance(value, int | float)
+        or value in ("", ".", "..")
+        or str(value).endswith((".yaml", ".yml"))
+    ):
         return [Problem(*hints.unknown_choice(group, show(value), options))]
     return []
 

@@ -57,6 +57,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "lr_decay_iters": ("cosine and linear decay until the end of the run", "trainer.max_steps"),
     "warmup": ("it is counted in steps", "optim.warmup_steps"),
     "warmup_iters": ("steps are optimizer steps", "optim.warmup_steps"),
+    "num_epochs": ("it has Lightning's name", "trainer.max_epochs"),
     "epochs": ("it has Lightning's name", "trainer.max_epochs"),
     "num_train_epochs": ("it has Lightning's name", "trainer.max_epochs"),
     "train_tokens": ("it has another name", "trainer.max_tokens"),
@@ -64,7 +65,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "steps": ("steps are optimizer steps", "trainer.max_steps"),
     "gradient_clip_val": ("clipping belongs to the optimizer", "optim.max_grad_norm"),
     "grad_clip": ("clipping belongs to the optimizer", "optim.max_grad_norm"),
-    "eval_interval": ("it is Lightning's word", "trainer.val_check_interval"),
+    "eval_interval": ("it has Lightning's name", "trainer.val_check_interval"),
     "eval_freq": ("validation is counted in steps", "trainer.val_check_interval"),
     "checkpoint_freq": ("it has another name", "callbacks.checkpoint_every_n_steps"),
     "save_interval": ("it has another name", "callbacks.checkpoint_every_n_steps"),
@@ -73,6 +74,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "limit_val_batches": ("validation is counted in sequences", "data.val_sequences"),
     "limit_train_batches": ("a run's length is counted in optimizer steps", "trainer.max_steps"),
     "eval_iters": ("validation is counted in sequences", "data.val_sequences"),
+    "num_sanity_val_steps": ("nothing is validated before the first step", "leave it out"),
+    "device": ("where a run computes is a group", "trainer=auto, cpu, gpu or ddp"),
     "gpus": ("it is Lightning's older word", "trainer.devices"),
     "nodes": ("it is Lightning's word", "trainer.num_nodes"),
     "enable_progress_bar": ("it is a callback", "callbacks.progress_bar"),
@@ -83,12 +86,13 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "enable_checkpointing": ("checkpoints are a callback's", "callbacks.checkpoint_every_n_steps=0 (only at the end)"),
     "save_top_k": ("the best is always kept", "callbacks.keep_checkpoints (how many of the newest)"),
     "every_n_train_steps": ("checkpoints are a callback's", "callbacks.checkpoint_every_n_steps"),
-    "resume": ("it is Lightning's word", "ckpt_path=last with the run_name to continue, or ckpt_path=FOLDER"),
-    "resume_from": ("it is Lightning's word", "ckpt_path=last with the run_name to continue, or ckpt_path=FOLDER"),
-    "resume_from_checkpoint": ("it is Lightning's word", "ckpt_path=last with the run_name to continue"),
+    "resume": ("it has Lightning's name", "ckpt_path=last with the run_name to continue, or ckpt_path=FOLDER"),
+    "resume_from": ("it has Lightning's name", "ckpt_path=last with the run_name to continue, or ckpt_path=FOLDER"),
+    "resume_from_checkpoint": ("it has Lightning's name", "ckpt_path=last with the run_name to continue"),
     "checkpoint": ("two keys do this", "ckpt_path=FOLDER continues a run, init_from=FOLDER takes its weights alone"),
     "task_name": ("a run has one name", "run_name"),
     "output_dir": ("a run's folder is outputs/RUN_NAME", "run_name=NAME, or hydra.run.dir=FOLDER for elsewhere"),
+    "paths": ("a run's folder is outputs/RUN_NAME", "run_name=NAME, or hydra.run.dir=FOLDER for elsewhere"),
     "out_dir": ("a run's folder is outputs/RUN_NAME", "run_name=NAME, or hydra.run.dir=FOLDER for elsewhere"),
     "block_size": ("it has GPT-2's name", "model.n_positions"),
     "seq_len": ("it has GPT-2's name", "model.n_positions"),
@@ -195,6 +199,21 @@ OF_EVALUATE = {
     "batch_size": "micro_batch_size=8",
     "tokenizer": "data.tokenizer=PATH",
 }
+# Choices that people bring from elsewhere, by their group, and ours.
+CHOICES = {
+    "precision": {
+        **dict.fromkeys(("float32", "32", "32-true", "fp32-true", "full"), "fp32"),
+        **dict.fromkeys(("float16", "fp16", "16", "16-mixed", "bfloat16", "bf16-mixed", "mixed", "amp"), "bf16"),
+        **dict.fromkeys(("fp8", "float8", "hybrid", "fp8-hybrid", "e5m2"), "fp8_hybrid"),
+        "e4m3": "fp8_e4m3",
+    },
+    "trainer": {"cuda": "gpu", "default": "auto", "ddp_spawn": "ddp"},
+    "data": {
+        "shakespeare": "tinyshakespeare", "tiny_shakespeare": "tinyshakespeare", "fineweb_edu": "fineweb",
+        "fineweb-edu": "fineweb",
+    },
+}  # fmt: skip
+REFUSED = {("precision", "fp8_e5m2")}  # choices that exist to say why they are refused, and are never advised
 
 # Values that need more than a list of what is allowed.
 VALUES = {
@@ -242,7 +261,8 @@ def either(words: Sequence[str]) -> str:
 
 def foreign(path: str) -> tuple[str, str] | None:
     """Return cause and remedy for a name that people know from elsewhere, or None."""
-    entry = FOREIGN.get(path) or FOREIGN.get(path.rpartition(".")[2])
+    plain = path.replace("-", "_")
+    entry = FOREIGN.get(plain) or FOREIGN.get(plain.rpartition(".")[2])
     return (f"there is no key {path}: {entry[0]}", entry[1]) if entry else None
 
 
@@ -264,9 +284,10 @@ def unknown_key(
         group = f"data@{group}" if group.startswith("data.sources.") else group
         theirs = [name for owner in owners for name in KINDS.get(owner, (owner,))]
         ours = either([f"{group}={name}" for name in KINDS.get(str(tag), (str(tag),))])
+        listed = f" {path}='[FILE]'" if leaf in ("train_files", "val_files") else ""
         return (
             f"{path} belongs to {group}={either(theirs)}, and this run has {ours}",
-            f"choose {group}={min(theirs, key=lambda name: name != DEFAULTS.get(group))}, or leave {path} out",
+            f"choose {group}={min(theirs, key=lambda name: name != DEFAULTS.get(group))}{listed}, or leave {path} out",
         )
     paths = list(everywhere)
     matches = [p for p in paths if p.rpartition(".")[2] == leaf]
@@ -287,12 +308,26 @@ def _groups(paths: Iterable[str]) -> list[str]:
 def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, str]:
     """Return cause and remedy for a choice that does not exist."""
     cause = f"{key}={value}: there is no such choice"
+    if (ours := CHOICES.get(key, {}).get(value.lower())) in choices:
+        return cause, f"{key}={ours}"
+    if key == "data" and (files := _as_files(value)):
+        return f"{cause}, and files are listed", files
+    choices = [choice for choice in choices if (key, choice) not in REFUSED]
     matches = near(value.removesuffix(".yaml"), choices, 1)
     matches = matches or [c for c in choices if value and (c.startswith(value) or value.startswith(c))]
     have = f"the choices are {', '.join(choices)}"
     if not matches and key == "optim" and (wanted := near(value, OPTIMIZERS, 1)):  # whose names lie near each other
         return f"{cause}: optim has rates and batch sizes, by the model's size", f"optimizer={wanted[0]}"
+    if key == "experiment":
+        have += "; one of your own in FOLDER/experiment/NAME.yaml: -cd FOLDER experiment=NAME"
     return cause, f"did you mean {key}={either(matches)}? ({have})" if matches else have
+
+
+def _as_files(value: str) -> str | None:
+    """Return the words that read the files that `data=value` was meant to name; None if it names none."""
+    kind = {"bin": "token_files"}.get(value.rpartition(".")[2], "text_files")
+    named = "/" in value or value.endswith((".txt", ".jsonl", ".zst", ".parquet", ".bin"))
+    return f"data={kind} data.train_files='[{value}]'" if named else None
 
 
 def unknown_choice_of_group(group: str, groups: Sequence[str]) -> tuple[str, str]:

@@ -55,6 +55,16 @@ def key_paths(cls: type) -> dict[str, tuple[str, ...]]:
     return paths
 
 
+def value_kinds(cls: type, key: str) -> set[type]:
+    """Return which of `list` and `str` a dotted key of `cls` may be, over all members of unions; empty: neither."""
+    name, _, below = key.partition(".")
+    members = members_of(hints_of(cls).get(name))
+    if below:
+        return set().union(*(value_kinds(cast("type", m), below) for m in members if is_dataclass(m)))
+    plain = [bare(member) for member in members]
+    return {kind for kind in (list, str) if any(member is kind or get_origin(member) is kind for member in plain)}
+
+
 def value_of(config: object, key: str) -> object:
     """Return the value of a dotted key; None if this configuration's classes do not have it."""
     for part in key.split("."):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path, PurePosixPath
 
-from gpt2_fp8.config import globs, mixture, run_folder, tokenizer_file
+from gpt2_fp8.config import globs, hints, mixture, run_folder, tokenizer_file
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.parsing import key_paths, show, value_of
 from gpt2_fp8.config.schema import FileOrHubData, FilesData, Mixed, RunConfig, TextData, TokenFilesData
@@ -151,6 +151,8 @@ def _checkpoints(config: RunConfig) -> Iterator[Finding]:
         if value == "":
             yield _finding(key, f"{key} is empty", f"{key}=null for none; else {remedy}")
         elif not os.path.exists(path):
+            meant = hints.near(value, ("last", "best"), 1) if key == "ckpt_path" else []
+            remedy = f"ckpt_path={meant[0]}, with the run_name to continue" if meant else remedy
             yield _finding(key, f"{key}={show(value)}: does not exist (looked in {Path.cwd()})", remedy)
         elif not os.path.isdir(path):
             yield _finding(key, f"{key}={show(value)}: is a file, and checkpoints here are folders", remedy)

@@ -7,13 +7,13 @@ ends at the first step by which so many passes' tokens were used (ceil). `max_ti
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.parsing import finding
-from gpt2_fp8.config.schema import FileOrHubData, HubData, RunConfig
+from gpt2_fp8.config.schema import FileOrHubData, HubData, OptimConfig, RunConfig
 
 _TIME = re.compile(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)")  # as Lightning's `Timer` takes it
 
@@ -57,9 +57,38 @@ def last_step(config: RunConfig, tokens_a_pass: int | None = None) -> int:
     return min(limits(config, tokens_a_pass).values())
 
 
+def steps_to_run(config: RunConfig) -> int:
+    """Return how many steps a run whose epochs are counted goes through: `last_step`, or one with `fast_dev_run`."""
+    return 1 if config.trainer.fast_dev_run else last_step(config)
+
+
 def in_steps(config: RunConfig, tokens_a_pass: int | None) -> RunConfig:
     """Return the configuration with what its limits come to as its `max_steps`."""
     return replace(config, trainer=replace(config.trainer, max_steps=last_step(config, tokens_a_pass)))
+
+
+def fitted(config: RunConfig, typed: Container[str], tokens_a_pass: int | None = None) -> RunConfig:
+    """Return the configuration with a warm-up and a decay that fit the run, unless their keys are `typed`.
+
+    A group's values are meant for its own number of steps. What was typed is kept, for `check` to refuse.
+    """
+    known, optim = limits(config, tokens_a_pass), config.optim
+    steps = min(known.values(), default=0)
+    if steps < 1:
+        return config
+    if optim.warmup_steps > steps and "optim.warmup_steps" not in typed:
+        optim = replace(optim, warmup_steps=steps // 10)
+    rest = steps - optim.warmup_steps
+    if optim.decay_steps is not None and optim.decay_steps > rest > 0 and "optim.decay_steps" not in typed:
+        optim = replace(optim, decay_steps=max(1, rest // 5))
+    return config if optim == config.optim else replace(config, optim=optim)
+
+
+def said(before: OptimConfig, config: RunConfig) -> Iterator[str]:
+    """Yield in words what `fitted` has made of the settings `before`."""
+    for key, what in (("warmup_steps", "warm-up"), ("decay_steps", "decay")):
+        if (was := getattr(before, key)) != (now := getattr(config.optim, key)):
+            yield f"{what:<10} {now:,} steps instead of {was:,}, which do not fit the run; optim.{key}=NUMBER sets them"
 
 
 def seconds(time: str) -> int | None:

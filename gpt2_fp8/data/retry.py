@@ -24,6 +24,10 @@ HUB_WAITS = (2.0, 5.0, 15.0, 30.0, 60.0, 120.0, 240.0)  # seconds, in addition t
 # client, of Arrow or of a decompressor) may pass.
 _FINAL = (RunError, AssertionError, LookupError, TypeError, AttributeError, NameError, ImportError, MemoryError)
 
+_WITHOUT_HUB = (
+    "\n  fix: try again later, with ckpt_path=last and the run_name if there is a checkpoint; without a network: "
+    "data=stdlib, or data=text_files data.train_files='[FILE]'"
+)
 
 _waiting = False
 
@@ -48,9 +52,8 @@ def with_retries(action: Callable[[], Result], what: str, waits: tuple[float, ..
             raise
         except Exception as error:
             if failures == len(waits):
-                raise DataSourceLost(
-                    f"cannot read {what}, after {failures + 1} attempts: {type(error).__name__}: {_said(error)}"
-                ) from error
+                cause = f"cannot read {what}, after {failures + 1} attempts: {type(error).__name__}: {_said(error)}"
+                raise DataSourceLost(cause + (_WITHOUT_HUB if waits == HUB_WAITS else "")) from error
             wait = waits[failures] * (1 + _jitter.random() / 4)
             failures += 1
             log.warning("cannot read %s (%s: %s); attempt %d in %.1f s", what, type(error).__name__, _said(error),

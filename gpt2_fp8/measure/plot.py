@@ -32,7 +32,9 @@ def plot(every: Sequence[Measured], path: Path) -> bool:
         below = [rate - (m.result.slowest or rate) for rate, m in zip(rates, group, strict=True)]
         above = [(m.result.fastest or rate) - rate for rate, m in zip(rates, group, strict=True)]
         bars = axes.bar(x, rates, width * 0.95, yerr=[below, above], capsize=3, label=kind)
-        axes.bar_label(bars, labels=[_thousands(rate) for rate in rates], padding=3, fontsize=8)
+        axes.bar_label(
+            bars, labels=[_thousands(rate) for rate in rates], label_type="center", fontsize=8
+        )  # clear of the lines
     axes.set_xticks(range(len(works)), [f"{model}\nmicro-batch {size}" for model, size in works])
     axes.set_ylabel("tokens per second")
     axes.set_title(f"full training steps on {done[0].result.device}", fontsize=10)

@@ -7,6 +7,8 @@ import os
 import signal
 from contextlib import suppress
 
+from gpt2_fp8.runtime import terminal
+
 LIKE_SIGTERM = (signal.SIGHUP, signal.SIGQUIT)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *LIKE_SIGTERM)
 
@@ -22,8 +24,13 @@ def leave_terminal() -> None:
 
 
 def say(text: str) -> None:
-    """Write to stderr, if possible. Not with print(): a signal may have interrupted just that call."""
+    """Write to stderr, if possible. Not with print(): a signal may have interrupted just that call.
+
+    On a terminal with a progress bar, the text takes the place of the bar, which is drawn again below it.
+    """
     with suppress(OSError):
+        if terminal.redrawn and os.isatty(2):
+            text = terminal.ERASE + text.lstrip("\n")
         os.write(2, text.encode())
 
 

@@ -10,11 +10,14 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
+from gpt2_fp8.callbacks.log_line import LogLine
 from gpt2_fp8.callbacks.peak_memory import PeakMemory
 from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.callbacks.run_labels import RunLabels
@@ -24,7 +27,7 @@ from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.callbacks.time_limit import TimeLimit
 from gpt2_fp8.checkpoint.run_state import restoring
 from gpt2_fp8.compat.lightning_checkpoint import restore_within
-from gpt2_fp8.config.run_length import last_step
+from gpt2_fp8.config.run_length import last_step, steps_to_run
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.run_watch import RunWatch
@@ -60,6 +63,7 @@ def build(
     checkpoint: Path | None,
     time_limit: TimeLimit,
     divergence: DivergenceGuard,
+    log_line: LogLine,
     ends: list[Callback],
 ) -> Parts:
     """Build the parts of a run in `folder`.
@@ -67,6 +71,7 @@ def build(
     Args:
         checkpoint: what the run continues from, or None.
         time_limit: the first callback: it decides whether a step is the last.
+        log_line: writes the log's lines; it outlives a rollback.
         ends: the callbacks that save and stop. Lightning moves them behind all others, in their order.
 
     Raises UserError for weights or a tokenizer that are not there.
@@ -77,16 +82,20 @@ def build(
     throughput = Throughput(config, module.vocab_size)
     memory = PeakMemory()
     kernels = plan.backend.kernels(module.vocab_size)
-    callbacks: list[Callback] = [time_limit, throughput, *_fp8_health(config, plan, folder, checkpoint), memory]
+    throughput.readers.append(log_line.write)
+    health = _fp8_health(config, plan, folder, checkpoint)
+    callbacks: list[Callback] = [time_limit, log_line, throughput, *health, memory]
     callbacks.append(SameKernels(kernels | _versions(plan)))
     if config.callbacks.red_flags:
         watch = RunWatch(config.optim.warmup_steps, config.data.num_workers, partial(log.warning, "%s"))
-        throughput.on_row.append(watch.see)
+        throughput.readers.append(rank_zero_only(watch.see))
     if config.callbacks.sample_tokens:
         callbacks.append(Samples(config.callbacks.sample_prompt, config.callbacks.sample_tokens, config.seed))
-    if config.callbacks.progress_bar:
-        callbacks.append(ProgressBar(refresh_rate=config.trainer.log_every_n_steps))
-    callbacks += [registry.make("callbacks.extra", name, Callback, config) for name in config.callbacks.extra]
+    extra = [registry.make("callbacks.extra", name, Callback, config) for name in config.callbacks.extra]
+    if config.callbacks.progress_bar and not any(isinstance(callback, LightningBar) for callback in extra):
+        callbacks.append(bar := ProgressBar(log_line.pace))
+        throughput.readers.append(bar.read)
+    callbacks += extra
     if config.tags or config.notes:
         callbacks.append(RunLabels(config.tags, config.notes))
     callbacks.append(divergence)
@@ -125,7 +134,7 @@ def build_trainer(
         devices=devices.devices(config, plan.device),
         num_nodes=options.num_nodes,
         strategy=options.strategy,
-        max_steps=1 if options.fast_dev_run else last_step(config),
+        max_steps=steps_to_run(config),
         max_epochs=-1,
         val_check_interval=min(options.val_check_interval, last_step(config)),
         check_val_every_n_epoch=None,
@@ -139,7 +148,7 @@ def build_trainer(
         callbacks=callbacks,
         logger=False if options.fast_dev_run else _loggers(config, folder, checkpoint),
         enable_checkpointing=not options.fast_dev_run,
-        enable_progress_bar=config.callbacks.progress_bar,
+        enable_progress_bar=any(isinstance(callback, LightningBar) for callback in callbacks),
         enable_model_summary=False,
         enable_autolog_hparams=False,  # they lie in the run's folder, and in its checkpoints
         inference_mode=False,  # delayed scaling's tensors may be allocated in validation and change in training

@@ -6,18 +6,23 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
+from gpt2_fp8.callbacks.log_line import LogLine
 from gpt2_fp8.callbacks.rank_watchdog import RankWatchdog
 from gpt2_fp8.callbacks.time_limit import TimeLimit
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.compat.lightning_process import rank
 from gpt2_fp8.config import run_length
 from gpt2_fp8.config.errors import RunError, UserError
+from gpt2_fp8.config.own_words import Typed, shorter
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
+from gpt2_fp8.engine.pace import Pace
 from gpt2_fp8.precision.choose import Choice
+from gpt2_fp8.train import last_words
 from gpt2_fp8.train.build import Parts
 from gpt2_fp8.train.outcome import fill
 from gpt2_fp8.train.process import clean_up
@@ -33,8 +38,8 @@ class RunContext:
     `parts` are those of the present `fit`; None if there are none.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, words: Sequence[str] = ()) -> None:
-        self.folder = folder
+    def __init__(self, config: RunConfig, folder: Path, words: Sequence[str] = (), typed: Typed | None = None) -> None:
+        self.folder, self._config, self._typed, self._first_step = folder, config, typed, 0
         self.checkpointing = Checkpointing.from_config(folder / "checkpoints", config.callbacks)
         self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save)
         limit = config.trainer.max_time
@@ -47,6 +52,17 @@ class RunContext:
             notes=config.notes, overrides=list(words), config=asdict(config),
         )  # fmt: skip
         self._launcher: object = None
+
+    def log_line(self, config: RunConfig, first_step: int) -> LogLine:
+        """Build what writes the log's lines, for a run of these final settings that continues from `first_step`."""
+        self._first_step = first_step
+        pace = Pace(run_length.steps_to_run(config), self.time_limit.left)
+        command = None if self._typed is None else partial(shorter, self._typed, config)
+        return LogLine(config, pace, self._best, command)
+
+    def _best(self) -> tuple[float, int] | None:
+        best = self.checkpointing.best
+        return None if best is None or best.val_loss is None else (best.val_loss, best.step)
 
     def chosen(self, config: RunConfig, choice: Choice | None) -> None:
         """Note the final settings; `choice`: the result of `precision=auto`, if it was asked for."""
@@ -98,9 +114,12 @@ class RunContext:
 
     def _write(self) -> None:
         try:
-            log.info("%s: %s", self._summary.status, self._summary.write(self.folder))
+            self._summary.write(self.folder)
         except OSError as error:  # a full disk: the run's end and exit code stay what they are
             log.error("%s; the summary cannot be written: %s", self._summary.status, error)
+            return
+        for line in last_words.lines(self._summary, self._config, self.folder, self._typed, self._first_step):
+            log.info(line)
 
     def _fill(self) -> None:
         if (parts := self.parts) is not None:  # a thread of the watchdog reads it too

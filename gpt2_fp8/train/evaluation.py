@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
 
 from gpt2_fp8.backends.resolve import Plan, as_before, resolve
 from gpt2_fp8.callbacks.peak_memory import PeakMemory
-from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.config import ranking_file
 from gpt2_fp8.config.checks import vocabulary
@@ -77,7 +77,7 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
 
 
 def _trainer(config: RunConfig, plan: Plan, callbacks: list[pl.Callback]) -> pl.Trainer:
-    bar = [ProgressBar()] if sys.stderr.isatty() else []
+    bar = [TQDMProgressBar()] if sys.stderr.isatty() else []
     return pl.Trainer(
         accelerator=plan.device,
         devices=1,

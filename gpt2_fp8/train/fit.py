@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +12,15 @@ from typing import Any, Literal, NamedTuple
 from gpt2_fp8.backends.resolve import Plan, as_before, fallen_back, resolve
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
+from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.checkpoint.finite import is_finite
 from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.compat.lightning_logging import detach_logging
 from gpt2_fp8.compat.lightning_process import rank
+from gpt2_fp8.config import own_words
 from gpt2_fp8.config.checks import check_batch
+from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.divergence import RollBack
@@ -35,22 +38,23 @@ from gpt2_fp8.train.rollback import checkpoint_before
 log = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, folder: Path, words: Sequence[str] = ()) -> float | None:
+def run(config: RunConfig, folder: Path, words: Sequence[str] = (), typed: Typed | None = None) -> float | None:
     """Train as `config` says, in `folder`; returns the last validation loss (what a sweep compares).
 
-    `words`: the run's overrides. A micro-batch that is among them must not change. Writes `summary.json` at every end,
+    `words`: the run's overrides. A micro-batch that is among them must not change. `typed`: its command line, of
+    which the log makes others; None: it has none of its own, as a job of a sweep. Writes `summary.json` at every end,
     good or bad. Raises the errors of `config.errors` for ends of a known kind.
     """
     quiet()
     locked = rank() == 0 and not config.trainer.fast_dev_run
     spool.clear()
     with RunLock(folder) if locked else nullcontext():
-        return _run(config, folder, words)
+        return _run(config, folder, words, typed)
 
 
-def _run(config: RunConfig, folder: Path, words: Sequence[str]) -> float | None:
-    context, error = RunContext(config, folder, words), None
-    typed = any(word.lstrip("+").startswith("micro_batch_size=") for word in words)
+def _run(config: RunConfig, folder: Path, words: Sequence[str], line: Typed | None) -> float | None:
+    context, error = RunContext(config, folder, words, line), None
+    typed = own_words.keys(words)
     try:
         with GracefulStop(lambda trainer: _stop_here(trainer, context.checkpointing)) as stop:
             parts = _train(_prepare(config, folder, context, typed), folder, context, stop)
@@ -75,15 +79,15 @@ class _Start(NamedTuple):
     limit: str  # the key of the limit that gives the last step
 
 
-def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: bool) -> _Start:
+def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: Container[str]) -> _Start:
     """Find what the settings mean on this machine. Everything that can be refused before the build is refused here."""
     device = devices.device(config)
     world_size = devices.devices(config, device) * config.trainer.num_nodes
     check_batch(config, world_size)
-    config, limit, epoch_ends = resolve_length(config, rank())
+    config, limit, epoch_ends = resolve_length(config, rank(), typed)
     context.checkpointing.intervals.kept.add(epoch_ends)
     checkpoint = setup.checkpoint(config, folder)
-    config, asked = setup.resolve_micro_batch(config, world_size, device, typed, checkpoint)
+    config, asked = setup.resolve_micro_batch(config, world_size, device, "micro_batch_size" in typed, checkpoint)
     if rank() == 0:
         setup.check_room(config, context.checkpointing.folder, len(epoch_ends))
     config, choice = auto_precision.decide(config, device, world_size, checkpoint, rank())
@@ -96,8 +100,11 @@ def _train(start: _Start, folder: Path, context: RunContext, stop: GracefulStop)
     """Build and fit, again after each rollback; returns the parts of the last `fit`, which has finished."""
     config, plan, checkpoint, world_size, asked, limit = start
     ends = [context.watchdog, context.checkpointing, stop]
+    log_line = context.log_line(config, setup.step_of(checkpoint) or 0)
     while True:
-        parts = context.built(build(config, plan, folder, checkpoint, context.time_limit, context.divergence, ends))
+        parts = context.built(
+            build(config, plan, folder, checkpoint, context.time_limit, context.divergence, log_line, ends)
+        )
         parts.module.asked_micro_batch_size = asked
         setup.announce(config, plan, parts.module.vocab_size, world_size, folder, checkpoint)
         back = _fit(parts, checkpoint)
@@ -131,6 +138,9 @@ def _fit(parts: Parts, checkpoint: Path | None) -> RollBack | None:
         parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=False)
     except RollBack as back:
         return back.with_traceback(None)  # the traceback holds the model
+    finally:
+        if isinstance(bar := parts.trainer.progress_bar_callback, ProgressBar):
+            bar.stop()  # also if another callback fails before its turn
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Container
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,11 +32,12 @@ class Length(NamedTuple):
     epoch_ends: list[int]
 
 
-def resolve_length(config: RunConfig, rank: int) -> Length:
+def resolve_length(config: RunConfig, rank: int, typed: Container[str] = ()) -> Length:
     """Turn the limits of a run into its number of steps. For `max_epochs` the text's tokens are counted.
 
-    Rank 0 counts for the processes that Lightning starts. Under another launcher each rank counts, and finds the same
-    number. Raises UserError if the warm-up or the decay does not fit, and what reading the text raises.
+    A warm-up that is not among the keys `typed` is fitted to that number, and the log says so. Rank 0 counts for the
+    processes that Lightning starts. Under another launcher each rank counts, and finds the same number. Raises
+    UserError if what was typed does not fit, and what reading the text raises.
     """
     if config.trainer.max_epochs is None or config.trainer.fast_dev_run:
         if not run_length.limits(config):  # a single step comes to no epoch
@@ -44,6 +46,9 @@ def resolve_length(config: RunConfig, rank: int) -> Length:
     tokens = int(os.environ.get(_TOKENS, 0)) if rank else 0
     tokens = tokens or tokens_a_pass(config.data, config.model.n_positions, tuple(config.plugins))
     os.environ[_TOKENS] = str(tokens)
+    before, config = config.optim, run_length.fitted(config, typed, tokens)
+    for line in run_length.said(before, config):
+        log.info(line)
     if found := list(run_length.check(config, tokens)):
         raise UserError(finding.problem for finding in found)
     ends = run_length.epoch_ends(config, tokens)

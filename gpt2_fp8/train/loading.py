@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import memory_limits, registry, signals, slurm
 from gpt2_fp8.train import summary
 
+Train = Callable[[RunConfig, Path, Sequence[str], Typed | None], float | None]
 LEAST_DATA_BYTES = 128 << 20  # with a smaller limit, a library that torch loads ends the process
 
 
-def training(
-    config: RunConfig, folder: Path, here: Path, words: Sequence[str] = ()
-) -> Callable[[RunConfig, Path, Sequence[str]], float | None]:
+def training(config: RunConfig, folder: Path, here: Path, words: Sequence[str] = ()) -> Train:
     """Import and return `fit.run`, for a run of `config` in `folder`, and import its plugins.
 
     `here`: the folder where plugins are searched for. `words`: the run's overrides, for the summary of one that ends
@@ -41,7 +41,7 @@ def training(
             raise
 
 
-def _imported() -> Callable[[RunConfig, Path, Sequence[str]], float | None]:
+def _imported() -> Train:
     try:
         if 0 <= resource.getrlimit(resource.RLIMIT_DATA)[0] < LEAST_DATA_BYTES:
             raise MemoryError("it takes more")

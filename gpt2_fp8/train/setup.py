@@ -16,7 +16,7 @@ from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.run_length import last_step, tokens_a_step
+from gpt2_fp8.config.run_length import last_step, steps_to_run, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
@@ -126,7 +126,7 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
     log.info(
         "steps      %d of %d x %d = %d tokens, in micro-batches of %d sequences",
-        last_step(config), config.global_batch_size, model.n_positions, tokens, config.micro_batch_size,
+        steps_to_run(config), config.global_batch_size, model.n_positions, tokens, config.micro_batch_size,
     )  # fmt: skip
     if peak:
         per_token = flops_per_token(model, padded_vocab_size)

@@ -52,6 +52,7 @@ def test_a_hub_that_stays_dead_is_said_so(hub: Hub, client: Client, tmp_path: Pa
     answer = client.ask(WEB, ["500"] * 10_000, steps=200)
     assert answer["error"] == "DataSourceLost"
     assert "after 8 attempts" in answer["message"]
+    assert "without a network: data=stdlib" in answer["message"]
     nowhere = Client(hub, tmp_path, "http://127.0.0.1:9")
     answer = nowhere.ask(WEB)
     nowhere.close()

@@ -45,9 +45,9 @@ def test_a_run_of_two_epochs_keeps_their_ends_and_its_rates_end_with_it(tmp_path
     assert caught.value.problems[0].remedy.endswith("and a trainer.max_tokens that comes to as much")
 
 
-def length(*words, rank=0):
+def length(*words, rank=0, typed=("optim.warmup_steps",)):
     (config,) = preflight([*SMALL, "run_name=length", *words])
-    return run_length.resolve_length(config, rank)
+    return run_length.resolve_length(config, rank, typed)
 
 
 def test_other_ranks_take_the_first_ones_count(text, monkeypatch, caplog):
@@ -65,6 +65,15 @@ def test_other_ranks_take_the_first_ones_count(text, monkeypatch, caplog):
 def test_a_warm_up_beyond_the_epochs_is_refused(text):
     with pytest.raises(UserError, match="the warm-up is longer than the run"):
         length(*text, "trainer.max_epochs=1", "optim.warmup_steps=8")
+
+
+def test_a_warm_up_of_a_group_beyond_the_epochs_is_shortened_and_said(text, caplog):
+    caplog.set_level("INFO")
+    counted = length(*text, "trainer.max_epochs=1", "optim.warmup_steps=8", typed=())
+    assert counted.config.trainer.max_steps == 7
+    assert counted.config.optim.warmup_steps == 0
+    said = "warm-up    0 steps instead of 8, which do not fit the run; optim.warmup_steps=NUMBER sets them"
+    assert said in caplog.messages
 
 
 def test_one_step_through_everything_counts_nothing(text, monkeypatch):

@@ -1,0 +1,113 @@
+"""The command `gpt2-fp8`, and `python -m gpt2_fp8`: lists the programs, or runs one of them.
+
+    gpt2-fp8                        the list
+    gpt2-fp8 run model=gpt2         the program `run`; without a name, `gpt2-fp8 model=gpt2` is the same
+    gpt2-fp8 -sc install=bash       completion, for: eval "$(gpt2-fp8 -sc install=bash)"
+
+Exit codes are those of the program; 2 for a name that there is not.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import textwrap
+
+from gpt2_fp8.config import hints
+from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.runtime import output, programs
+
+HELP = """\
+{version}: train GPT-2 and its relatives in FP8, from one command.
+
+{programs}
+
+gpt2-fp8 NAME --help shows what a program takes; python -m gpt2_fp8.NAME is the same program. Words without a name are a
+run's: gpt2-fp8 model=gpt2 data=fineweb. Completion in bash: eval "$(gpt2-fp8 -sc install=bash)"."""
+# The words after a program's name are completed by it, where it can: `run` by Hydra, from the choices and keys.
+COMPLETION = """\
+_gpt2_fp8()
+{
+    local word="${COMP_WORDS[COMP_CWORD]}" choices
+    choices=$(COMP_LINE="${COMP_LINE:0:COMP_POINT}" "${COMP_WORDS[0]}" -sc query=bash 2>/dev/null)
+    COMPREPLY=($(compgen -W "$choices" -- "$word"))
+    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=./] ]] && compopt -o nospace
+}
+COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
+complete -o default -F _gpt2_fp8 gpt2-fp8"""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line `argv` (without the command's name); returns the exit code."""
+    names = programs.names()
+    if not argv or argv in (["-h"], ["--help"], ["help"]):
+        print(listing())
+        return 0
+    if _asks(argv, "install=bash"):
+        print(COMPLETION)
+        return 0
+    if _asks(argv, "query=bash"):
+        return _complete(names)
+    if argv[0] in names:
+        return _run(argv[0], argv[1:])
+    if argv[0].startswith("-") or "=" in argv[0] or argv[0].startswith("~"):
+        return _run("run", argv)
+    near = hints.near(argv[0], names)
+    remedy = f"gpt2-fp8 {near[0]}" if near else f"the programs are {', '.join(names)}; gpt2-fp8 lists them"
+    print(Problem(f"there is no program {argv[0]}", remedy), file=sys.stderr)
+    return 2
+
+
+def listing() -> str:
+    """Return the text that lists the programs, one a line."""
+    rows = programs.table()
+    width = max(len(row.name) for row in rows)
+    first = "  gpt2-fp8 {:<" + str(width) + "}  "
+    lines = (
+        textwrap.fill(row.about, 110, initial_indent=first.format(row.name), subsequent_indent=" " * (width + 13))
+        for row in rows
+    )
+    return HELP.format(version=programs.VERSION, programs="\n".join(lines))
+
+
+def _run(name: str, argv: list[str]) -> int:
+    """Run a program as `python -m gpt2_fp8.NAME` does; returns its exit code."""
+    sys.argv[1:] = argv
+    try:
+        runpy.run_module(f"gpt2_fp8.{name}", run_name="__main__", alter_sys=False)
+    except SystemExit as ended:
+        if isinstance(ended.code, int) or ended.code is None:
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _asks(argv: list[str], what: str) -> bool:
+    return argv in (["-sc", what], ["--shell-completion", what])
+
+
+def _complete(names: list[str]) -> int:
+    """Print what the last word of the line, which the shell has in a variable, may become."""
+    line = os.environ.get("COMP_LINE", "")
+    words = [*line.split(), *([""] if line.endswith(" ") or not line else [])]
+    if len(words) <= 2:
+        print(*names)
+    if len(words) > 2 and words[1] in names and words[1] != "run":
+        return 0
+    command = words[:1] + words[2 if words[1:2] == ["run"] else 1 :]
+    os.environ["COMP_LINE"] = " ".join(command)
+    return _run("run", ["-sc", "query=bash"])
+
+
+def entry() -> None:
+    """Run the command `gpt2-fp8`."""
+    output.begin(pipe_ends=False)
+    code = main(sys.argv[1:])
+    output.end()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    entry()

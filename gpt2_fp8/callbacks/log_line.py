@@ -1,0 +1,136 @@
+"""The training log as a person reads it: a line an interval, a line a validation, and how long the run will take."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+from gpt2_fp8.config.amounts import duration
+from gpt2_fp8.config.run_length import steps_to_run, tokens_a_step
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine.pace import Pace
+
+log = logging.getLogger(__name__)
+
+_FEW_STEPS, _MANY_STEPS, _LONG_ENOUGH = 2, 9, 2.0  # steps, steps, seconds: when the first steps tell enough
+_LONG_STEP = 30.0  # seconds of a step for which its first micro-batches tell enough
+_LONG_RUN = 86400.0  # seconds of a run on a CPU for which a shorter one is worth a line
+
+
+class LogLine(pl.Callback):
+    """Writes what `Throughput` has read to the run's log, on rank 0.
+
+    Args:
+        config: the run's; its micro-batch is a number.
+        pace: each step's end is noted there, for whoever tells the time that is left.
+        best: returns the lowest validation loss before the present one and its step, or None.
+        shorter: returns a command that is done soon at so many tokens a second; None: there is none.
+        clock: gives seconds.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        pace: Pace,
+        best: Callable[[], tuple[float, int] | None],
+        shorter: Callable[[float], str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.pace, self.total = pace, steps_to_run(config)
+        self._micro_batch = config.micro_batch * config.model.n_positions
+        self._tokens = tokens_a_step(config)
+        self._best, self._shorter, self._clock = best, shorter, clock
+        self._told = False
+        self._pass_ended: float | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Begin to measure."""
+        self.pace.begin()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Tell how long the run will take after two micro-batches on a CPU, whose first step may take an hour.
+
+        A GPU still computes when the host comes here.
+        """
+        if self._told or trainer.strategy.root_device.type != "cpu":
+            return
+        before, self._pass_ended = self._pass_ended, self._clock()
+        if before is not None and not self.pace.steps:
+            rate = self._micro_batch * trainer.world_size / (self._pass_ended - before)
+            if self._tokens / rate >= _LONG_STEP:
+                self._tell(trainer, rate, (self.total - trainer.global_step) * self._tokens / rate)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Note the step's end, and tell once how long the run will take."""
+        self.pace.step_ended(trainer.global_step)
+        self._pass_ended = None
+        steps, seconds = self.pace.steps, self.pace.seconds
+        if not self._told and (steps >= _MANY_STEPS or (steps >= _FEW_STEPS and seconds >= _LONG_ENOUGH)):
+            left = self.pace.left(trainer.global_step)
+            assert left is not None
+            self._tell(trainer, steps * self._tokens / seconds, left)
+
+    def _tell(self, trainer: pl.Trainer, rate: float, left: float) -> None:
+        """Log how long the rest of the run will take; if that is very long on a CPU, also a shorter command."""
+        self._told = True
+        if (steps := self.total - trainer.global_step) <= 0:
+            return
+        log.info(
+            "%s more steps of %s tokens at %s tokens/s: about %s", f"{steps:,}", f"{self._tokens:,}", f"{rate:,.0f}",
+            duration(left),
+        )  # fmt: skip
+        on_cpu = trainer.strategy.root_device.type == "cpu"
+        if on_cpu and left > _LONG_RUN and self._shorter is not None:
+            log.info("for a try of some minutes: %s", self._shorter(rate))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the line of an interval that ends with `step`. `metrics` are those of `Throughput`."""
+        text = interval(step, self.total, metrics, self.pace.left(step))
+        log.info(text, extra={"interval": True})  # a progress bar shows these in its own way
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Write the line of a validation. `best` does not know of it yet: checkpoints are taken after this."""
+        loss, best = pl_module.val_loss, self._best()
+        if trainer.sanity_checking or loss is None:
+            return
+        log.info(validation(trainer.global_step, self.total, loss, best))
+
+
+def interval(step: int, total: int, metrics: Mapping[str, float], left: float | None) -> str:
+    """Return the line of an interval, aligned, of at most 110 characters in a run of less than 100,000 steps.
+
+    `metrics`: those of `Throughput`, without a speed at the first step. `left`: seconds, or None.
+    """
+    parts = [f"{_step(step, total)}  loss {metrics['train_loss']:6.4f}  lr {metrics['lr']:.1e}"]
+    if "tokens_per_second" in metrics:
+        parts.append(f"{metrics['tokens_per_second']:>9,.0f} tok/s  {_milliseconds(metrics['step_time'])}")
+        parts.append(f"{metrics.get('memory_gb', _host_gib()):5.1f} GiB  wait {100 * metrics['data_wait']:2.0f} %")
+    if left:
+        parts.append(f"left {duration(left)}")
+    return "  ".join(parts)
+
+
+def validation(step: int, total: int, loss: float, best: tuple[float, int] | None) -> str:
+    """Return the line of a validation. `best`: the lowest loss before it and its step, or None."""
+    mark = "best" if best is None or loss < best[0] else f"(best {best[0]:.4f} at step {best[1]:,})"
+    return f"{_step(step, total)}  val_loss {loss:.4f}  {mark}"
+
+
+def _step(step: int, total: int) -> str:
+    return f"step {step:>{len(f'{total:,}')},}/{total:,}"
+
+
+def _milliseconds(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:4.0f} ms"
+    return f"{seconds:5.2f} s" if seconds < 99 else f"{seconds:5.0f} s"
+
+
+def _host_gib() -> float:
+    """Return the peak memory of this process on a CPU, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

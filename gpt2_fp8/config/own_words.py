@@ -1,0 +1,101 @@
+"""Commands to type next, made of the words that the user has typed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from gpt2_fp8.config import run_length
+from gpt2_fp8.config.amounts import as_typed
+from gpt2_fp8.config.model_checks import largest_divisor
+from gpt2_fp8.config.schema import RunConfig
+
+RUN = "python -m gpt2_fp8.run"
+TRY_STEPS, TRY_SECONDS = 20, 300.0  # of a run that only shows that everything works
+_LENGTH = ("trainer.max_steps", "trainer.max_tokens", "trainer.max_epochs", "trainer.max_time", "callbacks.keep_epochs")
+_PLACE = ("run_name", "ckpt_path", "hydra.run.dir")
+_LARGE_MODEL = ("model", "optim", "global_batch_size", "micro_batch_size", "init_from", "precision.keep_bf16")
+_TINY = (
+    "model=tiny",
+    "global_batch_size=16",
+    "micro_batch_size=16",
+)  # not an experiment's
+
+
+def keys(words: Iterable[str]) -> set[str]:
+    """Return the keys and groups that the words of a command line set."""
+    return {_key(word) for word in words}
+
+
+class Typed(NamedTuple):
+    """A command line of one run, without the program's name, and the folder where it was typed."""
+
+    words: tuple[str, ...]
+    here: Path
+
+    def but(self, left_out: Iterable[str], added: Iterable[str]) -> str:
+        """Return the command without the keys `left_out` and what is below them, and with the words `added`."""
+        gone = {*left_out, *(_key(word) for word in added)}
+        kept = [word for word in self.words if not _is_below(_key(word), gone)]
+        return shlex.join([*RUN.split(), *kept, *added])
+
+    def has(self, key: str) -> bool:
+        """Return whether a word sets a key."""
+        return any(_key(word) == key for word in self.words)
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0] if not word.startswith("-") else word
+
+
+def _is_below(key: str, keys: set[str]) -> bool:
+    parts = key.split(".")
+    return any(".".join(parts[:length]) in keys for length in range(1, len(parts) + 1))
+
+
+def shorter(typed: Typed, config: RunConfig, rate: float) -> str:
+    """Return a command like `typed` that takes some minutes at `rate` tokens a second, to see that everything works.
+
+    It has fewer steps; if that is not short enough, fewer sequences in each; and if one is too many, the tiny model.
+    """
+    tokens = TRY_SECONDS * rate / TRY_STEPS  # a step's
+    ranks = config.trainer.num_nodes * (1 if config.trainer.devices == "auto" else config.trainer.devices)
+    sequences = int(tokens // config.model.n_positions) // ranks * ranks
+    words: Sequence[str] = ()
+    left_out = [*_LENGTH, *_PLACE, "optim.warmup_steps", "optim.decay_steps"]
+    if tokens < run_length.tokens_a_step(config):
+        size = largest_divisor(sequences // ranks, config.micro_batch) if sequences else 0
+        words = (f"global_batch_size={sequences}", f"micro_batch_size={size}") if sequences else _TINY
+        left_out += () if sequences else _LARGE_MODEL
+    if config.optim.schedule == "warmup_stable_decay" and typed.has("optim.schedule") and "optim" not in left_out:
+        words = (*words, f"optim.decay_steps={TRY_STEPS // 5}")
+    return typed.but(left_out, (*words, f"trainer.max_steps={TRY_STEPS}"))
+
+
+def continued(typed: Typed, folder: Path, limits: Sequence[str] = ()) -> str:
+    """Return the command that continues the run in `folder`. `limits`: words that make it longer."""
+    return typed.but((*_PLACE, "init_from"), (*_placed(folder, typed.here), "ckpt_path=last", *limits))
+
+
+def twice_as_long(config: RunConfig, ended_by: str | None, steps: int) -> list[str]:
+    """Return the words that let a run of `steps`, which `ended_by` has ended, go on for as long again."""
+    reached = [key for key, end in run_length.limits(config).items() if end <= steps]
+    return [_doubled(config, key) for key in dict.fromkeys([*reached, *([ended_by] if ended_by else [])])]
+
+
+def _doubled(config: RunConfig, key: str) -> str:
+    value = getattr(config.trainer, key.removeprefix("trainer."))
+    if key != "trainer.max_time":
+        return f"{key}={2 * value}"
+    minutes, seconds = divmod(2 * (run_length.seconds(value) or 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{key}={hours // 24:02d}:{hours % 24:02d}:{minutes:02d}:{seconds:02d}"
+
+
+def _placed(folder: Path, here: Path) -> list[str]:
+    """Return the words that give a run its folder."""
+    if folder.parent == here / "outputs":
+        return [f"run_name={folder.name}"]
+    return [f"hydra.run.dir={as_typed(folder, here)}"]

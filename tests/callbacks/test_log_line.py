@@ -1,0 +1,151 @@
+"""The log's lines: every figure from known metrics, known losses and a clock of the test's own."""
+
+import logging
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpt2_fp8.callbacks.log_line import LogLine, interval, validation
+from gpt2_fp8.compose import preflight
+from gpt2_fp8.engine.pace import Pace
+
+METRICS = {
+    "train_loss": 3.45214,
+    "lr": 5.94e-4,
+    "tokens_per_second": 845_012.4,
+    "step_time": 0.0772,
+    "data_wait": 0.004,
+    "memory_gb": 18.62,
+}
+
+
+def test_an_interval():
+    line = (
+        "step  1,200/19,073  loss 3.4521  lr 5.9e-04    845,012 tok/s    77 ms   18.6 GiB  wait  0 %  left 2 h 31 min"
+    )
+    assert interval(1200, 19073, METRICS, 9060.0) == line
+
+
+def test_the_first_interval_has_no_speed_yet():
+    first = {key: METRICS[key] for key in ("train_loss", "lr")}
+    assert interval(1, 300, first, None) == "step   1/300  loss 3.4521  lr 5.9e-04"
+
+
+def test_lines_are_aligned_and_fit():
+    wide = METRICS | {"train_loss": 10.98765, "tokens_per_second": 9_999_999, "step_time": 61.254, "memory_gb": 139.9}
+    lines = [interval(step, 99_999, wide | {"data_wait": 0.99}, 86_000.0) for step in (1, 999, 10_000, 99_999)]
+    assert {len(line) for line in lines} == {max(map(len, lines))}
+    assert len(lines[0]) <= 110
+    assert {line.index("loss") for line in lines} == {lines[0].index("loss")}
+
+
+def test_a_slow_step_is_in_seconds_and_a_cpu_has_its_own_memory():
+    slow = {key: value for key, value in METRICS.items() if key != "memory_gb"} | {"step_time": 61.25}
+    line = interval(2, 10, slow, 490.0)
+    assert "  61.25 s  " in line
+    assert 0.05 < float(line.split(" GiB")[0].split()[-1]) < 100
+
+
+def test_a_loss_that_is_no_number():
+    assert "loss    nan" in interval(1, 10, METRICS | {"train_loss": math.nan}, None)
+
+
+@pytest.mark.parametrize(
+    ("loss", "best", "mark"),
+    [(3.5, None, "best"), (3.5, (3.6, 100), "best"), (3.7, (3.6, 100), "(best 3.6000 at step 100)")],
+)
+def test_a_validation(loss, best, mark):
+    assert validation(1200, 19073, loss, best) == f"step  1,200/19,073  val_loss {loss:.4f}  {mark}"
+
+
+class Run:
+    """A run of `words` whose steps end when the test says, and its log."""
+
+    def __init__(self, caplog, *words, device="cpu", shorter=None):
+        (config,) = preflight(list(words))
+        self.now = 0.0
+        self.pace = Pace(config.trainer.max_steps, clock=lambda: self.now)
+        self.callback = LogLine(config, self.pace, lambda: None, shorter, lambda: self.now)
+        root = SimpleNamespace(root_device=torch.device(device))
+        self.trainer = SimpleNamespace(strategy=root, global_step=0, world_size=1, sanity_checking=False)
+        self.caplog = caplog
+        caplog.set_level(logging.INFO, "gpt2_fp8")
+        self.callback.on_train_start(self.trainer, None)
+
+    def step(self, seconds):
+        self.now += seconds
+        self.trainer.global_step += 1
+        self.callback.on_train_batch_end(self.trainer)
+
+    def backward(self, seconds):
+        self.now += seconds
+        self.callback.on_after_backward(self.trainer, None)
+
+    @property
+    def said(self):
+        return [record.getMessage() for record in self.caplog.records]
+
+
+def test_the_first_steps_tell_how_long(caplog):
+    """Two steps of 2 s after a first one of 60 s: 4,096 tokens in 2 s, 297 steps are 594 s."""
+    run = Run(caplog)
+    for seconds in (60.0, 2.0):
+        run.step(seconds)
+    assert run.said == []
+    run.step(2.0)
+    assert run.said == ["297 more steps of 4,096 tokens at 2,048 tokens/s: about 9 min 54 s"]
+    run.step(2.0)
+    assert len(run.said) == 1
+
+
+def test_quick_steps_are_looked_at_for_longer(caplog):
+    run = Run(caplog, device="cuda")
+    run.step(60.0)
+    for _ in range(9):
+        assert run.said == []
+        run.step(0.1)
+    assert run.said == ["290 more steps of 4,096 tokens at 40,960 tokens/s: about 29 s"]
+
+
+def test_on_a_slow_cpu_two_micro_batches_tell_it_and_a_shorter_command(caplog):
+    """8 x 1,024 tokens in 16 s are 512 a second: 19,073 steps of 524,288 tokens take 226 days."""
+    run = Run(caplog, "model=gpt2", "trainer=cpu", "micro_batch_size=8", "data.tokenizer=gpt2", shorter="{:.0f}".format)
+    run.backward(30.0)
+    assert run.said == []
+    run.backward(16.0)
+    assert run.said == [
+        "19,073 more steps of 524,288 tokens at 512 tokens/s: about 226 d 1 h",
+        "for a try of some minutes: 512",
+    ]
+    run.backward(16.0)
+    run.step(900.0)
+    assert len(run.said) == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_quick_step_waits_for_its_end_and_a_gpu_always(caplog, device):
+    """A GPU computes on when the host has come to the end of a backward."""
+    run = Run(caplog, "micro_batch_size=4", device=device)
+    for _ in range(4):
+        run.backward(0.5 if device == "cpu" else 1000.0)
+    assert run.said == []
+
+
+def test_a_run_of_hours_on_a_cpu_needs_no_shorter_one(caplog):
+    run = Run(caplog, shorter=str)
+    for _ in range(3):
+        run.step(100.0)
+    assert len(run.said) == 1
+
+
+def test_a_validation_is_compared_with_the_best_before_it(caplog):
+    (config,) = preflight([])
+    config = replace(config, trainer=replace(config.trainer, max_steps=1000))
+    caplog.set_level(logging.INFO, "gpt2_fp8")
+    callback = LogLine(config, Pace(1000), lambda: (2.5, 100))
+    trainer = SimpleNamespace(global_step=200, sanity_checking=False)
+    callback.on_validation_end(trainer, SimpleNamespace(val_loss=2.75))
+    assert caplog.records[0].getMessage() == "step   200/1,000  val_loss 2.7500  (best 2.5000 at step 100)"

@@ -1,0 +1,136 @@
+"""Advice that is followed is taken: no remedy leads to another refusal."""
+
+import re
+import shlex
+
+import pytest
+
+from gpt2_fp8.compose import preflight
+from gpt2_fp8.config import hints
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.parsing import key_paths
+from gpt2_fp8.config.schema import RunConfig
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text("text\n")
+    (tmp_path / "a_train_1.bin").write_bytes(bytes(4096))
+
+
+def remedy(line):
+    with pytest.raises(UserError) as told:
+        preflight(shlex.split(line))
+    (problem,) = told.value.problems
+    return problem.remedy
+
+
+# What was typed; a part of the advice; what a person then types.
+TYPED = [
+    ("use_fp8=true", "precision=fp8_hybrid", "precision=fp8_hybrid"),
+    ("+use_fp8=false", "precision=bf16 without it", "precision=bf16"),
+    ("num_epochs=3", "trainer.max_epochs", "trainer.max_epochs=3"),
+    ("trainer.num_epochs=3", "trainer.max_epochs", "trainer.max_epochs=3"),
+    ("block_size=512", "model.n_positions", "model.n_positions=512"),
+    ("+model.block_size=512", "model.n_positions", "model.n_positions=512"),
+    ("learning-rate=1e-3", "optim.lr", "optim.lr=1e-3"),
+    ("precision=float32", "precision=fp32", "precision=fp32"),
+    ("precision=fp16", "precision=bf16", "precision=bf16"),
+    ("precision=fp8", "precision=fp8_hybrid", "precision=fp8_hybrid"),
+    ("precision=fp8_e5", "precision=fp8_e4m3", "precision=fp8_e4m3"),
+    ("+model=gpt2", "model=gpt2, without the +", "model=gpt2"),
+    ("+experiment=tinyshakespeare_fp8", "without the +", "experiment=tinyshakespeare_fp8"),
+    ("+optim.lr=1e-3", "optim.lr=1e-3, without the +", "optim.lr=1e-3"),
+    ("model=gpt2,", "model=gpt2", "model=gpt2"),
+    ("model==gpt2", "model=gpt2", "model=gpt2"),
+    ("optim.lr=3e-4,", "optim.lr=3e-4", "optim.lr=3e-4"),
+    ("device=cpu", "trainer=auto, cpu", "trainer=cpu"),
+    ("trainer=cuda", "trainer=gpu", "trainer=gpu"),
+    ("train", "leave it out", ""),
+    ("data=./corpus.txt", "data.train_files='[./corpus.txt]'", "data=text_files 'data.train_files=[./corpus.txt]'"),
+    ("data=corpus.txt", "data.train_files='[corpus.txt]'", "data=text_files data.train_files=[corpus.txt]"),
+    ("data=shakespeare", "data=tinyshakespeare", "data=tinyshakespeare"),
+    (
+        "data.train_files=corpus.txt",
+        "data=text_files data.train_files='[FILE]'",
+        "data=text_files data.train_files=[corpus.txt]",
+    ),
+    ("optim.name=muon", "optimizer=adamw, adamw_bf16, adamw8bit or muon", "optimizer=muon"),
+    ("callbacks.sample_prompt=Hello,world", "as one text 'callbacks", "'callbacks.sample_prompt=\"Hello,world\"'"),
+    ("paths.output_dir=/x", "hydra.run.dir=FOLDER", "hydra.run.dir=x"),
+    ("trainer.num_sanity_val_steps=0", "leave it out", ""),
+    ("ckpt_path=lats", "ckpt_path=last", "ckpt_path=last run_name=x"),
+    ("hydra.job.env_set.FOO=bar", "+hydra.job.env_set.FOO=bar", "+hydra.job.env_set.FOO=bar"),
+    (
+        "trainer.max_steps=5 optim.warmup_steps=10",
+        "add optim.warmup_steps=0",
+        "trainer.max_steps=5 optim.warmup_steps=0",
+    ),
+    (
+        "trainer.max_steps=5 optim.warmup_steps=10",
+        "trainer.max_steps=10 or more",
+        "trainer.max_steps=10 optim.warmup_steps=10",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "advice", "then"), TYPED, ids=[line for line, _, _ in TYPED])
+def test_advice_is_taken(line, advice, then):
+    assert advice in remedy(line)
+    assert len(preflight(shlex.split(then))) == 1
+
+
+def test_several_numbers_are_no_list_and_no_text():
+    assert remedy("optim.lr=1e-3,2e-3") == "-m runs each"
+
+
+@pytest.mark.parametrize("word", ["help", "bench", "export"])
+def test_a_program_is_named(word):
+    assert {"help": "gpt2_fp8.run --help"}.get(word, f"python -m gpt2_fp8.{word} is a program") in remedy(word)
+
+
+def test_your_own_experiment_is_told_where_it_may_stand(tmp_path):
+    assert "-cd FOLDER experiment=NAME" in remedy("experiment=mine")
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    (tmp_path / "mine/experiment/my_own.yaml").write_text("# @package _global_\nseed: 2\n")
+    (config,) = preflight(["-cd", "mine", "experiment=my_own"])
+    assert config.seed == 2
+
+
+@pytest.mark.parametrize("group", hints.CHOICES)
+def test_every_choice_from_elsewhere_is_one_of_ours(group):
+    for theirs, ours in hints.CHOICES[group].items():
+        assert remedy(f"{group}='{theirs}'") == f"{group}={ours}"
+        assert len(preflight([f"{group}={ours}"])) == 1
+
+
+# What a value of an advice needs beside it.
+BESIDE = {
+    "data.val_files": ["data=text_files", "data.train_files=[corpus.txt]"],
+    "optimizer.matrix_lr": ["optimizer=muon"],
+    "optimizer.momentum": ["optimizer=muon"],
+    "ckpt_path": ["run_name=x"],
+    "data": ["data.train_files=[corpus.txt]", "data.val_sequences=0"],
+    "data.train_files": ["data=text_files"],
+    "recipe.amax_compute_algo": ["recipe=delayed"],
+    "model.norm": ["model.bias=false"],
+    "model.n_positions": [],
+    "model.mlp": ["model.bias=false"],
+}
+
+
+def advised():
+    """Every word with a value that a hint about a foreign name consists of, or names first."""
+    known = key_paths(RunConfig)
+    for _, text in hints.FOREIGN.values():
+        for word in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)*=(?:'[^']*'|[^\s;']+)", text):
+            key, _, value = word.rstrip(",.)").replace("'", "").partition("=")
+            if not re.search("[A-Z]", value) and (key in known or "." not in key):
+                yield f"{key}={value.rstrip(',')}"
+
+
+@pytest.mark.parametrize("word", sorted(set(advised())))
+def test_a_word_of_a_hint_composes(word):
+    words = [*BESIDE.get(word.partition("=")[0], []), word]
+    assert len(preflight(words)) == 1

@@ -1,0 +1,117 @@
+"""Commands made of what was typed: they compose, they are short, and they continue."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpt2_fp8.compose import conf_dir, preflight
+from gpt2_fp8.config.own_words import RUN, TRY_SECONDS, TRY_STEPS, Typed, continued, shorter, twice_as_long
+from gpt2_fp8.config.run_length import last_step, limits, tokens_a_step
+from tests.test_readme import README, commands
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text("text\n")
+
+
+def typed(line):
+    return Typed(tuple(shlex.split(line)), Path.cwd())
+
+
+def words_of(command):
+    assert command.startswith(f"{RUN} ")
+    return shlex.split(command)[3:]
+
+
+LINES = [
+    "",
+    "model=gpt2",
+    "model=gpt2 run_name=mine ckpt_path=last trainer.max_tokens=2000000000 trainer.max_time=00:08:00:00",
+    "model=gpt2 data=text_files 'data.train_files=[corpus.txt]' trainer.max_epochs=3 trainer.max_steps=null "
+    "callbacks.keep_epochs=true",
+    "model=gpt2 optim.schedule=warmup_stable_decay optim.decay_steps=3000 optim.warmup_steps=2000",
+    "model=gpt2_xl precision.keep_bf16=[blocks.47] micro_batch_size=16 +tags.a=b",
+    "trainer=cpu hydra.run.dir=elsewhere model=qwen3_0_6b",
+    "model=gpt2 model.n_layer=6 global_batch_size=64 optim.lr=1e-3 seed=3",
+    "precision=auto model=gpt2 micro_batch_size=16",
+    *(f"experiment={path.stem}" for path in sorted((conf_dir() / "experiment").glob("*.yaml"))),
+]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("rate", [0.5, 50.0, 500.0, 20_000.0, 1e9])
+def test_a_shorter_command_composes_and_is_short(line, rate):
+    """The tiny model's speed is another: a twentieth of the smallest GPT-2's operations a token, or less."""
+    (config,) = preflight(shlex.split(line))
+    if config.micro_batch_size == "auto":
+        config = replace(config, micro_batch_size=1)
+    words = words_of(shorter(typed(line), config, rate))
+    (short,) = preflight(words)
+    assert last_step(short) == TRY_STEPS
+    assert not {word.partition("=")[0] for word in words} & {"run_name", "ckpt_path", "hydra.run.dir"}
+    if short.model.name == config.model.name:
+        too_slow = config.model.name == "tiny" and rate < 1  # nothing is smaller
+        assert too_slow or TRY_STEPS * tokens_a_step(short) <= TRY_SECONDS * rate
+        assert short.data == config.data
+    else:
+        assert short.model.name == "tiny"
+        assert rate * TRY_SECONDS < TRY_STEPS * config.model.n_positions, "one sequence a step would take too long"
+
+
+def test_what_was_typed_is_kept():
+    line = "-cd mine model=gpt2 seed=3 run_name=x optim.lr=1e-3 'data.train_files=[a b.txt]'"
+    (config,) = preflight(["model=gpt2"])
+    command = shorter(typed(line), config, 1e9)
+    assert (
+        command == f"{RUN} -cd mine model=gpt2 seed=3 optim.lr=1e-3 'data.train_files=[a b.txt]' trainer.max_steps=20"
+    )
+
+
+def test_a_run_is_continued_where_it_is(tmp_path):
+    line = typed("model=gpt2 run_name=x init_from=y trainer.max_steps=5")
+    folder = tmp_path / "outputs/x"
+    assert continued(line, folder) == f"{RUN} model=gpt2 trainer.max_steps=5 run_name=x ckpt_path=last"
+    longer = continued(line, folder, ["trainer.max_steps=10"])
+    assert longer == f"{RUN} model=gpt2 run_name=x ckpt_path=last trainer.max_steps=10"
+    assert continued(typed(""), tmp_path / "own place") == f"{RUN} 'hydra.run.dir=own place' ckpt_path=last"
+
+
+@pytest.mark.parametrize(
+    ("line", "ended_by", "steps", "words"),
+    [
+        ("", "trainer.max_steps", 300, ["trainer.max_steps=600"]),
+        ("trainer.max_tokens=409600", "trainer.max_tokens", 100, ["trainer.max_tokens=819200"]),
+        (
+            "trainer.max_tokens=1228800",
+            "trainer.max_steps",
+            300,
+            ["trainer.max_steps=600", "trainer.max_tokens=2457600"],
+        ),
+        ("trainer.max_time=00:15:40:05", "trainer.max_time", 7, ["trainer.max_time=01:07:20:10"]),
+        ("trainer.max_epochs=3 trainer.max_steps=null", "trainer.max_epochs", 50, ["trainer.max_epochs=6"]),
+    ],
+)
+def test_twice_as_long_goes_on(line, ended_by, steps, words):
+    (config,) = preflight(shlex.split(line))
+    assert twice_as_long(config, ended_by, steps) == words
+    (longer,) = preflight(words_of(continued(typed(line), Path.cwd() / "outputs/x", words)))
+    assert all(end > steps for end in limits(longer).values())
+
+
+def test_every_run_of_the_readme_has_a_shorter_one():
+    """As far as its files are here."""
+    lines = [
+        command.argv for command in commands(README) if str(command).startswith("README.md: python -m gpt2_fp8.run")
+    ]
+    assert len(lines) > 10
+    for argv in lines:
+        if "-m" in argv or any("corpus" in word or word.startswith(("init_from", "-cd")) for word in argv):
+            continue
+        (config,) = preflight(["model=gpt2"])
+        (short,) = preflight(words_of(shorter(Typed(tuple(argv), Path.cwd()), config, 500.0)))
+        assert last_step(short) == TRY_STEPS

@@ -1,0 +1,87 @@
+"""A program in a pseudo-terminal, and what a person would see there: pyte is the terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pyte
+
+LINES = 200  # of the screen; nothing scrolls away
+
+
+class Terminal:
+    """`python WORDS` in a terminal of `columns`. The bytes that it has written are in `written`."""
+
+    def __init__(self, *words: object, cwd: Path, columns: int = 120, environment: Mapping[str, str] | None = None):
+        self.screen = pyte.Screen(columns, LINES)
+        self._stream = pyte.ByteStream(self.screen)
+        self.written = b""
+        self.began = time.monotonic()
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(cwd)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            chosen = {
+                "TERM": "xterm-256color",
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                **(environment or {}),
+            }
+            clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+            os.execve(sys.executable, [sys.executable, *map(str, words)], clean | chosen)
+        self.resize(columns)
+
+    @property
+    def text(self) -> list[str]:
+        """The rows of the screen that have something on them."""
+        return [row.rstrip() for row in self.screen.display if row.strip()]
+
+    def resize(self, columns: int) -> None:
+        """Make the terminal as wide as this; the program gets SIGWINCH."""
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
+        self.screen.resize(LINES, columns)
+
+    def press(self, keys: bytes) -> None:
+        """Type."""
+        os.write(self._fd, keys)
+
+    def read_until(self, there: Callable[[Terminal], bool], seconds: float = 120.0) -> None:
+        """Show what is written until `there` holds. Fails after `seconds`, or if the program ends before."""
+        until = time.monotonic() + seconds
+        while not there(self):
+            assert time.monotonic() < until, "\n".join(self.text)
+            assert self._read(), "the program has ended: " + "\n".join(self.text)
+
+    def end(self, seconds: float = 120.0) -> int:
+        """Show the rest; returns the exit code. Kills the program after `seconds`."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if not self._read():
+                break
+        else:
+            os.kill(self.pid, signal.SIGKILL)
+        os.close(self._fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def _read(self) -> bool:
+        """Show what is there; returns whether more may come."""
+        if not select.select([self._fd], [], [], 0.2)[0]:
+            return True
+        try:
+            data = os.read(self._fd, 1 << 16)
+        except OSError:  # the other end is closed
+            return False
+        self.written += data
+        self._stream.feed(data)
+        return bool(data)

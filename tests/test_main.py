@@ -1,0 +1,128 @@
+"""`gpt2-fp8`, and `python -m gpt2_fp8`: the list of programs, each of them by its name, completion, the version."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpt2_fp8 import __main__, __version__
+from gpt2_fp8.runtime import programs
+
+NAMES = programs.names()
+
+
+def command(*arguments, cwd, module="gpt2_fp8", **environment):
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | environment,
+    )
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",)])
+def test_the_programs_are_listed(arguments, capsys):
+    """Each by the first line of its own docstring, `run` first."""
+    assert __main__.main(list(arguments)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.findall(r"gpt2-fp8 (\w+) ", said)[: len(NAMES)] == NAMES
+    for program in programs.table():
+        assert f"gpt2-fp8 {program.name} {program.about}" in said
+    assert NAMES[0] == "run"
+
+
+def test_a_new_program_needs_no_second_place(tmp_path):
+    (tmp_path / "doctor.py").write_text(
+        '"""The doctor: says what is missing.\n\nMore.\n"""\nraise SystemExit("never run")\n'
+    )
+    (tmp_path / "run.py").write_text("")
+    (tmp_path / "__init__.py").write_text("")
+    assert [tuple(program) for program in programs.table(tmp_path)] == [
+        ("run", ""),
+        ("doctor", "The doctor: says what is missing."),
+    ]
+
+
+def test_a_program_that_there_is_not(capsys):
+    assert __main__.main(["bnech"]) == 2
+    assert capsys.readouterr().err == "error: there is no program bnech\n  fix: gpt2-fp8 bench\n"
+    assert __main__.main(["qqq"]) == 2
+    assert f"the programs are {', '.join(NAMES)}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_version_is_ours(name, tmp_path):
+    done = command("--version", cwd=tmp_path, module=f"gpt2_fp8.{name}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"gpt2_fp8 {__version__}\n", "")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_program_by_its_name(name, tmp_path):
+    done = command(name, "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == command("--help", cwd=tmp_path, module=f"gpt2_fp8.{name}").stdout
+
+
+@pytest.mark.parametrize("words", [["run", "modle=gpt2"], ["modle=gpt2"], ["-m", "modle=gpt2,tiny"], ["~modle=gpt2"]])
+def test_words_are_a_runs_with_and_without_its_name(words, tmp_path):
+    done = command(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "modle" in done.stderr
+    assert "did you mean model" in done.stderr or "~modle" in done.stderr
+
+
+def test_the_exit_code_is_the_programs(tmp_path):
+    done = command("table", "nowhere", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: nowhere does not exist")
+
+
+def test_the_list_imports_nothing_large(tmp_path):
+    code = "import sys; from gpt2_fp8 import __main__; __main__.main([]); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert not {"torch", "hydra", "omegaconf", "yaml", "numpy", "rich"} & set(done.stdout.split())
+
+
+COMPLETED = [
+    ("gpt2-fp8 ben", {"bench"}),
+    (
+        "gpt2-fp8 model=gpt2_",
+        {"model=gpt2_large", "model=gpt2_medium", "model=gpt2_optimized", "model=gpt2_wide", "model=gpt2_xl"},
+    ),
+    ("gpt2-fp8 run recipe=del", {"recipe=delayed"}),
+    ("gpt2-fp8 run model=gpt2 trainer.max_s", {"trainer.max_steps="}),
+    ("gpt2-fp8 export ", set()),
+]
+
+
+@pytest.mark.parametrize(("line", "found"), COMPLETED, ids=[line for line, _ in COMPLETED])
+def test_completion_in_bash(line, found, tmp_path):
+    """The shell itself calls the function that `-sc install=bash` prints."""
+    folder = Path(sys.executable).parent
+    assert (folder / "gpt2-fp8").exists(), "pip install -e . makes it"
+    script = f"""
+        eval "$(gpt2-fp8 -sc install=bash)"
+        COMP_LINE='{line}' COMP_POINT={len(line)}
+        IFS=' ' read -ra COMP_WORDS <<< "$COMP_LINE"
+        [[ $COMP_LINE == *' ' ]] && COMP_WORDS+=('')
+        COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+        compopt() {{ :; }}
+        _gpt2_fp8 && true
+        complete -p gpt2-fp8 > /dev/null && printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"},
+    )
+    assert set(done.stdout.split()) == found, done.stderr
+    assert done.stderr == ""

@@ -1,0 +1,212 @@
+"""The first hour on a terminal, in a pipe and in a file: the bar, the log, Ctrl-C, and nothing of other libraries."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.runs import SMALL, forked, summary
+from tests.terminals import Terminal
+
+WIDE = 700  # columns: no line is wrapped
+RUN = ["-m", "gpt2_fp8.run"]
+CHANGED = ("progress_bar", "log_every", "checkpoint_every")
+WORDS = [word for word in SMALL if not any(key in word for key in CHANGED)] + ["callbacks.checkpoint_every_n_steps=0"]
+STAMP = re.compile(r"\[\d\d:\d\d:\d\d\] ")
+BAR = re.compile(r"^([━╸╺]+ )?[\d,]+/[\d,]+  ")
+# How a line of ours begins, after the time.
+OURS = re.compile(
+    r"(gpt2_fp8 |warm-up |model |device |precision |layers |optimizer |data |data: |steps |folder "
+    r"|step +[\d,]+/|step \d+ waits for the checkpoint before it|sample at step "
+    r"|completed |summary: |curves: |next: |[\d,]+ more steps of )"
+)
+
+
+def rest_is_ours(lines):
+    return [line for line in lines if not (STAMP.match(line) and OURS.match(STAMP.sub("", line)))]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """The first command, shorter, into a pipe; its whole output."""
+    folder = tmp_path_factory.mktemp("first")
+    words = ["trainer.max_steps=12", "trainer.val_check_interval=5", "data.val_sequences=4", "run_name=first"]
+    done = subprocess.run(
+        [sys.executable, *RUN, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def test_the_first_command_says_nothing_that_is_not_ours(first):
+    _, done = first
+    assert done.stderr == ""
+    assert rest_is_ours(done.stdout.splitlines()) == []
+    assert "\x1b" not in done.stdout
+
+
+def test_a_pipe_has_what_run_log_has(first):
+    folder, done = first
+    assert (folder / "outputs/first/run.log").read_text() == done.stdout
+
+
+def test_the_log_has_every_interval_and_validation(first):
+    folder, done = first
+    lines = [STAMP.sub("", line) for line in done.stdout.splitlines()]
+    steps = [line.split()[1] for line in lines if line.startswith("step ") and "  loss " in line]
+    assert steps == ["1/12", "10/12", "12/12"]
+    losses = [line for line in lines if "  val_loss " in line]
+    assert [line.split()[1] for line in losses] == ["5/12", "10/12", "12/12"]
+    report = summary(folder / "outputs/first")
+    assert f"val_loss {report['last_val_loss']:.4f}" in losses[-1]
+    assert losses[0].endswith("  best")
+
+
+def test_the_end_says_losses_speed_and_what_next(first):
+    folder, done = first
+    report = summary(folder / "outputs/first")
+    end = "\n".join(STAMP.sub("", line) for line in done.stdout.splitlines()[-5:])
+    assert re.search(r"^completed 12 steps in [\d.]+ (s|min \d+ s): train loss ", end)
+    assert f"train loss {report['last_train_loss']:.4f}, validation {report['last_val_loss']:.4f} (best " in end
+    assert f"{report['tokens_per_second']:,.0f} tok/s" in end
+    assert "\nsummary: outputs/first/summary.json\ncurves: tensorboard --logdir outputs/first\n" in end
+
+
+def test_the_next_command_goes_on(first):
+    folder, done = first
+    (command,) = re.findall(r"next: python -m gpt2_fp8.run (.*)", done.stdout)
+    assert "trainer.max_steps=24" in command
+    again = forked(*command.split(), cwd=folder)
+    assert again.returncode == 0, again.stderr
+    assert re.search(r"completed 24 steps, 12 of them in ", again.stdout)
+    (command,) = re.findall(r"next: python -m (gpt2_fp8.export) outputs/first exported", again.stdout)
+    export = subprocess.run(
+        [sys.executable, "-m", command, "outputs/first", "exported"],
+        cwd=folder,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert export.returncode == 0, export.stderr
+
+
+def test_the_first_line_comes_before_torch(tmp_path):
+    """A torch that ends the process when it is imported is not reached before the line is out."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("import os\nos._exit(77)\n")
+    done = subprocess.run(
+        [sys.executable, *RUN, "run_name=x"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 77
+    assert re.fullmatch(STAMP.pattern + r"gpt2_fp8 \S+: loading torch, some seconds\n", done.stdout)
+
+
+# ---- terminals ---------------------------------------------------------------------------------------------------
+
+
+def bars(terminal):
+    return [row for row in terminal.text if BAR.match(row)]
+
+
+def test_a_terminal_has_one_bar_and_whole_lines_above_it(tmp_path):
+    terminal = Terminal(*RUN, *WORDS, "run_name=x", "trainer.log_every_n_steps=2", cwd=tmp_path, columns=WIDE)
+    terminal.read_until(lambda t: len(bars(t)) == 1 and "val_loss" in "".join(t.text))
+    assert terminal.end() == 0
+    (bar,) = bars(terminal)
+    report = summary(tmp_path / "outputs/x")
+    assert f" 12/12  loss {report['last_train_loss']:.4f}  val_loss {report['last_val_loss']:.4f}" in bar
+    assert rest_is_ours([row for row in terminal.text if row != bar]) == []
+    shown = [row for row in terminal.text if re.search(r"step +\d+/12", row)]
+    assert all("val_loss" in row or "sample" in row for row in shown), "the bar has the intervals' numbers"
+    kept = (tmp_path / "outputs/x/run.log").read_text()
+    assert len(re.findall(r"step +\d+/12  loss ", kept)) == 7, "and run.log has them"
+    assert "\x1b" not in kept
+
+
+def test_without_a_bar_the_lines_are_on_the_terminal(tmp_path):
+    terminal = Terminal(*RUN, *SMALL, "run_name=x", cwd=tmp_path, columns=200)
+    assert terminal.end() == 0
+    assert bars(terminal) == []
+    assert len([row for row in terminal.text if "/12  loss " in row]) == 12
+    assert b"\x1b" not in terminal.written
+
+
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=str)
+def test_a_terminal_that_is_to_have_plain_text(environment, tmp_path):
+    terminal = Terminal(*RUN, *WORDS, "run_name=x", cwd=tmp_path, columns=WIDE, environment=environment)
+    assert terminal.end() == 0
+    assert b"\x1b" not in terminal.written
+    assert rest_is_ours(terminal.text) == []
+    assert any("/12  loss " in row for row in terminal.text)
+
+
+LONG = [*WORDS, "trainer.max_steps=100000", "run_name=x", "data.val_sequences=0", "trainer.log_every_n_steps=5"]
+
+
+def test_a_terminal_of_another_width(tmp_path):
+    """Wide, narrow, and wide again: there is one bar, on one row, at every moment that it is drawn."""
+    terminal = Terminal(*RUN, *LONG, cwd=tmp_path, columns=150)
+    terminal.read_until(lambda t: len(bars(t)) == 1 and "loss" in bars(t)[0])
+    for columns in (40, 20, 100):
+        terminal.resize(columns)
+        before = len(terminal.written)
+        terminal.read_until(lambda t, before=before: len(t.written) > before + 400)
+    terminal.read_until(lambda t: len(bars(t)) >= 1)
+    newest = bars(terminal)[-1]
+    assert "loss" in newest
+    assert len(newest) < 100
+    os.kill(terminal.pid, signal.SIGTERM)
+    assert terminal.end() == 143
+
+
+def test_ctrl_c_leaves_the_message_below_and_the_terminal_sane(tmp_path):
+    terminal = Terminal(*RUN, *LONG, cwd=tmp_path, columns=WIDE)
+    terminal.read_until(lambda t: len(bars(t)) == 1 and "loss" in bars(t)[0])
+    terminal.press(b"\x03")
+    assert terminal.end() == 130
+    text = terminal.text
+    said = [row for row in text if "stopping and saving" in row]  # nothing, if it came in a wait for data
+    assert all(row.startswith("SIGINT: ") for row in said), "not behind the bar"
+    assert len(bars(terminal)) == 1
+    assert text[-1].startswith("stopped by signal 2")
+    steps = summary(tmp_path / "outputs/x")["steps"]
+    (command,) = re.findall(r"next: python -m gpt2_fp8.run (.*)", "\n".join(text))
+    assert "ckpt_path=last" in command
+    assert any(row.endswith(f"stopped {steps:,} steps") or f"stopped {steps:,} steps in " in row for row in text)
+    assert not terminal.screen.cursor.hidden
+
+
+def test_a_killed_run_leaves_the_cursor(tmp_path):
+    terminal = Terminal(*RUN, *LONG, cwd=tmp_path, columns=150)
+    terminal.read_until(lambda t: len(bars(t)) == 1 and "loss" in bars(t)[0])
+    time.sleep(0.2)
+    os.kill(terminal.pid, signal.SIGKILL)
+    assert terminal.end() == -signal.SIGKILL
+    assert not terminal.screen.cursor.hidden
+
+
+def test_two_ranks_have_one_bar_and_one_log(tmp_path):
+    """Started by the command of all programs, which Lightning starts again for the other rank."""
+    ranks = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "micro_batch_size=2", "run_name=x"]
+    words = [word for word in WORDS if word != "trainer=cpu"]
+    terminal = Terminal("-m", "gpt2_fp8", "run", *words, *ranks, cwd=tmp_path, columns=WIDE)
+    assert terminal.end() == 0
+    assert len(bars(terminal)) == 1
+    others = rest_is_ours([row for row in terminal.text if not BAR.match(row)])
+    assert [row for row in others if not re.search("Gloo|gloo", row)] == []
+    kept = (tmp_path / "outputs/x/run.log").read_text()
+    assert len(re.findall(r"step +12/12  loss ", kept)) == 1
