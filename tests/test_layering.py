@@ -32,6 +32,7 @@ HOUSE = {
     "schedule": Row("compose config engine measure train runtime"),
     "doctor": Row("diagnose checkpoint runtime config"),
     "generate": Row("compose config train runtime"),
+    "import_hf": Row("compose config train runtime"),
     "evaluate": Row("compose config train runtime"),
     # a run under Lightning
     "train": Row(
@@ -107,6 +108,7 @@ BEFORE_TORCH = [
         "schedule",
         "doctor",
         "generate",
+        "import_hf",
         "evaluate",
         "train.loading",
         "train.summary",
