@@ -326,6 +326,8 @@ def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, s
 def _as_files(value: str) -> str | None:
     """Return the words that read the files that `data=value` was meant to name; None if it names none."""
     kind = {"bin": "token_files"}.get(value.rpartition(".")[2], "text_files")
+    if value.rpartition("/")[2].startswith("_"):  # a file that choices of this program are built upon
+        return None
     named = "/" in value or value.endswith((".txt", ".jsonl", ".zst", ".parquet", ".bin"))
     return f"data={kind} data.train_files='[{value}]'" if named else None
 
