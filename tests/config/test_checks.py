@@ -96,6 +96,15 @@ TABLE = [
     ("precision=fp8_e5m2", "E5M2 x E5M2", "precision=fp8_hybrid"),
     ("model.n_embd=100", "FP8 matrix products need a multiple of 16", "model.n_embd=96, or precision=bf16"),
     ("model.n_positions=100 micro_batch_size=1", "multiple of 16", "model.n_positions=96, or precision=bf16"),
+    ("recipe=mxfp8 model.n_embd=144 model.n_head=3", "of recipe=mxfp8 need a multiple of 32", "n_embd=192, or"),
+    ("recipe=mxfp8 model.n_embd=112", "n_embd=112: the FP8 matrix products of recipe=mxfp8", "model.n_embd=128"),
+    ("recipe=mxfp8 model.mlp_width=496", "mlp_width=496: the FP8 matrix products of recipe=mxfp8", "mlp_width=512"),
+    ("recipe=mxfp8 model.n_head=1 model.head_size=80", "the queries have 80 channels", "model.head_size=64"),
+    ("recipe=mxfp8 model.head_size=24 model.n_kv_head=1", "the keys and values have 48 channels", "head_size=32, or"),
+    ("recipe=mxfp8 model.n_positions=240", "recipe=mxfp8 need sequences of a multiple of 32", "n_positions=256"),
+    ("recipe=block model.n_head=1 model.head_size=40", "the queries have 40 channels", "model.head_size=32, or prec"),
+    ("recipe=block model.head_size=4 model.n_kv_head=1", "the keys and values have 8 channels", "head_size=16, or"),
+    ("recipe=blockwise model.n_embd=200", "n_embd=200: FP8 matrix products need a multiple of 16", "model.n_embd=192"),
     ("precision.keep_bf16=[blocks.4]", "no layer blocks.4 in a model of 4 blocks", "blocks.0 to blocks.3"),
     ("precision.keep_bf16=[heads]", "no layer heads", "head, first, last"),
     ("precision.keep_bf16=[first:5]", "no layer first:5 in a model of 4 blocks", "first:2"),
@@ -518,6 +527,17 @@ def test_a_bad_value_is_not_compared():
 def test_fp8_multiples_bind_fp8_alone(line):
     (config,) = preflight([line, "model.n_embd=100", "model.n_positions=50", "micro_batch_size=1"])
     assert config.model.n_embd == 100
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "rowwise"])
+def test_blocks_of_a_recipe_need_not_be_full(recipe):
+    """Widths of 144 and heads of 48 divide by 16, not by the 128 values of a block: Transformer Engine pads these."""
+    assert preflight([f"recipe={recipe}", "model.n_embd=144", "model.n_head=3", "model.n_positions=240"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_recipe_binds_fp8_alone(precision):
+    assert preflight(["recipe=mxfp8", f"precision={precision}", "model.n_embd=100", "model.n_positions=50"])
 
 
 def test_batch_once_the_world_is_known():
