@@ -11,6 +11,7 @@ from pathlib import Path
 from gpt2_fp8.config import (
     attention_support,
     backend_support,
+    document_borders,
     hf_check,
     mixture,
     model_checks,
@@ -166,6 +167,7 @@ _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
         _format,
         backend_support.check,
         attention_support.check,
+        document_borders.check,
         _tokens,
         _auto,
     )
