@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpt2_fp8.config import (
     attention_support,
-    backend_support,
+    backend_check,
     document_borders,
     hf_check,
     mixture,
@@ -165,7 +165,7 @@ _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
         _schedule,
         _known_batch,
         _format,
-        backend_support.check,
+        backend_check.check,
         attention_support.check,
         document_borders.check,
         _tokens,

@@ -14,8 +14,8 @@ def within_documents(ids: Tensor, separator: int, dtype: torch.dtype, begins: bo
     """Compute what is added to attention's scores: 0 for earlier tokens of the same document, else minus infinity.
 
     ids: integers [batch, tokens]. `begins`: whether the separator is a document's first token, not its last. Returns
-    [batch, 1, tokens, tokens]. Its shape does not depend on the ids, and the host waits for nothing. It is made once for
-    all layers, in the `dtype` of queries: torch would convert it in each.
+    [batch, 1, tokens, tokens]. Its shape does not depend on the ids, and the host waits for nothing. It is made once
+    for all layers, in the `dtype` of queries: torch would convert it in each.
     """
     borders = ids == separator
     document = borders.cumsum(1)  # of each token

@@ -1,5 +1,6 @@
 """Every refusal, as a careless user meets it: what is typed, and words of the cause and of the remedy."""
 
+import itertools
 import os
 import re
 import shlex
@@ -8,7 +9,7 @@ from dataclasses import fields, replace
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config import hints
+from gpt2_fp8.config import backend_check, hints
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.checks import check, check_batch, value_of
 from gpt2_fp8.config.errors import UserError
@@ -88,7 +89,7 @@ TABLE = [
     ("precision.backend=fused model.norm=rms_norm", "they have no RMSNorm", "precision.backend=auto"),
     ("precision.backend=fused model=llama3_small", "no RMSNorm, no SwiGLU MLP, no RoPE, no grouped", "backend=auto"),
     ("cuda_graphs=true model.qk_norm=true", "they have no QK-norm", "cuda_graphs=auto"),
-    ("precision.fast_accumulation=true model.tied_head=false", "no head that is not tied", "leave it out"),
+    ("precision.fast_accumulation=true model.tied_head=false", "no head that is not tied", "leave precision.fast"),
     ("model.rope_theta=1e6", "there is no key model.rope_theta: it has another name", "model.rope_base"),
     ("model.num_key_value_heads=2", "there is no key model.num_key_value_heads", "model.n_kv_head"),
     ("model.normalization=RMSNorm", "it has a shorter name", "model.norm=layer_norm or rms_norm"),
@@ -110,7 +111,7 @@ TABLE = [
     ("precision.keep_bf16=[first:5]", "no layer first:5 in a model of 4 blocks", "first:2"),
     ("precision.backend=fused precision.keep_bf16=[blocks.1.qkv]", "names a part of blocks.1", "backend=auto"),
     ("precision.backend=fused precision.keep_bf16=[blocks.*.fc1]", "names a part of blocks.0", "backend=auto"),
-    ("recipe=delayed precision.backward=bf16_wgrad", "no backend can do this in FP8", "backend=emulated can"),
+    ("recipe=delayed precision.backward=bf16_wgrad", "no backend can do this in FP8", "recipe=current, or precision"),
     ("precision.backend=fused penalty.logit_l2=0.1", "z_loss alone, and this is penalty.logit_l2=0.1", "backend=auto"),
     (
         "precision.backend=fused penalty.logit_l2=0.1 penalty.activation_l1=1",
@@ -128,17 +129,17 @@ TABLE = [
     (
         "penalty.activation_l1=1 recipe=delayed precision.backward=bf16_wgrad",
         "no backend can do this in FP8",
-        "backend=emulated can",
+        "recipe=current, or precision.backward=fp8",
     ),
     ("precision.backend=fused precision.backward=bf16", "their backward is in FP8", "precision.backend=auto"),
-    ("precision.backend=te precision.backward=bf16_wgrad", "in FP8 or none", "precision.backend=torchao can"),
-    ("precision.backward=bf16 recipe=delayed", "has no backward in bf16 (recipe=current or block", "backend=emulated"),
+    ("precision.backend=te precision.backward=bf16_wgrad", "in FP8 or none", "precision.backend=torchao (pip"),
+    ("precision.backward=bf16 recipe=delayed", "has no backward in bf16 (recipe=current", "recipe=current, or prec"),
     ("precision=bf16 precision.backward=bf16", "belongs to precision=fp8_", "or leave precision.backward out"),
     ("precision.backward=bf8", "must be fp8, bf16 or bf16_wgrad", "precision.backward=fp8"),
     (
         "precision.backend=emulated precision.backward=bf16 precision.emulate=[weight,wgrad_gradient]",
         "precision.emulate names wgrad_gradient, which precision.backward=bf16 keeps in bf16",
-        "leave wgrad_gradient out, or add precision.backward=fp8",
+        "leave wgrad_gradient out of precision.emulate, or add precision.backward=fp8",
     ),
     ("precision.keep_bf16=head", "needs a list", "precision.keep_bf16='[head]'"),
     # precision=auto
@@ -157,19 +158,19 @@ TABLE = [
     ("precision.backend=fused recipe=current", "delayed scaling alone, not recipe=current", "precision.backend=auto"),
     ("precision.backend=fused model.dropout=0.1", "no dropout, and model.dropout=0.1", "precision.backend=auto"),
     ("precision=bf16 precision.backend=torchao", "it is for FP8, and this is precision=bf16", "backend=auto"),
-    ("precision.backend=torchao recipe=delayed", "not recipe=delayed", "recipe=current or rowwise"),
-    ("precision.backend=torchao recipe=block", "not recipe=block", "recipe=current or rowwise"),
-    ("precision.backend=torchao recipe=mxfp8", "not recipe=mxfp8", "recipe=current or rowwise"),
+    ("precision.backend=torchao recipe=delayed", "not recipe=delayed", "recipe=current, or recipe=rowwise"),
+    ("precision.backend=torchao recipe=block", "not recipe=block", "recipe=current, or recipe=rowwise"),
+    ("precision.backend=torchao recipe=mxfp8", "not recipe=mxfp8", "recipe=current, or recipe=rowwise"),
     ("precision.backend=torchao precision.emulate=[weight]", "this is precision.backend=torchao", "backend=emulated"),
     ("precision.backend=torchao attention=te", "this run has plain-torch layers", "attention=cudnn"),
     ("precision.backend=torchao cuda_graphs=true", "this is precision.backend=torchao", "cuda_graphs=auto"),
-    ("precision.backend=fused recipe=rowwise", "delayed scaling alone, not recipe=rowwise", "backend=torchao can"),
-    ("precision.backend=te recipe=rowwise", "it has no scale a row", "precision.backend=torchao can"),
-    ("precision.backend=emulated recipe=rowwise", "not recipe=rowwise", "precision.backend=auto"),
+    ("precision.backend=fused recipe=rowwise", "delayed scaling alone, not recipe=rowwise", "backend=torchao (pip"),
+    ("precision.backend=te recipe=rowwise", "it has no scale a row", "precision.backend=torchao (pip"),
+    ("precision.backend=emulated recipe=rowwise", "not recipe=rowwise", "precision.backend=torchao (pip"),
     ("precision=bf16 precision.backend=emulated", "it emulates FP8, and this is", "precision.backend=auto"),
     ("precision.backend=emulated recipe=mxfp8", "delayed, current and block, not", "precision.backend=auto"),
     ("precision.emulate=[weight]", "and this is precision.backend=auto", "add precision.backend=emulated"),
-    ("precision.emulate=[] precision.backend=te", "and this is precision.backend=te", "or leave it out"),
+    ("precision.emulate=[] precision.backend=te", "and this is precision.backend=te", "or leave precision.emulate out"),
     (
         "precision.backend=emulated precision.emulate=[weights]",
         "needs a list of fprop_input, weight, dgrad_gradient, wgrad_gradient, wgrad_input, residual, head",
@@ -178,22 +179,22 @@ TABLE = [
     ("precision.backend=emulated precision.emulate=weight", "needs a list of fprop_input,", "'[fprop_input,weight]'"),
     ("precision=bf16 precision.emulate=[weight]", "belongs to precision=fp8_hybrid", "leave precision.emulate out"),
     ("precision.backend=emulated cuda_graphs=true", "and this is precision.backend=emulated", "cuda_graphs=auto"),
-    ("precision.backend=emulated precision.fast_accumulation=true", "only the fused FP8 layers", "leave it out"),
+    ("precision.backend=emulated precision.fast_accumulation=true", "only the fused FP8 layers", "leave precision.fast"),
     ("cuda_graphs=true precision=bf16", "and this is precision=bf16", "cuda_graphs=auto"),
     ("cuda_graphs=true precision.backend=te", "and this is precision.backend=te", "cuda_graphs=auto"),
     ("cuda_graphs=true recipe=block", "not recipe=block", "cuda_graphs=auto"),
     ("precision=auto recipe=auto micro_batch_size=auto", "what fits depends on the precision", "micro_batch_size=16"),
     ("cuda_graphs=true trainer=ddp", "this is a run on several", "cuda_graphs=auto"),
     ("cuda_graphs=true trainer.strategy=ddp", "this is a run on several", "cuda_graphs=auto"),
-    ("precision.fast_accumulation=true precision.backend=te", "and this is precision.backend=te", "leave it out"),
-    ("precision.fast_accumulation=true recipe=current", "not recipe=current", "leave it out"),
-    ("precision.fast_accumulation=true model.dropout=0.1", "they have no dropout", "leave it out"),
+    ("precision.fast_accumulation=true precision.backend=te", "and this is precision.backend=te", "leave precision.fast"),
+    ("precision.fast_accumulation=true recipe=current", "not recipe=current", "leave precision.fast"),
+    ("precision.fast_accumulation=true model.dropout=0.1", "they have no dropout", "leave precision.fast"),
     ("cuda_graphs=yes", "true or false or auto", "cuda_graphs=true, false or auto"),
     ("activation_checkpointing=true", "must be none, mlp or full", "activation_checkpointing=none|mlp|full"),
     ("document_mask=true precision.backend=fused", "their attention has no mask", "precision.backend=auto"),
     ("document_mask=true cuda_graphs=true", "their attention has no mask", "cuda_graphs=auto"),
-    ("document_mask=true attention=cudnn", "it takes no mask", "attention=sdpa, or leave it out"),
-    ("document_mask=true attention=te", "it takes no mask", "attention=sdpa, or leave it out"),
+    ("document_mask=true attention=cudnn", "it takes no mask", "attention=sdpa, or leave attention out"),
+    ("document_mask=true attention=te", "it takes no mask", "attention=sdpa, or leave attention out"),
     ("intra_document_mask=true", "it has another name", "document_mask=true"),
     ("compile_mode=reduce-overhead", "and this is precision=fp8_hybrid", "compile_mode=default"),
     ("compile_mode=reduce-overhead precision=auto recipe=auto", "this is precision=auto", "compile_mode=default"),
@@ -205,8 +206,8 @@ TABLE = [
     ("torch_compile_mode=default", "it has a shorter name", "compile_mode=default or reduce-overhead"),
     ("attention=cudnn trainer=cpu", "and this is trainer.accelerator=cpu", "attention=auto"),
     ("attention=flash precision=fp32 trainer=gpu", "and this is precision=fp32", "attention=sdpa, or precision=bf16"),
-    ("attention=te precision=bf16", "this run has plain-torch layers", "attention=cudnn, or leave it out"),
-    ("attention=te precision.backend=emulated", "this run has plain-torch layers", "attention=cudnn, or leave it out"),
+    ("attention=te precision=bf16", "this run has plain-torch layers", "attention=cudnn, or leave attention out"),
+    ("attention=te precision.backend=emulated", "this run has plain-torch layers", "attention=cudnn, or leave att"),
     ("attention=te precision=auto recipe=auto", "precision=auto compares do not all have", "attention=cudnn, or a"),
     ("attention=flash precision=auto recipe=auto", "precision=auto compares do not all have", "attention=cudnn, or a"),
     ("attention=cudnn trainer.deterministic=true", "is not deterministic", "attention=auto, or leave"),
@@ -426,6 +427,69 @@ def test_a_remedy_that_is_typed_is_taken(line):
     for name, example in EXAMPLES.items():
         word = word.replace(name, example)
     assert preflight([word])
+
+
+def ways(remedy):
+    """The words of each way out that a remedy names: `a=1 b=2, or c=3 (with this)` has two."""
+    found = [re.findall(r"(?<![\w.=])[a-z][\w.]*=[\w.]+", way) for way in re.sub(r"\(.*?\)", "", remedy).split(", or ")]
+    return [words for words in found if words]
+
+
+OF_BACKENDS = re.compile(r"precision\.(backend|backward|fast_accumulation|emulate)=")
+ABOUT_BACKENDS = [line for line, cause, _ in TABLE if OF_BACKENDS.search(line) and "belongs" not in cause]
+
+
+@pytest.mark.parametrize("line", ABOUT_BACKENDS)
+def test_every_way_out_of_a_backends_refusal_is_taken(line):
+    problems = refusals(line)
+    for problem in problems:
+        for words in ways(problem.remedy):
+            try:
+                preflight([*shlex.split(line), *words])
+            except UserError as error:
+                left = [p.cause for p in error.problems]
+                assert problem.cause not in left, words
+                assert set(left) <= {p.cause for p in problems}, (words, left)
+
+
+BACKEND_CHOICES = {
+    "precision.backend": ("auto", "fused", "te", "torchao", "reference", "emulated"),
+    "recipe": ("auto", "delayed", "current", "rowwise", "block", "mxfp8"),
+    "precision.backward": ("fp8", "bf16", "bf16_wgrad"),
+    "attention": ("auto", "te"),
+    "precision.emulate": ("null", "[weight]"),
+    "cuda_graphs": ("auto", "true"),
+}
+
+
+def test_every_way_out_of_every_combination_is_taken():
+    """All of the product: each remedy of a backend's refusal names ways, and each leaves no problem that is new."""
+    bases = {name: preflight([f"recipe={name}"])[0] for name in BACKEND_CHOICES["recipe"]}
+    refused = 0
+    for values in itertools.product(*BACKEND_CHOICES.values()):
+        chosen = dict(zip(BACKEND_CHOICES, values, strict=True))
+        found = list(backend_check.check(with_words(bases, chosen)))
+        about = [one for one in found if "cannot run" in one.problem.cause or "no backend" in one.problem.cause]
+        for one in about:
+            refused += 1
+            assert ways(one.problem.remedy), chosen
+            for words in ways(one.problem.remedy):
+                changed = chosen | dict(word.split("=") for word in words)
+                causes = [f.problem.cause for f in backend_check.check(with_words(bases, changed))]
+                assert not any("cannot run" in cause or "no backend" in cause for cause in causes), (chosen, words)
+                assert len(causes) <= len(found) - len(about), (chosen, words, causes)
+    assert refused > 400
+
+
+def with_words(bases, chosen):
+    """The configuration of such words, without composing it."""
+    config = bases[chosen["recipe"]]
+    emulate = {"null": None, "[weight]": ["weight"]}[chosen["precision.emulate"]]
+    precision = replace(
+        config.precision, backend=chosen["precision.backend"], backward=chosen["precision.backward"], emulate=emulate
+    )
+    graphs = {"auto": "auto", "true": True}[chosen["cuda_graphs"]]
+    return replace(config, precision=precision, attention=chosen["attention"], cuda_graphs=graphs)
 
 
 @pytest.mark.parametrize("key", RANGES)
