@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config import backend_check, hints
+from gpt2_fp8.config import backend_check, hints, other_words
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.checks import check, check_batch, value_of
 from gpt2_fp8.config.errors import UserError
@@ -43,7 +43,8 @@ TABLE = [
     ("optim.schedule=linear optim.decay_steps=9", "it decays in all steps, or in none", "leave optim.decay_steps out"),
     ("optim.schedule=warmup_stable_decay", "optim.decay_steps=null: the steps at the end", "add optim.decay_steps=58"),
     ("optim.schedule=warmup_stable_decay optim.decay_steps=291", "the decay is longer", "optim.decay_steps=290 or"),
-    ("optim.schedule=wsd", "must be cosine, linear, constant or warmup_stable_decay", "optim.schedule="),
+    ("optim.schedule=wsd", "must be cosine, linear, constant or warmup", "optim.schedule=warmup_stable_decay"),
+    ("optim.schedule=trapezoidal", "must be cosine, linear", "optim.schedule=warmup_stable_decay"),
     ("optim.lr_schedule=linear", "there is no key optim.lr_schedule", "optim.schedule=cosine, linear"),
     # how long
     ("trainer.max_steps=null", "max_epochs=null: the learning rate needs an end", "give one: trainer.max_steps"),
@@ -82,7 +83,7 @@ TABLE = [
     ("model.norm_epsilon=0", "model.norm_epsilon=0.0: must be above 0 and at most 1", "such as 1e-5"),
     ("model.norm=rmsnorm", "must be layer_norm or rms_norm", "model.norm=rms_norm"),
     ("model.mlp=swigl", "must be gelu or swiglu", "model.mlp=swiglu"),
-    ("model.positions=alibi", "must be learned or rope", "model.positions=learned|rope"),
+    ("model.positions=alibi", "must be learned or rope", "model.positions=learned, or model.positions=rope"),
     ("model.mlp_width=500", "model.mlp_width=500: FP8 matrix products need a multiple of 16", "model.mlp_width=496"),
     ("model.head_size=6", "the queries have 24 channels", "model.head_size=16, or precision=bf16"),
     ("model.head_size=4 model.n_kv_head=1", "the keys and values have 8 channels", "model.head_size=16"),
@@ -125,7 +126,17 @@ TABLE = [
     ("z_loss_weight=0.1", "it is a penalty", "penalty.z_loss=1e-4"),
     ("l1_lambda=0.1", "it is a penalty", "penalty.activation_l1=1e-4"),
     ("z_loss=0.1", "there is no key z_loss", "penalty.z_loss"),
-    ("penalty=L1", "penalty=L1: there is no such choice", "none, z_loss"),
+    ("penalty=L1", "penalty=L1: there is no such choice: it has a weight", "penalty.activation_l1=1e-4"),
+    ("penalty=logit_l2", "there is no such choice: it has a weight of its own", "penalty.logit_l2=1e-4"),
+    ("penalty=l2", "there is no such choice", "penalty.logit_l2=1e-4"),
+    ("penalty=kl", "there is no such choice", "none, z_loss"),
+    ("fp8_recipe=tensorwise", "recipes are a group of their own", "recipe=tensorwise"),
+    ("fp8_recipe=hybrid", "recipes are a group of their own", "recipe=delayed, current"),
+    ("model.gqa=2", "it is a number of key-value heads", "model.n_kv_head=2"),
+    ("model.use_gqa=true", "it is a number of key-value heads", "model.n_kv_head=4"),
+    ("model.rope=true", "it is a kind of positions", "model.positions=rope"),
+    ("model.use_swiglu=true", "it is the MLP's kind", "model.mlp=swiglu"),
+    ("model.rms_norm=true", "it is a kind of normalisation", "model.norm=rms_norm"),
     (
         "penalty.activation_l1=1 recipe=delayed precision.backward=bf16_wgrad",
         "no backend can do this in FP8",
@@ -179,18 +190,20 @@ TABLE = [
     ("precision.backend=emulated precision.emulate=weight", "needs a list of fprop_input,", "'[fprop_input,weight]'"),
     ("precision=bf16 precision.emulate=[weight]", "belongs to precision=fp8_hybrid", "leave precision.emulate out"),
     ("precision.backend=emulated cuda_graphs=true", "and this is precision.backend=emulated", "cuda_graphs=auto"),
-    ("precision.backend=emulated precision.fast_accumulation=true", "only the fused FP8 layers", "leave precision.fast"),
+    ("precision.backend=emulated precision.fast_accumulation=true", "only the fused FP8", "leave precision.fast"),
     ("cuda_graphs=true precision=bf16", "and this is precision=bf16", "cuda_graphs=auto"),
     ("cuda_graphs=true precision.backend=te", "and this is precision.backend=te", "cuda_graphs=auto"),
     ("cuda_graphs=true recipe=block", "not recipe=block", "cuda_graphs=auto"),
     ("precision=auto recipe=auto micro_batch_size=auto", "what fits depends on the precision", "micro_batch_size=16"),
     ("cuda_graphs=true trainer=ddp", "this is a run on several", "cuda_graphs=auto"),
     ("cuda_graphs=true trainer.strategy=ddp", "this is a run on several", "cuda_graphs=auto"),
-    ("precision.fast_accumulation=true precision.backend=te", "and this is precision.backend=te", "leave precision.fast"),
+    ("precision.fast_accumulation=true precision.backend=te", "this is precision.backend=te", "leave precision.fast"),
     ("precision.fast_accumulation=true recipe=current", "not recipe=current", "leave precision.fast"),
     ("precision.fast_accumulation=true model.dropout=0.1", "they have no dropout", "leave precision.fast"),
     ("cuda_graphs=yes", "true or false or auto", "cuda_graphs=true, false or auto"),
-    ("activation_checkpointing=true", "must be none, mlp or full", "activation_checkpointing=none|mlp|full"),
+    ("activation_checkpointing=true", "must be none, mlp or full", "activation_checkpointing=full"),
+    ("activation_checkpointing=selective", "must be none, mlp or full", "activation_checkpointing=mlp"),
+    ("precision.backend=transformer_engine", "must be auto, fused, te", "precision.backend=te"),
     ("document_mask=true precision.backend=fused", "their attention has no mask", "precision.backend=auto"),
     ("document_mask=true cuda_graphs=true", "their attention has no mask", "cuda_graphs=auto"),
     ("document_mask=true attention=cudnn", "it takes no mask", "attention=sdpa, or leave attention out"),
@@ -211,7 +224,8 @@ TABLE = [
     ("attention=te precision=auto recipe=auto", "precision=auto compares do not all have", "attention=cudnn, or a"),
     ("attention=flash precision=auto recipe=auto", "precision=auto compares do not all have", "attention=cudnn, or a"),
     ("attention=cudnn trainer.deterministic=true", "is not deterministic", "attention=auto, or leave"),
-    ("attention=plain", "must be auto, sdpa, math, cudnn, flash or te", "attention=auto|sdpa|math|cudnn|flash|te"),
+    ("attention=plain", "must be auto, sdpa, math, cudnn, flash or te", "attention=math"),
+    ("attention=xyz", "must be auto, sdpa", "attention=auto, or attention=sdpa, or attention=math"),
     ("use_flash_attention=true", "it has a shorter name", "attention=auto, sdpa, math, cudnn, flash or te"),
     ("model.attn_implementation=sdpa", "it has a shorter name", "attention=auto, sdpa, math, cudnn, flash or te"),
     ("attention_backend=fused", "it has a shorter name", "attention=auto, sdpa, math, cudnn, flash or te"),
@@ -351,7 +365,9 @@ TABLE = [
     (f"{MIXED} +data@data.sources.c=registered data.sources.c.source=x", "data.sources.c.source=x: is registered by no",
      "plugins=[MODULE]"),
     (f"{MIXED} trainer.max_epochs=2", "each source of a mixture has passes of its own", "trainer.max_tokens=NUMBER"),
-    (f"{MIXED} data.tokenizer=bytes", "data.tokenizer belongs to", ""),
+    (f"{MIXED} data.tokenizer=bytes", "data.tokenizer: each of data.sources has its own",
+     "data.sources.a.tokenizer=bytes data.sources.b.tokenizer=bytes"),
+    (f"{MIXED} data.val_sequences=0", "each of data.sources has", "data.sources.a.val_sequences=0 data.sources.b"),
     ("+data@data.sources.web=fineweb", "data.sources belongs to data=mixture", "choose data=mixture"),
     ("data=text_files data.train_files=[/]", "/ is a folder", "*.txt"),
     ("ckpt_path=nope", "ckpt_path=nope: does not exist", "outputs/RUN/checkpoints"),
@@ -416,6 +432,11 @@ TYPED = [
     ],
     *["optim.lr=inf", "compile=maybe", "compile=1", "notes=[1]", "run_name={a:1}", "model.n_layer=2.0", "seed.x=1"],
     *["precision=bf6", "recipe=delayd", "trainer.deterministic=yes"],
+    *["activation_checkpointing=selective", "activation_checkpointing=true", "precision.backend=transformer_engine"],
+    *["model.gqa=4", "model.gqa=true", "model.rope=true", "model.swiglu=true", "model.rmsnorm=true"],
+    *["penalty=l2", "penalty=logit_l2", "penalty=activation_l1", "penalty=zloss"],
+    *["fp8_recipe=tensorwise", "fp8_recipe=blockwise", "model.positions=alibi", "attention=xyz", "model.bias=maybe"],
+    *["precision.fallback=x", "optim.schedule=xyz"],
 ]
 EXAMPLES = {"NUMBER": "3", "TEXT": "x", "KEY": "key", "VALUE": "3"}
 
@@ -490,6 +511,27 @@ def with_words(bases, chosen):
     )
     graphs = {"auto": "auto", "true": True}[chosen["cuda_graphs"]]
     return replace(config, precision=precision, attention=chosen["attention"], cuda_graphs=graphs)
+
+
+def test_a_remedy_can_be_pasted_into_a_shell():
+    """No word to type has a bar in it, which a shell takes for a pipe."""
+    remedies = [problem.remedy for line, *_ in TABLE for problem in refusals(line)]
+    assert [remedy for remedy in remedies if re.search(r"=\S*\|\S*", re.sub(r"<\|\w+\|>", "", remedy))] == []
+
+
+def test_what_other_programs_say_for_a_value_is_a_value_here():
+    for key, words in other_words._VALUES.items():
+        for word, ours in words.items():
+            (found,) = [problem for problem in refusals(f"{key}={word}") if problem.cause.startswith(f"{key}=")]
+            assert found.remedy == f"{key}={ours}"
+
+
+@pytest.mark.parametrize("words", ["data.val_sequences=8", "data.tokenizer=bytes data.sources.a.tokenizer=gpt2"])
+def test_what_is_advised_for_each_source_is_taken(words):
+    line = f"{MIXED} {words}"
+    advised = next(p.remedy for p in refusals(line) if "each of" in p.cause)
+    kept = [word for word in shlex.split(line) if not word.startswith(("data.val", "data.tok"))]
+    assert preflight([*kept, *advised.split()])
 
 
 @pytest.mark.parametrize("key", RANGES)
