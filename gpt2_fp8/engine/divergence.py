@@ -33,9 +33,7 @@ def advice(penalties: Sequence[str] = (), checkpoint: object = None) -> str:
         checkpoint: the folder of an earlier checkpoint of this run; None if it has none.
     """
     lower = "".join(f", a lower {penalty.replace('=', ' than ')}" for penalty in penalties)
-    start = (
-        "from the start" if checkpoint is None else f"from an earlier checkpoint of this run: ckpt_path={checkpoint}"
-    )
+    start = f"from an earlier checkpoint of this run: ckpt_path={checkpoint}" if checkpoint else "from the start"
     return f"a lower optim.lr{lower}, a longer optim.warmup_steps or precision=bf16 may help, {start}"
 
 

@@ -1,4 +1,4 @@
-"""What models and experiments are: the shapes that were published, and the settings of the five attempts of docs/seeds.md.
+"""What models and experiments are: published shapes, and the settings of the five attempts of docs/seeds.md.
 
 Every number is written here a second time, from its source, so that a changed file of conf/ does not pass.
 """
@@ -26,7 +26,7 @@ LLAMA = {
     "llama3_8b": (32, 32, 8, 4096, 14336, 8192, 128256, 5e5, False),  # config.json of Meta-Llama-3-8B
     "qwen3_0_6b": (28, 16, 8, 1024, 3072, 4096, 151936, 1e6, True),  # config.json of Qwen3-0.6B, at 4,096 positions
 }
-KEYS = "n_layer n_head n_kv_head n_embd mlp_width n_positions vocab_size rope_base tied_head".split()
+KEYS = ["n_layer", "n_head", "n_kv_head", "n_embd", "mlp_width", "n_positions", "vocab_size", "rope_base", "tied_head"]
 GPT2_BLOCK = {
     "vocab_size": None, "dropout": 0.0, "bias": True, "n_kv_head": None, "head_size": None, "qk_norm": False,
     "norm": "layer_norm", "norm_epsilon": 1e-5, "mlp": "gelu", "mlp_width": None, "positions": "learned",
@@ -39,7 +39,8 @@ LLAMA_BLOCK = {
 BESIDES = {
     "gpt2_optimized": {"n_kv_head": 4, "norm": "rms_norm"},
     "llama3_2_1b": {
-        "rope_scaling": 32.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_positions": 8192,
+        "rope_scaling": 32.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0,
+        "rope_original_positions": 8192,
     },
     "qwen3_0_6b": {"head_size": 128, "qk_norm": True, "norm_epsilon": 1e-6},
 }  # fmt: skip
