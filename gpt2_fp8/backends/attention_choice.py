@@ -16,7 +16,7 @@ def check(backend: Backend) -> None:
     if (reason := why_not(backend, kernel)) is None:
         return
     nearest = next(other for other in NEAREST if other != kernel and why_not(backend, other) is None)
-    raise UserError.of(f"attention={kernel} cannot run here: {reason}", f"attention={nearest}, or leave it out")
+    raise UserError.of(f"attention={kernel} cannot run here: {reason}", f"attention={nearest}, or leave attention out")
 
 
 def why_not(backend: Backend, kernel: AttentionKernel) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gpt2_fp8.config import tokenizer_file
+from gpt2_fp8.config import document_borders, tokenizer_file
 from gpt2_fp8.config.block_spec import Heads, block_spec
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import (
@@ -121,10 +121,12 @@ class Backend(ABC):
 
     def build(self, vocab_size: int) -> GPT2:
         """Build the model on torch's default device, with uninitialised parameters."""
-        return GPT2(self.config.model, vocab_size, self.family(), self.keep_bf16, self._separator())
+        separator = self._separator()
+        begins = separator is not None and document_borders.begin_with_separator(self.config.data)
+        return GPT2(self.config.model, vocab_size, self.family(), self.keep_bf16, separator, begins)
 
     def _separator(self) -> int | None:
-        """Return the id at which documents end for attention; None without `document_mask`. Raises UserError."""
+        """Return the id at a document's border, for attention; None without `document_mask`. Raises UserError."""
         if not self.config.document_mask:
             return None
         name = self.config.data.tokenizer

@@ -15,7 +15,13 @@ from gpt2_fp8.backends.torchao import Torchao
 from gpt2_fp8.backends.transformer_engine import TransformerEngine
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.schema import (
+    AutoPrecisionConfig,
+    DelayedRecipe,
+    FP8PrecisionConfig,
+    RunConfig,
+    StatelessRecipe,
+)
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.precision.support import why_no_fp8_units, why_no_torchao, why_not_recipe, why_not_te_fp8
 
@@ -147,17 +153,25 @@ def _in_fp8(config: RunConfig) -> type[Backend]:
     assert isinstance(config.precision, FP8PrecisionConfig)
     if reason := why_not_recipe(config.recipe.name):
         cause = f"recipe={config.recipe.name} cannot run on this GPU: {reason}"
-        remedy = "recipe=current" if config.recipe.name == "rowwise" else "recipe=delayed, current or block"
-        raise UserError.of(cause, remedy)
+        raise UserError.of(cause, _other_recipes(config))
     asked = config.precision.backend
     if config.precision.fast_accumulation and (reason := Fused.why_not(config)):
         cause = f"precision.fast_accumulation=true is the fused layers' own, and they cannot run here: {reason}"
-        raise UserError.of(cause, "leave it out")
+        raise UserError.of(cause, "leave precision.fast_accumulation out")
     found = _fastest(config) if asked == "auto" else _asked(config, asked)
     if config.cuda_graphs is True and not found.records_graphs:
         cause = f"cuda_graphs=true records only the fused FP8 layers, and this run has the layers {found.name!r}"
         raise UserError.of(cause, "cuda_graphs=auto, or precision=fp8_hybrid recipe=delayed on a Hopper GPU")
     return found
+
+
+def _other_recipes(config: RunConfig) -> str:
+    """Name the recipes that every GPU with FP8 has, as far as the run's other settings take them."""
+    other: list[DelayedRecipe | StatelessRecipe] = [StatelessRecipe(name="current")]
+    if why_not_te_fp8() is None:
+        other += [DelayedRecipe(name="delayed", margin=0, amax_history_len=1, amax_compute_algo="max")]
+    able = [one.name for one in other if backend_support.why_not_asked(replace(config, recipe=one)) is None]
+    return ", or ".join(f"recipe={name}" for name in able) or "precision=bf16"
 
 
 def _fastest(config: RunConfig) -> type[Backend]:
@@ -169,7 +183,8 @@ def _fastest(config: RunConfig) -> type[Backend]:
     if found := next((backend for backend in able if backend.why_not(config) is None), None):
         return found
     cause = f"only torchao's layers can compute this run in FP8, and they cannot here: {Torchao.why_not(config)}"
-    raise UserError.of(cause, 'pip install -e ".[torchao]", or precision.backend=emulated, which is slow')
+    emulated = "" if backend_support.why_not_emulated(config) else ", or precision.backend=emulated, which is slow"
+    raise UserError.of(cause, f'pip install -e ".[torchao]"{emulated}')
 
 
 def _asked(config: RunConfig, name: str) -> type[Backend]:

@@ -16,7 +16,8 @@ from gpt2_fp8.model.loss import loss_of
 def twin_of(model: GPT2, recompute: Recompute = "none") -> GPT2:
     """Build a model of the reference layers that shares the parameters of `model`, tied ones included."""
     with torch.device("meta"):
-        twin = GPT2(model.config, model.vocab_size, Composed(reference, recompute), separator=model.separator)
+        layers, borders = Composed(reference, recompute), (model.separator, model.separator_begins)
+        twin = GPT2(model.config, model.vocab_size, layers, (), *borders)
     own = dict(model.named_parameters(remove_duplicate=False))
     for name, _ in list(twin.named_parameters(remove_duplicate=False)):
         place, _, last = name.rpartition(".")

@@ -21,6 +21,7 @@ from gpt2_fp8.config.schema import RunConfig
 PROGRAM = Program("python -m gpt2_fp8.bench", BenchRunConfig, flags=("help", "overrides", "config_dir"))
 _INSTEAD = {"fp8_e5m2": "fp8_hybrid"}  # every run refuses this choice
 _OWN = tuple(field.name for field in fields(BenchConfig))
+_OF_A_RUN = tuple(field.name for field in fields(RunConfig))  # such as `attention`, which is a section here too
 _NOT_WITH_ROWS = ("precision", "recipe", "baseline", "peers")
 
 
@@ -67,7 +68,7 @@ def _refusal(override: Override, catalog: Catalog) -> Problem | None:
         return Problem(f"{line}: the benchmark goes through a list", _as_list(key, value, catalog))
     if key in benchmark_cases.HERE:
         return benchmark_cases.refusal(override)
-    if key in _OWN:
+    if key in _OWN and (key not in _OF_A_RUN or value in ("true", "false")):
         return Problem(f"there is no key {key}", f"did you mean bench.{key}={value}?")
     if problem := benchmark_cases.refusal(override):
         return problem

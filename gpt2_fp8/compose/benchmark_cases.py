@@ -42,12 +42,15 @@ class _Case(NamedTuple):
     recipe: str | None  # None: not FP8
     extra: tuple[str, ...] = ()  # words at the end of the command line
 
-    def has(self, key: str) -> bool:
-        """Return whether a key changes anything in this case: some belong to one precision or recipe."""
+    def has(self, override: Override) -> bool:
+        """Return whether a word changes anything in this case: some belong to one precision or recipe."""
+        key = override.key_or_group
         tags, group = parsing.key_paths(RunConfig).get(key, ()), key.partition(".")[0]
         if group == "recipe" and self.recipe is None:
             return False
         if key == "compile_mode" and self.recipe is not None:  # only the plain layers have it
+            return False
+        if key == "attention" and override.value() == "te" and self.recipe is None:  # the plain layers have it not
             return False
         if key == "cuda_graphs" and self.recipe != "delayed":  # only the fused layers have it
             return False
@@ -57,7 +60,7 @@ class _Case(NamedTuple):
         """Return the command line of a run that would train this."""
         first = [f"model={self.model}", f"precision={self.precision}", *([f"recipe={self.recipe}"] * bool(self.recipe))]
         sizes = [f"{key}={self.micro_batch_size}" for key in ("micro_batch_size", "global_batch_size")]
-        return [*first, *(str(o.input_line) for o in given if self.has(o.key_or_group)), *sizes, *self.extra]
+        return [*first, *(str(o.input_line) for o in given if self.has(o)), *sizes, *self.extra]
 
 
 class _Row(NamedTuple):
@@ -97,7 +100,7 @@ def configs(
             for precision in dict.fromkeys(bench.precision)
             for recipe in (dict.fromkeys(bench.recipe) if precision.startswith("fp8") else [None])
         ]
-        used |= {o.key_or_group for o in given for case in cases if case.has(o.key_or_group)}
+        used |= {o.key_or_group for o in given for case in cases if case.has(o)}
         group = [config for case in cases for config in _config(bench, case, given, catalog, gpu, problems)]
         if gpu and bench.baseline and not any(config.precision.name == "bf16" and config.compile for config in group):
             baseline = _Case(model, size, "bf16", None, ("compile=true",))

@@ -36,14 +36,18 @@ def _why_not(config: RunConfig) -> tuple[str, str, str] | None:
     if kernel not in ON_A_GPU:
         return None
     if config.document_mask:
-        return "document_mask", "it takes no mask, and this is document_mask=true", "attention=sdpa, or leave it out"
+        return (
+            "document_mask",
+            "it takes no mask, and this is document_mask=true",
+            "attention=sdpa, or leave attention out",
+        )
     if config.trainer.accelerator == "cpu":
         return "trainer.accelerator", "its kernels are a GPU's, and this is trainer.accelerator=cpu", "attention=auto"
     if precision.name == "fp32":
         return "precision", "its kernels take bfloat16, and this is precision=fp32", "attention=sdpa, or precision=bf16"
     if kernel == "te" and has_plain_layers(config):
         reason = "only the FP8 layers and precision.backend=te have it, and this run has plain-torch layers"
-        return "precision.backend", reason, "attention=cudnn, or leave it out"
+        return "precision.backend", reason, "attention=cudnn, or leave attention out"
     if kernel in ("te", "flash") and isinstance(precision, AutoPrecisionConfig):
         reason = "the layers that precision=auto compares do not all have it"
         return "precision", reason, "attention=cudnn, or a precision by name"

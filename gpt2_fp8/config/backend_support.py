@@ -105,12 +105,6 @@ WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {
 }
 
 
-_OF_LAYERS = ("precision.backend", "precision.name", "recipe", "model.dropout", "document_mask", "penalty")
-_LAYER_BY_LAYER = "precision.keep_bf16", "precision.backward"
-_ELSEWHERE = "precision.backend=emulated can, slowly, or leave it out"
-_BY_TORCHAO = 'precision.backend=torchao can (pip install -e ".[torchao]"), or leave it out'
-
-
 def _why_none(config: RunConfig) -> str | None:
     """Return why no layers but the emulated can compute a run that may be in FP8: Transformer Engine's reason."""
     if not isinstance(config.precision, (FP8PrecisionConfig, AutoPrecisionConfig)):
@@ -118,15 +112,15 @@ def _why_none(config: RunConfig) -> str | None:
     return why_not_fused(config) and why_not_torchao(config) and why_not_te(config)
 
 
-def _other_backend(config: RunConfig, asked: str) -> str:
-    """Return what to ask for instead of a backend that cannot compute the run."""
-    if asked == "torchao" and config.precision.name.startswith("fp8"):
-        return "recipe=current or rowwise, or precision.backend=auto"
-    if asked in ("fused", "te") and _why_none(config):
-        return _ELSEWHERE
-    if asked in ("fused", "te") and why_not_fused(config) and why_not_te(config) and not why_not_torchao(config):
-        return _BY_TORCHAO
-    return "precision.backend=auto"
+def why_not_asked(config: RunConfig) -> str | None:
+    """Return why no machine can compute a run with the backend that it asks for; None if one may."""
+    name = asked(config)
+    return _why_none(config) if name == "auto" else WHY_NOT[name](config)
+
+
+def asked(config: RunConfig) -> str:
+    """Return the backend that a run asks for."""
+    return "auto" if isinstance(config.precision, AutoPrecisionConfig) else config.precision.backend
 
 
 def is_multi_process(config: RunConfig) -> bool:
@@ -134,21 +128,14 @@ def is_multi_process(config: RunConfig) -> bool:
     return config.trainer.devices != 1 or config.trainer.num_nodes != 1 or config.trainer.strategy == "ddp"
 
 
-def check(config: RunConfig) -> Iterator[Finding]:
-    """Find requests for a backend, or for options of one, that no machine can fulfil."""
+def options(config: RunConfig) -> Iterator[Finding]:
+    """Find options that the layers of a run do not have, whichever layers these are."""
     precision = config.precision
-    asked = "auto" if isinstance(precision, AutoPrecisionConfig) else precision.backend
-    if asked != "auto" and (reason := WHY_NOT[asked](config)):
-        remedy = _other_backend(config, asked)
-        problem = Problem(f"precision.backend={asked} cannot run: {reason}", remedy)
-        yield Finding((*_OF_LAYERS, *_LAYER_BY_LAYER), problem)
-    elif asked == "auto" and (reason := _why_none(config)):
-        problem = Problem(f"no backend can do this in FP8 on a GPU: Transformer Engine: {reason}", _ELSEWHERE)
-        yield Finding(("precision.name", "recipe", *_LAYER_BY_LAYER), problem)
-    yield from _emulated(config, asked)
+    yield from _emulated(config, asked(config))
     fast = isinstance(precision, FP8PrecisionConfig) and precision.fast_accumulation
     if fast and (reason := _only_fused(config, "that choice")):
-        problem = Problem(f"precision.fast_accumulation=true: {reason}", "leave it out")
+        remedy = "leave precision.fast_accumulation out"
+        problem = Problem(f"precision.fast_accumulation=true: {reason}", remedy)
         yield Finding(("precision.fast_accumulation",), problem)
     if config.compile_mode != "default" and (reason := why_not_recorded(config)):
         problem = Problem(f"compile_mode={config.compile_mode}: {reason}", "compile_mode=default")
@@ -181,10 +168,13 @@ def _emulated(config: RunConfig, asked: str) -> Iterator[Finding]:
         return
     if asked != "emulated":
         cause = f"precision.emulate says what the emulated layers cast, and this is precision.backend={asked}"
-        yield Finding(("precision.emulate",), Problem(cause, "add precision.backend=emulated, or leave it out"))
+        ways = "leave precision.emulate out"
+        if why_not_emulated(config) is None:
+            ways = f"add precision.backend=emulated, or {ways}"
+        yield Finding(("precision.emulate",), Problem(cause, ways))
     elif in_vain := [name for name in precision.emulate if name in IN_BACKWARD[precision.backward]]:
         cause = f"precision.emulate names {in_vain[0]}, which precision.backward={precision.backward} keeps in bf16"
-        remedy = f"leave {', '.join(in_vain)} out, or add precision.backward=fp8"
+        remedy = f"leave {', '.join(in_vain)} out of precision.emulate, or add precision.backward=fp8"
         yield Finding(("precision.emulate", "precision.backward"), Problem(cause, remedy))
 
 

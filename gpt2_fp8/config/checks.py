@@ -10,7 +10,8 @@ from pathlib import Path
 
 from gpt2_fp8.config import (
     attention_support,
-    backend_support,
+    backend_check,
+    document_borders,
     hf_check,
     mixture,
     model_checks,
@@ -20,7 +21,7 @@ from gpt2_fp8.config import (
 )
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.kept_layers import fits_nothing
-from gpt2_fp8.config.model_checks import FP8_MULTIPLE, largest_divisor, nearest, width_multiple
+from gpt2_fp8.config.model_checks import largest_divisor, nearest, products, width_multiple
 from gpt2_fp8.config.parsing import finding, show, value_of
 from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, HubData, MixtureData, RunConfig
 
@@ -142,10 +143,10 @@ def _tokens(config: RunConfig) -> Iterator[Finding]:
 
     A sample is one, and so are the last sequences of a validation.
     """
-    positions = config.model.n_positions
-    if width_multiple(config) > 1 and positions % FP8_MULTIPLE:
-        reason = f"FP8 matrix products need sequences of a multiple of {FP8_MULTIPLE} tokens"
-        remedy = f"model.n_positions={nearest(positions, FP8_MULTIPLE)}, or precision=bf16"
+    positions, multiple = config.model.n_positions, width_multiple(config)
+    if positions % multiple:
+        reason = f"{products(config)} need sequences of a multiple of {multiple} tokens"
+        remedy = f"model.n_positions={nearest(positions, multiple)}, or precision=bf16"
         yield finding(config, "model.n_positions", reason, remedy)
 
 
@@ -164,8 +165,9 @@ _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
         _schedule,
         _known_batch,
         _format,
-        backend_support.check,
+        backend_check.check,
         attention_support.check,
+        document_borders.check,
         _tokens,
         _auto,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+from gpt2_fp8.config import other_words
+
 # Names that people bring from elsewhere, or that the libraries once had: why they are no key, and what to do.
 # Looked up by the whole path first, then by its last part.
 _INTERVAL = ("Transformer Engine dropped it, and scales are updated every step now", "remove the key")
@@ -162,6 +164,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "test": ("this program trains and validates", "remove the key"),
 }
 
+FOREIGN |= other_words.KEYS
+
 # The same for the keys of `generate` and `evaluate`: what to type there.
 _MODEL = "ckpt_path=outputs/RUN"
 OF_GENERATE = {
@@ -259,15 +263,22 @@ def either(words: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else ""
 
 
-def foreign(path: str) -> tuple[str, str] | None:
-    """Return cause and remedy for a name that people know from elsewhere, or None."""
+def foreign(path: str, value: object = None) -> tuple[str, str] | None:
+    """Return cause and remedy for a name that people know from elsewhere, or None. `value`: what was typed for it."""
     plain = path.replace("-", "_")
     entry = FOREIGN.get(plain) or FOREIGN.get(plain.rpartition(".")[2])
-    return (f"there is no key {path}: {entry[0]}", entry[1]) if entry else None
+    if entry is None:
+        return None
+    return f"there is no key {path}: {entry[0]}", other_words.with_value(plain.rpartition(".")[2], value) or entry[1]
 
 
 def unknown_key(
-    path: str, own: Sequence[str], everywhere: Iterable[str], owners: Sequence[str], tag: object
+    path: str,
+    own: Sequence[str],
+    everywhere: Iterable[str],
+    owners: Sequence[str],
+    tag: object,
+    value: object = None,
 ) -> tuple[str, str]:
     """Return cause and remedy for a key that does not exist where it was put.
 
@@ -276,8 +287,9 @@ def unknown_key(
         everywhere: all keys there are, as paths.
         owners: the choices of the same group that do have it.
         tag: the choice that was made.
+        value: what was typed for it.
     """
-    if told := foreign(path):
+    if told := foreign(path, value):
         return told
     group, _, leaf = path.rpartition(".")
     if owners:
@@ -313,6 +325,8 @@ def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, s
     if key == "data" and (files := _as_files(value)):
         return f"{cause}, and files are listed", files
     choices = [choice for choice in choices if (key, choice) not in REFUSED]
+    if typed := other_words.key_of_choice(key, value):
+        return f"{cause}: it has a weight of its own", typed
     matches = near(value.removesuffix(".yaml"), choices, 1)
     matches = matches or [c for c in choices if value and (c.startswith(value) or value.startswith(c))]
     have = f"the choices are {', '.join(choices)}"

@@ -10,6 +10,7 @@ from gpt2_fp8.config.parsing import finding
 from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
 
 FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)
+_MULTIPLES = {"mxfp8": 32}  # its casts want whole blocks of 32, along rows and columns (TE mxfp8_tensor.py)
 _BANDS = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
 _EXAMPLES = {  # Llama 3.2's
     "rope_low_freq_factor": "1", "rope_high_freq_factor": "4", "rope_original_positions": "8192", "rope_scaling": "32",
@@ -27,7 +28,7 @@ def check(config: RunConfig) -> Iterator[Finding]:
         reason = "each key-value head serves the same number of heads"
         yield _finding(model, "n_head n_kv_head", reason, f"model.n_kv_head={fits}")
     yield from _rope(model, multiple)
-    yield from _widths(model, multiple)
+    yield from _widths(config, multiple)
 
 
 def _unequal_heads(model: ModelConfig, multiple: int) -> Finding:
@@ -61,16 +62,17 @@ def _rope(model: ModelConfig, multiple: int) -> Iterator[Finding]:
         yield _finding(model, keys, "the low factor is below the high one", remedy)
 
 
-def _widths(model: ModelConfig, multiple: int) -> Iterator[Finding]:
+def _widths(config: RunConfig, multiple: int) -> Iterator[Finding]:
     """Find widths that FP8 cannot multiply, unless another finding is the cause."""
-    reason = f"FP8 matrix products need a multiple of {FP8_MULTIPLE}"
+    model = config.model
+    reason = f"{products(config)} need a multiple of {multiple}"
     if model.n_embd % multiple:
-        width = nearest(model.n_embd, math.lcm(FP8_MULTIPLE, model.n_head))
+        width = nearest(model.n_embd, math.lcm(multiple, model.n_head))
         yield _finding(model, "n_embd", reason, f"model.n_embd={width}, or precision=bf16")
         return
     if (model.mlp_width or multiple) % multiple:
         assert model.mlp_width is not None
-        remedy = f"model.mlp_width={nearest(model.mlp_width, FP8_MULTIPLE)}, or precision=bf16"
+        remedy = f"model.mlp_width={nearest(model.mlp_width, multiple)}, or precision=bf16"
         yield _finding(model, "mlp_width", reason, remedy)
     size, n_kv_head = _head_size(model), model.n_kv_head or model.n_head
     if size and size % 2 and model.positions == "rope":
@@ -78,7 +80,7 @@ def _widths(model: ModelConfig, multiple: int) -> Iterator[Finding]:
     for channels, of in ((model.n_head, "queries"), (2 * n_kv_head, "keys and values")):
         if size and channels * size % multiple:
             keys = "n_head head_size" if of == "queries" else "n_kv_head head_size"
-            remedy = f"model.head_size={nearest(size, FP8_MULTIPLE)}, or precision=bf16"
+            remedy = f"model.head_size={nearest(size, multiple)}, or precision=bf16"
             yield _finding(model, keys, f"{reason}, and the {of} have {channels * size} channels", remedy)
             return
 
@@ -89,8 +91,19 @@ def _head_size(model: ModelConfig) -> int | None:
 
 
 def width_multiple(config: RunConfig) -> int:
-    """Return what every width must be a multiple of."""
-    return FP8_MULTIPLE if isinstance(config.precision, FP8PrecisionConfig) else 1
+    """Return what every width, and the tokens of a sequence, must be a multiple of."""
+    return recipe_multiple(config.recipe.name) if isinstance(config.precision, FP8PrecisionConfig) else 1
+
+
+def recipe_multiple(recipe: str) -> int:
+    """Return what both dimensions of every matrix in FP8 must be a multiple of under a recipe."""
+    return _MULTIPLES.get(recipe, FP8_MULTIPLE)
+
+
+def products(config: RunConfig) -> str:
+    """Name the matrix products of a run in FP8, with the recipe if it needs more than the others."""
+    name = config.recipe.name
+    return f"the FP8 matrix products of recipe={name}" if name in _MULTIPLES else "FP8 matrix products"
 
 
 def nearest(value: int, multiple: int) -> int:

@@ -13,7 +13,7 @@ from functools import cache
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
-from gpt2_fp8.config import hints
+from gpt2_fp8.config import hints, other_words
 from gpt2_fp8.config.annotations import bare, hints_of, members_of, range_of, tag_field, tags_of
 from gpt2_fp8.config.errors import Finding, Problem
 
@@ -137,7 +137,8 @@ class _Builder:
             if key not in known:
                 full = _join(path, str(key))
                 owners = [t for c in classes if key in hints_of(c) for t in tags_of(c, tag_field(classes))]
-                self._bad(full, *hints.unknown_key(full, list(known), self.all_paths, owners, tag))
+                told = hints.unknown_key(full, list(known), self.all_paths, owners, tag, data[key])
+                self._bad(full, *_of_each_member(path, known, data, str(key)) or told)
         values = {}
         for field_ in fields(cls):
             full = _join(path, field_.name)
@@ -173,17 +174,24 @@ class _Builder:
             remedy = f"{path}='[{show(value)}]'" if item is str and isinstance(value, str) else remedy
             several = ", ".join(get_args(item)) if get_origin(item) is Literal else _SEVERAL[item]
             return self._bad(path, f"{path}={show(value)}: needs a list of {several}", remedy)
-        remedy = hints.VALUES.get(path) or f"{path}={self._nearest(members, value, literals)}"
+        meant = self._nearest(members, value, literals, path)
+        remedy = ", or ".join(f"{path}={word}" for word in meant)
+        if path in hints.VALUES and not other_words.value(path, show(value)):
+            remedy = hints.VALUES[path]
         return self._bad(path, f"{path}={show(value)}: must be {hints.either(words)}", remedy)
 
     @staticmethod
-    def _nearest(members: list[Any], value: object, literals: list[str]) -> str:
-        """Return what the person most likely meant."""
+    def _nearest(members: list[Any], value: object, literals: list[str], path: str) -> list[str]:
+        """Return what the person most likely meant: one word, or several that are likely alike."""
         if int in members and isinstance(value, float) and value.is_integer():
-            return str(int(value))
+            return [str(int(value))]
         if bool in members and str(value).lower() in ("1", "yes", "on", "y", "0", "no", "off", "n"):
-            return "true" if str(value).lower() in ("1", "yes", "on", "y") else "false"
-        return next(iter(hints.near(str(value), literals)), _example(members))
+            return ["true" if str(value).lower() in ("1", "yes", "on", "y") else "false"]
+        if meant := other_words.value(path, show(value)):
+            return [meant]
+        if bool in members:
+            return ["true", "false"]
+        return hints.near(str(value), literals, 1) or literals[:3] or [_example(members)]
 
     def _bad(self, path: str, cause: str, remedy: str) -> Any:
         self.found.append(Finding((path,), Problem(cause, remedy)))
@@ -215,13 +223,27 @@ def _match(member: Any, value: object) -> Any:
 def _example(members: list[Any]) -> str:
     first = bare(members[0])
     if get_origin(first) is Literal:
-        return "|".join(map(str, get_args(first)))
+        return str(get_args(first)[0])
     if get_origin(first) is list:
         (item,) = get_args(first)
         if get_origin(item) is Literal:
             return f"'[{','.join(get_args(item)[:2])}]'"
         return {int: "'[1,2]'", float: "'[0.1,0.2]'"}.get(item, "'[one,two]'")
-    return {bool: "true|false", int: "NUMBER", float: "NUMBER", str: "TEXT"}.get(first, "VALUE")
+    return {bool: "true", int: "NUMBER", float: "NUMBER", str: "TEXT"}.get(first, "VALUE")
+
+
+def _of_each_member(path: str, known: dict[str, Any], data: dict[str, Any], key: str) -> tuple[str, str] | None:
+    """Return cause and remedy for a key that each part of an open group has instead, such as a mixture's sources."""
+    for name, hint in known.items():
+        parts = data.get(name)
+        if get_origin(hint) is dict and isinstance(parts, dict) and is_dataclass(members_of(get_args(hint)[1])[0]):
+            places = [
+                f"{path}.{name}.{part}.{key}" for part, its in parts.items() if isinstance(its, dict) and key in its
+            ]
+            if places:
+                words = " ".join(f"{place}={show(data[key])}" for place in places)
+                return f"{_join(path, key)}: each of {path}.{name} has its own", words
+    return None
 
 
 def _join(path: str, key: str) -> str:

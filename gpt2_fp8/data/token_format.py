@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gpt2_fp8.config.document_borders import LLAMA_3, LLM_C
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import file_check, formats
@@ -27,7 +28,7 @@ from gpt2_fp8.data.units import Unit
 ENDING = ".bin"
 HEADER_BYTES = 1024
 UNIT_IDS = 2 << 20  # about the tokens of a unit of text
-_KINDS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # magic: version, ids
+_KINDS = {LLM_C: (1, "uint16"), LLAMA_3: (7, "uint32")}  # magic: version, ids
 _HEAD_BYTES = 8192
 _ENOUGH = 64  # bytes, to judge by what they look like
 _CUT_SHORT = "it was not written to its end, or was cut: make it again, or leave it out"

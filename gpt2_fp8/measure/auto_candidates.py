@@ -15,7 +15,9 @@ from typing import Any, Literal, cast
 
 import torch
 
+from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.model_checks import recipe_multiple
 from gpt2_fp8.config.schema import (
     AutoPrecisionConfig,
     AutoRecipe,
@@ -98,8 +100,14 @@ def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
         ),
     )  # fmt: skip
     names = RECIPES if isinstance(config.recipe, AutoRecipe) else (config.recipe.name,)
-    able = [name for name in names if why_not_recipe(name) is None]
+    able = [name for name in names if why_not_recipe(name) is None and not unfit(config, name)]
     return [concrete(base, "bf16", None), *(concrete(base, FORMAT, name, fallback="error") for name in able)]
+
+
+def unfit(config: RunConfig, recipe: str) -> bool:
+    """Return whether a recipe cannot multiply a model's widths, or the tokens of a forward pass."""
+    multiple, tokens = recipe_multiple(recipe), config.micro_batch * config.model.n_positions
+    return any(n % multiple for n in (*block_spec(config.model).widths, tokens))
 
 
 def key(cases: Sequence[RunConfig]) -> dict[str, Any]:

@@ -15,12 +15,20 @@ from typing import Literal
 
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.checkpoint.load import read_plain
-from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.model_checks import FP8_MULTIPLE
+from gpt2_fp8.config.model_checks import recipe_multiple
 from gpt2_fp8.config.schema import AutoPrecisionConfig, AutoRecipe, RunConfig
 from gpt2_fp8.measure import auto_cache
-from gpt2_fp8.measure.auto_candidates import FORMAT, OUT_OF_MEMORY, candidates, concrete, figures, key, unknown
+from gpt2_fp8.measure.auto_candidates import (
+    FORMAT,
+    OUT_OF_MEMORY,
+    candidates,
+    concrete,
+    figures,
+    key,
+    unfit,
+    unknown,
+)
 from gpt2_fp8.precision.choose import Choice, choose
 from gpt2_fp8.precision.support import why_not_fp8, why_not_recipe
 
@@ -101,8 +109,9 @@ def _why_not(config: RunConfig, device: str) -> str | None:
         return reason
     if not isinstance(config.recipe, AutoRecipe) and (reason := why_not_recipe(config.recipe.name)):
         return f"recipe={config.recipe.name} cannot run on this GPU: {reason}"
-    if any(n % FP8_MULTIPLE for n in (*block_spec(config.model).widths, config.micro_batch * config.model.n_positions)):
-        return f"FP8 matrix products need the model's widths and a pass's tokens to be multiples of {FP8_MULTIPLE}"
+    if unfit(config, config.recipe.name):
+        multiple = recipe_multiple(config.recipe.name)
+        return f"FP8 matrix products need the model's widths and a pass's tokens to be multiples of {multiple}"
     return None
 
 

@@ -33,15 +33,15 @@ class GPT2(nn.Module):
 
     The caller must ignore the columns from `vocab_size` on (`loss.cross_entropy` does). `keep_bf16` names layers that
     stay out of FP8 (`config.kept_layers`). `separator`: the id that ends a document, if tokens attend within their
-    document alone; None if they attend to all before them.
+    document alone; None if they attend to all before them. `separator_begins`: it begins a document instead.
     """
 
     def __init__(
         self, config: ModelConfig, vocab_size: int, layers: Family, keep_bf16: Iterable[str] = (),
-        separator: int | None = None,
+        separator: int | None = None, separator_begins: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.separator = separator
+        self.separator, self.separator_begins = separator, separator_begins
         self.config, self.vocab_size, self.spec = config, vocab_size, block_spec(config)
         assert (reason := layers.why_not(self.spec)) is None, reason
         in_bf16 = kept(keep_bf16, config.n_layer)
@@ -100,7 +100,8 @@ class GPT2(nn.Module):
         device = ids.device.type
         in_autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if in_autocast else self.tokens.weight.dtype
-        return *(self._rotation(ids) or (None,)), within_documents(ids, self.separator, dtype)
+        mask = within_documents(ids, self.separator, dtype, self.separator_begins)
+        return *(self._rotation(ids) or (None,)), mask
 
     def _rotation(self, ids: Tensor) -> tuple[Tensor, ...]:
         """Compute RoPE's angles once for all blocks; empty without RoPE."""

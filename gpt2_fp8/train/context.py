@@ -41,7 +41,9 @@ class RunContext:
     def __init__(self, config: RunConfig, folder: Path, words: Sequence[str] = (), typed: Typed | None = None) -> None:
         self.folder, self._config, self._typed, self._first_step = folder, config, typed, 0
         self.checkpointing = Checkpointing.from_config(folder / "checkpoints", config.callbacks)
-        self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save)
+        penalties = [f"penalty.{name}={weight:g}" for name, weight in asdict(config.penalty).items() if weight]
+        folder = self.checkpointing.folder
+        self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save, penalties, folder)
         limit = config.trainer.max_time
         self.time_limit = TimeLimit(None if limit is None else run_length.seconds(limit))
         self.watchdog = RankWatchdog(self._write_lost)

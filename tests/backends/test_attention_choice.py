@@ -58,7 +58,7 @@ def test_each_backend_takes_its_kernels(name, kernel):
         attention_choice.check(backend)
     (problem,) = refused.value.problems
     assert problem.cause == f"attention={kernel} cannot run here: these layers have only torch's kernels"
-    assert problem.remedy == "attention=flash, or leave it out"
+    assert problem.remedy == "attention=flash, or leave attention out"
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -71,7 +71,7 @@ def test_a_refusal_names_the_nearest_that_works(name, kernel, can):
     with pytest.raises(UserError) as refused:
         attention_choice.check(made(name, kernel))
     nearest = "cudnn" if kernel != "cudnn" else "te" if name == "te" else "sdpa"
-    assert refused.value.problems[0].remedy == f"attention={nearest}, or leave it out"
+    assert refused.value.problems[0].remedy == f"attention={nearest}, or leave attention out"
     attention_choice.check(made(name, nearest))
 
 
@@ -81,7 +81,7 @@ def test_a_cpu_has_torchs_choice_alone(kernel):
         attention_choice.check(made("reference", kernel, "cpu"))
     (problem,) = refused.value.problems
     assert "its kernels are a GPU's" in problem.cause
-    assert problem.remedy == "attention=sdpa, or leave it out"
+    assert problem.remedy == "attention=sdpa, or leave attention out"
     attention_choice.check(made("reference", "sdpa", "cpu"))
 
 

@@ -109,7 +109,7 @@ def test_fp8_where_it_can_run(config):
 def test_recipe_the_gpu_cannot_do_is_refused(config):
     problem = refusal(config(recipe="mxfp8"))
     assert problem.cause.startswith("recipe=mxfp8 cannot run on this GPU: it needs compute capability 10.0")
-    assert problem.remedy == "recipe=delayed, current or block"
+    assert problem.remedy == "recipe=current, or recipe=delayed"
 
 
 def test_gpu_without_fp8_falls_back_to_compiled_bf16(config, monkeypatch):

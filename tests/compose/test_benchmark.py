@@ -46,6 +46,22 @@ def test_without_a_word():
     assert cases("trainer=cpu") == cases(gpu=False)
 
 
+@pytest.mark.parametrize("kernel", ["sdpa", "math", "cudnn", "flash"])
+def test_a_runs_kernel_of_attention_is_measured(kernel):
+    settings, configs = preflight([f"attention={kernel}", "bench.attention=true"], True)
+    assert [config.attention for config in configs] == [kernel, kernel]
+    assert settings.attention
+
+
+def test_transformer_engines_attention_is_for_the_layers_that_have_it():
+    _, configs = preflight(["attention=te"], True)
+    assert [config.attention for config in configs] == ["auto", "te"]
+    assert list(problems("attention=te", "bench.precision=bf16")) == [
+        "attention=te: no case of this benchmark has this key"
+    ]
+    assert problems("attention=true") == {"there is no key attention": "did you mean bench.attention=true?"}
+
+
 def test_all_combinations_and_a_recipe_only_where_there_is_one():
     argv = "bench.precision=[bf16,fp8_hybrid]", "bench.recipe=[delayed,current]", "bench.micro_batch_size=[4,64]"
     assert cases(*argv) == [

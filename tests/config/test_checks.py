@@ -1,5 +1,6 @@
 """Every refusal, as a careless user meets it: what is typed, and words of the cause and of the remedy."""
 
+import itertools
 import os
 import re
 import shlex
@@ -8,7 +9,7 @@ from dataclasses import fields, replace
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config import hints
+from gpt2_fp8.config import backend_check, hints, other_words
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.checks import check, check_batch, value_of
 from gpt2_fp8.config.errors import UserError
@@ -42,7 +43,8 @@ TABLE = [
     ("optim.schedule=linear optim.decay_steps=9", "it decays in all steps, or in none", "leave optim.decay_steps out"),
     ("optim.schedule=warmup_stable_decay", "optim.decay_steps=null: the steps at the end", "add optim.decay_steps=58"),
     ("optim.schedule=warmup_stable_decay optim.decay_steps=291", "the decay is longer", "optim.decay_steps=290 or"),
-    ("optim.schedule=wsd", "must be cosine, linear, constant or warmup_stable_decay", "optim.schedule="),
+    ("optim.schedule=wsd", "must be cosine, linear, constant or warmup", "optim.schedule=warmup_stable_decay"),
+    ("optim.schedule=trapezoidal", "must be cosine, linear", "optim.schedule=warmup_stable_decay"),
     ("optim.lr_schedule=linear", "there is no key optim.lr_schedule", "optim.schedule=cosine, linear"),
     # how long
     ("trainer.max_steps=null", "max_epochs=null: the learning rate needs an end", "give one: trainer.max_steps"),
@@ -81,14 +83,14 @@ TABLE = [
     ("model.norm_epsilon=0", "model.norm_epsilon=0.0: must be above 0 and at most 1", "such as 1e-5"),
     ("model.norm=rmsnorm", "must be layer_norm or rms_norm", "model.norm=rms_norm"),
     ("model.mlp=swigl", "must be gelu or swiglu", "model.mlp=swiglu"),
-    ("model.positions=alibi", "must be learned or rope", "model.positions=learned|rope"),
+    ("model.positions=alibi", "must be learned or rope", "model.positions=learned, or model.positions=rope"),
     ("model.mlp_width=500", "model.mlp_width=500: FP8 matrix products need a multiple of 16", "model.mlp_width=496"),
     ("model.head_size=6", "the queries have 24 channels", "model.head_size=16, or precision=bf16"),
     ("model.head_size=4 model.n_kv_head=1", "the keys and values have 8 channels", "model.head_size=16"),
     ("precision.backend=fused model.norm=rms_norm", "they have no RMSNorm", "precision.backend=auto"),
     ("precision.backend=fused model=llama3_small", "no RMSNorm, no SwiGLU MLP, no RoPE, no grouped", "backend=auto"),
     ("cuda_graphs=true model.qk_norm=true", "they have no QK-norm", "cuda_graphs=auto"),
-    ("precision.fast_accumulation=true model.tied_head=false", "no head that is not tied", "leave it out"),
+    ("precision.fast_accumulation=true model.tied_head=false", "no head that is not tied", "leave precision.fast"),
     ("model.rope_theta=1e6", "there is no key model.rope_theta: it has another name", "model.rope_base"),
     ("model.num_key_value_heads=2", "there is no key model.num_key_value_heads", "model.n_kv_head"),
     ("model.normalization=RMSNorm", "it has a shorter name", "model.norm=layer_norm or rms_norm"),
@@ -96,12 +98,21 @@ TABLE = [
     ("precision=fp8_e5m2", "E5M2 x E5M2", "precision=fp8_hybrid"),
     ("model.n_embd=100", "FP8 matrix products need a multiple of 16", "model.n_embd=96, or precision=bf16"),
     ("model.n_positions=100 micro_batch_size=1", "multiple of 16", "model.n_positions=96, or precision=bf16"),
+    ("recipe=mxfp8 model.n_embd=144 model.n_head=3", "of recipe=mxfp8 need a multiple of 32", "n_embd=192, or"),
+    ("recipe=mxfp8 model.n_embd=112", "n_embd=112: the FP8 matrix products of recipe=mxfp8", "model.n_embd=128"),
+    ("recipe=mxfp8 model.mlp_width=496", "mlp_width=496: the FP8 matrix products of recipe=mxfp8", "mlp_width=512"),
+    ("recipe=mxfp8 model.n_head=1 model.head_size=80", "the queries have 80 channels", "model.head_size=64"),
+    ("recipe=mxfp8 model.head_size=24 model.n_kv_head=1", "the keys and values have 48 channels", "head_size=32, or"),
+    ("recipe=mxfp8 model.n_positions=240", "recipe=mxfp8 need sequences of a multiple of 32", "n_positions=256"),
+    ("recipe=block model.n_head=1 model.head_size=40", "the queries have 40 channels", "model.head_size=32, or prec"),
+    ("recipe=block model.head_size=4 model.n_kv_head=1", "the keys and values have 8 channels", "head_size=16, or"),
+    ("recipe=blockwise model.n_embd=200", "n_embd=200: FP8 matrix products need a multiple of 16", "model.n_embd=192"),
     ("precision.keep_bf16=[blocks.4]", "no layer blocks.4 in a model of 4 blocks", "blocks.0 to blocks.3"),
     ("precision.keep_bf16=[heads]", "no layer heads", "head, first, last"),
     ("precision.keep_bf16=[first:5]", "no layer first:5 in a model of 4 blocks", "first:2"),
     ("precision.backend=fused precision.keep_bf16=[blocks.1.qkv]", "names a part of blocks.1", "backend=auto"),
     ("precision.backend=fused precision.keep_bf16=[blocks.*.fc1]", "names a part of blocks.0", "backend=auto"),
-    ("recipe=delayed precision.backward=bf16_wgrad", "no backend can do this in FP8", "backend=emulated can"),
+    ("recipe=delayed precision.backward=bf16_wgrad", "no backend can do this in FP8", "recipe=current, or precision"),
     ("precision.backend=fused penalty.logit_l2=0.1", "z_loss alone, and this is penalty.logit_l2=0.1", "backend=auto"),
     (
         "precision.backend=fused penalty.logit_l2=0.1 penalty.activation_l1=1",
@@ -115,21 +126,31 @@ TABLE = [
     ("z_loss_weight=0.1", "it is a penalty", "penalty.z_loss=1e-4"),
     ("l1_lambda=0.1", "it is a penalty", "penalty.activation_l1=1e-4"),
     ("z_loss=0.1", "there is no key z_loss", "penalty.z_loss"),
-    ("penalty=L1", "penalty=L1: there is no such choice", "none, z_loss"),
+    ("penalty=L1", "penalty=L1: there is no such choice: it has a weight", "penalty.activation_l1=1e-4"),
+    ("penalty=logit_l2", "there is no such choice: it has a weight of its own", "penalty.logit_l2=1e-4"),
+    ("penalty=l2", "there is no such choice", "penalty.logit_l2=1e-4"),
+    ("penalty=kl", "there is no such choice", "none, z_loss"),
+    ("fp8_recipe=tensorwise", "recipes are a group of their own", "recipe=tensorwise"),
+    ("fp8_recipe=hybrid", "recipes are a group of their own", "recipe=delayed, current"),
+    ("model.gqa=2", "it is a number of key-value heads", "model.n_kv_head=2"),
+    ("model.use_gqa=true", "it is a number of key-value heads", "model.n_kv_head=4"),
+    ("model.rope=true", "it is a kind of positions", "model.positions=rope"),
+    ("model.use_swiglu=true", "it is the MLP's kind", "model.mlp=swiglu"),
+    ("model.rms_norm=true", "it is a kind of normalisation", "model.norm=rms_norm"),
     (
         "penalty.activation_l1=1 recipe=delayed precision.backward=bf16_wgrad",
         "no backend can do this in FP8",
-        "backend=emulated can",
+        "recipe=current, or precision.backward=fp8",
     ),
     ("precision.backend=fused precision.backward=bf16", "their backward is in FP8", "precision.backend=auto"),
-    ("precision.backend=te precision.backward=bf16_wgrad", "in FP8 or none", "precision.backend=torchao can"),
-    ("precision.backward=bf16 recipe=delayed", "has no backward in bf16 (recipe=current or block", "backend=emulated"),
+    ("precision.backend=te precision.backward=bf16_wgrad", "in FP8 or none", "precision.backend=torchao (pip"),
+    ("precision.backward=bf16 recipe=delayed", "has no backward in bf16 (recipe=current", "recipe=current, or prec"),
     ("precision=bf16 precision.backward=bf16", "belongs to precision=fp8_", "or leave precision.backward out"),
     ("precision.backward=bf8", "must be fp8, bf16 or bf16_wgrad", "precision.backward=fp8"),
     (
         "precision.backend=emulated precision.backward=bf16 precision.emulate=[weight,wgrad_gradient]",
         "precision.emulate names wgrad_gradient, which precision.backward=bf16 keeps in bf16",
-        "leave wgrad_gradient out, or add precision.backward=fp8",
+        "leave wgrad_gradient out of precision.emulate, or add precision.backward=fp8",
     ),
     ("precision.keep_bf16=head", "needs a list", "precision.keep_bf16='[head]'"),
     # precision=auto
@@ -148,19 +169,19 @@ TABLE = [
     ("precision.backend=fused recipe=current", "delayed scaling alone, not recipe=current", "precision.backend=auto"),
     ("precision.backend=fused model.dropout=0.1", "no dropout, and model.dropout=0.1", "precision.backend=auto"),
     ("precision=bf16 precision.backend=torchao", "it is for FP8, and this is precision=bf16", "backend=auto"),
-    ("precision.backend=torchao recipe=delayed", "not recipe=delayed", "recipe=current or rowwise"),
-    ("precision.backend=torchao recipe=block", "not recipe=block", "recipe=current or rowwise"),
-    ("precision.backend=torchao recipe=mxfp8", "not recipe=mxfp8", "recipe=current or rowwise"),
+    ("precision.backend=torchao recipe=delayed", "not recipe=delayed", "recipe=current, or recipe=rowwise"),
+    ("precision.backend=torchao recipe=block", "not recipe=block", "recipe=current, or recipe=rowwise"),
+    ("precision.backend=torchao recipe=mxfp8", "not recipe=mxfp8", "recipe=current, or recipe=rowwise"),
     ("precision.backend=torchao precision.emulate=[weight]", "this is precision.backend=torchao", "backend=emulated"),
     ("precision.backend=torchao attention=te", "this run has plain-torch layers", "attention=cudnn"),
     ("precision.backend=torchao cuda_graphs=true", "this is precision.backend=torchao", "cuda_graphs=auto"),
-    ("precision.backend=fused recipe=rowwise", "delayed scaling alone, not recipe=rowwise", "backend=torchao can"),
-    ("precision.backend=te recipe=rowwise", "it has no scale a row", "precision.backend=torchao can"),
-    ("precision.backend=emulated recipe=rowwise", "not recipe=rowwise", "precision.backend=auto"),
+    ("precision.backend=fused recipe=rowwise", "delayed scaling alone, not recipe=rowwise", "backend=torchao (pip"),
+    ("precision.backend=te recipe=rowwise", "it has no scale a row", "precision.backend=torchao (pip"),
+    ("precision.backend=emulated recipe=rowwise", "not recipe=rowwise", "precision.backend=torchao (pip"),
     ("precision=bf16 precision.backend=emulated", "it emulates FP8, and this is", "precision.backend=auto"),
     ("precision.backend=emulated recipe=mxfp8", "delayed, current and block, not", "precision.backend=auto"),
     ("precision.emulate=[weight]", "and this is precision.backend=auto", "add precision.backend=emulated"),
-    ("precision.emulate=[] precision.backend=te", "and this is precision.backend=te", "or leave it out"),
+    ("precision.emulate=[] precision.backend=te", "and this is precision.backend=te", "or leave precision.emulate out"),
     (
         "precision.backend=emulated precision.emulate=[weights]",
         "needs a list of fprop_input, weight, dgrad_gradient, wgrad_gradient, wgrad_input, residual, head",
@@ -169,22 +190,24 @@ TABLE = [
     ("precision.backend=emulated precision.emulate=weight", "needs a list of fprop_input,", "'[fprop_input,weight]'"),
     ("precision=bf16 precision.emulate=[weight]", "belongs to precision=fp8_hybrid", "leave precision.emulate out"),
     ("precision.backend=emulated cuda_graphs=true", "and this is precision.backend=emulated", "cuda_graphs=auto"),
-    ("precision.backend=emulated precision.fast_accumulation=true", "only the fused FP8 layers", "leave it out"),
+    ("precision.backend=emulated precision.fast_accumulation=true", "only the fused FP8", "leave precision.fast"),
     ("cuda_graphs=true precision=bf16", "and this is precision=bf16", "cuda_graphs=auto"),
     ("cuda_graphs=true precision.backend=te", "and this is precision.backend=te", "cuda_graphs=auto"),
     ("cuda_graphs=true recipe=block", "not recipe=block", "cuda_graphs=auto"),
     ("precision=auto recipe=auto micro_batch_size=auto", "what fits depends on the precision", "micro_batch_size=16"),
     ("cuda_graphs=true trainer=ddp", "this is a run on several", "cuda_graphs=auto"),
     ("cuda_graphs=true trainer.strategy=ddp", "this is a run on several", "cuda_graphs=auto"),
-    ("precision.fast_accumulation=true precision.backend=te", "and this is precision.backend=te", "leave it out"),
-    ("precision.fast_accumulation=true recipe=current", "not recipe=current", "leave it out"),
-    ("precision.fast_accumulation=true model.dropout=0.1", "they have no dropout", "leave it out"),
+    ("precision.fast_accumulation=true precision.backend=te", "this is precision.backend=te", "leave precision.fast"),
+    ("precision.fast_accumulation=true recipe=current", "not recipe=current", "leave precision.fast"),
+    ("precision.fast_accumulation=true model.dropout=0.1", "they have no dropout", "leave precision.fast"),
     ("cuda_graphs=yes", "true or false or auto", "cuda_graphs=true, false or auto"),
-    ("activation_checkpointing=true", "must be none, mlp or full", "activation_checkpointing=none|mlp|full"),
+    ("activation_checkpointing=true", "must be none, mlp or full", "activation_checkpointing=full"),
+    ("activation_checkpointing=selective", "must be none, mlp or full", "activation_checkpointing=mlp"),
+    ("precision.backend=transformer_engine", "must be auto, fused, te", "precision.backend=te"),
     ("document_mask=true precision.backend=fused", "their attention has no mask", "precision.backend=auto"),
     ("document_mask=true cuda_graphs=true", "their attention has no mask", "cuda_graphs=auto"),
-    ("document_mask=true attention=cudnn", "it takes no mask", "attention=sdpa, or leave it out"),
-    ("document_mask=true attention=te", "it takes no mask", "attention=sdpa, or leave it out"),
+    ("document_mask=true attention=cudnn", "it takes no mask", "attention=sdpa, or leave attention out"),
+    ("document_mask=true attention=te", "it takes no mask", "attention=sdpa, or leave attention out"),
     ("intra_document_mask=true", "it has another name", "document_mask=true"),
     ("compile_mode=reduce-overhead", "and this is precision=fp8_hybrid", "compile_mode=default"),
     ("compile_mode=reduce-overhead precision=auto recipe=auto", "this is precision=auto", "compile_mode=default"),
@@ -196,12 +219,13 @@ TABLE = [
     ("torch_compile_mode=default", "it has a shorter name", "compile_mode=default or reduce-overhead"),
     ("attention=cudnn trainer=cpu", "and this is trainer.accelerator=cpu", "attention=auto"),
     ("attention=flash precision=fp32 trainer=gpu", "and this is precision=fp32", "attention=sdpa, or precision=bf16"),
-    ("attention=te precision=bf16", "this run has plain-torch layers", "attention=cudnn, or leave it out"),
-    ("attention=te precision.backend=emulated", "this run has plain-torch layers", "attention=cudnn, or leave it out"),
+    ("attention=te precision=bf16", "this run has plain-torch layers", "attention=cudnn, or leave attention out"),
+    ("attention=te precision.backend=emulated", "this run has plain-torch layers", "attention=cudnn, or leave att"),
     ("attention=te precision=auto recipe=auto", "precision=auto compares do not all have", "attention=cudnn, or a"),
     ("attention=flash precision=auto recipe=auto", "precision=auto compares do not all have", "attention=cudnn, or a"),
     ("attention=cudnn trainer.deterministic=true", "is not deterministic", "attention=auto, or leave"),
-    ("attention=plain", "must be auto, sdpa, math, cudnn, flash or te", "attention=auto|sdpa|math|cudnn|flash|te"),
+    ("attention=plain", "must be auto, sdpa, math, cudnn, flash or te", "attention=math"),
+    ("attention=xyz", "must be auto, sdpa", "attention=auto, or attention=sdpa, or attention=math"),
     ("use_flash_attention=true", "it has a shorter name", "attention=auto, sdpa, math, cudnn, flash or te"),
     ("model.attn_implementation=sdpa", "it has a shorter name", "attention=auto, sdpa, math, cudnn, flash or te"),
     ("attention_backend=fused", "it has a shorter name", "attention=auto, sdpa, math, cudnn, flash or te"),
@@ -341,7 +365,9 @@ TABLE = [
     (f"{MIXED} +data@data.sources.c=registered data.sources.c.source=x", "data.sources.c.source=x: is registered by no",
      "plugins=[MODULE]"),
     (f"{MIXED} trainer.max_epochs=2", "each source of a mixture has passes of its own", "trainer.max_tokens=NUMBER"),
-    (f"{MIXED} data.tokenizer=bytes", "data.tokenizer belongs to", ""),
+    (f"{MIXED} data.tokenizer=bytes", "data.tokenizer: each of data.sources has its own",
+     "data.sources.a.tokenizer=bytes data.sources.b.tokenizer=bytes"),
+    (f"{MIXED} data.val_sequences=0", "each of data.sources has", "data.sources.a.val_sequences=0 data.sources.b"),
     ("+data@data.sources.web=fineweb", "data.sources belongs to data=mixture", "choose data=mixture"),
     ("data=text_files data.train_files=[/]", "/ is a folder", "*.txt"),
     ("ckpt_path=nope", "ckpt_path=nope: does not exist", "outputs/RUN/checkpoints"),
@@ -406,6 +432,11 @@ TYPED = [
     ],
     *["optim.lr=inf", "compile=maybe", "compile=1", "notes=[1]", "run_name={a:1}", "model.n_layer=2.0", "seed.x=1"],
     *["precision=bf6", "recipe=delayd", "trainer.deterministic=yes"],
+    *["activation_checkpointing=selective", "activation_checkpointing=true", "precision.backend=transformer_engine"],
+    *["model.gqa=4", "model.gqa=true", "model.rope=true", "model.swiglu=true", "model.rmsnorm=true"],
+    *["penalty=l2", "penalty=logit_l2", "penalty=activation_l1", "penalty=zloss"],
+    *["fp8_recipe=tensorwise", "fp8_recipe=blockwise", "model.positions=alibi", "attention=xyz", "model.bias=maybe"],
+    *["precision.fallback=x", "optim.schedule=xyz"],
 ]
 EXAMPLES = {"NUMBER": "3", "TEXT": "x", "KEY": "key", "VALUE": "3"}
 
@@ -417,6 +448,90 @@ def test_a_remedy_that_is_typed_is_taken(line):
     for name, example in EXAMPLES.items():
         word = word.replace(name, example)
     assert preflight([word])
+
+
+def ways(remedy):
+    """The words of each way out that a remedy names: `a=1 b=2, or c=3 (with this)` has two."""
+    found = [re.findall(r"(?<![\w.=])[a-z][\w.]*=[\w.]+", way) for way in re.sub(r"\(.*?\)", "", remedy).split(", or ")]
+    return [words for words in found if words]
+
+
+OF_BACKENDS = re.compile(r"precision\.(backend|backward|fast_accumulation|emulate)=")
+ABOUT_BACKENDS = [line for line, cause, _ in TABLE if OF_BACKENDS.search(line) and "belongs" not in cause]
+
+
+@pytest.mark.parametrize("line", ABOUT_BACKENDS)
+def test_every_way_out_of_a_backends_refusal_is_taken(line):
+    problems = refusals(line)
+    for problem in problems:
+        for words in ways(problem.remedy):
+            try:
+                preflight([*shlex.split(line), *words])
+            except UserError as error:
+                left = [p.cause for p in error.problems]
+                assert problem.cause not in left, words
+                assert set(left) <= {p.cause for p in problems}, (words, left)
+
+
+BACKEND_CHOICES = {
+    "precision.backend": ("auto", "fused", "te", "torchao", "reference", "emulated"),
+    "recipe": ("auto", "delayed", "current", "rowwise", "block", "mxfp8"),
+    "precision.backward": ("fp8", "bf16", "bf16_wgrad"),
+    "attention": ("auto", "te"),
+    "precision.emulate": ("null", "[weight]"),
+    "cuda_graphs": ("auto", "true"),
+}
+
+
+def test_every_way_out_of_every_combination_is_taken():
+    """All of the product: each remedy of a backend's refusal names ways, and each leaves no problem that is new."""
+    bases = {name: preflight([f"recipe={name}"])[0] for name in BACKEND_CHOICES["recipe"]}
+    refused = 0
+    for values in itertools.product(*BACKEND_CHOICES.values()):
+        chosen = dict(zip(BACKEND_CHOICES, values, strict=True))
+        found = list(backend_check.check(with_words(bases, chosen)))
+        about = [one for one in found if "cannot run" in one.problem.cause or "no backend" in one.problem.cause]
+        for one in about:
+            refused += 1
+            assert ways(one.problem.remedy), chosen
+            for words in ways(one.problem.remedy):
+                changed = chosen | dict(word.split("=") for word in words)
+                causes = [f.problem.cause for f in backend_check.check(with_words(bases, changed))]
+                assert not any("cannot run" in cause or "no backend" in cause for cause in causes), (chosen, words)
+                assert len(causes) <= len(found) - len(about), (chosen, words, causes)
+    assert refused > 400
+
+
+def with_words(bases, chosen):
+    """The configuration of such words, without composing it."""
+    config = bases[chosen["recipe"]]
+    emulate = {"null": None, "[weight]": ["weight"]}[chosen["precision.emulate"]]
+    precision = replace(
+        config.precision, backend=chosen["precision.backend"], backward=chosen["precision.backward"], emulate=emulate
+    )
+    graphs = {"auto": "auto", "true": True}[chosen["cuda_graphs"]]
+    return replace(config, precision=precision, attention=chosen["attention"], cuda_graphs=graphs)
+
+
+def test_a_remedy_can_be_pasted_into_a_shell():
+    """No word to type has a bar in it, which a shell takes for a pipe."""
+    remedies = [problem.remedy for line, *_ in TABLE for problem in refusals(line)]
+    assert [remedy for remedy in remedies if re.search(r"=\S*\|\S*", re.sub(r"<\|\w+\|>", "", remedy))] == []
+
+
+def test_what_other_programs_say_for_a_value_is_a_value_here():
+    for key, words in other_words._VALUES.items():
+        for word, ours in words.items():
+            (found,) = [problem for problem in refusals(f"{key}={word}") if problem.cause.startswith(f"{key}=")]
+            assert found.remedy == f"{key}={ours}"
+
+
+@pytest.mark.parametrize("words", ["data.val_sequences=8", "data.tokenizer=bytes data.sources.a.tokenizer=gpt2"])
+def test_what_is_advised_for_each_source_is_taken(words):
+    line = f"{MIXED} {words}"
+    advised = next(p.remedy for p in refusals(line) if "each of" in p.cause)
+    kept = [word for word in shlex.split(line) if not word.startswith(("data.val", "data.tok"))]
+    assert preflight([*kept, *advised.split()])
 
 
 @pytest.mark.parametrize("key", RANGES)
@@ -518,6 +633,17 @@ def test_a_bad_value_is_not_compared():
 def test_fp8_multiples_bind_fp8_alone(line):
     (config,) = preflight([line, "model.n_embd=100", "model.n_positions=50", "micro_batch_size=1"])
     assert config.model.n_embd == 100
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "rowwise"])
+def test_blocks_of_a_recipe_need_not_be_full(recipe):
+    """Widths of 144 and heads of 48 divide by 16, not by the 128 values of a block: Transformer Engine pads these."""
+    assert preflight([f"recipe={recipe}", "model.n_embd=144", "model.n_head=3", "model.n_positions=240"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_recipe_binds_fp8_alone(precision):
+    assert preflight(["recipe=mxfp8", f"precision={precision}", "model.n_embd=100", "model.n_positions=50"])
 
 
 def test_batch_once_the_world_is_known():

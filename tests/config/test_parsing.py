@@ -75,7 +75,7 @@ def test_builds_the_classes():
         ({"garden": 1}, "true or false", "garden=true"),
         ({"garden": "off"}, "true or false", "garden=false"),
         ({"colour": "gren"}, "red, green or null", "colour=green"),
-        ({"colour": 1}, "red, green or null", "colour=red|green"),
+        ({"colour": 1}, "red, green or null", "colour=red, or colour=green"),
         ({"floors": "aut"}, "a whole number or auto", "floors=auto"),
         ({"floors": True}, "a whole number or auto", "floors="),
         ({"guests": "bob"}, "needs a list", "guests='[bob]'"),

@@ -11,6 +11,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.model.flops import peak_bf16_flops
 from gpt2_fp8.precision.scaling import FP8Scaling
+from gpt2_fp8.precision.support import why_no_torchao
 from tests.gpu.common import hopper
 from tests.runs import checkpoint, metrics, record_steps, summary, train, train_until
 
@@ -90,11 +91,14 @@ BF16 = ([], IN_BF16)
 CURRENT, BLOCK, TE, OURS, RECORDED = (
     (words, ON_GPU) for words in (["recipe=current"], ["recipe=block"], ["precision.backend=te"], FUSED, GRAPHS)
 )
+BY_TORCHAO = (["precision.backend=torchao", "recipe=current", "compile=false"], ON_GPU)
 SWITCHES = {
     "current to bf16": (CURRENT, BF16), "bf16 to current": (BF16, CURRENT),
     "block to bf16": (BLOCK, BF16), "bf16 to block": (BF16, BLOCK),
     "fused to bf16": (OURS, BF16), "bf16 to graphs": (BF16, RECORDED),
     "te to graphs": (TE, RECORDED), "graphs to te": (RECORDED, TE),
+    "te to torchao": (TE, BY_TORCHAO), "torchao to te": (BY_TORCHAO, TE),
+    "fused to torchao": (OURS, BY_TORCHAO), "torchao to fused": (BY_TORCHAO, OURS),
 }  # fmt: skip
 
 
@@ -102,6 +106,8 @@ SWITCHES = {
     "switch", [pytest.param(s, marks=hopper if "fused" in s or "graphs" in s else ()) for s in SWITCHES]
 )
 def test_39_a_checkpoint_continues_in_another_precision_or_other_layers(tmp_path, switch):
+    if "torchao" in switch and (reason := why_no_torchao()):
+        pytest.skip(reason)
     (words, base), (then, other) = SWITCHES[switch]
     train_until(8, tmp_path / "run", *words, base=base)
     train(tmp_path / "run", "ckpt_path=last", *then, base=other)

@@ -36,13 +36,15 @@ OPTIONS = {
     "SwiGLU without biases": {"mlp": "swiglu", "bias": False},
     "an untied head": {"tied_head": False},
     "heads of 128": {"head_size": 128},
+    "heads of 32": {"head_size": 32, "n_head": 8},
+    "heads of 48": {"head_size": 48, "n_head": 3},
     "all together": {
         "n_kv_head": 2, "head_size": 128, "qk_norm": True, "norm": "rms_norm", "mlp": "swiglu", "mlp_width": 640,
         "bias": False, "positions": "rope", "rope_scaling": 8.0, **BANDS, "tied_head": False,
         "depth_scaled_init": False,
     },
 }  # fmt: skip
-WHOLE = ["SwiGLU", "all together"]  # what is tried with every recipe
+WHOLE = ["SwiGLU", "all together"]  # what is tried with recomputation
 every_option = pytest.mark.parametrize("name", OPTIONS)
 
 
@@ -72,17 +74,17 @@ def test_bf16_is_close_to_plain_torch(name):
         assert (found[parameter] - gradient).norm() <= 0.1 * gradient.norm() + 1e-6, parameter
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe"),
-    [*((name, "delayed") for name in OPTIONS), *((name, r) for name in WHOLE for r in ("current", "block"))],
-)
-def test_fp8_is_close_to_plain_torch_in_bf16(name, recipe):
+@every_option
+def test_fp8_is_close_to_plain_torch_in_bf16(name):
+    """By every recipe of Hopper, and with the gradients in E4M3 or in bf16."""
     config, ids = replace(CONFIG, **OPTIONS[name]), tokens()
     expected_loss, expected = gradients(build("reference", config=config), ids, False, bf16)
-    model, fp8 = calibrated("te", recipe, config=config)
-    loss, found = gradients(model, ids, True, fp8.forward_context)
-    assert loss == pytest.approx(expected_loss, rel=3e-3)
-    assert 0 < error(found, expected) < 0.15
+    ways = [{"recipe": recipe} for recipe in ("delayed", "current", "block")]
+    for way in (*ways, {"precision": "fp8_e4m3"}, {"recipe": "current", "backward": "bf16"}):
+        model, fp8 = calibrated("te", config=config, **way)
+        loss, found = gradients(model, ids, True, fp8.forward_context)
+        assert loss == pytest.approx(expected_loss, rel=3e-3), way
+        assert 0 < error(found, expected) < 0.15, way
 
 
 @pytest.mark.parametrize("choice", ["mlp", "full"])

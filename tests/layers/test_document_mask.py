@@ -14,20 +14,24 @@ from gpt2_fp8.layers import sdpa
 from gpt2_fp8.layers.document_mask import within_documents
 from gpt2_fp8.model.generate import generate
 from gpt2_fp8.model.gpt2 import initialise
+from tests.data.token_files_made import llm_c, nano, some_ids
 from tests.runs import SMALL
 
 END = 256  # of a document, in bytes
 TOKENS = 32
 
 
-def allowed(ids):
-    """Whether token i may look at token j, by the definition: no document ends from j to before i."""
+def allowed(ids, begins=False):
+    """Whether token i may look at token j, by the definition: no document ends from j to before i.
+
+    `begins`: the separator is a document's first token, so no document begins from after j to i.
+    """
     batch, tokens = ids.shape
     seen = torch.zeros(batch, tokens, tokens, dtype=torch.bool)
     for b in range(batch):
         for i in range(tokens):
             for j in range(i + 1):
-                seen[b, i, j] = END not in ids[b, j:i].tolist()
+                seen[b, i, j] = END not in ids[b, j + begins : i + begins].tolist()
     return seen
 
 
@@ -45,13 +49,23 @@ PLACES = {
 
 
 @pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_mask_is_the_definitions(places, dtype):
+def test_the_mask_is_the_definitions(places, begins, dtype):
     ids = text(*PLACES[places])
-    mask = within_documents(ids, END, dtype)
+    mask = within_documents(ids, END, dtype, begins)
     assert (mask.shape, mask.dtype) == ((2, 1, TOKENS, TOKENS), dtype)
-    assert torch.equal(mask[:, 0] == 0, allowed(ids))
-    assert torch.equal(mask[:, 0] == -torch.inf, ~allowed(ids))
+    assert torch.equal(mask[:, 0] == 0, allowed(ids, begins))
+    assert torch.equal(mask[:, 0] == -torch.inf, ~allowed(ids, begins))
+
+
+def test_the_separator_is_of_the_document_that_it_ends_or_begins():
+    """Written out: two documents, `1 2` and `3 4`, as nanoGPT's files have them and as llm.c's have them."""
+    of = {False: [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]],
+          True: [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]}  # fmt: skip
+    for begins, rows in of.items():
+        seen = within_documents(torch.tensor([[1, 2, END, 3]]), END, torch.float32, begins)[0, 0] == 0
+        assert seen.int().tolist() == rows, begins
 
 
 def test_sequences_of_a_batch_have_their_own_documents():
@@ -149,6 +163,22 @@ def test_the_loss_of_packed_documents_is_that_of_each_by_itself():
 def test_a_step_that_is_run_again_in_bf16_has_the_same_mask():
     of = engine(*LAYERS["emulated"], "document_mask=true")
     assert twin_of(of.model).separator == of.model.separator == END
+    of.model.separator_begins = True
+    assert twin_of(of.model).separator_begins
+
+
+@pytest.mark.parametrize(("write", "begins"), [(nano, False), (llm_c, True)])
+def test_a_models_mask_is_that_of_its_files(tmp_path, write, begins):
+    path = write(tmp_path / "text.bin", some_ids(4000))
+    of_files = ["data=token_files", f"data.train_files=[{path}]", "data.tokenizer=bytes", "data.val_sequences=0"]
+    words = [word for word in SMALL if not word.startswith("data")]
+    (config,) = compose.preflight([*words, "trainer=cpu", "precision=fp32", "document_mask=true", *of_files])
+    model = resolve(config, "cpu").backend.build(257)
+    initialise(model, seed=1)
+    with torch.no_grad():
+        rows = [model(text(13, seed=seed)[:, : TOKENS // 2].long()) for seed in (0, 9)]
+    assert (model.separator, model.separator_begins) == (END, begins)
+    assert torch.equal(rows[0][:, 13, :], rows[1][:, 13, :]) == begins, "of a separator that begins a document"
 
 
 def test_generated_text_does_not_look_back_beyond_a_separator():

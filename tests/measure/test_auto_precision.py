@@ -205,6 +205,20 @@ def test_where_fp8_cannot_compute_the_model_it_is_bf16_unmeasured(gpu, overrides
     assert gpu.measured == []
 
 
+def test_a_recipe_that_cannot_take_the_models_widths_does_not_compete(gpu, monkeypatch):
+    """Blackwell's: mxfp8 needs multiples of 32, the others of 16."""
+    for module in (auto_precision, auto_candidates):
+        monkeypatch.setattr(module, "why_not_recipe", lambda name: None)
+    gpu.rates["mxfp8"] = gpu.rates["block"]
+    settle("model.n_embd=144", "model.n_head=3")
+    assert gpu.measured == ALL
+    config, choice = settle("recipe=mxfp8", "model.n_embd=144", "model.n_head=3")
+    assert (config.precision.name, gpu.measured) == ("bf16", [])
+    assert "multiples of 32" in choice.reason
+    settle("model.n_embd=160")
+    assert gpu.measured == [ALL[0], "fp8_hybrid/mxfp8", *ALL[1:]]
+
+
 def test_a_gpu_without_fp8_and_a_cpu_measure_nothing(gpu, monkeypatch):
     monkeypatch.setattr(auto_precision, "why_not_fp8", lambda: "the card is too old")
     config, choice = settle()

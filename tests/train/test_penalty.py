@@ -7,6 +7,7 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.errors import Diverged
 from gpt2_fp8.config.schema import PenaltyConfig
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.train import saved_config
@@ -110,3 +111,12 @@ def test_a_checkpoint_from_before_there_were_penalties_has_none(tmp_path):
     assert saved_config.from_checkpoint({saved_config.KEY: plain}, tmp_path).penalty == PenaltyConfig()
     plain["penalty"] = {"z_loss": 0.5}
     assert saved_config.from_checkpoint({saved_config.KEY: plain}, tmp_path).penalty == PenaltyConfig(z_loss=0.5)
+
+
+def test_a_penalty_that_makes_a_run_diverge_is_named_and_no_checkpoint_is_promised(tmp_path):
+    words = ["penalty.z_loss=1e38", "precision=fp32", "callbacks.checkpoint_every_n_steps=0"]
+    with pytest.raises(Diverged) as ended:
+        train(tmp_path / "run", *words)
+    assert "a lower penalty.z_loss than 1e+38" in str(ended.value)
+    assert str(ended.value).endswith("from the start")
+    assert summary(tmp_path / "run")["exit_code"] == 3

@@ -6,6 +6,7 @@ import pytest
 
 from gpt2_fp8.backends import resolve
 from gpt2_fp8.backends.torchao import Torchao
+from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.config import backend_support
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, record_steps, recorded, summary, train, train_until
 
@@ -76,16 +77,28 @@ def test_legs_equal_one_run_bit_for_bit(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("emulating")
 @pytest.mark.parametrize(
-    "backends", [["precision=bf16", *FP8, "precision.backend=emulated"], ["precision.backend=emulated", *FP8]]
+    "backends",
+    [
+        ["precision=bf16", *FP8, "precision.backend=emulated"],
+        ["precision.backend=emulated", *FP8, "precision=bf16", *FP8],
+    ],
 )
 def test_a_checkpoint_moves_between_layers(tmp_path, backends):
-    losses = []
+    """There and back: each leg begins with the weights and the moments of the one before, under the same names."""
+    losses, names = [], set()
     for leg, words in enumerate(backends, 1):
         resumed = ["ckpt_path=last"] if leg > 1 else []
         train(tmp_path, words, f"trainer.max_steps={6 * leg}", "trainer.val_check_interval=6", *resumed)
-        losses.append(summary(tmp_path)["last_val_loss"])
-        assert summary(tmp_path)["steps"] == 6 * leg
+        found = summary(tmp_path)
+        losses.append(found["last_val_loss"])
+        assert found["steps"] == 6 * leg
+        assert found["precision"]["ran"] == ("bf16" if "bf16" in words else "fp8_hybrid")
+        names.add(tuple(sorted(read(checkpoint(tmp_path, 6 * leg))["state_dict"])))
     assert losses == sorted(losses, reverse=True)
+    assert len(names) == 1
+    logged = metrics(tmp_path)["train_loss"]
+    jumps = [abs(logged[6 * leg + 1] - logged[6 * leg]) for leg in range(1, len(backends))]
+    assert max(jumps) < 2 * max(abs(logged[i + 1] - logged[i]) for i in range(1, 6)), "no leg begins anew"
 
 
 @pytest.mark.usefixtures("emulating")

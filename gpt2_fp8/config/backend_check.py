@@ -1,0 +1,97 @@
+"""What is wrong with the backend that a run asks for, and the nearest settings that work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from gpt2_fp8.config import attention_support, backend_support
+from gpt2_fp8.config.backend_support import asked, why_not_asked
+from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig, StatelessRecipe
+
+_OF_PRECISION = "precision.name", "recipe", "precision.keep_bf16", "precision.backward"
+_OF_LAYERS = "precision.backend", "model.dropout", "document_mask", "penalty"
+_MOST = 3  # ways out that are named
+_BY_TORCHAO = 'precision.backend=torchao (pip install -e ".[torchao]")'
+
+
+class _Change(NamedTuple):
+    """A word, and the values that it sets: of the group `precision`, and of the run."""
+
+    typed: str
+    precision: dict[str, Any]
+    run: dict[str, Any]
+
+
+_AUTO = _Change("precision.backend=auto", {"backend": "auto"}, {})
+_EMULATED = _Change("precision.backend=emulated, which is slow", {"backend": "emulated"}, {})
+_IN_FP8 = _Change("precision.backward=fp8", {"backward": "fp8"}, {})
+_CURRENT = _Change("recipe=current", {}, {"recipe": StatelessRecipe(name="current")})
+_ROWWISE = _Change("recipe=rowwise", {}, {"recipe": StatelessRecipe(name="rowwise")})
+_NO_GRAPHS = _Change("cuda_graphs=auto", {}, {"cuda_graphs": "auto"})
+
+
+def check(config: RunConfig) -> Iterator[Finding]:
+    """Find requests for a backend, or for options of one, that no machine can fulfil."""
+    name = asked(config)
+    if reason := why_not_asked(config):
+        cause = f"precision.backend={name} cannot run: {reason}"
+        if name == "auto":
+            cause = f"no backend can do this in FP8 on a GPU: Transformer Engine: {reason}"
+        keys = _OF_PRECISION if name == "auto" else (*_OF_PRECISION, *_OF_LAYERS)
+        yield Finding(keys, Problem(cause, _remedy(config)))
+    yield from backend_support.options(config)
+
+
+def _remedy(config: RunConfig) -> str:
+    """Name the nearest settings that are accepted: one word to change, or several; the slow one last."""
+    found: list[tuple[_Change, ...]] = []
+    changes = _changes(config)
+    for words in (words for size in range(1, len(changes) + 1) for words in combinations(changes, size)):
+        if not any(set(map(id, other)) <= set(map(id, words)) for other in found) and _accepts(config, words):
+            found.append(words)
+    ways = [words for words in found if _EMULATED not in words][:_MOST] or found
+    ways += [words for words in found if words == (_EMULATED,)][: _MOST - len(ways)]
+    return ", or ".join(_typed(config, words) for words in ways[:_MOST])
+
+
+def _changes(config: RunConfig) -> list[_Change]:
+    """Return what may help, the nearest first."""
+    name = asked(config)
+    backends = [] if name == "auto" else [_AUTO]
+    recipes = [_CURRENT, _ROWWISE, *backends] if name == "torchao" else [*backends, _CURRENT]
+    graphs = [_NO_GRAPHS] if config.cuda_graphs is True else []
+    if not isinstance(config.precision, FP8PrecisionConfig):
+        return [*backends, *graphs]
+    return [*recipes, _IN_FP8, *graphs, _EMULATED]
+
+
+def _changed(config: RunConfig, words: tuple[_Change, ...]) -> RunConfig:
+    for word in words:
+        config = replace(config, precision=replace(config.precision, **word.precision), **word.run)
+    return config
+
+
+def _accepts(config: RunConfig, words: tuple[_Change, ...]) -> bool:
+    """Return whether changed settings have a backend, and no problem with it that they had not before."""
+    keys = [key for word in words for key in (*word.precision, *word.run)]
+    if len(set(keys)) < len(keys):
+        return False
+    changed = _changed(config, words)
+    return why_not_asked(changed) is None and _refused(changed) <= _refused(config)
+
+
+def _refused(config: RunConfig) -> set[str]:
+    """Return the keys that are refused beside the backend."""
+    return {found.keys[0] for found in (*backend_support.options(config), *attention_support.check(config))}
+
+
+def _typed(config: RunConfig, words: tuple[_Change, ...]) -> str:
+    """Return what is typed. If only torchao can compute it, its layers are named, since they may not be installed."""
+    changed = _changed(config, words)
+    alone = backend_support.why_not_fused(changed) and backend_support.why_not_te(changed)
+    by_torchao = alone and isinstance(config.precision, FP8PrecisionConfig)
+    return " ".join(_BY_TORCHAO if word is _AUTO and by_torchao else word.typed for word in words)

@@ -1,0 +1,79 @@
+"""Words of other programs for this one's keys and values. `hints` has those that need more than a word."""
+
+from __future__ import annotations
+
+_SWIGLU = ("it is the MLP's kind", "model.mlp=swiglu")
+_RMS_NORM = ("it is a kind of normalisation", "model.norm=rms_norm")
+_ROPE = ("it is a kind of positions", "model.positions=rope")
+_KV_HEADS = ("it is a number of key-value heads", "model.n_kv_head=4")
+
+# Keys that are none here: why, and what to type.
+KEYS: dict[str, tuple[str, str]] = {
+    "gqa": _KV_HEADS,
+    "use_gqa": _KV_HEADS,
+    "num_kv_heads": _KV_HEADS,
+    "n_kv_heads": _KV_HEADS,
+    "rope": _ROPE,
+    "use_rope": _ROPE,
+    "rotary": _ROPE,
+    "swiglu": _SWIGLU,
+    "use_swiglu": _SWIGLU,
+    "rms_norm": _RMS_NORM,
+    "rmsnorm": _RMS_NORM,
+    "use_rms_norm": _RMS_NORM,
+}
+_RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "tensorwise", "blockwise")
+_CHOSEN_BY = {"fp8_recipe": "recipe"}  # keys whose value is a choice of a group
+_COUNTED_BY = {name: "model.n_kv_head" for name, told in KEYS.items() if told is _KV_HEADS}
+
+# Values that are none here, by their key.
+_VALUES: dict[str, dict[str, str]] = {
+    "optim.schedule": dict.fromkeys(("wsd", "trapezoidal", "trapezoid", "warmup_stable"), "warmup_stable_decay"),
+    "activation_checkpointing": {
+        **dict.fromkeys(("selective", "ffn", "op"), "mlp"),
+        **dict.fromkeys(("true", "on", "yes", "block", "blocks", "layer", "whole", "all"), "full"),
+        **dict.fromkeys(("false", "off", "no", "null"), "none"),
+    },
+    "precision.backend": {
+        **dict.fromkeys(("transformer_engine", "transformer-engine", "transformerengine", "nvidia"), "te"),
+        **dict.fromkeys(("ao", "torch_ao", "float8"), "torchao"),
+        **dict.fromkeys(("torch", "pytorch", "plain", "eager"), "reference"),
+        **dict.fromkeys(("emulate", "simulated"), "emulated"),
+    },
+    "attention": {
+        **dict.fromkeys(("flash_attention", "flash_attn", "flash_attention_2", "fa2", "fa3", "fa4"), "flash"),
+        **dict.fromkeys(("eager", "naive", "manual", "standard", "plain"), "math"),
+        **dict.fromkeys(("fused", "cudnn_attention"), "cudnn"),
+        **dict.fromkeys(("transformer_engine", "dot_product_attention"), "te"),
+        **dict.fromkeys(("torch", "scaled_dot_product_attention"), "sdpa"),
+    },
+    "model.norm": {"rms": "rms_norm", "ln": "layer_norm", "layer": "layer_norm"},
+    "model.mlp": {"silu": "swiglu", "glu": "swiglu", "gated": "swiglu", "gelu_new": "gelu", "gelu_tanh": "gelu"},
+    "model.positions": {"rotary": "rope", "absolute": "learned", "table": "learned"},
+}
+
+# Choices of a group that are keys here, with a value to begin with: `penalty=l2`.
+_OF_A_GROUP = {
+    "penalty": {
+        **dict.fromkeys(("logit_l2", "logits_l2", "l2", "logit"), "penalty.logit_l2=1e-4"),
+        **dict.fromkeys(("activation_l1", "activations_l1", "l1", "activation"), "penalty.activation_l1=1e-4"),
+    }
+}
+
+
+def value(key: str, typed: object) -> str | None:
+    """Return the value of `key` that another program's word stands for, or None."""
+    return _VALUES.get(key, {}).get(str(typed).lower())
+
+
+def key_of_choice(group: str, choice: str) -> str | None:
+    """Return the key to set instead of choosing from a group, or None."""
+    return _OF_A_GROUP.get(group, {}).get(choice.lower())
+
+
+def with_value(name: str, typed: object) -> str | None:
+    """Return what to type for a key that is none here, with the value that was typed; None if that does not fit."""
+    if name in _CHOSEN_BY and typed in _RECIPES:
+        return f"{_CHOSEN_BY[name]}={typed}"
+    counted = isinstance(typed, int) and not isinstance(typed, bool) and typed > 0
+    return f"{_COUNTED_BY[name]}={typed}" if name in _COUNTED_BY and counted else None
