@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.measure import table
-from gpt2_fp8.measure.sweep_jobs import Job
+from gpt2_fp8.reports.sweep_jobs import Job
 from gpt2_fp8.measure.table import Row
 
 MOST_LINES = 40  # rows on a terminal
