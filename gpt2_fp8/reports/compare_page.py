@@ -48,7 +48,7 @@ def page(sections: Sequence[Section], picture: bytes | None) -> str:
         if place == 0 and picture is not None:
             data = base64.b64encode(picture).decode("ascii")
             parts.append(
-                f'<div class="wide"><img alt="Losses, speed and gradient norms" src="data:image/png;base64,{data}"></div>'
+                f'<div class="wide"><img alt="losses, speed, gradient norms" src="data:image/png;base64,{data}"></div>'
             )
     return "\n".join([*parts, "</body>\n</html>\n"])
 

@@ -38,7 +38,7 @@ def data(found: Comparison, verdicts: Sequence[Verdict], notes: Sequence[str]) -
 
 
 def write(folder: Path, found: Comparison, verdicts: Sequence[Verdict], notes: Sequence[str]) -> tuple[str, str]:
-    """Write the files into `folder`. Return the text for a terminal, and a line that names the files. Raises OSError."""
+    """Write the files into `folder`. Return the text for a terminal, and a line on the files. Raises OSError."""
     shown: list[Section] = sections.of(found, verdicts, notes)
     folder.mkdir(parents=True, exist_ok=True)
     names = list(FILES[:3])

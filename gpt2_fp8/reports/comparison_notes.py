@@ -59,7 +59,7 @@ def _on(condition: Condition, found: Comparison) -> Iterator[str]:
     ended = len(found.compared[name])
     if ended < len(runs):
         others = sorted({run.status for run in runs if run not in found.compared[name]})
-        yield f"{name}: not in the losses: {len(runs) - ended} of {len(runs)} runs, which {', '.join(others)}."
+        yield f"{name}: {len(runs) - ended} of {len(runs)} runs are not in the losses ({', '.join(others)})."
     if resumed := sum(run.curve.resumes for run in runs):
         yield (
             f"{name}: continued {resumed} times. The first step after that has no time in the log, and counts as none."

@@ -27,7 +27,7 @@ class Curve:
 
     tokens: list[float]  # at the end of the interval
     seconds: list[float]  # of training, until then
-    losses: list[float]  # nats a token; NaN if the log has no finite number
+    losses: list[float]  # nats a token; NaN if the log has no finite number above 0
     rates: list[float]  # tokens per second of each interval that has a time
     waits: list[float]  # the share of the time spent waiting for data
     utilisations: list[float]  # `mfu_bf16`
@@ -55,11 +55,11 @@ class Curve:
 
     def seconds_at(self, tokens: float) -> float | None:
         """Return the training time at which so many tokens were trained on; None if they never were."""
-        return between([(0.0, 0.0), *zip(self.tokens, self.seconds, strict=True)], tokens)
+        return between(self._by_tokens, tokens)
 
     def tokens_at(self, seconds: float) -> float | None:
         """Return the tokens after so much training time; None after the run's end."""
-        return between([(0.0, 0.0), *zip(self.seconds, self.tokens, strict=True)], seconds)
+        return between(self._by_seconds, seconds)
 
     def validation(self, at: float) -> float | None:
         """Return the validation loss after `at` tokens, between two validations if need be; None outside of them."""
@@ -80,6 +80,14 @@ class Curve:
             start = self.tokens[place - 1]
         loss, length = self.losses[place], min(at, self.tokens[place]) - start
         return (weight + length, total + length * loss) if math.isfinite(loss) else (weight, total)
+
+    @cached_property
+    def _by_tokens(self) -> Points:
+        return [(0.0, 0.0), *zip(self.tokens, self.seconds, strict=True)]
+
+    @cached_property
+    def _by_seconds(self) -> Points:
+        return [(0.0, 0.0), *zip(self.seconds, self.tokens, strict=True)]
 
     @cached_property
     def _cumulated(self) -> list[tuple[float, float]]:
@@ -107,7 +115,7 @@ def of(rows: Sequence[Mapping[str, float]]) -> Curve:
         took = (step - before) * row["step_time"] if _usable(row, "step_time") else (step - before - 1) * usual
         seconds.append(seconds[-1] + took)
     checked = {row["step"] * each: row["val_loss"] for row in rows if "val_loss" in row}
-    losses = [row["train_loss"] if _plain(row["train_loss"]) else math.nan for row in ordered]
+    losses = [row["train_loss"] if _usable(row, "train_loss") else math.nan for row in ordered]
     return Curve(
         tokens=[step * each for step in steps[1:]],
         seconds=seconds[1:],
@@ -117,8 +125,8 @@ def of(rows: Sequence[Mapping[str, float]]) -> Curve:
         utilisations=[row["mfu_bf16"] for row in ordered if _usable(row, "mfu_bf16")],
         grad_norms=[row["grad_norm"] for row in ordered if _plain(row.get("grad_norm", math.nan))],
         clipped=[row["clip_ratio"] < 1 for row in ordered if "clip_ratio" in row],
-        validations=sorted((at, loss) for at, loss in checked.items() if _plain(loss)),
-        not_finite=sum(not _plain(loss) for loss in [*losses, *checked.values()]),
+        validations=sorted((at, loss) for at, loss in checked.items() if _plain(loss) and loss > 0),
+        not_finite=sum(not _plain(loss) or loss <= 0 for loss in [*losses, *checked.values()]),
         resumes=sum("step_time" not in row for row in ordered[1:]),
     )
 

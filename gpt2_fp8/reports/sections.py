@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from gpt2_fp8.measure.table import Row
 from gpt2_fp8.reports import verdict
 from gpt2_fp8.reports.comparison import SHARES, WINDOW, Comparison, Gap, Reached
+from gpt2_fp8.reports.spread import percent
 from gpt2_fp8.reports.verdict import Verdict
 
 _LONGEST_SAMPLE = 2_000  # characters
@@ -75,9 +76,9 @@ def _end(found: Comparison) -> Section:
         rows.append(row)
     at = "" if found.validated_at is None else f"Validation after {found.validated_at:,.0f} tokens. "
     told = (
-        f"{at}Training losses are means of the last {100 * WINDOW:.0f} % of the tokens. Nats a token; in brackets the standard "
-        "deviation between seeds, and of differences the standard error (Welch's). The difference is of the validation "
-        "loss where there is one. The bound is one-sided."
+        f"{at}Training losses are means of the last {100 * WINDOW:.0f} % of the tokens. Nats a token; in "
+        "brackets the standard deviation between seeds, and of differences the standard error (Welch's). The difference "
+        "is of the validation loss where there is one. The bound is one-sided."
     )
     return Section("Losses at the end", [told], rows)
 
@@ -200,7 +201,7 @@ def _loss(gap: Gap) -> str:
 
 def _relative(gap: Gap) -> str:
     error = gap.difference.error
-    return f"{gap.relative:+.2%}" + ("" if error is None else f" ({error / gap.base.mean:.2%})")
+    return percent(gap.relative, sign=True) + ("" if error is None else f" ({percent(error / gap.base.mean)})")
 
 
 def _difference(gap: Gap) -> str:
@@ -210,7 +211,7 @@ def _difference(gap: Gap) -> str:
 
 def _bound(gap: Gap) -> str:
     above = gap.difference.above
-    return "" if above is None else f"{above / gap.base.mean:+.2%}"
+    return "" if above is None else percent(above / gap.base.mean, sign=True)
 
 
 def _paired(gap: Gap) -> str:
@@ -220,7 +221,7 @@ def _paired(gap: Gap) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+    return "" if value is None else percent(value, 1)
 
 
 def _between(values: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from gpt2_fp8.reports.comparison import Comparison, Gap, Result
 from gpt2_fp8.reports.runs import Run
+from gpt2_fp8.reports.spread import percent
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be told"
 STEPS = 100  # of a test run
@@ -100,7 +101,8 @@ def _losses(result: Result, found: Comparison) -> Answer:
     worst = max(gaps, key=lambda gap: abs(gap.relative))
     last = result.validation or result.train
     assert last is not None, "there are gaps"
-    figure = f"{last.relative:+.2%} at the end, at most {abs(worst.relative):.2%} at any of the tokens shown"
+    most = percent(abs(worst.relative))
+    figure = f"{percent(last.relative, sign=True)} at the end, at most {most} at any of the tokens shown"
     reach = [_reach(gap) for gap in gaps]
     if None in reach:
         return Answer(UNKNOWN, f"{figure}; single seeds do not say how far seeds differ: it takes {_SHOWN_SEEDS}")
@@ -108,7 +110,7 @@ def _losses(result: Result, found: Comparison) -> Answer:
         return Answer(HOLDS, figure)
     if max(low for low, _ in filter(None, reach)) > LOSS_WITHIN:
         return Answer(FAILS, figure)
-    return Answer(UNKNOWN, f"{figure}, with the seeds' spread on both sides of {LOSS_WITHIN:.0%}: more seeds")
+    return Answer(UNKNOWN, f"{figure}, with the seeds' spread on both sides of {percent(LOSS_WITHIN, 0)}: more seeds")
 
 
 def _reach(gap: Gap) -> tuple[float, float] | None:
@@ -138,7 +140,7 @@ def _memory(result: Result, found: Comparison) -> Answer:
         return Answer(UNKNOWN, why)
     if own is None or not base:
         return Answer(UNKNOWN, "no GPU memory was logged")
-    return Answer(HOLDS if own / base <= MEMORY else FAILS, f"{own / base:.0%}: {own:.1f} and {base:.1f} GiB")
+    return Answer(HOLDS if own / base <= MEMORY else FAILS, f"{percent(own / base, 0)}: {own:.1f} and {base:.1f} GiB")
 
 
 def _stable(result: Result, found: Comparison) -> Answer:
@@ -204,9 +206,9 @@ def _not_timed(result: Result, found: Comparison) -> str | None:
 CHECKLIST: list[tuple[str, str, Callable[[Result, Comparison], Answer]]] = [
     ("Transformer Engine installs, and is imported", "the runs computed with it", _installed),
     ("A test run in FP8 completes", f"every run completed, of {STEPS} steps or more", _completes),
-    ("Loss curves similar to bf16's", f"within {LOSS_WITHIN:.0%}, with the spread of the seeds", _losses),
+    ("Loss curves similar to bf16's", f"within {percent(LOSS_WITHIN, 0)}, with the spread of the seeds", _losses),
     ("Throughput higher than bf16's", f"{FASTER} times or more on the same device", _speed),
-    ("Less GPU memory than bf16", f"at most {MEMORY:.0%} of bf16's", _memory),
+    ("Less GPU memory than bf16", f"at most {percent(MEMORY, 0)} of bf16's", _memory),
     ("No NaN losses or instability", "nothing skipped, run again, rolled back, or not finite", _stable),
     ("Text as good as bf16's", "a reader compares samples", _texts),
     ("Checkpoints are saved and resumed", "every run saved one, and a run that continued completed", _resumes),
