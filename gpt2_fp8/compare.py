@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -125,7 +126,7 @@ def _named(name: str, each: Sequence[Condition]) -> Condition:
     listed = ", ".join(f"'{known}'" for known in names[:10])
     raise UserError.of(
         f"--base {name}: there is {'more than one' if found else 'no'} such condition (there are {listed})",
-        f"--base '{near[0]}'",
+        "--base " + shlex.quote(near[0]),
     )
 
 

@@ -88,10 +88,13 @@ def base_of(conditions: Sequence[Condition]) -> Condition:
 
 
 def _settings(run: Run) -> dict[str, Any]:
+    without_effect: tuple[str, ...] = _NO_CONDITION_BELOW
+    if run.settings.get("precision.name", run.asked) in ("bf16", "fp32"):
+        without_effect = (*_NO_CONDITION_BELOW, "recipe.")
     kept = {
         key: value
         for key, value in run.settings.items()
-        if key not in (*_NO_CONDITION, *_NOT_OF_TRAINING) and not key.startswith(_NO_CONDITION_BELOW)
+        if key not in (*_NO_CONDITION, *_NOT_OF_TRAINING) and not key.startswith(without_effect)
     }
     return kept | {"precision.name": run.settings.get("precision.name", run.asked), RAN: run.ran}
 

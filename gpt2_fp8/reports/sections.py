@@ -77,8 +77,8 @@ def _end(found: Comparison) -> Section:
     at = "" if found.validated_at is None else f"Validation after {found.validated_at:,.0f} tokens. "
     told = (
         f"{at}Training losses are means of the last {100 * WINDOW:.0f} % of the tokens. Nats a token; in "
-        "brackets the standard deviation between seeds, and of differences the standard error (Welch's). The difference "
-        "is of the validation loss where there is one. The bound is one-sided."
+        "brackets the standard deviation between seeds, and of differences the standard error (Welch's). The "
+        "difference is of the validation loss where there is one. The bound is one-sided."
     )
     return Section("Losses at the end", [told], rows)
 
