@@ -1,8 +1,9 @@
 """Means over seeds, and how far a difference of such means can be trusted.
 
 The quantile of Student's t is computed here: scipy is a large package for one function. With t = sqrt(n) tan(a), the
-distribution for n degrees of freedom becomes the integral of c cos(a)^(n - 1), c = G((n + 1) / 2) / (sqrt(pi) G(n / 2))
-(W. S. Gosset, The probable error of a mean, Biometrika 6, 1908), which is smooth on a bounded range.
+distribution for n degrees of freedom becomes the integral of c cos(a)^(n - 1), which is smooth on a bounded range.
+Here c = G((n + 1) / 2) / (sqrt(pi) G(n / 2)), with the gamma function G. The distribution is that of W. S. Gosset, The
+probable error of a mean, Biometrika 6, 1908.
 """
 
 from __future__ import annotations
