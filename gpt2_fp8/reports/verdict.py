@@ -161,7 +161,7 @@ def _texts(result: Result, found: Comparison) -> Answer:
     both = set(result.condition.runs[0].samples) & set(found.base.runs[0].samples)
     if not both:
         return Answer(UNKNOWN, "no samples at the same step: callbacks.sample_tokens=128")
-    return Answer(UNKNOWN, "for a reader to judge: the samples side by side are below")
+    return Answer(UNKNOWN, "for a reader to judge: the report has samples side by side")
 
 
 def _resumes(result: Result, found: Comparison) -> Answer:
