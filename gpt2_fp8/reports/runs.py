@@ -88,7 +88,8 @@ def read(folder: Path, name: str) -> Run:
     notes = [f"metrics.csv is damaged ({rows.damage}): what can be read of it is compared"] if rows.damage else []
     curve = curves.of(rows.rows)
     if not curve.losses:
-        raise ValueError(f"metrics.csv has no training loss{f' ({rows.damage})' if rows.damage else ''}")
+        why = rows.damage or f"the run's status is {_text(found, 'status')}"
+        raise ValueError(f"metrics.csv has no training loss ({why})")
     return Run(
         folder=folder, name=name, settings=settings, status=_text(found, "status") or "unknown",
         message=_text(found, "message") or "", asked=_text(precision, "asked"), ran=_text(precision, "ran"),

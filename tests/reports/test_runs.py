@@ -49,7 +49,7 @@ def test_a_damaged_log_is_read_as_far_as_it_is_good_and_noted(tmp_path):
         (lambda folder: (folder / "summary.json").write_text("{"), "summary.json cannot be read"),
         (lambda folder: (folder / "summary.json").write_text("[]"), "summary.json is not a run's"),
         (lambda folder: (folder / "summary.json").write_text("{}"), "holds no configuration"),
-        (lambda folder: (folder / "metrics.csv").unlink(), "metrics.csv has no training loss"),
+        (lambda folder: (folder / "metrics.csv").unlink(), "no training loss (the run's status is completed)"),
         (lambda folder: (folder / "metrics.csv").write_text("a,b\n1,2\n"), "names no columns"),
         (lambda folder: link(folder / "metrics.csv"), "links are not followed"),
         (lambda folder: link(folder / "summary.json"), "links are not followed"),
