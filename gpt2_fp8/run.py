@@ -127,7 +127,7 @@ def _end_sweep() -> None:
     folder = sweep_start.take()
     if folder is None or not launched.is_first_rank():
         return
-    from gpt2_fp8.measure import sweep_jobs, sweep_record
+    from gpt2_fp8.reports import sweep_jobs, sweep_record
 
     try:
         for text in sweep_record.write(folder, sweep_jobs.read(folder)):

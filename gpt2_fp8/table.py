@@ -15,8 +15,8 @@ from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.measure import sweep_jobs, sweep_record
-from gpt2_fp8.measure.sweep_jobs import Job
+from gpt2_fp8.reports import sweep_jobs, sweep_record
+from gpt2_fp8.reports.sweep_jobs import Job
 from gpt2_fp8.runtime import output, programs
 from gpt2_fp8.runtime.file_program import exit_code
 

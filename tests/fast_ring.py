@@ -21,7 +21,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 PLACES = {
     "backends", "checkpoint", "config", "data", "diagnose", "engine", "kernels", "layers", "model", "precision",
-    "runtime", "test_layering.py", "test_written_programs.py",
+    "reports", "runtime", "test_layering.py", "test_written_programs.py",
 }  # fmt: skip
 SECONDS = 60  # of one test, on a machine that has other work
 

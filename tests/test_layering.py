@@ -25,15 +25,18 @@ class Row(NamedTuple):
 HOUSE = {
     # programs: each a file, none knows another
     "__main__": Row("config runtime"),
-    "run": Row("compose config train measure runtime", "hydra omegaconf"),
+    "run": Row("compose config train reports measure runtime", "hydra omegaconf"),
     "bench": Row("compose config measure runtime"),
     "export": Row("config train runtime"),
-    "table": Row("config measure runtime"),
+    "table": Row("config reports runtime"),
+    "compare": Row("config reports runtime"),
     "schedule": Row("compose config engine measure train runtime"),
     "doctor": Row("diagnose checkpoint runtime config"),
     "generate": Row("compose config train runtime"),
     "import_hf": Row("compose config train runtime"),
     "evaluate": Row("compose config train runtime"),
+    # what runs have left, read again
+    "reports": Row("train measure checkpoint config", "matplotlib yaml"),
     # a run under Lightning
     "train": Row(
         "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
@@ -45,7 +48,7 @@ HOUSE = {
     # the benchmark, and what `precision=auto` decides by
     "measure": Row(
         "engine backends model precision data checkpoint layers kernels runtime compat config",
-        "torch lightning transformer_engine matplotlib yaml",
+        "torch lightning transformer_engine matplotlib",
     ),
     # one optimizer step
     "engine": Row("backends model precision kernels runtime compat config", "torch"),
@@ -83,8 +86,8 @@ ONLY_IN = {
     "huggingface_hub": ["data", "compat.hub"],
     "tokenizers": ["data.tokenizer_files"],
     "cuda": ["kernels.nvrtc"],
-    "matplotlib": ["measure.plot", "measure.sweep_plot", "measure.schedule_plot"],
-    "yaml": ["compose", "measure.sweep_jobs"],
+    "matplotlib": ["measure.plot", "reports.sweep_plot", "reports.compare_plot", "measure.schedule_plot"],
+    "yaml": ["compose", "reports.sweep_jobs"],
     "rich": ["callbacks.progress"],
     "hydra": ["run", "compose", "compat.hydra_private"],
 }
@@ -105,6 +108,7 @@ BEFORE_TORCH = [
         "bench",
         "export",
         "table",
+        "compare",
         "schedule",
         "doctor",
         "generate",
@@ -220,7 +224,7 @@ def test_the_table_is_read_from_the_bottom_up():
 
 def test_the_root_holds_programs_and_packages():
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert len(packages) <= 16
+    assert len(packages) <= 17
     programs = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
     assert packages | programs == set(HOUSE)
     for program in programs:

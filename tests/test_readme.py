@@ -16,18 +16,21 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gpt2_fp8 import doctor, evaluate, export, generate, table
+from gpt2_fp8 import compare, doctor, evaluate, export, generate, table
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.config.tokenizer_file import NAMES
 from gpt2_fp8.data.tokenizer import GPT2_FILES
+from gpt2_fp8.reports import verdict
 from gpt2_fp8.runtime import programs
 from gpt2_fp8.train.summary import Precision, Summary
 from tests import settings_page
 from tests.data.tokenizers_made import write_json
 from tests.diagnose.machines import facts as machine
 from tests.diagnose.machines import file as machine_file
+from tests.reports.made import rows as rows_of_a_log
+from tests.reports.made import run, settings
 from tests.runs import forked, metrics
 from tests.test_layering import HOUSE
 
@@ -45,13 +48,14 @@ FP8, SETTINGS, CHECKPOINTS, OUTPUT, SWEEPS = (
 )
 DOCUMENTS += [FP8, SETTINGS, CHECKPOINTS, OUTPUT, SWEEPS, ROOT / "docs/several-gpus.md", ROOT / "docs/benchmark.md"]
 DOCUMENTS += [DATA, DOCTORS_PAGE, WATCH, ROOT / "docs/generate.md", ROOT / "docs/evaluate.md", ROOT / "docs/log.md"]
+DOCUMENTS.append(ROOT / "docs/compare.md")
 STUDY = ["python", "docs/studies/fp8_gap.py"]
 PICTURES = ["python", "docs/studies/health_pictures.py"]  # `test_what_to_watch` runs it
 SPEED = ["python", "docs/studies/generate_speed.py"]
 PROGRAMS = ["gpt2_fp8", *(f"gpt2_fp8.{name}" for name in programs.names())]
-RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE = (
+RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE, COMPARE = (
     ["python", "-m", f"gpt2_fp8.{program}"]
-    for program in ("run", "bench", "export", "table", "schedule", "doctor", "generate", "evaluate")
+    for program in ("run", "bench", "export", "table", "schedule", "doctor", "generate", "evaluate", "compare")
 )
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
 OF_AN_OPTION = {"penalty"}  # `test_penalty` reads it
@@ -184,6 +188,7 @@ def test_the_documents_have_commands():
         "checkpoints.md",
         "sweeps.md",
         "several-gpus.md",
+        "compare.md",
     }
     assert len(RUNS) > 12
 
@@ -272,6 +277,29 @@ def test_every_table_is_asked_for_as_shown(tmp_path, monkeypatch, capsys):
     for found in tables:
         assert table.main(found.argv) == 2
         assert f"{found.argv[0]} does not exist" in capsys.readouterr().err
+
+
+def test_every_comparison_is_done_as_shown(tmp_path, monkeypatch, capsys):
+    """On made runs in the folders that are named; on one of them, or none, it would refuse."""
+    monkeypatch.chdir(tmp_path)
+    for place, (name, precision) in enumerate((("small_bf16", "bf16"), ("small_fp8", "fp8_hybrid"))):
+        for sweep in (name, f"my_sweep/{name}"):
+            run(
+                tmp_path / "outputs" / sweep / "0",
+                rows_of_a_log(lambda step, more=place: 3.0 + more),
+                settings(precision),
+            )
+    comparisons = [found for found in ALL if found.words[: len(COMPARE)] == COMPARE]
+    assert len(comparisons) > 3
+    for found in comparisons:
+        words = found.argv[: found.argv.index(">")] if ">" in found.argv else found.argv
+        assert compare.main(words) == 0, str(found)
+        capsys.readouterr()
+
+
+def test_the_page_of_comparisons_has_each_line_of_the_checklist():
+    listed = [row[0] for row in rows(ROOT / "docs/compare.md", "item")]
+    assert listed == [item for item, _, _ in verdict.CHECKLIST]
 
 
 def test_every_check_of_a_machine_is_asked_for_as_shown(tmp_path, monkeypatch, capsys):

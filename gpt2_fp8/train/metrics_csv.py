@@ -1,4 +1,4 @@
-"""The rows of `metrics.csv` and `fp8.csv`, which may be torn, damaged or replaced: copied line by line. Stdlib only."""
+"""The rows of `metrics.csv` and `fp8.csv`, which may be torn, damaged or replaced: copied or read. Stdlib only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -69,6 +69,31 @@ class Renewed(NamedTuple):
     columns: list[str]
     rows: int
     at_last: set[str]  # the columns, except the step, with a value at the step `last`
+
+
+class Rows(NamedTuple):
+    """What can be read of a file."""
+
+    rows: list[dict[str, float]]  # by column; an empty cell is missing
+    damage: str | None  # what is wrong with the file; None: nothing
+
+
+def read(path: Path, wanted: Collection[str], most: int = 1_000_000) -> Rows:
+    """Return the rows of the `metrics.csv` at `path`: their steps, and the columns `wanted`. Raises nothing.
+
+    A last line without its end is left out, and lines that are no rows; of these the damage is told. Rows without any
+    of the columns are left out too. At most `most` rows are read.
+    """
+    source = _Source(path, METRICS)
+    wanted_at = [(place, name) for place, name in enumerate(source.columns) if name in wanted]
+    rows: list[dict[str, float]] = []
+    for line in source.lines():
+        cells = line.split(",")
+        if row := {name: float(cells[place]) for place, name in wanted_at if cells[place]}:
+            if len(rows) == most:
+                return Rows(rows, f"it has more than {most:,} rows")
+            rows.append({"step": int(cells[0]), **row})
+    return Rows(rows, source.damage)
 
 
 def renew(path: Path, wanted: Sequence[str] = (), last: int | None = None, table: Table = METRICS) -> Renewed:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.measure import sweep_plot, sweep_table
-from gpt2_fp8.measure.sweep_jobs import Job
+from gpt2_fp8.reports import sweep_plot, sweep_table
+from gpt2_fp8.reports.sweep_jobs import Job
 
 
 def write(folder: Path, jobs: list[Job]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.measure.sweep_jobs import Job
+from gpt2_fp8.reports.sweep_jobs import Job
 
 MOST = 30  # jobs that are drawn
 _LONGEST = 60  # characters of a label

@@ -62,7 +62,7 @@ def read(folder: Path) -> list[Job]:
 
     A job of an earlier sweep in the same folder is among them. Raises OSError if the folder cannot be read.
     """
-    jobs = [_job(folder, path) for path in _folders(folder)]
+    jobs = [_job(folder, path) for path in folders(folder)]
     ran = {frozenset(job.words) for job in jobs}
     plan: Any = None
     with suppress(OSError, ValueError):
@@ -72,8 +72,12 @@ def read(folder: Path) -> list[Job]:
     return sorted(jobs, key=lambda job: job.order)
 
 
-def _folders(top: Path) -> Iterator[Path]:
-    """Find the folders of jobs below `top`: a job's folder holds no other job. Raises OSError for `top` alone."""
+def folders(top: Path) -> list[Path]:
+    """Return the folders of jobs below `top`: a job's folder holds no other job. Raises OSError for `top` alone."""
+    return list(_walk(top))
+
+
+def _walk(top: Path) -> Iterator[Path]:
     os.listdir(top)
     for seen, (place, below, files) in enumerate(os.walk(top)):
         path = Path(place)

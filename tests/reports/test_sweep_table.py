@@ -10,8 +10,8 @@ import pytest
 
 from gpt2_fp8 import table as program
 from gpt2_fp8.config import sweep_plan
-from gpt2_fp8.measure import sweep_jobs, sweep_plot, sweep_table
-from gpt2_fp8.measure.sweep_jobs import Job
+from gpt2_fp8.reports import sweep_jobs, sweep_plot, sweep_table
+from gpt2_fp8.reports.sweep_jobs import Job
 
 
 def leave(folder, *words, status="completed", **values):

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.measure import table
-from gpt2_fp8.measure.sweep_jobs import Job
 from gpt2_fp8.measure.table import Row
+from gpt2_fp8.reports.sweep_jobs import Job
 
 MOST_LINES = 40  # rows on a terminal
 _MOST_KEYS = 6  # columns of varied keys there
@@ -61,7 +61,7 @@ def text(jobs: Sequence[Job]) -> str:
 def markdown(jobs: Sequence[Job]) -> str:
     """Return the whole table as Markdown."""
     rows = [
-        {_inert(name): _inert(cell) if isinstance(cell, str) else cell for name, cell in row.items()}
+        {inert(name): inert(cell) if isinstance(cell, str) else cell for name, cell in row.items()}
         for row in _rows(jobs, varied(jobs))
     ]
     return table.markdown(rows, verbatim=True)
@@ -114,7 +114,7 @@ def _form(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _inert(text: str) -> str:
+def inert(text: str) -> str:
     """Return a text on one line that Markdown shows as it is. The pipe is escaped with the table."""
     text = html.escape(line(text, _LONGEST), quote=False)
     return text.replace("\\", "\\\\").replace("`", "\\`").replace("[", "\\[").replace("*", "\\*")

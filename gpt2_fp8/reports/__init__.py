@@ -1,0 +1,1 @@
+"""What runs have left, read again and shown: the table of a sweep, the comparison of runs."""

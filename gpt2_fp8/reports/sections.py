@@ -1,0 +1,237 @@
+"""A comparison as sections of sentences, tables and texts, which a terminal, Markdown and a page show alike.
+
+Nothing is escaped here. Names, notes and samples may be a stranger's text: who shows a section escapes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from gpt2_fp8.measure.table import Row
+from gpt2_fp8.reports import verdict
+from gpt2_fp8.reports.comparison import SHARES, WINDOW, Comparison, Gap, Reached
+from gpt2_fp8.reports.spread import percent
+from gpt2_fp8.reports.verdict import Verdict
+
+_LONGEST_SAMPLE = 2_000  # characters
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report. `texts` are shown beside each other, each under its title."""
+
+    title: str
+    sentences: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    brief: bool = True  # whether a terminal shows it, too
+
+
+def of(found: Comparison, verdicts: Sequence[Verdict], notes: Sequence[str]) -> list[Section]:
+    """Return the sections, the most wanted first; those without content are left out."""
+    every = [
+        _runs(found), _end(found), *_verdicts(found, verdicts), _to_the_loss(found), _speed(found),
+        _at(found, by_time=False), _at(found, by_time=True), _gradients(found), *_samples(found),
+        Section("To know", list(notes)),
+    ]  # fmt: skip
+    return [section for section in every if section.sentences or section.rows or section.texts]
+
+
+def _runs(found: Comparison) -> Section:
+    rows: list[Row] = []
+    for result in found.results:
+        runs = result.condition.runs
+        rows.append(
+            {
+                "condition": result.condition.name + (" (base)" if result.condition is found.base else ""),
+                "runs": str(len(runs)),
+                "seeds": ", ".join(dict.fromkeys(result.condition.seeds)),
+                "ran": result.condition.ran or "",
+                "layers": runs[0].layers or "",
+                "steps": _between([run.steps for run in runs]),
+                "ended": ", ".join(dict.fromkeys(run.status for run in runs)),
+            }
+        )
+    count = sum(len(result.condition.runs) for result in found.results)
+    head = f"{count} runs of {len(rows)} conditions, up to the {found.tokens:,.0f} tokens that all have."
+    return Section("Runs", [head], rows)
+
+
+def _end(found: Comparison) -> Section:
+    rows: list[Row] = []
+    for result in found.results:
+        row: Row = {"condition": result.condition.name}
+        for title, gap in (("validation", result.validation), ("training", result.train)):
+            if gap is not None:
+                row |= {
+                    title: _loss(gap),
+                    f"{title} above base": _relative(gap) if result is not found.results[0] else "",
+                }
+        gap = result.validation or result.train
+        if gap is not None and result is not found.results[0]:
+            row |= {"difference": _difference(gap), "at most (95 %)": _bound(gap), "of equal seeds": _paired(gap)}
+        if result.not_comparable:
+            row["note"] = f"not compared: {result.not_comparable}"
+        rows.append(row)
+    at = "" if found.validated_at is None else f"Validation after {found.validated_at:,.0f} tokens. "
+    told = (
+        f"{at}Training losses are means of the last {100 * WINDOW:.0f} % of the tokens. Nats a token; in "
+        "brackets the standard deviation between seeds, and of differences the standard error (Welch's). The "
+        "difference is of the validation loss where there is one. The bound is one-sided."
+    )
+    return Section("Losses at the end", [told], rows)
+
+
+def _verdicts(found: Comparison, verdicts: Sequence[Verdict]) -> Iterator[Section]:
+    if why := verdict.why_none(found):
+        yield Section("Verdict", [why])
+    for judged in verdicts:
+        rows: list[Row] = [
+            {"item": line.item, "rule": line.rule, "answer": line.answer, "found": line.figure} for line in judged.lines
+        ]
+        yield Section(f"Verdict on {judged.condition}", [f"Against {found.base.name}."], rows)
+
+
+def _to_the_loss(found: Comparison) -> Section:
+    base, rows = found.results[0], []
+    for result in found.results:
+        row: Row = {"condition": result.condition.name}
+        for title, own, other in (
+            ("training", result.to_train, base.to_train),
+            ("validation", result.to_validation, base.to_validation),
+        ):
+            row |= {f"{title} loss": f"{own.loss:.4f}", **_when(title, own, other)} if own else {}
+        rows.append(row)
+    told = (
+        "When the mean of a condition's runs first had the base's loss at the end. A rate that comes down takes the "
+        "loss down with it, so runs of one length have it near their ends or never."
+    )
+    return Section("Time to the same loss", [told], rows if any(len(row) > 1 for row in rows) else [])
+
+
+def _when(title: str, own: Reached, base: Reached | None) -> Row:
+    if own.tokens is None:
+        return {f"{title}: tokens": "not reached", f"{title}: time": "not reached"}
+    row: Row = {f"{title}: tokens": f"{own.tokens:,.0f}"}
+    if own.seconds is not None:
+        row[f"{title}: time"] = _time(own.seconds)
+        if base is not None and base.seconds and own.seconds:
+            row[f"{title}: x base"] = f"{base.seconds / own.seconds:.2f}"
+    return row
+
+
+def _speed(found: Comparison) -> Section:
+    base, rows = found.results[0].speed, []
+    for result in found.results:
+        speed = result.speed
+        row: Row = {"condition": result.condition.name}
+        if speed.tokens_per_second:
+            row["tokens/s"] = f"{speed.tokens_per_second.mean:,.0f}"
+            if base.tokens_per_second:
+                row["x base"] = f"{speed.tokens_per_second.mean / base.tokens_per_second.mean:.2f}"
+        if speed.lowest is not None and speed.highest is not None:
+            row["5 % to 95 % of intervals"] = f"{speed.lowest:,.0f} to {speed.highest:,.0f}"
+        row |= {
+            "slow": _share(speed.slow), "waiting for data": _share(speed.waiting),
+            "mfu_bf16": "" if speed.mfu_bf16 is None else f"{speed.mfu_bf16:.3f}",
+            "GiB": "" if speed.memory_gb is None else f"{speed.memory_gb:.1f}",
+            "of base": _share(speed.memory_gb / base.memory_gb) if speed.memory_gb and base.memory_gb else "",
+            "time": _time(speed.seconds),
+        }  # fmt: skip
+        rows.append(row)
+    told = (
+        "Medians of a run's logged intervals, then means of the runs. Slow: intervals below 80 % of the run's median."
+    )
+    return Section("Speed and memory", [told], rows)
+
+
+def _at(found: Comparison, by_time: bool) -> Section:
+    rows: list[Row] = []
+    end = found.seconds if by_time else found.tokens
+    for result in found.results:
+        row: Row = {"condition": result.condition.name}
+        for share, gap in zip(SHARES, result.at_seconds if by_time else result.at_tokens, strict=False):
+            title = _time(share * end) if by_time else f"{share * end:,.0f}"
+            if gap is not None:
+                row[title] = f"{gap.loss.mean:.4f}" if result is found.results[0] else _relative(gap)
+        rows.append(row)
+    if by_time:
+        told = (
+            "Training loss after the same training time, up to the end of the quickest run. "
+            "A slower run is not at its end there, and its learning rate may not have come down."
+        )
+        return Section("Losses at equal time", [told], rows, brief=False)
+    return Section("Losses at equal tokens", ["Training loss after the same tokens."], rows, brief=False)
+
+
+def _gradients(found: Comparison) -> Section:
+    rows: list[Row] = []
+    for result in found.results:
+        own = result.gradients
+        rows.append(
+            {
+                "condition": result.condition.name,
+                "median, second half": "" if own.median is None else f"{own.median:.3f}",
+                "largest after the first tenth": "" if own.largest is None else f"{own.largest:.3f}",
+                "clipped": _share(own.clipped),
+            }
+        )
+    return Section("Gradient norms", ["Before clipping, of the last step of each logged interval."], rows, brief=False)
+
+
+def _samples(found: Comparison) -> Iterator[Section]:
+    """Yield the samples at the last and a middle step that the first run of each condition has."""
+    runs = {result.condition.name: result.condition.runs[0] for result in found.results}
+    with_samples = {name: run for name, run in runs.items() if run.samples}
+    if not with_samples:
+        return
+    steps = sorted(set.intersection(*(set(run.samples) for run in with_samples.values())))
+    for step in dict.fromkeys([*steps[-1:], *steps[(len(steps) - 1) // 2 :][:1]]):
+        texts = [
+            (f"{name}, seed {run.settings.get('seed')}", run.samples[step][:_LONGEST_SAMPLE])
+            for name, run in with_samples.items()
+        ]
+        yield Section(f"Samples at step {step:,}", texts=texts, brief=False)
+
+
+def _loss(gap: Gap) -> str:
+    return f"{gap.loss.mean:.4f}" + ("" if gap.loss.deviation is None else f" ({gap.loss.deviation:.4f})")
+
+
+def _relative(gap: Gap) -> str:
+    error = gap.difference.error
+    return percent(gap.relative, sign=True) + ("" if error is None else f" ({percent(error / gap.base.mean)})")
+
+
+def _difference(gap: Gap) -> str:
+    error = gap.difference.error
+    return f"{gap.difference.value:+.4f}" + (" (one seed)" if error is None else f" ({error:.4f})")
+
+
+def _bound(gap: Gap) -> str:
+    above = gap.difference.above
+    return "" if above is None else percent(above / gap.base.mean, sign=True)
+
+
+def _paired(gap: Gap) -> str:
+    if gap.paired is None or gap.paired.error is None:
+        return ""
+    return f"{gap.paired.value:+.4f} ({gap.paired.error:.4f})"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else percent(value, 1)
+
+
+def _between(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _time(seconds: float) -> str:
+    """Return a duration: `12.3 s`, `4 min 05 s`, `3 h 07 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
