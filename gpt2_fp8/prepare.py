@@ -15,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config import mixture, run_length
@@ -46,12 +46,29 @@ def main(argv: list[str]) -> int:
         return 128 + handlers.received
 
 
-def _prepare(argv: list[str]) -> None:
-    own, words = _parser().parse_known_args(argv)
-    steps = _steps(own.steps)
+class Own(NamedTuple):
+    """The program's own part of a command line: `steps` is None where `--steps` is left out."""
+
+    all: bool
+    steps: int | None
+    words: list[str]
+
+
+def asked(argv: list[str]) -> tuple[Own, list[RunConfig]]:
+    """Return what a command line asks for: its flags and words, and the configurations of the runs.
+
+    Raises UserError with every problem.
+    """
+    typed, words = _parser().parse_known_args(argv)
+    own = Own(typed.all, _steps(typed.steps), words)
     configs = compose.preflight(words)
     if problems := [problem for config in configs for problem in _without_cache(config)]:
         raise UserError(dict.fromkeys(problems))
+    return own, configs
+
+
+def _prepare(argv: list[str]) -> None:
+    own, configs = asked(argv)
     _begin_log()
     from gpt2_fp8.data.preparation import Job  # after what was typed is known to be right: it loads torch
 
@@ -60,7 +77,7 @@ def _prepare(argv: list[str]) -> None:
         if not any(isinstance(source, TextData) for _, source in mixture.sources_of(config.data)):
             print(f"data={config.data.name}: nothing to prepare, since its files have token ids already")
             continue
-        needed = None if own.all else steps or _needed(config)
+        needed = None if own.all else own.steps or _needed(config)
         shape = config.model.n_positions, config.global_batch_size
         job = Job(config.data, *shape, needed, tuple(config.plugins))
         if job not in jobs:  # the jobs of a sweep often read the same text
@@ -68,7 +85,7 @@ def _prepare(argv: list[str]) -> None:
     for job in jobs:
         _fill(job)
     if jobs:
-        print(line(f"next: {shlex.join([*RUN.split(), *words])}"))
+        print(line(f"next: {shlex.join([*RUN.split(), *own.words])}"))
 
 
 def _fill(job: Job) -> None:
