@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config import mixture, run_length
+from gpt2_fp8.config.data_schema import TextData
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.own_words import RUN
-from gpt2_fp8.config.schema import RunConfig, TextData
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import output, programs, registry, signals, spool
 from gpt2_fp8.runtime.file_program import exit_code

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from gpt2_fp8.config.amounts import duration
-from gpt2_fp8.config.schema import TextOfARun
+from gpt2_fp8.config.data_schema import TextOfARun
 from gpt2_fp8.data.documents import TokenisedUnit
 from gpt2_fp8.data.ids import dtype_of
 from gpt2_fp8.data.needed import Walk, walks

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import torch
 
 from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.data_schema import StdlibData
 from gpt2_fp8.config.schema import (
     AutoPrecisionConfig,
     AutoRecipe,
@@ -25,7 +26,6 @@ from gpt2_fp8.config.schema import (
     PlainPrecisionConfig,
     RunConfig,
     StatelessRecipe,
-    StdlibData,
 )
 from gpt2_fp8.kernels.nvrtc import missing
 from gpt2_fp8.measure import auto_cache
