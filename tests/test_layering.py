@@ -33,6 +33,7 @@ HOUSE = {
     "prepare": Row("compose config data runtime"),
     "doctor": Row("diagnose checkpoint runtime config"),
     "generate": Row("compose config train runtime"),
+    "import_hf": Row("compose config train runtime"),
     "evaluate": Row("compose config train runtime"),
     # a run under Lightning
     "train": Row(
@@ -109,6 +110,7 @@ BEFORE_TORCH = [
         "prepare",
         "doctor",
         "generate",
+        "import_hf",
         "evaluate",
         "train.loading",
         "train.summary",

@@ -24,6 +24,7 @@ from gpt2_fp8.config.tokenizer_file import NAMES
 from gpt2_fp8.data.tokenizer import GPT2_FILES
 from gpt2_fp8.runtime import programs
 from gpt2_fp8.train.summary import Precision, Summary
+from tests import settings_page
 from tests.data.tokenizers_made import write_json
 from tests.diagnose.machines import facts as machine
 from tests.diagnose.machines import file as machine_file
@@ -39,6 +40,10 @@ DOCUMENTS += [ROOT / "CHANGELOG.md", ROOT / "docs/huggingface.md", ROOT / "docs/
 DOCUMENTS.append(ROOT / "docs/optimizers.md")
 DATA = ROOT / "docs/data.md"
 DOCTORS_PAGE, WATCH = ROOT / "docs/doctor.md", ROOT / "docs/what-to-watch.md"
+FP8, SETTINGS, CHECKPOINTS, OUTPUT, SWEEPS = (
+    ROOT / f"docs/{name}.md" for name in ("fp8", "settings", "checkpoints", "output", "sweeps")
+)
+DOCUMENTS += [FP8, SETTINGS, CHECKPOINTS, OUTPUT, SWEEPS, ROOT / "docs/several-gpus.md", ROOT / "docs/benchmark.md"]
 DOCUMENTS += [DATA, DOCTORS_PAGE, WATCH, ROOT / "docs/generate.md", ROOT / "docs/evaluate.md", ROOT / "docs/log.md"]
 STUDY = ["python", "docs/studies/fp8_gap.py"]
 PICTURES = ["python", "docs/studies/health_pictures.py"]  # `test_what_to_watch` runs it
@@ -174,6 +179,11 @@ def test_the_documents_have_commands():
         "data.md",
         "what-to-watch.md",
         "log.md",
+        "fp8.md",
+        "settings.md",
+        "checkpoints.md",
+        "sweeps.md",
+        "several-gpus.md",
     }
     assert len(RUNS) > 12
 
@@ -384,9 +394,9 @@ def test_what_is_installed_is_what_the_project_offers():
             editable.append(target[1])
     assert set(editable) == {None, "test", "fp8", "torchao"}
     (torch,) = (line for line in project["project"]["dependencies"] if line.startswith("torch"))
-    assert f'pip install "{torch}"' in README.read_text()
+    assert f'pip install "{torch}"' in FP8.read_text()
     (setuptools,) = project["build-system"]["requires"]  # without build isolation, the user's own
-    assert f'"{setuptools}"' in README.read_text()
+    assert f'"{setuptools}"' in FP8.read_text()
 
 
 def test_ci_runs_the_test_command_of_the_readme():
@@ -435,14 +445,14 @@ def test_the_first_command_leaves_what_the_readme_shows(first):
     assert below == {re.sub(r"\d{8}", "N", path.name) for path in (first / "checkpoints").iterdir()}
 
 
-def test_the_metrics_are_those_of_the_readme(first):
-    documented = {name for row in rows(README, "metric") for name in names(row[0])}
+def test_the_metrics_are_those_of_the_page(first):
+    documented = {name for row in rows(OUTPUT, "metric") for name in names(row[0])}
     assert documented - ON_A_GPU - OF_AN_OPTION == set(metrics(first)) - {"step"}
     assert documented >= ON_A_GPU | OF_AN_OPTION
 
 
-def test_the_weights_are_read_as_the_readme_shows(first, monkeypatch):
-    (program,) = blocks(README, "python")
+def test_the_weights_are_read_as_the_page_shows(first, monkeypatch):
+    (program,) = blocks(CHECKPOINTS, "python")
     monkeypatch.chdir(first.parents[1])
     program = program.replace("step-00000300", "step-00000003")
     shape = subprocess.run(
@@ -450,42 +460,49 @@ def test_the_weights_are_read_as_the_readme_shows(first, monkeypatch):
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert shape.stdout.strip() == "[384, 128]"
-    told = re.search(r"A checkpoint is a folder: (.*?) Nothing is pickled", README.read_text(), re.DOTALL)
+    told = re.search(r"A checkpoint is a folder: (.*?) Nothing is pickled", CHECKPOINTS.read_text(), re.DOTALL)
     assert told
     files = {path.name for path in (first / "checkpoints/step-00000003").iterdir()}
     assert set(names(told[1])) == files - {"validation.json"}
 
 
-def test_the_groups_are_those_of_the_readme():
-    table = {names(row[0])[0]: set(names(row[1])) for row in rows(README, "group")}
+def test_the_groups_are_those_of_the_page():
+    table = {names(row[0])[0]: set(names(row[1])) for row in rows(SETTINGS, "group")}
     groups = {
         folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in conf_dir().iterdir() if folder.is_dir()
     }
     assert table == groups
 
 
+def test_every_key_is_on_the_page():
+    """`python -m tests.settings_page` writes it anew."""
+    assert settings_page.page() == SETTINGS.read_text()
+    shown = {name for group in ("model", "optim", "data") for name in vars(getattr(preflight([])[0], group))}
+    assert shown - set(settings_page.CHOSEN) <= set(names(settings_page.table()))
+
+
 def test_the_defaults_come_first():
     (config,) = preflight([])
-    for group, choices, _ in rows(README, "group"):
+    for group, choices, _ in rows(SETTINGS, "group"):
         if (part := getattr(config, names(group)[0], None)) and hasattr(part, "name"):
             assert names(choices)[0] == part.name
 
 
-def test_the_exit_codes_are_those_of_the_readme():
-    codes = {int(code) for row in rows(README, "exit code") for code in row[0].split(",")}
+def test_the_exit_codes_are_those_of_the_page():
+    codes = {int(code) for row in rows(OUTPUT, "exit code") for code in row[0].split(",")}
     ends = {error.exit_code for error in (errors.RunError, errors.UserError, errors.Diverged, errors.DataSourceLost)}
     assert codes == {0} | ends | {errors.Stopped(2).exit_code, errors.Stopped(15).exit_code}
 
 
-def test_the_summary_is_that_of_the_readme():
-    documented = [name for row in rows(README, "keys") for name in names(row[0])]
+def test_the_summary_is_that_of_the_page():
+    documented = [name for row in rows(OUTPUT, "keys") for name in names(row[0])]
     assert sorted(documented) == sorted(
         vars(Summary(precision=Precision(asked="bf16"), recipe=None)).keys() - {"_began"}
     )
 
 
-def test_the_vocabulary_files_are_those_of_the_readme():
-    assert {names(name)[0]: names(url)[0] for name, url in rows(README, "name in the folder")} == GPT2_FILES
+def test_the_vocabulary_files_are_those_of_the_page():
+    assert {names(name)[0]: names(url)[0] for name, url in rows(DATA, "name in the folder")} == GPT2_FILES
 
 
 def test_the_mistakes_shown_are_answered_so(tmp_path, monkeypatch):
@@ -497,10 +514,9 @@ def test_the_mistakes_shown_are_answered_so(tmp_path, monkeypatch):
     assert str(caught.value) == answer.strip()
 
 
-def test_the_readme_and_the_code_name_the_same_section():
-    """`precision.support` sends people to the README's section on FP8."""
-    assert 'README, "FP8"' in (ROOT / "gpt2_fp8/precision/support.py").read_text()
-    assert re.search("^## FP8$", README.read_text(), re.MULTILINE)
+def test_the_code_names_the_page_on_fp8():
+    assert "docs/fp8.md" in (ROOT / "gpt2_fp8/precision/support.py").read_text()
+    assert FP8.exists()
 
 
 def test_figures_of_the_readme_stand_in_the_measurements():

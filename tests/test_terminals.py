@@ -74,7 +74,7 @@ def test_the_log_has_every_interval_and_validation(first):
 def test_the_end_says_losses_speed_and_what_next(first):
     folder, done = first
     report = summary(folder / "outputs/first")
-    end = "\n".join(STAMP.sub("", line) for line in done.stdout.splitlines()[-5:])
+    end = "\n".join(STAMP.sub("", line) for line in done.stdout.splitlines()[-6:])
     assert re.search(r"^completed 12 steps in [\d.]+ (s|min \d+ s): train loss ", end)
     assert f"train loss {report['last_train_loss']:.4f}, validation {report['last_val_loss']:.4f} (best " in end
     assert f"{report['tokens_per_second']:,.0f} tok/s" in end

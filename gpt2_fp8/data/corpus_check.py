@@ -62,7 +62,8 @@ def validation_blocks(units: list[Unit], pool: UnitPool, n_positions: int, count
         raise UserError.of(
             f"the validation text is too short: {length} tokens in {len(units)} units, but one sequence takes "
             f"model.n_positions + 1 = {n_positions + 1}",
-            "hold out more (data.val_fraction or data.val_files), or do without: data.val_sequences=0",
+            "hold out more, such as data.val_fraction=0.2 or data.val_files='[FILE]'; or do without: "
+            "data.val_sequences=0",
         )
     tokens = np.concatenate(parts)
     starts = np.arange(n_blocks)[:, None] * n_positions

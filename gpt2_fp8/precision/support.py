@@ -75,7 +75,7 @@ def why_no_transformer_engine() -> str | None:
     if reason := _why_no_cuda():
         return reason
     if importlib.util.find_spec("transformer_engine") is None:
-        return 'Transformer Engine is not installed (README, "FP8": pip install --no-build-isolation -e ".[fp8]")'
+        return 'Transformer Engine is not installed (docs/fp8.md: pip install --no-build-isolation -e ".[fp8]")'
     try:
         import transformer_engine.pytorch  # noqa: F401
     except Exception as error:

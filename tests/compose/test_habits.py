@@ -14,7 +14,7 @@ from gpt2_fp8.compose import conf_dir, look_only, preflight
 from gpt2_fp8.config import hydra_policy
 from gpt2_fp8.config.errors import UserError
 from tests.runs import SMALL, forked, summary
-from tests.test_readme import README, blocks
+from tests.test_readme import SWEEPS, blocks
 
 ALONE = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -161,7 +161,7 @@ def test_a_file_stores_a_sweep():
 
 
 def test_the_sweep_that_the_readme_stores():
-    (text,) = blocks(README, "yaml")
+    (text,) = blocks(SWEEPS, "yaml")
     write("mine/experiment/search.yaml", text)
     jobs = preflight(["-cd", "mine", "experiment=search"])
     assert [(config.seed, config.optim.lr) for config in jobs] == [(1, 1e-3), (1, 2e-3), (2, 1e-3), (2, 2e-3)]

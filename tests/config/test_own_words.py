@@ -9,7 +9,7 @@ import pytest
 from gpt2_fp8.compose import conf_dir, preflight
 from gpt2_fp8.config.own_words import RUN, TRY_SECONDS, TRY_STEPS, Typed, continued, shorter, twice_as_long
 from gpt2_fp8.config.run_length import last_step, limits, tokens_a_step
-from tests.test_readme import README, commands
+from tests.test_readme import CHECKPOINTS, FP8, README, RUNS, SETTINGS
 
 
 @pytest.fixture(autouse=True)
@@ -103,11 +103,10 @@ def test_twice_as_long_goes_on(line, ended_by, steps, words):
     assert all(end > steps for end in limits(longer).values())
 
 
-def test_every_run_of_the_readme_has_a_shorter_one():
+def test_every_run_of_the_readme_and_its_first_pages_has_a_shorter_one():
     """As far as its files are here."""
-    lines = [
-        command.argv for command in commands(README) if str(command).startswith("README.md: python -m gpt2_fp8.run")
-    ]
+    pages = {page.name for page in (README, FP8, SETTINGS, CHECKPOINTS)}
+    lines = [command.argv for command in RUNS if command.document in pages]
     assert len(lines) > 10
     for argv in lines:
         if "-m" in argv or any("corpus" in word or word.startswith(("init_from", "-cd")) for word in argv):

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from gpt2_fp8 import compose, export
+from gpt2_fp8 import compose, export, generate, import_hf
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.config import hf_check
@@ -392,6 +392,38 @@ def test_a_run_begins_with_a_folder_and_its_checkpoint_goes_back(tmp_path: Path,
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert apart(module.model, back) < BOUND
     assert back.config.eos_token_id is None, "the tokenizer's file is gone"
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_an_imported_folder_is_a_checkpoint_and_goes_back_bit_for_bit(tmp_path: Path, name: str, capsys: Any) -> None:
+    theirs = save_theirs(tmp_path / "in", name)
+    assert import_hf.main([str(tmp_path / "in"), str(tmp_path / "own")]) == 2
+    assert "so its tokenizer is not known" in capsys.readouterr().err
+    assert import_hf.main([str(tmp_path / "in"), str(tmp_path / "own"), "data.tokenizer=bytes"]) == 0
+    module = GPT2Module.load_from_checkpoint(tmp_path / "own")
+    assert apart(module.model, theirs) < BOUND
+    assert generate.main([f"ckpt_path={tmp_path / 'own'}", "prompt=ab", "tokens=4", "temperature=0"]) == 0
+    assert export.main([str(tmp_path / "own"), str(tmp_path / "out")]) == 0
+    there, back = theirs.state_dict(), load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(back[key], there[key]) for key in back)
+
+
+def test_an_import_ends_as_the_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    assert import_hf.main(["gone", "there"]) == 2
+    said = capsys.readouterr().err
+    assert "gone is no folder" in said
+    assert "there is there already" in said
+    save_theirs(tmp_path / "in", "GPT-2")
+    assert import_hf.main(["in", "new", "optim.lrr=3", "data.tokenizer=bytes"]) == 2
+    assert "did you mean optim.lr?" in capsys.readouterr().err
+    write_json(tmp_path / "in", [chr(i) for i in range(256)], ["</s>"], "</s>")
+    assert import_hf.main(["in", "new"]) == 0, "the folder's own tokenizer"
+    assert GPT2Module.load_from_checkpoint(tmp_path / "new").config.data.tokenizer == str(tmp_path / "in")
+    edited(tmp_path / "in", activation_function="relu")
+    assert import_hf.main(["in", "other"]) == 2
+    assert "activation_function='relu'" in capsys.readouterr().err
 
 
 def test_an_exported_folder_has_the_tokenizer_and_says_what_the_run_knows(tmp_path: Path, capsys: Any) -> None:

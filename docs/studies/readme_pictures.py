@@ -1,0 +1,91 @@
+"""The two pictures of the README: the losses of FP8 over bf16's, and the speed beside other programs.
+
+    python docs/studies/readme_pictures.py docs/pictures --bf16 b1.csv b2.csv --fp8 f1.csv f2.csv f3.csv f4.csv
+
+The losses are the `metrics.csv` of runs. The speeds are those of the table in docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+PERFORMANCE = Path(__file__).resolve().parents[1] / "performance.md"
+BLUE, GREY = "#2a6fbb", "#9a9a9a"
+SMOOTH = 5  # rows of a log; each is a mean over its own steps
+SHORT = {
+    "this project, FP8": "this project, FP8", "Transformer Engine": "te.TransformerLayer, FP8",
+    "torchao float8": "torchao float8, compiled", "this project's plain layers": "this project, bf16, compiled",
+    "Lightning's own": "Lightning's Transformer Engine plugin", "transformers": "transformers, bf16, compiled",
+}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write `loss.png` and `speed.png` into the folder that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--bf16", type=Path, nargs="+", required=True)
+    parser.add_argument("--fp8", type=Path, nargs="+", required=True)
+    options = parser.parse_args(argv)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    losses(options.bf16, options.fp8).savefig(options.folder / "loss.png", dpi=110)
+    speeds(PERFORMANCE.read_text()).savefig(options.folder / "speed.png", dpi=110)
+
+
+def losses(bf16: list[Path], fp8: list[Path]) -> Figure:
+    """Draw every run's training loss over its tokens; below it, how far the means are apart."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    means = []
+    for files, colour, width, name in ((bf16, "black", 0.6, "bf16"), (fp8, BLUE, 2.2, "FP8")):
+        curves = [_curve(file) for file in files]
+        for tokens, loss in curves:
+            label = f"{name}, {len(files)} seeds" if tokens is curves[0][0] else None
+            above.plot(tokens / 1e6, loss, color=colour, linewidth=width, label=label, zorder=3 - width)
+        means.append(np.mean([loss for _, loss in curves], axis=0))
+    below.plot(curves[0][0] / 1e6, 100 * (means[1] / means[0] - 1), color=BLUE, linewidth=1)
+    below.axhline(0, color=GREY, linewidth=0.8)
+    below.set_ylim(-0.5, 1.0)
+    below.set_ylabel("FP8 above\nbf16, %")
+    below.set_xlabel("million tokens")
+    above.set_ylabel("training loss, nats a token")
+    above.set_ylim(top=6.5)
+    above.legend(frameon=False)
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def speeds(page: str) -> Figure:
+    """Draw the table "Other programs on the same work" of the page as bars."""
+    table = page.partition("### Other programs")[2].partition("\n\n```")[0]
+    rows = re.findall(r"^\| ([^|]+) \|[^|]*\| \**([\d,]+)\** \(", table, re.MULTILINE)
+    found = [(next(short for start, short in SHORT.items() if name.startswith(start)), rate) for name, rate in rows]
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    axes = figure.subplots()
+    thousands = [int(rate.replace(",", "")) / 1000 for _, rate in found]
+    bars = axes.barh([name for name, _ in found], thousands, color=[BLUE] + [GREY] * (len(found) - 1))
+    axes.bar_label(bars, fmt="%.0f k", padding=3)
+    axes.invert_yaxis()
+    axes.set_xlabel("GPT-2 124M on one H200, thousand tokens a second")
+    axes.margins(x=0.1)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _curve(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens and the running mean of the training loss of a `metrics.csv`."""
+    with path.open() as file:
+        found = [(float(row["tokens"]), float(row["train_loss"])) for row in csv.DictReader(file) if row["train_loss"]]
+    tokens, loss = np.array(found[1:]).T  # the first row is of one step
+    kernel = np.ones(SMOOTH) / SMOOTH
+    return np.convolve(tokens, kernel, "valid"), np.convolve(loss, kernel, "valid")
+
+
+if __name__ == "__main__":
+    main()

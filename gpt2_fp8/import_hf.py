@@ -1,0 +1,97 @@
+"""The import: a Hugging Face folder's weights as a checkpoint, for every program that takes one.
+
+    python -m gpt2_fp8.import_hf Llama-3.2-1B imported
+    python -m gpt2_fp8.import_hf gpt2-folder imported data.tokenizer=gpt2
+
+A run may begin with the folder itself, by init_from=FOLDER. Exit codes: 0 done, 1 the checkpoint could not be written,
+2 the input, 130 stopped by SIGINT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpt2_fp8 import compose
+from gpt2_fp8.config import hf_check, tokenizer_file
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.paths import check_folder
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.shown import line
+from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime.file_program import exit_code
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line `argv` (without the program's name); returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    source, folder = (path.expanduser().absolute() for path in (arguments.source, arguments.folder))
+    return exit_code(lambda: _import(source, folder, arguments.words), folder, "name another folder")
+
+
+def _import(source: Path, folder: Path, words: list[str]) -> None:
+    if problems := list(_problems(source, folder)):
+        raise UserError(problems)
+    config = _config(source, words)
+    from gpt2_fp8.train.hf_import import write  # after the settings, since it loads torch
+
+    print(line(write(source, folder, config)))
+
+
+def _config(source: Path, words: list[str]) -> RunConfig:
+    """Return the settings of a run of the folder's model: its keys, its own tokenizer if it has one, and `words`."""
+    architecture, keys = hf_check.read(source)
+    own = [f"model.{key}={show(value)}" for key, value in keys.items()]
+    if any((source / file).is_file() for file in tokenizer_file.FILES):
+        own.append(f"data.tokenizer={show(str(source))}")
+    elif keys["vocab_size"] == tokenizer_file.NAMES["gpt2"]:
+        own.append("data.tokenizer=gpt2")
+    typed = {word.partition("=")[0] for word in words}
+    if "data.tokenizer" not in {word.partition("=")[0] for word in [*own, *words]}:
+        files = " and no ".join(tokenizer_file.FILES[:2])
+        remedy = "add data.tokenizer=FOLDER, or gpt2 or bytes: the one that the model was trained with"
+        raise UserError.of(f"{source} has no {files}, so its tokenizer is not known", remedy)
+    own = [word for word in own if word.partition("=")[0] not in typed]
+    fixed = [
+        "run_name=imported",
+        "model=gpt2",
+        f"model.name={architecture.model_type}",
+        f"init_from={show(str(source))}",
+    ]
+    (config,) = compose.preflight([*fixed, *own, *words])
+    return config
+
+
+def _problems(source: Path, folder: Path) -> Iterator[Problem]:
+    """Find what is wrong with the paths."""
+    if not hf_check.is_folder(source):
+        what = f"has no {hf_check.CONFIG}" if os.path.isdir(source) else "is no folder"
+        yield Problem(
+            f"{source} {what} (looked in {Path.cwd()})", "give a folder as save_pretrained of transformers writes it"
+        )
+    if wrong := check_folder(folder, "FOLDER"):
+        yield from (finding.problem for finding in wrong)
+    elif os.path.lexists(folder):
+        yield Problem(f"{folder} is there already", "name a folder that is not there yet")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m gpt2_fp8.import_hf",
+        description="Writes a Hugging Face folder's weights as a checkpoint: for generate, evaluate, init_from.",
+        epilog="The other way round: python -m gpt2_fp8.export (docs/huggingface.md).",
+    )
+    parser.add_argument("--version", action="version", version=programs.VERSION)
+    parser.add_argument("source", type=Path, help="a folder of GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM")
+    parser.add_argument("folder", type=Path, help="the checkpoint to write; it is not there yet")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="as in a run, such as data.tokenizer=gpt2")
+    return parser
+
+
+if __name__ == "__main__":
+    output.begin()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""The table of every key in docs/settings.md, made from the schema: its type, its default, its meaning.
+
+    python -m tests.settings_page
+
+writes it anew; `tests/test_readme.py` holds the page to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import tokenize
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from gpt2_fp8.compose import preflight
+from gpt2_fp8.config.annotations import bare, hints_of, members_of
+from gpt2_fp8.config.schema import RunConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/settings.md"
+CHOSEN = ("name", "kind")  # by GROUP=CHOICE
+BEGIN, END = "<!-- every key, by python -m tests.settings_page -->\n", "<!-- the end of every key -->\n"
+
+
+def table() -> str:
+    """Every key by its group, in Markdown."""
+    (config,) = preflight(["run_name=NAME"])
+    held = asdict(config)
+    groups: dict[str, list[str]] = {}
+    for group, cls in groups_of():
+        said = comments(cls)
+        for key in fields(cls):
+            if is_dataclass(bare(members_of(hints_of(cls)[key.name])[0])) or (group and key.name in CHOSEN):
+                continue
+            default = value(held, group, key.name)
+            row = f"| `{key.name}` | {kinds(hints_of(cls)[key.name])} | {default} | {said.get(key.name, '')} |"
+            rows = groups.setdefault(group, [])
+            if not any(other.startswith(f"| `{key.name}` |") for other in rows):
+                rows.append(row)
+    parts = []
+    for group, rows in groups.items():
+        title = f"### `{group}.`" if group else "### Of a run"
+        parts.append("\n".join([title, "", "| key | takes | default | meaning |", "|---|---|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def groups_of() -> list[tuple[str, type]]:
+    """Each group's name with each dataclass that its choices can have; the run's own keys first."""
+    found: list[tuple[str, type]] = [("", RunConfig)]
+    for key in fields(RunConfig):
+        found += [(key.name, cls) for m in members_of(hints_of(RunConfig)[key.name]) if is_dataclass(cls := bare(m))]
+    return found
+
+
+def comments(cls: type) -> dict[str, str]:
+    """What the comment on a key's line says, and those of lines above it alone."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        above: list[str] = []
+        lines = inspect.getsource(base)
+        tokens = list(tokenize.generate_tokens(io.StringIO(lines).readline))
+        for number, line in enumerate(lines.splitlines(), 1):
+            here = [t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT and t.start[0] == number]
+            name = line.strip().partition(":")[0]
+            if line.strip().startswith("#"):
+                above += here
+            elif name.isidentifier() and name in hints_of(base):
+                text = " ".join([*above, *here])
+                found[name] = text or found.get(name, "")
+                above = []
+            else:
+                above = []
+    return {name: text.replace("|", r"\|") for name, text in found.items()}
+
+
+def kinds(hint: Any) -> str:
+    """What a key takes, in a user's words."""
+    words = {int: "a whole number", float: "a number", bool: "true, false", str: "text", NoneType: "null"}
+    parts = []
+    for member in map(bare, members_of(hint)):
+        if get_origin(member) is Literal:
+            parts += [f"`{choice}`" for choice in get_args(member) if choice is not None]
+        elif get_origin(member) in (list, dict):
+            parts.append("a list" if get_origin(member) is list else "keys of your own")
+        else:
+            parts.append(words[member])
+    return ", ".join(dict.fromkeys(parts))
+
+
+def value(held: dict[str, Any], group: str, key: str) -> str:
+    """The value that a run without words has; nothing where its choices have no such key."""
+    place = held.get(group) if group else held
+    if not isinstance(place, dict) or key not in place or (group, key) == ("", "run_name"):
+        return ""
+    found = json.dumps(place[key]) if isinstance(place[key], (bool, NoneType)) else str(place[key])
+    return f"`{found}`" if found else ""
+
+
+def page() -> str:
+    """The page with the table as it should be."""
+    text = PAGE.read_text()
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    return before + BEGIN + "\n" + table() + "\n" + END + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
