@@ -16,7 +16,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gpt2_fp8 import compare, doctor, evaluate, export, generate, table
+from gpt2_fp8 import compare, doctor, evaluate, export, generate, prepare, table
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
 from gpt2_fp8.config.schema import ModelConfig
@@ -53,9 +53,11 @@ STUDY = ["python", "docs/studies/fp8_gap.py"]
 PICTURES = ["python", "docs/studies/health_pictures.py"]  # `test_what_to_watch` runs it
 SPEED = ["python", "docs/studies/generate_speed.py"]
 PROGRAMS = ["gpt2_fp8", *(f"gpt2_fp8.{name}" for name in programs.names())]
-RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE, COMPARE = (
+RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE, COMPARE, PREPARE = (
     ["python", "-m", f"gpt2_fp8.{program}"]
-    for program in ("run", "bench", "export", "table", "schedule", "doctor", "generate", "evaluate", "compare")
+    for program in (
+        *("run", "bench", "export", "table", "schedule", "doctor", "generate", "evaluate", "compare", "prepare"),
+    )
 )
 ON_A_GPU = {"mfu_bf16", "memory_gb"}  # metrics that a CPU does not have
 OF_AN_OPTION = {"penalty"}  # `test_penalty` reads it
@@ -268,6 +270,33 @@ def test_every_schedule_is_that_of_a_run():
     assert schedules
     for found in schedules:
         preflight(found.argv)
+
+
+def test_every_preparation_is_that_of_a_run(tmp_path, monkeypatch):
+    """`test_prepare` does what these ask for, on other text."""
+    monkeypatch.chdir(tmp_path)
+    preparations = [found for found in ALL if found.words[: len(PREPARE)] == PREPARE]
+    assert len(preparations) >= 4
+    for found in preparations:
+        stand_ins(found.argv)
+        own, configs = prepare.asked(found.argv)
+        assert own.all == ("--all" in found.argv)
+        assert own.steps == (100 if "--steps" in found.argv else None)
+        assert len(configs) == 1
+
+
+def test_a_preparation_says_what_the_page_shows(tmp_path, monkeypatch, capsys):
+    """Numbers are those of another Python."""
+    monkeypatch.chdir(tmp_path)
+    (shown,) = blocks(DATA, "text")
+    alone = [block for block in blocks(DATA, "bash") if block.startswith("python -m gpt2_fp8.prepare data.cache_dir")]
+    command = shlex.split(alone[0])
+    assert prepare.main(command[len(PREPARE) :]) == 0
+
+    def form(text):
+        return re.sub(r"[\d,.]*\d", "N", text)
+
+    assert form(capsys.readouterr().out) == form(shown)
 
 
 def test_every_table_is_asked_for_as_shown(tmp_path, monkeypatch, capsys):

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import combinations
 
+from gpt2_fp8.config.data_schema import DataConfig, Mixed, MixtureData, TextOfARun
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.parsing import show
-from gpt2_fp8.config.schema import DataConfig, Mixed, MixtureData, RunConfig, TextOfARun
+from gpt2_fp8.config.schema import RunConfig
 
 SMALLEST_SHARE = 1e-6  # a source that gives less than a sequence in a million is a mistake
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")

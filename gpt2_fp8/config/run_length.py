@@ -11,9 +11,10 @@ from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from gpt2_fp8.config.data_schema import FileOrHubData, HubData
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.parsing import finding
-from gpt2_fp8.config.schema import FileOrHubData, HubData, OptimConfig, RunConfig
+from gpt2_fp8.config.schema import OptimConfig, RunConfig
 
 _TIME = re.compile(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)")  # as Lightning's `Timer` takes it
 

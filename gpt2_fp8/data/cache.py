@@ -72,7 +72,7 @@ class UnitCache:
             return None
 
     def store(self, unit: Unit, tokenised: TokenisedUnit) -> None:
-        """Keep the unit. A failure (a full disk) is logged; the next pass then tokenises the unit again."""
+        """Keep the unit. Raises OSError if it cannot be written, as on a full disk; then there is none of it."""
         assert tokenised.tokens.dtype == self._dtype, "the unit is of another vocabulary"
         content = little_endian(tokenised.tokens).tobytes() + tokenised.ends.astype("<i8").tobytes()
         about = {
@@ -84,11 +84,13 @@ class UnitCache:
             "sha256": tokenised.sha256,
         }
         path = self._path(unit)
-        try:
-            _replace(path.with_suffix(self._suffix), content)
-            _replace(path.with_suffix(".json"), json.dumps(about).encode())
-        except OSError as error:
-            log.warning("data: cannot keep a unit in data.cache_dir: %s", error)
+        _replace(path.with_suffix(self._suffix), content)
+        _replace(path.with_suffix(".json"), json.dumps(about).encode())
+
+    def size(self, unit: Unit) -> int:
+        """Return how many bytes the unit's two files have. Raises OSError if it is not there."""
+        path = self._path(unit)
+        return sum(path.with_suffix(suffix).stat().st_size for suffix in (self._suffix, ".json"))
 
     @property
     def _dtype(self) -> np.dtype[np.unsignedinteger]:

@@ -24,6 +24,10 @@ class Deal(Protocol):
         """Return the lanes that the sequences j with j mod `world` = `rank` may come from, sorted."""
         ...
 
+    def by_lane(self, steps: int) -> list[int]:
+        """Return how many sequences each lane gives to the first `steps` steps."""
+        ...
+
 
 class Turns:
     """The deal of a single source: sequence j of every global batch comes from lane j mod `lanes`."""
@@ -40,6 +44,10 @@ class Turns:
     def of_rank(self, rank: int, world: int) -> list[int]:
         """Return the lanes that a rank's sequences come from."""
         return lanes_of(rank, world, self.lanes, self.global_batch_size)
+
+    def by_lane(self, steps: int) -> list[int]:
+        """Return how many sequences each lane gives to the first `steps` steps: as many as any other one."""
+        return [steps * self.global_batch_size // self.lanes] * self.lanes
 
 
 def lanes_of(rank: int, world: int, n_lanes: int, global_batch_size: int) -> list[int]:

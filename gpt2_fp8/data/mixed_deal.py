@@ -42,6 +42,11 @@ class MixedDeal:
         own = zip(self.first, self.own, strict=True)
         return sorted(first + lane for first, lanes in own for lane in lanes_of(rank, world, lanes, size))
 
+    def by_lane(self, steps: int) -> list[int]:
+        """Return how many sequences each lane gives to the first `steps` steps."""
+        counts = self.mixing.counts(steps * self._rows)
+        return [int(counts[source, lane::own].sum()) for source, own in enumerate(self.own) for lane in range(own)]
+
     def sequences(self, steps: int) -> list[int]:
         """Return how many sequences each source gives to the first `steps` steps."""
         return self.mixing.counts(steps * self._rows).sum(axis=1).tolist()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from gpt2_fp8.config.schema import MixtureData, TextOfARun
+from gpt2_fp8.config.data_schema import MixtureData, TextOfARun
 from gpt2_fp8.data.corpus_check import check_trainable
 from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.data.progress_log import ProgressLog

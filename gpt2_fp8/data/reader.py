@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,6 +14,8 @@ from gpt2_fp8.data.retry import with_retries
 from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.data.tokenizer_files import FileTokenizer
 from gpt2_fp8.data.units import DocumentCounts, IdSource, Source, Unit
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -50,15 +53,33 @@ class UnitReader:
     cache: UnitCache | None
     plugins: tuple[str, ...] = ()  # the user's modules, which a worker process imports too
     fingerprint: str | None = None  # the tokenizer's when the run began; None: whatever it is
+    must_keep: bool = False  # a unit that the cache cannot take is an error, and not only read again in the next pass
 
     def __call__(self, unit: Unit) -> tuple[TokenisedUnit, WorkCounts]:
-        """Read `unit`. Raises UserError or DataSourceLost if the source does."""
+        """Read `unit`.
+
+        Raises UserError or DataSourceLost if the source does. With `must_keep`, a text that changes while it is read is
+        a UserError too, and a disk that takes no more an OSError.
+        """
         if self.cache and (stored := self.cache.load(unit)):
             return stored, WorkCounts(units=1, cache_hits=1)
         tokenised, retries = with_retries(lambda: self._tokenise(unit), unit.name, self.source.waits)
-        if self.cache and isinstance(self.source, Source) and self.source.is_current(unit):
-            self.cache.store(unit, tokenised)
+        if self.cache and isinstance(self.source, Source):
+            self._keep(self.cache, self.source, unit, tokenised)
         return tokenised, WorkCounts(units=1, retries=retries)
+
+    def _keep(self, cache: UnitCache, source: Source, unit: Unit, tokenised: TokenisedUnit) -> None:
+        """Store the unit, unless its text has changed since it was found. A failure is logged, or raised."""
+        if not source.is_current(unit):
+            if self.must_keep:
+                raise UserError.of(f"{unit.name} changed while it was read", "let its file be, and start again")
+            return
+        try:
+            cache.store(unit, tokenised)
+        except OSError as error:
+            if self.must_keep:
+                raise OSError(error.errno, error.strerror or str(error), str(cache.folder)) from None
+            log.warning("data: cannot keep a unit in data.cache_dir: %s", error)
 
     def _tokenise(self, unit: Unit) -> TokenisedUnit:
         counts = DocumentCounts()  # new for each attempt, so a failed one is not counted

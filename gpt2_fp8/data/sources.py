@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from gpt2_fp8.config import mixture
-from gpt2_fp8.config.schema import (
+from gpt2_fp8.config.data_schema import (
     FileOrHubData,
     FilesData,
     Mixed,

@@ -107,7 +107,7 @@ class TokenStream:
         """Return the steps done, and this rank's batches from there on; with `from_start`, the very first ones."""
         rank, world = rank_and_world()
         mine = self.deal.of_rank(rank, world)
-        ahead = 1 + self.pool.num_workers // len(mine)  # work for every worker, even where lanes are few
+        ahead = self.ahead(len(mine))
         cut = {}
         for strand in self.strands:
             for number in set(mine) & set(strand.numbers()):
@@ -116,6 +116,10 @@ class TokenStream:
         cut = {number: cut[number] for number in mine}
         begun = 0 if from_start else self.progress.step
         return self.progress.step, Batches(cut, self.deal, self.shape.n_positions, rank, world, vocab_size, begun)
+
+    def ahead(self, lanes: int) -> int:
+        """Return how many units each of so many lanes asks for before it needs them."""
+        return 1 + self.pool.num_workers // lanes  # work for every worker, even where lanes are few
 
     def _lane(self, strand: Strand, number: int, state: LaneState, ahead: int) -> Lane:
         units, index = strand.corpus.train, number - strand.first_lane

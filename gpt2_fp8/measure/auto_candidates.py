@@ -18,6 +18,7 @@ import torch
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.model_checks import recipe_multiple
+from gpt2_fp8.config.data_schema import StdlibData
 from gpt2_fp8.config.schema import (
     AutoPrecisionConfig,
     AutoRecipe,
@@ -27,7 +28,6 @@ from gpt2_fp8.config.schema import (
     PlainPrecisionConfig,
     RunConfig,
     StatelessRecipe,
-    StdlibData,
 )
 from gpt2_fp8.kernels.nvrtc import missing
 from gpt2_fp8.measure import auto_cache

@@ -7,8 +7,9 @@ import math
 from typing import Any, NamedTuple
 
 from gpt2_fp8.config import mixture
+from gpt2_fp8.config.data_schema import HubData
 from gpt2_fp8.config.run_length import tokens_a_step
-from gpt2_fp8.config.schema import HubData, RunConfig
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
 
 NAME = "README.md"

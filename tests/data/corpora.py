@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2_fp8.config.schema import FilesData
+from gpt2_fp8.config.data_schema import FilesData
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.packing import Batches, Lane, lane_start
 

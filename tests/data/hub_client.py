@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from gpt2_fp8.config.data_schema import HubData
 from gpt2_fp8.config.errors import RunError
-from gpt2_fp8.config.schema import HubData
 from gpt2_fp8.data import hub_client
 
 

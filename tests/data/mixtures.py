@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2_fp8.config.schema import MixtureData
+from gpt2_fp8.config.data_schema import MixtureData
 from gpt2_fp8.data.datamodule import TokenDataModule
 from tests.data.corpora import files_config, write_jsonl
 from tests.data.token_files_made import ids_config, nano

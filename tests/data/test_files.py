@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gpt2_fp8.config.data_schema import FileOrHubData
 from gpt2_fp8.config.errors import DataSourceLost, UserError
-from gpt2_fp8.config.schema import FileOrHubData
 from gpt2_fp8.data import formats
 from gpt2_fp8.data.documents import PIECE_CHARACTERS, cut, tokenise
 from gpt2_fp8.data.files import FilesSource

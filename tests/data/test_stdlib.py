@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gpt2_fp8.config.data_schema import StdlibData
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import StdlibData
 from gpt2_fp8.data.stdlib import TRAIN_MODULES, VAL_MODULES, StdlibSource
 from tests.data.corpora import items, module
 

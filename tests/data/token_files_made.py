@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2_fp8.config.schema import TokenFilesData
+from gpt2_fp8.config.data_schema import TokenFilesData
 
 LLM_C, LLAMA_3 = (20240520, 1), (20240801, 7)
 

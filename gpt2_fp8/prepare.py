@@ -1,0 +1,188 @@
+"""The token cache of a run, filled before it starts: from any data, over processes, resumable.
+
+    python -m gpt2_fp8.prepare model=gpt2 data=fineweb data.cache_dir=cache data.num_workers=16
+    python -m gpt2_fp8.prepare --all data=text_files data.train_files='[corpus/*.jsonl]' data.cache_dir=cache
+
+Exit codes: 0 done; 1 the cache could not be written; 2 the input; 4 the source of the text was lost; 130 stopped by
+SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT. The same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from gpt2_fp8 import compose
+from gpt2_fp8.config import mixture, run_length
+from gpt2_fp8.config.data_schema import TextData
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.own_words import RUN
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.shown import line
+from gpt2_fp8.runtime import output, programs, registry, signals, spool
+from gpt2_fp8.runtime.file_program import exit_code
+
+if TYPE_CHECKING:
+    from gpt2_fp8.data.preparation import Job, Kept, Preparation
+
+_SKIPPED = {"empty": "empty", "not_text": "no text", "broken": "broken lines"}
+_REPAIRED = {"invalid_utf8": "invalid UTF-8"}
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line `argv` (without the program's name); returns the exit code."""
+    with signals.handled() as handlers:
+        try:
+            with handlers.at_once():
+                return exit_code(lambda: _prepare(argv), "data.cache_dir", "name another folder: data.cache_dir=FOLDER")
+        except BaseException:
+            if not handlers.thrown:
+                raise
+        assert handlers.received is not None
+        return 128 + handlers.received
+
+
+class Own(NamedTuple):
+    """The program's own part of a command line: `steps` is None where `--steps` is left out."""
+
+    all: bool
+    steps: int | None
+    words: list[str]
+
+
+def asked(argv: list[str]) -> tuple[Own, list[RunConfig]]:
+    """Return what a command line asks for: its flags and words, and the configurations of the runs.
+
+    Raises UserError with every problem.
+    """
+    typed, words = _parser().parse_known_args(argv)
+    own = Own(typed.all, _steps(typed.steps), words)
+    configs = compose.preflight(words)
+    if problems := [problem for config in configs for problem in _without_cache(config)]:
+        raise UserError(dict.fromkeys(problems))
+    return own, configs
+
+
+def _prepare(argv: list[str]) -> None:
+    own, configs = asked(argv)
+    _begin_log()
+    from gpt2_fp8.data.preparation import Job  # after what was typed is known to be right: it loads torch
+
+    jobs: list[Job] = []
+    for config in configs:
+        if not any(isinstance(source, TextData) for _, source in mixture.sources_of(config.data)):
+            print(f"data={config.data.name}: nothing to prepare, since its files have token ids already")
+            continue
+        needed = None if own.all else own.steps or _needed(config)
+        shape = config.model.n_positions, config.global_batch_size
+        job = Job(config.data, *shape, needed, tuple(config.plugins))
+        if job not in jobs:  # the jobs of a sweep often read the same text
+            jobs.append(job)
+    for job in jobs:
+        _fill(job)
+    if jobs:
+        print(line(f"next: {shlex.join([*RUN.split(), *own.words])}"))
+
+
+def _fill(job: Job) -> None:
+    """Prepare one job, and print what the cache has, also if it ends early."""
+    from gpt2_fp8.data.preparation import Preparation
+
+    registry.load(job.plugins, Path.cwd())
+    preparation = Preparation(job)
+    try:
+        preparation.run()
+    except BaseException:
+        for text in _told(preparation):
+            print(line(text), flush=True)
+        print("not complete: the same command goes on from here", flush=True)
+        raise
+    for text in _told(preparation):
+        print(line(text))
+
+
+def _told(preparation: Preparation) -> Iterator[str]:
+    """Yield what the cache has, a line for each side of each source, and how much of it is new."""
+    for (name, side), kept in sorted(preparation.kept.items()):
+        yield f"{f'{name} ' if name else ''}{side}: {_described(kept)}"
+    units = sum(kept.units for kept in preparation.kept.values())
+    size = sum(kept.size for kept in preparation.kept.values())
+    there = max(units - preparation.tokenised, 0)
+    yield f"cache: {size / 1e6:,.1f} MB; {preparation.tokenised:,} units tokenised now, {there:,} were there"
+
+
+def _described(kept: Kept) -> str:
+    counts = kept.documents.as_dict()
+    said = f"{kept.units:,} units, {kept.tokens:,} tokens, {kept.documents.read:,} documents"
+    for what, names in (("skipped", _SKIPPED), ("repaired", _REPAIRED)):
+        if found := [f"{counts[name]:,} {words}" for name, words in names.items() if counts[name]]:
+            said += f"; {what}: {', '.join(found)}"
+    return said
+
+
+def _needed(config: RunConfig) -> int | None:
+    """Return how many steps' text a run needs; None: all of it, since a run counts the tokens of its epochs first."""
+    if config.trainer.max_epochs is not None and not config.trainer.fast_dev_run:
+        return None
+    steps = 1 if config.trainer.fast_dev_run else run_length.steps_to_run(config)
+    return min(steps, config.trainer.overfit_batches or steps)
+
+
+def _steps(typed: str | None) -> int | None:
+    """Return the number that `--steps` has. Raises UserError for another text than a number from 1 on."""
+    if typed is None:
+        return None
+    if not (typed.isascii() and typed.isdigit() and 0 < int(typed) <= 10**9):
+        raise UserError.of(f"--steps {typed}: not a whole number from 1 to 1000000000", "--steps 100, for instance")
+    return int(typed)
+
+
+def _without_cache(config: RunConfig) -> Iterator[Problem]:
+    """Find the sources whose tokens would be kept nowhere."""
+    for name, source in mixture.sources_of(config.data):
+        if isinstance(source, TextData) and source.cache_dir is None:
+            key = f"data.sources.{name}.cache_dir" if name else "data.cache_dir"
+            yield Problem(f"{key}=null: no folder to keep the tokens in", f"add {key}=FOLDER, also to the run")
+
+
+def _begin_log() -> None:
+    """Send this program's log to stderr, and no library's but its warnings."""
+    logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("gpt2_fp8").setLevel(logging.INFO)
+    output.forgive_outputs()
+    spool.clear()
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in two lines."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError."""
+        raise UserError.of(message, f"{self.prog} --help shows what it takes")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m gpt2_fp8.prepare",
+        usage="%(prog)s [--steps N | --all] [words of a run]",
+        description="Tokenises what the run of the same words will read, into its data.cache_dir. The run then reads "
+        "the cache alone. What is in the cache is not tokenised again, so a command that was stopped goes on.",
+        epilog="data.num_workers=N is how many processes read and tokenise. docs/data.md says more. Exit codes: "
+        "0 done; 1 the cache could not be written; 2 your input; 4 the data source was lost; 130, 143 stopped.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=programs.VERSION)
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", metavar="N", help="the text of the first N steps; without it, of the whole run")
+    length.add_argument("--all", action="store_true", help="the whole text, whatever the run needs of it")
+    return parser
+
+
+if __name__ == "__main__":
+    output.begin(pipe_ends=True)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,317 @@
+"""The program that fills the token cache: whole, as a user types it, also killed in the middle."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gpt2_fp8 import compose, prepare
+from gpt2_fp8.config.errors import DataSourceLost
+from gpt2_fp8.data import cache, formats
+from tests import forkserver
+from tests.data.corpora import write_jsonl
+from tests.data.hub import Hub
+from tests.data.hub_runs import repos
+from tests.data.token_files_made import nano
+from tests.runs import SMALL, forked, summary, train
+
+BYTES = ["data.tokenizer=bytes", "data.num_workers=0"]
+# A source of 40 units that notes each reading in the folder `read`; a unit takes `SECONDS` to read.
+COUNTING = """
+import os, time, uuid
+from dataclasses import dataclass
+from pathlib import Path
+from gpt2_fp8.data.units import Corpus, Unit
+from gpt2_fp8.runtime import registry
+
+@registry.data_source("counting")
+@dataclass
+class Counting:
+    config: object
+    waits: tuple = ()
+
+    def corpus(self):
+        units = [Unit(name=f"unit-{i:02d}", path=f"{i}") for i in range(40)]
+        return Corpus(train=units[2:], val=units[:2])
+
+    def read(self, unit, counts):
+        time.sleep(float(Path("seconds").read_text()))
+        for i in range(5):
+            yield f"{unit.name} document {i} " + "x" * (40 * int(unit.path) % 300)
+        yield " "
+        Path("read", f"{unit.name}.{uuid.uuid4().hex}").touch()
+
+    def is_current(self, unit):
+        return True
+"""
+PLUGIN = ["plugins=[counting]", "data=registered", "data.source=counting", "data.tokenizer=bytes"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def said(capsys, *argv, code=0):
+    assert prepare.main(list(argv)) == code
+    return capsys.readouterr()
+
+
+def counts(text):
+    """{side: (units, tokens, documents)}, and the units that were tokenised, and that were there."""
+    form = r"^(.*): ([\d,]+) units, ([\d,]+) tokens, ([\d,]+) documents"
+    found = {m[1]: tuple(int(m[i].replace(",", "")) for i in (2, 3, 4)) for m in re.finditer(form, text, re.MULTILINE)}
+    (new,) = re.findall(r"^cache: .* MB; ([\d,]+) units tokenised now, ([\d,]+) were there$", text, re.MULTILINE)
+    return found, tuple(int(number.replace(",", "")) for number in new)
+
+
+def parquet_shards(folder):
+    folder.mkdir()
+    rng = np.random.default_rng(1)
+    for shard in range(3):
+        texts = [f"{shard}.{row} " + "word " * int(rng.integers(5, 40)) for row in range(60)]
+        pq.write_table(pa.table({"text": texts}), folder / f"{shard}.parquet", row_group_size=10)
+    return ["data=text_files", "data.train_files=[shards/*.parquet]", "data.val_fraction=0.2"]
+
+
+def jsonl(folder):
+    folder.mkdir()
+    for i in range(20):
+        write_jsonl(folder / f"{i}.jsonl", [f"{folder.name} {i}.{j} " + "y" * (13 * i + j) for j in range(12)])
+    return [f"train_files=[{folder.name}/*.jsonl]", "val_fraction=0.2"]
+
+
+def texts(kind, tmp_path):
+    """The words of a run on some text, and where it keeps its tokens."""
+    if kind == "parquet":
+        return [*parquet_shards(tmp_path / "shards"), *BYTES, "data.cache_dir=cache"]
+    if kind == "text":
+        (tmp_path / "a.txt").write_text("Some text of few words.\n" * 3000)
+        return ["data=text_files", "data.train_files=[a.txt]", *BYTES, "data.val_fraction=0.1", "data.cache_dir=cache"]
+    words = ["data=mixture"]
+    for name in ("web", "own"):
+        own = [*jsonl(tmp_path / name), "tokenizer=bytes", "num_workers=0", f"cache_dir=cache-{name}"]
+        words += [f"+data@data.sources.{name}=text_files", *(f"data.sources.{name}.{word}" for word in own)]
+    return [*words, "data.weights={web: 3, own: 1}"]
+
+
+def small(words):
+    """`SMALL` for these words: a mixture's sources have their own validation."""
+    if "data=mixture" not in words:
+        return [*SMALL, *words]
+    plain = [word for word in SMALL if not word.startswith("data.")]
+    return [*plain, *words, "data.sources.web.val_sequences=4", "data.sources.own.val_sequences=4"]
+
+
+@pytest.mark.parametrize("kind", ["text", "parquet", "mixture"])
+def test_a_run_afterwards_reads_the_cache_alone(kind, here, monkeypatch, capsys):
+    words = small(texts(kind, here))
+    out = said(capsys, *words, "run_name=r").out
+    sides, (new, there) = counts(out)
+    assert sides.keys() == (
+        {"own training", "own validation", "web training", "web validation"}
+        if kind == "mixture"
+        else {"training", "validation"}
+    )
+    assert (new, there) == (sum(units for units, _, _ in sides.values()), 0)
+    assert out.splitlines()[-1].startswith("next: python -m gpt2_fp8.run trainer=cpu")
+
+    def gone(*_):
+        raise AssertionError("the text is read")
+
+    monkeypatch.setattr(formats, "read", gone)
+    train(here / "after", *words, base=[])
+    reading = summary(here / "after")["data"]["reading"]
+    assert reading["cache_hits"] == reading["units"] > 0
+    again, (new, there) = counts(said(capsys, *words, "run_name=r").out)
+    assert (again, new) == (sides, 0)
+
+
+def test_a_data_set_of_the_hub_then_needs_no_hub(here):
+    words = ["data=fineweb", "data.repo=Org/web", "data.revision=main", "data.cache_dir=cache", "data.tokenizer=bytes"]
+    words += ["data.num_workers=1", *(word for word in SMALL if word != "trainer.max_steps=12"), "trainer.max_steps=4"]
+    words += ["data.val_files=[sample/10BT/003_00000.parquet]", "run_name=r"]
+    known = {"HF_HOME": str(here / "home"), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
+    with Hub(repos()) as hub:
+        done = forkserver.python("-m", "gpt2_fp8.prepare", *words, cwd=here, HF_ENDPOINT=hub.url, **known)
+    assert done.returncode == 0, done.stderr
+    assert counts(done.stdout)[0]["training"][0] > 1
+    known |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(here / "other")}
+    run = forked(*words, cwd=here, HF_ENDPOINT="http://127.0.0.1:9", **known)
+    assert run.returncode == 0, run.stderr
+    reading = summary(here / "outputs" / "r")["data"]["reading"]
+    assert reading["cache_hits"] == reading["units"] > 1
+    assert reading["retries"] == 0
+
+
+def start(here, *words):
+    return forkserver.Popen(
+        [sys.executable, "-m", "gpt2_fp8.prepare", *words],
+        cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(here)},
+    )  # fmt: skip
+
+
+def readings(here):
+    """How often each unit was read to its end."""
+    names = [path.name.partition(".")[0] for path in (here / "read").iterdir()]
+    return {name: names.count(name) for name in set(names)}
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "workers"),
+    [(signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 2), (signal.SIGKILL, -9, 0), (signal.SIGKILL, -9, 2)],
+)
+def test_it_goes_on_after_it_was_stopped(number, code, workers, here):
+    (here / "counting.py").write_text(COUNTING)
+    (here / "read").mkdir()
+    (here / "seconds").write_text("0.2")
+    words = [*PLUGIN, "--all", "data.cache_dir=cache", f"data.num_workers={workers}", "data.val_sequences=2"]
+    words += ["model.n_positions=32"]
+    process = start(here, *words)
+    while len(list((here / "cache").glob("*.json"))) < 6:
+        time.sleep(0.01)
+        assert process.poll() is None, process.communicate()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    time.sleep(0.5 if workers else 0)  # a killed program's workers end soon after it
+    kept = {path.stem for path in (here / "cache").glob("*.json")}
+    assert 6 <= len(kept) < 40
+    if code > 0:
+        assert 0 < sum(counts(out)[1]) <= len(kept)
+        assert "not complete: the same command goes on from here" in out
+    (here / "seconds").write_text("0")
+    process = start(here, *words)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    sides, (new, there) = counts(out)
+    assert (new, there) == (40 - len(kept), len(kept))
+    assert sides["training"][::2] == (38, 38 * 5)
+    assert sides["validation"][::2] == (2, 2 * 5)
+    assert "skipped: 38 empty" in out
+    found = readings(here)
+    assert len(found) == 40
+    # Only what was in the midst of its reading or writing may have been read twice.
+    assert sum(found.values()) - 40 <= max(workers, 1)
+    assert len(list((here / "cache").glob("*.u16"))) == len(list((here / "cache").glob("*.json"))) == 40
+
+
+def test_what_was_left_half_written_is_made_again(here, capsys):
+    words = small(texts("text", here))
+    said(capsys, *words)
+    (first, *_) = (here / "cache").glob("*.u16")
+    first.write_bytes(first.read_bytes()[:-1])
+    _, (new, there) = counts(said(capsys, *words).out)
+    assert new == 1
+    assert there > 0
+
+
+def test_text_that_a_run_needs_only_a_part_of(here, capsys):
+    words = [*small(texts("parquet", here)), "run_name=r"]
+    few = counts(said(capsys, *words, "--steps", "1").out)[0]["training"]
+    run = counts(said(capsys, *words).out)[0]["training"]
+    whole = counts(said(capsys, *words, "--all").out)[0]["training"]
+    assert few[0] < run[0] < whole[0] == 18
+    assert few[1] < run[1] < whole[1]
+    epochs = [word for word in words if not word.startswith("trainer.max_steps")]
+    epochs += ["trainer.max_steps=null", "trainer.max_epochs=1"]
+    assert counts(said(capsys, *epochs).out) == (counts(said(capsys, *words, "--all").out)[0], (0, 18 + 18))
+    first = [*words, "trainer.overfit_batches=1"]
+    assert counts(said(capsys, *first).out)[0]["training"] == few
+
+
+def test_a_sweep_over_seeds_is_prepared_for_each_of_its_jobs(here, capsys):
+    words = small(texts("parquet", here))
+    out = said(capsys, "-m", *words, "seed=1,2", "optim.lr=1e-3,1e-4", "--steps", "2").out
+    assert out.count("\ncache: ") == 2, "rates change nothing of the text"
+
+
+def test_nothing_is_prepared_for_token_files(here, capsys):
+    nano(here / "a.bin", np.arange(20_000) % 50_000)
+    words = ["data=token_files", "data.train_files=[a.bin]", "data.val_sequences=0", "run_name=r"]
+    assert said(capsys, *words).out == "data=token_files: nothing to prepare, since its files have token ids already\n"
+
+
+def test_a_cache_is_needed_and_the_remedy_works(here, capsys):
+    words = [word for word in small(texts("mixture", here)) if "cache_dir" not in word]
+    told = said(capsys, *words, code=2).err
+    assert told.count("error: ") == 2
+    remedies = re.findall(r"fix: add (\S+)=FOLDER, also to the run$", told, re.MULTILINE)
+    assert remedies == ["data.sources.web.cache_dir", "data.sources.own.cache_dir"]
+    said(capsys, *words, *(f"{key}=cache" for key in remedies))
+    assert list((here / "cache").glob("*.u16"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data.cache_dir=cache", "optim.lrr=3", "trainer.max_stepz=4"], "error: there is no key"),
+        (["data.cache_dir=cache", "--steps", "0"], "--steps 0: not a whole number"),
+        (["data.cache_dir=cache", "--steps"], "error: argument --steps: expected one argument\n  fix: "),
+        (["data.cache_dir=cache", "--steps", "2", "--all"], "not allowed with"),
+        (["data.cache_dir=file/x"], "file"),
+        (["data=text_files", "data.train_files=[none.txt]", "data.cache_dir=cache"], "none.txt does not exist"),
+        (["data=text_files", "data.train_files=[file.txt]", "data.cache_dir=c", *BYTES], "text is too short: 4 tokens"),
+    ],
+)
+def test_bad_input(words, told, here, capsys):
+    (here / "file").touch()
+    (here / "file.txt").write_text("few.")
+    err = said(capsys, *words, code=2).err
+    assert told in err
+    assert "\n  fix: " in err
+    assert "Traceback" not in err
+
+
+def test_a_full_disk_and_a_lost_source(here, monkeypatch, capsys):
+    words = small(texts("parquet", here))
+    write, written = cache._replace, []
+
+    def until_full(path, content):
+        written.append(path)
+        if len(written) > 10:
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_replace", until_full)
+        told = said(capsys, *words, "--all", code=1)
+    assert told.err.endswith(
+        "error: cache cannot be written: No space left on device\n"
+        "  fix: free space there, or name another folder: data.cache_dir=FOLDER\n"
+    )
+    assert counts(told.out)[1][0] == 5
+    assert "not complete: the same command goes on from here" in told.out
+
+    def lost(*_):
+        raise DataSourceLost("the hub does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gpt2_fp8.data.prefetch.UnitPool.take", lost)
+        assert "does not answer" in said(capsys, *words, "--all", code=4).err
+    assert counts(said(capsys, *words, "--all").out)[1][1] >= 5
+
+
+def test_help_and_version(capsys):
+    for flag, text in (("--help", "--all"), ("--version", "gpt2_fp8 ")):
+        with pytest.raises(SystemExit) as ended:
+            prepare.main([flag])
+        assert ended.value.code == 0
+        assert text in capsys.readouterr().out
+
+
+def test_the_command_that_is_said_to_be_next_composes(here, capsys):
+    words = small(texts("text", here))
+    (command,) = re.findall(r"^next: python -m gpt2_fp8.run (.*)$", said(capsys, *words).out, re.MULTILINE)
+    assert shlex.split(command) == words
+    assert compose.preflight([*shlex.split(command), "run_name=r"])
