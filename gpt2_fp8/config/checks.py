@@ -12,6 +12,7 @@ from gpt2_fp8.config import (
     attention_support,
     backend_support,
     hf_check,
+    logger_checks,
     mixture,
     model_checks,
     paths,
@@ -168,5 +169,6 @@ _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
         attention_support.check,
         _tokens,
         _auto,
+        logger_checks.check,
     )
 ]
