@@ -67,7 +67,9 @@ HOUSE = {
     # what everything stands on
     "runtime": Row("compat config", "torch numpy"),
     # what is private in other libraries: it knows nothing of this one
-    "compat": Row("", "torch lightning transformer_engine torchao flash_attn huggingface_hub hydra omegaconf tensorboard"),
+    "compat": Row(
+        "", "torch lightning transformer_engine torchao flash_attn huggingface_hub hydra omegaconf tensorboard"
+    ),
     "config": Row(""),
 }
 # Where a package that its row lets in may be: it decides how a part is tried without the whole.

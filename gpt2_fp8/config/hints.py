@@ -172,7 +172,6 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "logger.wandb.offline": ("it has another name", "logger.wandb.mode=offline"),
     "mlflow": _MLFLOW,
     "experiment_name": _MLFLOW,
-    "tracking_uri": ("it has a longer name", "logger=[default,mlflow] logger.mlflow.tracking_uri=ADDRESS"),
     "log_histograms": ("it is an interval", "logger.histograms_every_n_steps=500"),
     "histogram_freq": ("it is an interval", "logger.histograms_every_n_steps=500"),
     "train": ("this program always trains", "remove the key"),

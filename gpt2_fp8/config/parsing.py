@@ -125,7 +125,11 @@ class _Builder:
 
     def _instance(self, classes: list[Any], data: object, path: str) -> Any:
         if not isinstance(data, dict):
-            return self._bad(path, f"{path or 'the configuration'}={show(data)}: not a group of keys", hints.UNCHOSEN.get(path, "give its keys"))
+            return self._bad(
+                path,
+                f"{path or 'the configuration'}={show(data)}: not a group of keys",
+                hints.UNCHOSEN.get(path, "give its keys"),
+            )
         cls, tag = classes[0], None
         if len(classes) > 1:
             field = tag_field(classes)

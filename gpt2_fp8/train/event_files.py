@@ -1,4 +1,4 @@
-"""TensorBoard's files: one run of a training is three of TensorBoard's, of which `train` and `val` share their charts."""
+"""TensorBoard's files: a run is three of TensorBoard's, of which `train` and `val` share their charts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EventFile(Lossy, TensorBoardLogger):
     """A TensorBoardLogger that sorts metrics by `tensorboard_tags`, and writes every row into the file at once.
 
     TensorBoard itself does so every two minutes. A killed run continues from a checkpoint, and the rows before it must
-    be in the file then. `folder/tensorboard` holds texts and hyper-parameters, its folders `train` and `val` the curves.
+    be in the file then. `folder/tensorboard` holds texts and hyper-parameters, `train` and `val` in it the curves.
 
     Args:
         folder: the run's.
@@ -90,8 +90,8 @@ class EventFile(Lossy, TensorBoardLogger):
         self.hparams.update(params or {})
         with self.losing_rows(_WHAT):
             self._writers()
-            trial = str(Path(self.log_dir).absolute())
-            tensorboard_hparams.write(self.experiment, self.hparams, tags.HYPER_PARAMETERS, trial)
+            trial = "/".join(Path(self.save_dir).absolute().parts[-2:])  # more would not fit its column
+            tensorboard_hparams.write(self.experiment, dict(self.hparams), tags.HYPER_PARAMETERS, trial)
             self.experiment.flush()
 
     @rank_zero_only

@@ -10,19 +10,19 @@ import yaml  # type: ignore[import-untyped]
 from gpt2_fp8.config.parsing import show, value_of
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 
-_ALWAYS = ("optim.lr", "global_batch_size", "trainer.max_steps", "seed")
+_ALWAYS = ("optim.lr", "seed")
 _NO_DIFFERENCE = {"run_name", "ckpt_path", "notes"}
 
 
 def hyper_parameters(config: RunConfig, words: Sequence[str]) -> dict[str, bool | int | float | str]:
-    """Return what was typed for this run or job, and what every run has: model, precision, recipe, rate, sizes, seed.
+    """Return what was typed for this run or job, beside what every run has, by the names of keys.
 
     A table of all keys would be too wide to read. `words`: the run's overrides.
     """
     recipe = "none" if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
     found: dict[str, bool | int | float | str] = {
         "model": config.model.name, "precision": config.precision.name, "recipe": recipe,
-        "optimizer": config.optimizer.name, "data": config.data.name,
+        "optimizer": config.optimizer.name,
     }  # fmt: skip
     typed = [word.lstrip("+~").partition("=")[0] for word in words]
     for key in (*_ALWAYS, *typed):

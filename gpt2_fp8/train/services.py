@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
 from gpt2_fp8.config.schema import MLflowConfig, RunConfig, WandbConfig
@@ -56,7 +57,7 @@ class Wandb:
             if self._options.mode == "offline":
                 raise
             log.warning("W&B cannot be reached, so the run is kept for `wandb sync` (%.200s); `wandb login`, or "
-                        "logger.wandb.mode=offline, which says no more of it", " ".join(str(error).split()))  # fmt: skip
+                        "logger.wandb.mode=offline, ends this warning", " ".join(str(error).split()))  # fmt: skip
             logger = self._open("offline")
         run: Any = logger.experiment
         log.info("W&B: %s", f"wandb sync {run.dir.removesuffix('/files')}" if run.offline else run.url)
@@ -90,10 +91,10 @@ class Wandb:
         """Send the distributions of tensors, and of gradients the norms."""
         import wandb
 
-        row: dict[str, Any] = {
-            f"{_GROUPS[tensor.kind]}/{tensor.name}": wandb.Histogram(np_histogram=(tensor.counts, tensor.edges))
-            for tensor in tensors
-        }
+        row: dict[str, Any] = {}
+        for tensor in tensors:
+            bins = np.array(tensor.counts), np.array(tensor.edges)
+            row[f"{_GROUPS[tensor.kind]}/{tensor.name}"] = wandb.Histogram(np_histogram=bins)
         row |= {f"grad_norm/{tensor.name}": tensor.norm for tensor in tensors if tensor.kind == "gradient"}
         logger.log_metrics(row, step)
 

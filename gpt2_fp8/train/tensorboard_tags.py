@@ -1,7 +1,7 @@
 """Where TensorBoard shows each metric: its run (`train`, `val`), its tag, and the page of custom charts.
 
 TensorBoard sorts tags by name, makes a group of what comes before the first slash, and opens the first two groups. So
-the names are chosen to begin with the loss: loss, optim, precision_fp8, speed, system, tensors_*.
+the names are chosen to begin with the loss: loss, optim, optim_steps, precision_fp8, speed, system, tensors_*.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ _TAGS = {
     "train_loss": ("train", "loss"),
     "val_loss": ("val", "loss"),
     "penalty": ("train", "loss/penalty"),
-    **{
-        name: ("train", f"optim/{name}")
-        for name in ("lr", "grad_norm", "clip_ratio", "skipped_steps", "bf16_reruns", "tokens")
-    },
+    **{name: ("train", f"optim/{name}") for name in ("lr", "grad_norm", "clip_ratio")},
+    **{name: ("train", f"optim_steps/{name}") for name in ("skipped_steps", "bf16_reruns", "tokens")},
     **{name: ("train", f"speed/{name}") for name in ("tokens_per_second", "step_time", "data_wait", "mfu_bf16")},
     **{name: ("train", f"system/{name}") for name in ("memory_gb", "gpu_power_watts", "gpu_utilization")},
 }
 _PREFIXES = {
     "fp8/": ("train", "precision_fp8/"),
     "val_loss/": ("val", "loss/"),  # of a source of a mixture
-    "tokens/": ("train", "optim/tokens_of_"),
-    "epochs/": ("train", "optim/epochs_of_"),
+    "tokens/": ("train", "optim_steps/tokens_of_"),
+    "epochs/": ("train", "optim_steps/epochs_of_"),
 }
 _LARGEST_EXPONENT = 50.0  # of a perplexity that is shown: e^50
 
@@ -67,7 +65,7 @@ def custom_charts() -> dict[str, dict[str, list[object]]]:
             "learning rate": lines("optim/lr"),
             "gradient norm": lines("optim/grad_norm"),
             "gradient norm of each matrix": lines("tensors_norm/.*"),
-            "skipped steps and steps again in bf16": lines("optim/skipped_steps", "optim/bf16_reruns"),
+            "skipped steps and steps again in bf16": lines("optim_steps/skipped_steps", "optim_steps/bf16_reruns"),
         },
         "FP8": fp8,
         "speed": {

@@ -109,7 +109,7 @@ def test_92_a_run_writes_nothing_that_is_not_looked_for(tmp_path):
     known = {Path(name).parts[0] for name in [*FILES, *FOLDERS]}
     assert known >= LEFT
     inside = {path.name for path in (tmp_path / "run/tensorboard").iterdir() if "tfevents" not in path.name}
-    assert inside == {"hparams.yaml"}
+    assert inside == {"hparams.yaml", "train", "val"}
     assert {path.name for path in (tmp_path / "run/.hydra").iterdir()} == set(HYDRA)
 
 
