@@ -121,6 +121,7 @@ def test_tensorboard_starts_afresh_without_a_checkpoint(tmp_path):
     for steps in (range(1, 8), range(1, 3)):
         (logger,) = build_loggers(LoggerConfig(tensorboard=True, csv=False), tmp_path, None)
         log(logger, steps)
+        next_second()
     events = EventAccumulator(str(tmp_path / "tensorboard/train")).Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2]
 

@@ -27,16 +27,28 @@ def _offline(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+def records_of(path):
+    """The records of a file of W&B's: its header of 7 bytes, then LevelDB's log of blocks of 32 KiB."""
+    content, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
 def rows_of(folder):
     """The history in W&B's own files, as [{key: JSON}], over all legs of a run."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal import datastore
 
     found = []
     for path in sorted(folder.glob("wandb/*run-*/run-*.wandb")):
-        store = datastore.DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
+        for data in records_of(path):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if items := record.history.item:
