@@ -36,7 +36,7 @@ HOUSE = {
     # a run under Lightning
     "train": Row(
         "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
-        "torch lightning wandb yaml",
+        "torch lightning numpy wandb yaml",
     ),
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning rich"),
     # whether FP8 works on a machine, and what mends it

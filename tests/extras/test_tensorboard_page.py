@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import SMALL, train
+from tests.runs import train
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 OPTIONS = [
@@ -66,7 +66,9 @@ def page(address, name, tmp_path, picture=None):
     )
     if KEPT and picture:
         path = Path(KEPT).absolute() / picture
-        subprocess.run([*start, f"--screenshot={path}", f"{address}#{name}"], capture_output=True, timeout=180, check=True)
+        subprocess.run(
+            [*start, f"--screenshot={path}", f"{address}#{name}"], capture_output=True, timeout=180, check=True
+        )
         shrink(path)
     without = re.sub(r"<(script|style|svg).*?</\1>", " ", shown.stdout, flags=re.DOTALL)
     return re.sub(r"\s+", " ", re.sub("<[^>]+>", " ", without))
@@ -93,7 +95,8 @@ def test_it_opens_on_the_loss(address, tmp_path):
 def asked(address, path, **body):
     """What the server tells the other pages, whose text lies where a page's source does not show it."""
     data = json.dumps(body).encode() if body else None
-    with urllib.request.urlopen(f"{address}data/plugin/{path}", data=data) as answer:
+    request = urllib.request.Request(f"{address}data/plugin/{path}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
         return json.loads(answer.read())
 
 
