@@ -148,7 +148,7 @@ def _no_file(path: Path) -> str | None:
 def _no_folder(path: Path) -> str | None:
     try:
         mode = os.lstat(path).st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the second: the folder above is said to be none
         return None
     except OSError as error:
         return error.strerror
