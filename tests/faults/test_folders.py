@@ -127,6 +127,7 @@ def test_93_a_folder_or_a_pipe_in_the_place_of_a_file_is_refused(folder, name, k
 
 @pytest.mark.parametrize("name", [".hydra", *FOLDERS])
 def test_93_a_file_in_the_place_of_a_folder_is_refused(folder, name):
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("")
     (cause,) = refused("run_name=run")
     assert cause.startswith(f"outputs/run/{name}: it is a file")
