@@ -41,7 +41,7 @@ HOUSE = {
     # a run under Lightning
     "train": Row(
         "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
-        "torch lightning",
+        "torch lightning numpy wandb yaml",
     ),
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning rich"),
     # whether FP8 works on a machine, and what mends it
@@ -72,7 +72,9 @@ HOUSE = {
     # what everything stands on
     "runtime": Row("compat config", "torch numpy"),
     # what is private in other libraries: it knows nothing of this one
-    "compat": Row("", "torch lightning transformer_engine torchao flash_attn huggingface_hub hydra omegaconf"),
+    "compat": Row(
+        "", "torch lightning transformer_engine torchao flash_attn huggingface_hub hydra omegaconf tensorboard"
+    ),
     "config": Row(""),
 }
 # Where a package that its row lets in may be: it decides how a part is tried without the whole.
@@ -88,7 +90,9 @@ ONLY_IN = {
     "tokenizers": ["data.tokenizer_files"],
     "cuda": ["kernels.nvrtc"],
     "matplotlib": ["measure.plot", "reports.sweep_plot", "reports.compare_plot", "measure.schedule_plot"],
-    "yaml": ["compose", "reports.sweep_jobs"],
+    "yaml": ["compose", "reports.sweep_jobs", "train.hyper_parameters"],
+    "wandb": ["train.services"],
+    "tensorboard": ["compat.tensorboard_hparams"],
     "rich": ["callbacks.progress"],
     "hydra": ["run", "compose", "compat.hydra_private"],
 }
@@ -98,6 +102,7 @@ EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of late
 INSIDE_FUNCTIONS = {
     *("transformer_engine", "torchao", "flash_attn", "cuda", "matplotlib"),
     *("datasets", "huggingface_hub", "tiktoken", "tokenizers", "pyarrow", "requests", "filelock"),
+    *("wandb", "tensorboard"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [

@@ -1,4 +1,4 @@
-"""The tags and the notes of a run, for its loggers."""
+"""What a run was told, for its loggers: hyper-parameters, tags, notes, and the configuration as a text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ import lightning.pytorch as pl
 
 
 class RunLabels(pl.Callback):
-    """Gives every logger the run's tags and notes as hyper-parameters. TensorBoard shows them in a table of runs."""
+    """Gives the loggers what tells the run apart, at every start. Lightning's loggers take it only on rank 0.
 
-    def __init__(self, tags: Mapping[str, object], notes: str | None):
-        self.labels = {f"tags.{key}": value for key, value in tags.items()} | ({"notes": notes} if notes else {})
+    Args:
+        labels: hyper-parameters with tags and notes.
+        config: the configuration as YAML, for loggers that show texts.
+    """
+
+    def __init__(self, labels: Mapping[str, object], config: str):
+        self.labels, self.config = dict(labels), config
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log them at every start. Lightning's loggers do so only on rank 0."""
+        """Log them. A service's logger has sent the whole configuration itself."""
         for logger in trainer.loggers:
+            if getattr(logger, "knows_config", False):
+                continue
             logger.log_hyperparams(dict(self.labels))
+            if log_text := getattr(logger, "log_text", None):  # loggers.EventFile
+                log_text("configuration", self.config, trainer.global_step)

@@ -17,6 +17,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
+from gpt2_fp8.runtime.gpu_meter import GPUMeter
 
 
 class Throughput(pl.Callback):
@@ -26,7 +27,7 @@ class Throughput(pl.Callback):
     was added to it, likewise, if anything was), `lr`, `grad_norm`, `clip_ratio`,
     `skipped_steps` and `bf16_reruns` (so far), `tokens`, `tokens_per_second` (all ranks), `step_time` (s), `data_wait`
     (the part of the time spent waiting for the loader), `mfu_bf16` (`model/flops.py`; for GPUs whose peak is known) and
-    `memory_gb` (peak allocated, GiB).
+    `memory_gb` (peak allocated, GiB); `gpu_power_watts` and `gpu_utilization` where the driver tells them.
 
     A mixture also has `tokens/NAME` and `epochs/NAME` of each source.
 
@@ -48,6 +49,7 @@ class Throughput(pl.Callback):
         self._waited = 0.0  # at the start of the interval
         self._paused: float | None = None
         self._peak_gb = 0.0
+        self._meter = GPUMeter()
         self._steps = self._kept = 0  # of the interval
 
     @property
@@ -123,6 +125,8 @@ class Throughput(pl.Callback):
                 metrics["mfu_bf16"] = rate / trainer.world_size * self.flops_per_token / peak
             self._peak_gb = max(self._peak_gb, torch.cuda.max_memory_allocated() / 2**30)  # `PeakMemory` resets it
             metrics["memory_gb"] = self._peak_gb
+            if trainer.is_global_zero:
+                metrics |= self._meter.read()
         return metrics
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

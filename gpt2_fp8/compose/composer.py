@@ -15,7 +15,7 @@ from gpt2_fp8.compose import refusals
 from gpt2_fp8.compose.catalog import Catalog, Composed, RefusedError
 from gpt2_fp8.compose.override_parser import parsed
 from gpt2_fp8.compose.overrides import Request
-from gpt2_fp8.config import parsing
+from gpt2_fp8.config import hints, parsing
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 
@@ -124,7 +124,10 @@ class Composer:
             return
         self._instead[text] = None
         if (single := _single_value_above(base, key)) is not None:
-            self._note(key, Problem(f"there is no key {key}: {single} is a single value", f"{single}=VALUE"))
+            cause, remedy = f"there is no key {key}: {single} is a single value", f"{single}=VALUE"
+            if single in hints.UNCHOSEN:
+                cause, remedy = f"there is no key {key}: this logger is not chosen", hints.UNCHOSEN[single]
+            self._note(key, Problem(cause, remedy))
         elif not (
             self.request.doubts(key) and key in parsing.key_paths(RunConfig)
         ):  # unless the key may belong to a refused choice

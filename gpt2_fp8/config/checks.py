@@ -13,6 +13,7 @@ from gpt2_fp8.config import (
     backend_check,
     document_borders,
     hf_check,
+    logger_checks,
     mixture,
     model_checks,
     paths,
@@ -171,5 +172,6 @@ _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
         document_borders.check,
         _tokens,
         _auto,
+        logger_checks.check,
     )
 ]

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8.config import globs, mixture
+from gpt2_fp8.config.data_schema import Mixed, TextOfARun, TokenFilesData
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.schema import Mixed, RunConfig, TextOfARun, TokenFilesData
+from gpt2_fp8.config.schema import RunConfig
 
 LLM_C, LLAMA_3 = 20240520, 20240801  # the magic numbers of its headers; `data/token_format.py` reads the rest
 _WITHOUT = "document_mask=false"

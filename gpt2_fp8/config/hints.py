@@ -21,6 +21,10 @@ _ATTENTION_OF_TE = (
 )
 _Z_LOSS = ("it is a penalty", "penalty.z_loss=1e-4")
 _L1 = ("it is a penalty", "penalty.activation_l1=1e-4")
+_WANDB = ("W&B is a choice of logger", "logger=[default,wandb]")
+_MLFLOW = ("MLflow is a choice of logger", "logger=[default,mlflow]")
+# Groups of keys that only a choice brings: what to choose.
+UNCHOSEN = {"logger.wandb": "logger=[default,wandb]", "logger.mlflow": "logger=[default,mlflow]"}
 _DOCUMENTS = ("it has another name", "document_mask=true")
 FOREIGN: dict[str, tuple[str, str]] = {
     "interval": _INTERVAL,
@@ -158,8 +162,20 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "l1_lambda": _L1,
     "l1_weight": _L1,
     "use_compile": ("it has torch's name", "compile=true or false"),
-    "use_wandb": ("runs log to TensorBoard and CSV", "logger=default, tensorboard, csv or none"),
-    "wandb": ("runs log to TensorBoard and CSV", "logger=default, tensorboard, csv or none"),
+    "use_wandb": _WANDB,
+    "wandb": _WANDB,
+    "wandb_log": _WANDB,
+    "report_to": ("loggers are a group", "logger=[default,wandb], of csv, tensorboard, wandb and mlflow"),
+    "wandb_project": ("it has a longer name", "logger=[default,wandb] logger.wandb.project=NAME"),
+    "wandb_entity": ("it has a longer name", "logger=[default,wandb] logger.wandb.entity=NAME"),
+    "wandb_run_name": ("every logger has the same", "run_name=NAME"),
+    "logger.wandb.name": ("every logger has the same", "run_name=NAME"),
+    "logger.wandb.id": ("a resumed run has that of the first", "run_name=NAME ckpt_path=last"),
+    "logger.wandb.offline": ("it has another name", "logger.wandb.mode=offline"),
+    "mlflow": _MLFLOW,
+    "experiment_name": _MLFLOW,
+    "log_histograms": ("it is an interval", "logger.histograms_every_n_steps=500"),
+    "histogram_freq": ("it is an interval", "logger.histograms_every_n_steps=500"),
     "train": ("this program always trains", "remove the key"),
     "test": ("this program trains and validates", "remove the key"),
 }

@@ -177,7 +177,8 @@ def _env_set(value: object) -> str | None:
 
 LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
 # What a run writes into its folder, which Hydra's own files are to leave alone.
-RUN_FILES = ("checkpoints", "tensorboard", "run.log", "metrics.csv", "metrics.csv.tmp", "fp8.csv", "fp8.csv.tmp",
+RUN_FILES = ("checkpoints", "tensorboard", "wandb", "remote_runs.json", ".remote_runs.json.tmp",
+             "run.log", "metrics.csv", "metrics.csv.tmp", "fp8.csv", "fp8.csv.tmp",
              "summary.json", ".summary.json.tmp", ".lock")  # fmt: skip
 _RULES: dict[str, tuple[Callable[[object], str | None], str]] = {
     "hydra.job.name": (_job_name, "choose a plain name, such as hydra.job.name=run"),

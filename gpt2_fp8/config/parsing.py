@@ -103,6 +103,8 @@ class _Builder:
         classes = [m for m in members if is_dataclass(m)]
         if value == MISSING:
             return self._bad(path, f"{path} has no value", f"give one: {path}={_example(members)}")
+        if value is None and classes and NoneType in members:
+            return None
         if classes:
             return self._instance(classes, value, path)
         keyed = next((m for m in members if get_origin(m) is dict), None)
@@ -123,7 +125,11 @@ class _Builder:
 
     def _instance(self, classes: list[Any], data: object, path: str) -> Any:
         if not isinstance(data, dict):
-            return self._bad(path, f"{path or 'the configuration'}={show(data)}: not a group of keys", "give its keys")
+            return self._bad(
+                path,
+                f"{path or 'the configuration'}={show(data)}: not a group of keys",
+                hints.UNCHOSEN.get(path, "give its keys"),
+            )
         cls, tag = classes[0], None
         if len(classes) > 1:
             field = tag_field(classes)

@@ -19,8 +19,9 @@ from gpt2_fp8.config.parsing import show
 
 TRIAL = b"\0" * 4096
 _TRIAL_NAME, _TRIAL_SECONDS = ".write-test-", 60.0
-FOLDERS = ("tensorboard", "checkpoints")
-REPLACED = ("summary.json", ".summary.json.tmp", "metrics.csv", "metrics.csv.tmp", "fp8.csv", "fp8.csv.tmp")
+FOLDERS = ("tensorboard", "tensorboard/train", "tensorboard/val", "checkpoints", "wandb")
+REPLACED = ("summary.json", ".summary.json.tmp", "metrics.csv", "metrics.csv.tmp", "fp8.csv", "fp8.csv.tmp",
+            "remote_runs.json", ".remote_runs.json.tmp")  # fmt: skip
 WRITTEN_TO = (".lock", "tensorboard/hparams.yaml")
 HYDRA = ("config.yaml", "hydra.yaml", "overrides.yaml")
 SWEEP = ("multirun.yaml", "optimization_results.yaml")
@@ -147,7 +148,7 @@ def _no_file(path: Path) -> str | None:
 def _no_folder(path: Path) -> str | None:
     try:
         mode = os.lstat(path).st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the second: the folder above is said to be none
         return None
     except OSError as error:
         return error.strerror

@@ -234,11 +234,32 @@ class CallbacksConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """Weights & Biases, chosen by `logger=wandb` (docs/logging.md)."""
+
+    project: str
+    entity: str | None = None  # the account or team; null: the account's own
+    group: str | None = None  # runs that belong together; null: the jobs of a sweep do
+    mode: Literal["online", "offline"] | None = None  # offline: `wandb sync` uploads later; null: WANDB_MODE, or online
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLflowConfig:
+    """MLflow, chosen by `logger=mlflow`."""
+
+    experiment: str
+    tracking_uri: str | None = None  # a server or sqlite:///FILE; null: MLFLOW_TRACKING_URI, or sqlite:///mlflow.db
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoggerConfig:
-    """Which logs a run keeps in its folder."""
+    """Where a run logs: its own folder, and services."""
 
     tensorboard: bool
     csv: bool
+    histograms_every_n_steps: Steps = 0  # of weights and gradients, and each matrix' gradient norm; 0: none
+    wandb: WandbConfig | None = None
+    mlflow: MLflowConfig | None = None
     extra: list[str] = field(default_factory=list)  # loggers of one's own, likewise
 
 

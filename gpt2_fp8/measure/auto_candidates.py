@@ -17,8 +17,8 @@ import torch
 
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.checks import vocabulary
-from gpt2_fp8.config.model_checks import recipe_multiple
 from gpt2_fp8.config.data_schema import StdlibData
+from gpt2_fp8.config.model_checks import recipe_multiple
 from gpt2_fp8.config.schema import (
     AutoPrecisionConfig,
     AutoRecipe,

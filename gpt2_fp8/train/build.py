@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
+from gpt2_fp8.callbacks.histograms import Histograms
 from gpt2_fp8.callbacks.log_line import LogLine
 from gpt2_fp8.callbacks.peak_memory import PeakMemory
 from gpt2_fp8.callbacks.progress import ProgressBar
@@ -33,12 +35,13 @@ from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.run_watch import RunWatch
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.runtime import devices, registry
-from gpt2_fp8.train import setup
+from gpt2_fp8.train import hyper_parameters, setup
 from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
 from gpt2_fp8.train.fp8_csv import FP8File
-from gpt2_fp8.train.loggers import build_loggers
+from gpt2_fp8.train.loggers import build_loggers, build_services
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.precision_plugin import FP8Precision
+from gpt2_fp8.train.services import Identity
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,8 @@ def build(
     divergence: DivergenceGuard,
     log_line: LogLine,
     ends: list[Callback],
+    words: Sequence[str] = (),
+    in_sweep: bool = False,
 ) -> Parts:
     """Build the parts of a run in `folder`.
 
@@ -73,6 +78,7 @@ def build(
         time_limit: the first callback: it decides whether a step is the last.
         log_line: writes the log's lines; it outlives a rollback.
         ends: the callbacks that save and stop. Lightning moves them behind all others, in their order.
+        words: the run's overrides; `in_sweep`: they are those of a job.
 
     Raises UserError for weights or a tokenizer that are not there.
     """
@@ -85,6 +91,8 @@ def build(
     throughput.readers.append(log_line.write)
     health = _fp8_health(config, plan, folder, checkpoint)
     callbacks: list[Callback] = [time_limit, log_line, throughput, *health, memory]
+    if config.logger.histograms_every_n_steps and not config.trainer.fast_dev_run:
+        callbacks.append(Histograms(config.logger.histograms_every_n_steps, last_step(config)))
     callbacks.append(SameKernels(kernels | _versions(plan)))
     if config.callbacks.red_flags:
         watch = RunWatch(config.optim.warmup_steps, config.data.num_workers, partial(log.warning, "%s"))
@@ -96,12 +104,13 @@ def build(
         callbacks.append(bar := ProgressBar(log_line.pace))
         throughput.readers.append(bar.read)
     callbacks += extra
-    if config.tags or config.notes:
-        callbacks.append(RunLabels(config.tags, config.notes))
+    labels = hyper_parameters.hyper_parameters(config, words)
+    callbacks.append(RunLabels(labels, hyper_parameters.as_text(config)))
     callbacks.append(divergence)
     if not config.trainer.fast_dev_run:
         callbacks += ends
-    trainer = build_trainer(config, plan, folder, callbacks, checkpoint)
+    identity = Identity.of(config, folder, in_sweep)
+    trainer = build_trainer(config, plan, folder, callbacks, checkpoint, identity)
     return Parts(plan, trainer, module, data, throughput, memory, kernels)
 
 
@@ -118,14 +127,20 @@ def _versions(plan: Plan) -> dict[str, str]:
     return {"torch": torch.__version__} | (libraries.versions() if plan.device == "cuda" else {})
 
 
-def _loggers(config: RunConfig, folder: Path, checkpoint: Path | None) -> list[Logger]:
-    """Build the run's own logs, and the loggers of plugins."""
+def _loggers(config: RunConfig, folder: Path, checkpoint: Path | None, identity: Identity) -> list[Logger]:
+    """Build the run's own logs, those of services, and the loggers of plugins."""
     own = build_loggers(config.logger, folder, setup.step_of(checkpoint))
+    own += build_services(config, folder, identity, resumed=checkpoint is not None)
     return own + [registry.make("logger.extra", name, Logger, config, folder) for name in config.logger.extra]
 
 
 def build_trainer(
-    config: RunConfig, plan: Plan, folder: Path, callbacks: list[Callback], checkpoint: Path | None
+    config: RunConfig,
+    plan: Plan,
+    folder: Path,
+    callbacks: list[Callback],
+    checkpoint: Path | None,
+    identity: Identity,
 ) -> pl.Trainer:
     """Lightning's Trainer. A run is one Lightning epoch of `max_steps` batches, whatever the corpus' epochs are."""
     options = config.trainer
@@ -146,7 +161,7 @@ def build_trainer(
         profiler=options.profiler,
         plugins=[FP8Precision(plan), FolderCheckpointIO()],
         callbacks=callbacks,
-        logger=False if options.fast_dev_run else _loggers(config, folder, checkpoint),
+        logger=False if options.fast_dev_run else _loggers(config, folder, checkpoint, identity),
         enable_checkpointing=not options.fast_dev_run,
         enable_progress_bar=any(isinstance(callback, LightningBar) for callback in callbacks),
         enable_model_summary=False,

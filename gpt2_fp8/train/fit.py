@@ -57,7 +57,7 @@ def _run(config: RunConfig, folder: Path, words: Sequence[str], line: Typed | No
     typed = own_words.keys(words)
     try:
         with GracefulStop(lambda trainer: _stop_here(trainer, context.checkpointing)) as stop:
-            parts = _train(_prepare(config, folder, context, typed), folder, context, stop)
+            parts = _train(_prepare(config, folder, context, typed), folder, context, stop, words, line is None)
         return last_val_loss(parts, context.checkpointing)
     except BaseException as caught:
         error = context.watchdog.explain(caught)  # a torn connection means that another rank has ended
@@ -96,14 +96,18 @@ def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: Contai
     return _Start(config, plan, checkpoint, world_size, asked, limit)
 
 
-def _train(start: _Start, folder: Path, context: RunContext, stop: GracefulStop) -> Parts:
+def _train(
+    start: _Start, folder: Path, context: RunContext, stop: GracefulStop, words: Sequence[str], in_sweep: bool
+) -> Parts:
     """Build and fit, again after each rollback; returns the parts of the last `fit`, which has finished."""
+    in_sweep = in_sweep and bool(words)
     config, plan, checkpoint, world_size, asked, limit = start
     ends = [context.watchdog, context.checkpointing, stop]
     log_line = context.log_line(config, setup.step_of(checkpoint) or 0)
     while True:
+        limit_of_time, policy = context.time_limit, context.divergence
         parts = context.built(
-            build(config, plan, folder, checkpoint, context.time_limit, context.divergence, log_line, ends)
+            build(config, plan, folder, checkpoint, limit_of_time, policy, log_line, ends, words, in_sweep)
         )
         parts.module.asked_micro_batch_size = asked
         setup.announce(config, plan, parts.module.vocab_size, world_size, folder, checkpoint)

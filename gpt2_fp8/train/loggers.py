@@ -1,4 +1,4 @@
-"""The logs in a run's folder: `metrics.csv` and `tensorboard/`. Every step is there once, also after a resume."""
+"""A run's loggers: `metrics.csv` and TensorBoard in its folder, each step once also after a resume, and services."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import errno
 import io
 import itertools
 import logging
-from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.compat.lightning_logging import CSVLoggerOf, KeepingWriter
-from gpt2_fp8.config.schema import LoggerConfig
+from gpt2_fp8.config.schema import LoggerConfig, RunConfig
+from gpt2_fp8.train.event_files import EventFile
+from gpt2_fp8.train.lossy import Lossy
 from gpt2_fp8.train.metrics_csv import is_column, renew
+from gpt2_fp8.train.remote import Remote
+from gpt2_fp8.train.services import Identity, MLflow, Wandb
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def build_loggers(config: LoggerConfig, folder: Path, resume_step: int | None) -> list[Logger]:
-    """Build the loggers that `config` asks for, writing into `folder`, without those of plugins.
+    """Build the loggers of the run's own folder that `config` asks for.
 
     `resume_step` is the optimizer step of the checkpoint that the run continues from; what was logged for later steps
     is dropped. None starts new logs. Steps count from 1: pass `step=trainer.global_step` after the update.
@@ -35,70 +38,23 @@ def build_loggers(config: LoggerConfig, folder: Path, resume_step: int | None) -
     loggers: list[Logger] = []
     if config.tensorboard:
         # Readers drop everything of earlier event files at or after `purge_step`.
-        purge_step = 0 if resume_step is None else resume_step + 1
-        loggers.append(
-            EventFile(folder, name="tensorboard", version="", default_hp_metric=False, purge_step=purge_step)
-        )
+        loggers.append(EventFile(folder, purge_step=0 if resume_step is None else resume_step + 1))
     if config.csv:
         loggers.append(MetricsFile(folder, resume_step))
     return loggers
 
 
-class Lossy:
-    """A logger that loses a row if the disk does not take it. The first of several in a row logs a warning."""
+def build_services(config: RunConfig, folder: Path, identity: Identity, resumed: bool) -> list[Logger]:
+    """Build the loggers of services that `config` asks for. Nothing is sent before the first row.
 
-    _failing = False
-
-    @contextmanager
-    def losing_rows(self, what: str, unless: Container[int | None] = ()) -> Iterator[None]:
-        """Log a warning if `what` cannot be written. Raises OSError for the error numbers `unless`."""
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            cause = error.__cause__ if isinstance(error, ValueError) else error  # Lightning turns it into a ValueError
-            if not isinstance(cause, OSError) or cause.errno in unless:
-                raise
-            if not self._failing:
-                log.warning("%s is not written, training goes on: %s", what, cause)
-            self._failing = True
-        else:
-            self._failing = False
-
-
-class EventFile(Lossy, TensorBoardLogger):
-    """A TensorBoardLogger that writes every row into the file at once. TensorBoard itself does so every two minutes.
-
-    A killed run continues from a checkpoint, and the rows before it must be in the file then.
+    `resumed`: the run continues from a checkpoint of its own folder, and so does its run at each service.
     """
-
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write a row. If the disk does not take it, a warning is logged, and this and all later rows are lost.
-
-        TensorBoard's writer does not recover.
-        """
-        with self.losing_rows("TensorBoard's log"):
-            super().log_metrics(metrics, step)
-            self.experiment.flush()
-
-    @rank_zero_only
-    def log_text(self, tag: str, text: str, step: int) -> None:
-        """Write a text. If the disk does not take it, a warning is logged."""
-        with self.losing_rows("TensorBoard's log"):
-            self.experiment.add_text(tag, text, step)
-            self.experiment.flush()
-
-    @rank_zero_only
-    def save(self) -> None:
-        """Do what Lightning asks for now and then; nothing is left to write."""
-        with self.losing_rows("TensorBoard's log"):
-            super().save()
-
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        """Close the file. If the disk does not take it, a warning is logged."""
-        with self.losing_rows("TensorBoard's log"):
-            super().finalize(status)
+    services: list[Logger] = []
+    if config.logger.wandb is not None:
+        services.append(Remote(Wandb(config.logger.wandb, config, folder, identity, resumed)))
+    if config.logger.mlflow is not None:
+        services.append(Remote(MLflow(config.logger.mlflow, config, folder, identity, resumed)))
+    return services
 
 
 class MetricsFile(Lossy, CSVLoggerOf):

@@ -29,7 +29,7 @@ COLUMNS = {
         "bf16_reruns",
         "tokens",
     ),
-    *("tokens_per_second", "step_time", "data_wait", "mfu_bf16", "memory_gb"),
+    *("tokens_per_second", "step_time", "data_wait", "mfu_bf16", "memory_gb", "gpu_power_watts", "gpu_utilization"),
     *(f"fp8/{figure}_{kind}" for figure in ("amax", "scale", "headroom", "saturated", "flushed")
       for kind in ("input", "weight", "gradient")),
     *("fp8/scale_jump", "fp8/scale_age"),

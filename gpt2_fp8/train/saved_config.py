@@ -16,6 +16,7 @@ from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.schema import (
     CallbacksConfig,
     FP8PrecisionConfig,
+    LoggerConfig,
     ModelConfig,
     OptimConfig,
     PenaltyConfig,
@@ -33,6 +34,7 @@ _GROWN: dict[str, type[Any]] = {
     "trainer": TrainerConfig,
     "callbacks": CallbacksConfig,
     "precision": FP8PrecisionConfig,
+    "logger": LoggerConfig,
 }  # groups that have got keys since
 _REMEDY = "give it: GPT2Module.load_from_checkpoint(FOLDER, config=load_config(...)), as it was trained"
 

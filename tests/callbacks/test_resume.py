@@ -166,7 +166,7 @@ def test_tensorboard_shows_each_step_once(tmp_path, whole):
         run(tmp_path, callbacks=[At("on_train_batch_end", 7, crash)])
     run(tmp_path)
     for folder in (tmp_path, whole[0]):
-        events = EventAccumulator(str(folder / "tensorboard")).Reload()
-        assert [event.step for event in events.Scalars("train_loss")] == list(range(1, 13))
-        assert [event.step for event in events.Scalars("val_loss")] == [4, 8, 12]
-        assert [e.value for e in events.Scalars("train_loss")] == pytest.approx(list(whole[1].losses.values()))
+        train, val = (EventAccumulator(str(folder / "tensorboard" / name)).Reload() for name in ("train", "val"))
+        assert [event.step for event in train.Scalars("loss")] == list(range(1, 13))
+        assert [event.step for event in val.Scalars("loss")] == [4, 8, 12]
+        assert [e.value for e in train.Scalars("loss")] == pytest.approx(list(whole[1].losses.values()))

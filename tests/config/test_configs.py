@@ -83,10 +83,22 @@ def written(file):
 
 def test_conf_and_schema_name_the_same_keys():
     in_conf = set().union(*map(written, FILES), written(Path("config.yaml")))
+    in_conf -= set(hints.UNCHOSEN)  # null where nothing brings their keys
     assert in_conf == set(key_paths(RunConfig))
 
 
-@pytest.mark.parametrize("group", ["trainer", "callbacks", "logger", "model", "optim"])
+def test_each_logger_only_turns_something_on():
+    """So that several can be chosen together, in any order."""
+    for one, other in (("csv", "wandb"), ("tensorboard", "mlflow"), ("default", "wandb")):
+        (first,), (second,) = preflight([f"logger=[{one},{other}]"]), preflight([f"logger=[{other},{one}]"])
+        assert first.logger == second.logger
+        for name in (one, other):
+            (alone,) = preflight([f"logger={name}"])
+            on = {key for key, value in vars(alone.logger).items() if value}
+            assert on <= {key for key, value in vars(first.logger).items() if value}
+
+
+@pytest.mark.parametrize("group", ["trainer", "callbacks", "model", "optim"])
 def test_the_choices_of_a_group_set_the_same_keys(group):
     files = [file for file in FILES if file.parent.name == group]
     assert len({frozenset(written(file)) for file in files}) == 1

@@ -109,7 +109,7 @@ def test_92_a_run_writes_nothing_that_is_not_looked_for(tmp_path):
     known = {Path(name).parts[0] for name in [*FILES, *FOLDERS]}
     assert known >= LEFT
     inside = {path.name for path in (tmp_path / "run/tensorboard").iterdir() if "tfevents" not in path.name}
-    assert inside == {"hparams.yaml"}
+    assert inside == {"hparams.yaml", "train", "val"}
     assert {path.name for path in (tmp_path / "run/.hydra").iterdir()} == set(HYDRA)
 
 
@@ -127,6 +127,7 @@ def test_93_a_folder_or_a_pipe_in_the_place_of_a_file_is_refused(folder, name, k
 
 @pytest.mark.parametrize("name", [".hydra", *FOLDERS])
 def test_93_a_file_in_the_place_of_a_folder_is_refused(folder, name):
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("")
     (cause,) = refused("run_name=run")
     assert cause.startswith(f"outputs/run/{name}: it is a file")

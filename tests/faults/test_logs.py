@@ -46,8 +46,8 @@ def logged(folder: Path) -> tuple[list[int], list[int]]:
     """The steps of the training loss, in the order of both logs."""
     with (folder / "metrics.csv").open() as file:
         table = [int(row["step"]) for row in csv.DictReader(file) if row["train_loss"]]
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
-    return table, [event.step for event in events.Scalars("train_loss")]
+    events = EventAccumulator(str(folder / "tensorboard/train")).Reload()
+    return table, [event.step for event in events.Scalars("loss")]
 
 
 def test_77_a_killed_run_logs_each_step_once(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_77_a_row_that_the_kill_tore_is_dropped(tmp_path: Path, torn: bytes) -> 
         for step in steps:
             for logger in loggers:
                 logger.log_metrics({"train_loss": 1 / step}, step=step)
-        events = max((tmp_path / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        events = max((tmp_path / "tensorboard/train").iterdir(), key=lambda path: path.stat().st_mtime_ns)
         with events.open("ab") as file:
             file.write(torn)
         with (tmp_path / "metrics.csv").open("ab") as file:

@@ -1,15 +1,20 @@
 """metrics.csv and TensorBoard over fresh starts, resumes and kills."""
 
 import csv
+import html
+import math
 import time
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
 
 from gpt2_fp8.config.schema import LoggerConfig
 from gpt2_fp8.train import metrics_csv
+from gpt2_fp8.train.event_files import code_block
 from gpt2_fp8.train.loggers import MetricsFile, build_loggers
+from gpt2_fp8.train.tensorboard_tags import place, placed
 
 BOTH = LoggerConfig(tensorboard=True, csv=True)
 
@@ -101,7 +106,7 @@ def test_tensorboard_shows_each_step_once(tmp_path):
         (logger,) = build_loggers(LoggerConfig(tensorboard=True, csv=False), tmp_path, resume_step)
         log(logger, steps)
         next_second()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = EventAccumulator(str(tmp_path / "tensorboard/train")).Reload()
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 12))
 
 
@@ -116,7 +121,8 @@ def test_tensorboard_starts_afresh_without_a_checkpoint(tmp_path):
     for steps in (range(1, 8), range(1, 3)):
         (logger,) = build_loggers(LoggerConfig(tensorboard=True, csv=False), tmp_path, None)
         log(logger, steps)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        next_second()
+    events = EventAccumulator(str(tmp_path / "tensorboard/train")).Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2]
 
 
@@ -133,3 +139,54 @@ def test_a_validation_that_is_done_once_more_has_its_row_already(tmp_path):
     again = MetricsFile(tmp_path, 3)  # of a step before it
     again.log_metrics({"val_loss": 2.25}, step=4)
     assert table(tmp_path)[-1]["val_loss"] == "2.25"
+
+
+def curves(folder, name):
+    return EventAccumulator(str(folder / "tensorboard" / name)).Reload()
+
+
+def test_training_and_validation_share_a_chart(tmp_path):
+    (logger,) = build_loggers(LoggerConfig(tensorboard=True, csv=False), tmp_path, None)
+    logger.log_metrics({"train_loss": 2.0, "lr": 0.5, "tokens_per_second": 7.0, "fp8/scale_input": 3.0}, step=1)
+    logger.log_metrics({"val_loss": torch.tensor(1.0), "val_loss/books": 4.0}, step=1)
+    logger.finalize("success")
+    train, val = curves(tmp_path, "train"), curves(tmp_path, "val")
+    assert train.Scalars("loss")[0].value == 2.0
+    assert val.Scalars("loss")[0].value == 1.0
+    assert val.Scalars("loss/perplexity")[0].value == pytest.approx(math.e)
+    assert val.Scalars("loss/books")[0].value == 4.0
+    groups = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(train.Tags()["scalars"])))
+    assert groups == ["loss", "optim", "precision_fp8", "speed"], "TensorBoard opens the first two"
+
+
+def test_every_metric_of_a_run_has_a_group():
+    alone = [name for name in metrics_csv.COLUMNS - {"step", "loss", "aa", "zz", "new"} if place(name)[1] == name]
+    assert alone == []
+
+
+def test_no_perplexity_of_a_loss_that_is_none():
+    assert [tag for _, tag, _ in placed({"train_loss": math.nan})] == ["loss"]
+    assert [tag for _, tag, _ in placed({"train_loss": math.inf})] == ["loss"]
+    assert [tag for _, tag, _ in placed({"train_loss": 1000.0})] == ["loss"]
+
+
+@pytest.mark.parametrize("text", ["a_b_c  *d*", "~~~\nx\n~~~~~", "<b>&</b>", "```", "  first"])
+def test_a_text_is_shown_as_it_is(text):
+    shown = markdown_to_safe_html(code_block(text))
+    inside = html.unescape(shown.partition("<code>")[2].rpartition("</code>")[0])
+    assert inside.rstrip("\n") == text
+
+
+def test_a_resume_drops_what_is_late_in_each_curve(tmp_path):
+    """Also of a run that validates once more only later."""
+    for resume_step, last in ((None, 8), (4, 6)):
+        (logger,) = build_loggers(LoggerConfig(tensorboard=True, csv=False), tmp_path, resume_step)
+        for step in range((resume_step or 0) + 1, last + 1):
+            logger.log_metrics({"train_loss": 1.0}, step=step)
+        if resume_step is None:
+            logger.log_metrics({"val_loss": 1.0}, step=3)
+            logger.log_metrics({"val_loss": 1.0}, step=7)
+        logger.finalize("success")
+        next_second()
+    assert [event.step for event in curves(tmp_path, "train").Scalars("loss")] == list(range(1, 7))
+    assert [event.step for event in curves(tmp_path, "val").Scalars("loss")] == [3]

@@ -1,0 +1,191 @@
+"""W&B and MLflow with their real libraries, on this machine alone; and what happens when they do not answer."""
+
+import logging
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from lightning.pytorch.loggers import Logger
+
+from gpt2_fp8 import compose
+from gpt2_fp8.config import logger_checks
+from gpt2_fp8.train import remote, remote_runs
+from gpt2_fp8.train.remote import Remote
+from gpt2_fp8.train.services import Identity, Wandb
+from tests.runs import SMALL, forked, metrics, recorded, train, train_until
+
+FEW = ["trainer.max_steps=6", "trainer.val_check_interval=3"]
+HISTOGRAMS = ["logger.histograms_every_n_steps=2"]
+
+
+@pytest.fixture(autouse=True)
+def _offline(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def records_of(path):
+    """The records of a file of W&B's: its header of 7 bytes, then LevelDB's log of blocks of 32 KiB."""
+    content, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def rows_of(folder):
+    """The history in W&B's own files, as [{key: JSON}], over all legs of a run."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for path in sorted(folder.glob("wandb/*run-*/run-*.wandb")):
+        for data in records_of(path):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if items := record.history.item:
+                found.append({item.key or "/".join(item.nested_key): item.value_json for item in items})
+    return found
+
+
+def test_wandb_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
+    folder = tmp_path / "run"
+    words = [*FEW, *HISTOGRAMS, "logger=[csv,wandb]", "callbacks.checkpoint_every_n_steps=2"]
+    train_until(4, folder, *words)
+    first = remote_runs.remembered(folder, "wandb")
+    train(folder, *words, "ckpt_path=last")
+    assert remote_runs.remembered(folder, "wandb") == first
+    assert {path.name.rpartition("-")[2] for path in folder.glob("wandb/offline-run-*")} == {first}
+    rows = rows_of(folder)
+    losses = {int(row["trainer/global_step"]): float(row["train_loss"]) for row in rows if "train_loss" in row}
+    assert losses == pytest.approx(metrics(folder)["train_loss"])
+    assert any(key.startswith("gradients/blocks.0") for row in rows for key in row)
+
+
+def test_each_job_of_a_sweep_is_a_run_of_its_own(tmp_path):
+    words = ["-m", "seed=1,2", *SMALL, *FEW, "run_name=sweep", "logger=[csv,wandb,mlflow]"]
+    done = forked(*words, cwd=tmp_path, WANDB_MODE="offline")
+    assert done.returncode == 0, done.stderr
+    folders = [tmp_path / "outputs/sweep" / job for job in "01"]
+    for service in ("wandb", "mlflow"):
+        ids = {remote_runs.remembered(folder, service) for folder in folders}
+        assert len(ids) == 2
+        assert None not in ids
+    assert [len(list(folder.glob("wandb/offline-run-*"))) for folder in folders] == [1, 1]
+    assert [sum("train_loss" in row for row in rows_of(folder)) for folder in folders] == [6, 6]
+
+
+def test_mlflow_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    folder = tmp_path / "run"
+    uri = f"sqlite:///{tmp_path}/store.db"
+    words = [*FEW, "logger=[csv,mlflow]", f"logger.mlflow.tracking_uri='{uri}'", "+tags.round=2"]
+    train(folder, *words)
+    run_id = remote_runs.remembered(folder, "mlflow")
+    train(folder, *words, "ckpt_path=last", "trainer.max_steps=8")
+    client = MlflowClient(uri)
+    (experiment,) = [found for found in client.search_experiments() if found.name == "gpt2-fp8"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
+    assert run.data.params["model/n_layer"] == "1"
+    assert run.data.tags["tags.round"] == "2"
+    history = client.get_metric_history(run_id, "train_loss")
+    assert {row.step: row.value for row in history} == pytest.approx(metrics(folder)["train_loss"])
+
+
+def test_losses_are_the_same_with_and_without(tmp_path):
+    alone = recorded(tmp_path / "alone", *FEW, "logger=csv")
+    both = recorded(tmp_path / "both", *FEW, "logger=[default,wandb,mlflow]", "logger.histograms_every_n_steps=1")
+    assert alone[0] == both[0]
+    assert alone[1]["val_loss"] == both[1]["val_loss"]
+
+
+class Away:
+    """A service that does not answer, or answers with an error."""
+
+    title, undelivered = "W&B", "it is lost"
+
+    def __init__(self, begin):
+        self.begin = begin
+
+    def end(self, logger, status):
+        raise AssertionError("it never began")
+
+
+def test_an_outage_costs_a_warning_and_not_the_run(tmp_path, caplog):
+    def refused():
+        raise ConnectionError("no route to host")
+
+    logger = Remote(Away(refused))
+    for step in range(5):
+        logger.log_metrics({"train_loss": 1.0}, step)
+    logger.finalize("success")
+    assert [record.getMessage() for record in caplog.records] == [
+        "W&B does not take a row, training goes on: no route to host"
+    ]
+
+
+def test_a_service_that_hangs_holds_nothing_up(monkeypatch, caplog):
+    monkeypatch.setattr(remote, "END_SECONDS", 0.2)
+    monkeypatch.setattr(remote, "MOST_WAITING", 3)
+    answers = threading.Event()
+    logger = Remote(Away(answers.wait))
+    began = time.monotonic()
+    for step in range(20):
+        logger.log_metrics({"train_loss": 1.0}, step)
+    logger.finalize("success")
+    assert time.monotonic() - began < 60, "a bound against waiting forever"
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([line for line in said if "rows are lost" in line]) == 1
+    assert len([line for line in said if "it is lost" in line]) == 1
+    answers.set()
+
+
+def test_wandb_is_offline_where_it_cannot_be_reached(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    (config,) = compose.preflight([*SMALL, "logger=wandb", "run_name=x"])
+    service = Wandb(config.logger.wandb, config, tmp_path, Identity("x"), resumed=False)
+    opened = []
+
+    def open_(mode):
+        opened.append(mode)
+        if mode != "offline":
+            raise ConnectionError("no route to host")
+        return original(mode)
+
+    original = service._open
+    monkeypatch.setattr(service, "_open", open_)
+    logger = service.begin()
+    service.end(logger, "success")
+    assert opened == [None, "offline"]
+    assert isinstance(logger, Logger)
+    assert any("wandb sync" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(("name", "library"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("mlflow", "sqlalchemy")])
+def test_a_missing_library_is_said_before_torch(name, library, monkeypatch):
+    monkeypatch.setattr(logger_checks, "find_spec", lambda module: None if module == library else object())
+    (config,) = compose.preflight([*SMALL])
+    (chosen,) = (compose.preflight([*SMALL, f"logger={word}"]) for word in ["none"])
+    assert list(logger_checks.check(chosen[0])) == []
+    with pytest.raises(Exception, match=f"library {library}, which it needs, is not installed") as caught:
+        compose.preflight([*SMALL, f"logger={name}"])
+    assert f'pip install -e ".[{name}]"' in str(caught.value)
+    assert replace(config) == config
+
+
+def test_an_agents_run_is_taken_and_a_strange_name_is_not(tmp_path):
+    assert remote_runs.fresh({"WANDB_RUN_ID": "abc12345"}) == "abc12345"
+    assert remote_runs.fresh({"WANDB_RUN_ID": "../x"}) != "../x"
+    (tmp_path / "remote_runs.json").write_text('{"wandb": "../../x", "mlflow": 3}')
+    assert remote_runs.remembered(tmp_path, "wandb") is None
+    assert remote_runs.remembered(tmp_path, "mlflow") is None
