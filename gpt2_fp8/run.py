@@ -54,6 +54,7 @@ def job(cfg: DictConfig) -> float | None:
         words = [str(word) for word in HydraConfig.get().overrides.task]
         config = compose.to_run_config(cfg, here if HydraConfig.get().job.chdir else None, own_words.keys(words))
         if "torch" not in sys.modules and launched.is_first_rank():
+            output.forgive_outputs()
             log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
         typed = own_words.Typed(tuple(sys.argv[1:]), here) if HydraConfig.get().mode == RunMode.RUN else None
         return loading.training(config, folder, here, words)(config, folder, words, typed)

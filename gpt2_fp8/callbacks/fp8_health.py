@@ -7,12 +7,14 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 
 from gpt2_fp8.compat import lightning_loops as loops
+from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.fp8_health import FP8Health, Health, summary
 from gpt2_fp8.engine.red_flags import FP8RedFlags
@@ -54,9 +56,10 @@ class FP8HealthLog(pl.Callback):
         """Begin anew, with the module's training step."""
         self._health, self._clock = None, None
         if trainer.is_global_zero and pl_module.step.plan.recipe is not None:
-            self._health = FP8Health(pl_module.step)
             recipe = pl_module.step.plan.backend.recipe
             self._flags = FP8RedFlags(recipe, self.config.optim.warmup_steps, self._say)
+            with self._only_looking(trainer.global_step):
+                self._health = FP8Health(pl_module.step)
         self._due = self._next(trainer.global_step)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
@@ -65,12 +68,16 @@ class FP8HealthLog(pl.Callback):
         if step % self.every_n_steps and not last and step > 1:
             return
         pl_module.step.settle()  # on all ranks
-        if self._health is None or signals.pending():
-            return
+        if self._health is not None and not signals.pending():
+            with self._only_looking(step):
+                self._look(trainer, step, last, batch["ids"])
+
+    def _look(self, trainer: pl.Trainer, step: int, last: bool, ids: Any) -> None:
+        assert self._health is not None
         self._time(step)
         healths = self._health.read()
         if (step >= self._due or step == 1 or last) and self._health.failed is None:
-            healths = self._sample(step, batch["ids"], healths)
+            healths = self._sample(step, ids, healths)
         if healths:
             for logger in trainer.loggers:
                 logger.log_metrics(summary(healths), step=step)
@@ -91,6 +98,18 @@ class FP8HealthLog(pl.Callback):
             self._widen(self._health.seconds)
         self._due = self._next(step)
         return found
+
+    @contextmanager
+    def _only_looking(self, step: int) -> Iterator[None]:
+        """Go on training, without this callback, after an error in it: what only looks does not end a run."""
+        try:
+            yield
+        except RunError:
+            raise
+        except Exception as error:
+            self._health = None
+            log.warning("step %d: FP8's health is not watched from here on (%s: %s); training goes on",
+                        step, type(error).__name__, error)  # fmt: skip
 
     def _time(self, step: int) -> None:
         if self._clock is not None and step > self._clock[1]:

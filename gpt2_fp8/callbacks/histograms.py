@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
+from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.engine import histograms
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 
@@ -49,25 +50,26 @@ class Histograms(pl.Callback):
         if counted is None or result is None:
             return
         found = []
-        if result.first is None and not result.read().skipped:  # else they are of an attempt that was given up
-            found = histograms.read(*counted[:1], "gradient", counted[1], result.clip_ratio.item())
         weights = list(_matrices(pl_module))
         try:
+            if result.first is None and not result.read().skipped:  # else they are of an attempt that was given up
+                found = histograms.read(*counted[:1], "gradient", counted[1], result.clip_ratio.item())
             of_weights = histograms.count([weight for _, weight in weights])
+            found += histograms.read([name for name, _ in weights], "weight", of_weights)
         except Exception as error:
             self._give_up(error, step)
             return
-        found += histograms.read([name for name, _ in weights], "weight", of_weights)
         for logger in trainer.loggers:
             if write := getattr(logger, "log_histograms", None):  # loggers.EventFile, loggers.Remote
                 write(found, step)
 
     def _give_up(self, error: Exception, step: int) -> None:
-        """Go on without histograms if the memory for them is not there. Raises any other error."""
-        if not is_out_of_memory(error):
+        """Go on without histograms: what only looks does not end a run. Raises what does, such as a signal's."""
+        if isinstance(error, RunError):
             raise error
         self._failed, self._gradients = True, None
-        log.warning("no histograms from step %d on: out of memory", step)
+        reason = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+        log.warning("no histograms from step %d on (%s); training goes on", step, reason)
 
 
 def _matrices(pl_module: Any) -> list[tuple[str, Any]]:

@@ -105,3 +105,21 @@ def test_without_memory_the_run_goes_on(tmp_path, monkeypatch, caplog):
     assert not (tmp_path / "fp8.csv").exists()
     assert len([message for message in caplog.messages if "no memory for a sampled pass" in message]) == 1
     assert len(metrics(tmp_path)["fp8/scale_input"]) == 12
+
+
+@pytest.mark.parametrize(
+    "broken", ["backends.sampled_pass.SampledPass._go", "precision.stored_scales.StoredScales.read"]
+)
+def test_an_error_in_looking_does_not_end_a_run(tmp_path, monkeypatch, caplog, broken):
+    """Nor does it change the run."""
+
+    def fail(*_):
+        raise AssertionError("of a library")
+
+    off, _ = recorded(tmp_path / "off", *FP8, *OFF)
+    monkeypatch.setattr(f"gpt2_fp8.{broken}", fail)
+    on, _ = recorded(tmp_path / "on", *FP8)
+    assert on == off
+    assert_same_checkpoint(checkpoint(tmp_path / "on", 12), checkpoint(tmp_path / "off", 12))
+    said = [message for message in caplog.messages if "FP8's health is not watched" in message]
+    assert said == ["step 1: FP8's health is not watched from here on (AssertionError: of a library); training goes on"]
