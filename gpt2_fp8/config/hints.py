@@ -171,7 +171,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "wandb_run_name": ("every logger has the same", "run_name=NAME"),
     "logger.wandb.name": ("every logger has the same", "run_name=NAME"),
     "logger.wandb.id": ("a resumed run has that of the first", "run_name=NAME ckpt_path=last"),
-    "logger.wandb.offline": ("it has another name", "logger.wandb.mode=offline"),
+    "logger.wandb.offline": ("it has another name", "logger=wandb logger.wandb.mode=offline"),
     "mlflow": _MLFLOW,
     "experiment_name": _MLFLOW,
     "log_histograms": ("it is an interval", "logger.histograms_every_n_steps=500"),

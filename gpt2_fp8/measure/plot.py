@@ -29,8 +29,8 @@ def plot(every: Sequence[Measured], path: Path) -> bool:
         group = [measured for measured in done if _kind(measured) == kind]
         x = [works.index(measured.work) + (place - (len(kinds) - 1) / 2) * width for measured in group]
         rates = [measured.result.tokens_per_second or 0.0 for measured in group]
-        below = [rate - (m.result.slowest or rate) for rate, m in zip(rates, group, strict=True)]
-        above = [(m.result.fastest or rate) - rate for rate, m in zip(rates, group, strict=True)]
+        below = [max(0.0, rate - (m.result.slowest or rate)) for rate, m in zip(rates, group, strict=True)]
+        above = [max(0.0, (m.result.fastest or rate) - rate) for rate, m in zip(rates, group, strict=True)]
         bars = axes.bar(x, rates, width * 0.95, yerr=[below, above], capsize=3, label=kind)
         axes.bar_label(
             bars, labels=[_thousands(rate) for rate in rates], label_type="center", fontsize=8

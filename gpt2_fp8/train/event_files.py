@@ -33,6 +33,8 @@ class EventFile(Lossy, TensorBoardLogger):
         purge_step: readers drop everything of earlier files at or after this step, in all three.
     """
 
+    _recovers = False  # one of its writers may go on where another does not
+
     def __init__(self, folder: Path, purge_step: int):
         super().__init__(folder, name="tensorboard", version="", default_hp_metric=False, purge_step=purge_step)
         self._purge_step = purge_step

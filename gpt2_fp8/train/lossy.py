@@ -13,6 +13,7 @@ class Lossy:
     """A logger that loses a row if the disk does not take it. The first of several in a row logs a warning."""
 
     _failing = False
+    _recovers = True  # whether a row that is written means that later ones are
 
     @contextmanager
     def losing_rows(self, what: str, unless: Container[int | None] = ()) -> Iterator[None]:
@@ -27,4 +28,4 @@ class Lossy:
                 log.warning("%s is not written, training goes on: %s", what, cause)
             self._failing = True
         else:
-            self._failing = False
+            self._failing = self._failing and not self._recovers

@@ -110,6 +110,7 @@ BESIDE = {
     "data.val_files": ["data=text_files", "data.train_files=[corpus.txt]"],
     "optimizer.matrix_lr": ["optimizer=muon"],
     "optimizer.momentum": ["optimizer=muon"],
+    "logger.wandb.mode": ["logger=wandb"],
     "ckpt_path": ["run_name=x"],
     "data": ["data.train_files=[corpus.txt]", "data.val_sequences=0"],
     "data.train_files": ["data=text_files"],

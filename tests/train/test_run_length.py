@@ -1,6 +1,6 @@
 """Runs that end by tokens or epochs: their steps, their rates, and what they keep."""
 
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 
 import pytest
 
@@ -97,4 +97,5 @@ def test_a_checkpoint_from_before_these_limits_has_none_of_them(tmp_path, precis
     assert at_top >= {"attention", "compile_mode"}
     assert removed >= {"optim.schedule", "trainer.max_time", "callbacks.keep_epochs", "model.rope_base"}
     assert ("precision.emulate" in removed) == (precision == "fp8_hybrid")
-    assert from_checkpoint({"hyper_parameters": plain}, tmp_path) == config
+    before = replace(config, logger=replace(config.logger, histograms_every_n_steps=0))  # there were none
+    assert from_checkpoint({"hyper_parameters": plain}, tmp_path) == before

@@ -1,6 +1,7 @@
 """W&B and MLflow with their real libraries, on this machine alone; and what happens when they do not answer."""
 
 import logging
+import os
 import threading
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ from gpt2_fp8.config import logger_checks
 from gpt2_fp8.train import remote, remote_runs
 from gpt2_fp8.train.remote import Remote
 from gpt2_fp8.train.services import Identity, Wandb
-from tests.runs import SMALL, forked, metrics, recorded, train, train_until
+from tests.runs import SMALL, command, metrics, recorded, train, train_until
 
 FEW = ["trainer.max_steps=6", "trainer.val_check_interval=3"]
 HISTOGRAMS = ["logger.histograms_every_n_steps=2"]
@@ -23,8 +24,12 @@ HISTOGRAMS = ["logger.histograms_every_n_steps=2"]
 def _offline(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for name in ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "MLFLOW_TRACKING_URI"):
+    for name in ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SERVICE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    yield
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_")) and name not in before]:
+        del os.environ[name]  # both libraries leave variables for their own child processes
 
 
 def records_of(path):
@@ -72,7 +77,7 @@ def test_wandb_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
 
 def test_each_job_of_a_sweep_is_a_run_of_its_own(tmp_path):
     words = ["-m", "seed=1,2", *SMALL, *FEW, "run_name=sweep", "logger=[csv,wandb,mlflow]"]
-    done = forked(*words, cwd=tmp_path, WANDB_MODE="offline")
+    done = command(*words, cwd=tmp_path, WANDB_MODE="offline")
     assert done.returncode == 0, done.stderr
     folders = [tmp_path / "outputs/sweep" / job for job in "01"]
     for service in ("wandb", "mlflow"):
