@@ -10,7 +10,6 @@ written; 2 the input; 130 stopped by SIGINT; 143 by SIGTERM, SIGHUP or SIGQUIT; 
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from dataclasses import replace
@@ -89,16 +88,11 @@ def main(argv: list[str]) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
-        return 128 + signal.SIGPIPE
+        return output.without_reader()
 
 
 def _main(argv: list[str]) -> int:
-    if programs.asks_version(argv):
-        print(programs.VERSION)
-        return 0
-    if {"-h", "--help"} & set(argv):
-        print(help_text())
+    if programs.answered(argv, help_text):
         return 0
     handlers = _Handlers()
     try:

@@ -15,10 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.compose import evaluation
-from gpt2_fp8.config.annotations import meanings
+from gpt2_fp8.compose import evaluation, own_keys
 from gpt2_fp8.config.evaluate_schema import GROUPS, KEYS, EvaluateConfig
-from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import output, programs
 from gpt2_fp8.runtime.file_program import exit_code
@@ -52,21 +50,14 @@ _LINES = {
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    if programs.asks_version(argv):
-        print(programs.VERSION)
-        return 0
-    if {"-h", "--help"} & set(argv):
-        print(help_text())
+    if programs.answered(argv, help_text):
         return 0
     return exit_code(lambda: _evaluate(argv), "the file of out", "name another file: out=FILE.json")
 
 
 def help_text() -> str:
     """Return the text of `--help`."""
-    about, default = meanings(EvaluateConfig), vars(EvaluateConfig())
-    width = max(map(len, about))
-    keys = [f"  {key:<{width}}  {text} [{show(default[key])}]" for key, text in about.items()]
-    return HELP.format(keys="\n".join(keys), groups=", ".join(GROUPS), others=", ".join(KEYS))
+    return HELP.format(keys=own_keys.listed(EvaluateConfig), groups=", ".join(GROUPS), others=", ".join(KEYS))
 
 
 def _evaluate(argv: list[str]) -> None:

@@ -16,10 +16,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from gpt2_fp8.compose import generation
-from gpt2_fp8.config.annotations import meanings
+from gpt2_fp8.compose import generation, own_keys
 from gpt2_fp8.config.generate_schema import GenerateConfig
-from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import output, programs
 from gpt2_fp8.runtime.file_program import exit_code
@@ -44,23 +42,14 @@ docs/generate.md says more. Exit codes: 0 done; 1 out could not be written; 2 yo
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    if programs.asks_version(argv):
-        print(programs.VERSION)
-        return 0
-    if {"-h", "--help"} & set(argv):
-        print(help_text())
+    if programs.answered(argv, help_text):
         return 0
     return exit_code(lambda: _generate(argv), "the file of out", "name another file: out=FILE.jsonl")
 
 
 def help_text() -> str:
     """Return the text of `--help`."""
-    default = vars(GenerateConfig())
-    about = meanings(GenerateConfig)
-    width = max(map(len, about))
-    return HELP.format(
-        keys="\n".join(f"  {key:<{width}}  {text} [{show(default[key])}]" for key, text in about.items())
-    )
+    return HELP.format(keys=own_keys.listed(GenerateConfig))
 
 
 def _generate(argv: list[str]) -> None:

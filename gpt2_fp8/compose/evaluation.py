@@ -17,7 +17,7 @@ from gpt2_fp8.compose import conf_dir, own_keys
 from gpt2_fp8.compose.catalog import Catalog, RefusedError, open_catalog
 from gpt2_fp8.compose.commandline import Program, read
 from gpt2_fp8.compose.override_parser import parse
-from gpt2_fp8.config import evaluate_schema, hints, parsing
+from gpt2_fp8.config import evaluate_schema, hints, other_words, parsing
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.evaluate_schema import EvaluateConfig, EvaluateRunConfig
 from gpt2_fp8.config.schema import RunConfig
@@ -45,9 +45,9 @@ def read_words(argv: list[str]) -> Request:
     line, problems = read(argv, PROGRAM)
     words, found = parse(line.words, None, PROGRAM)
     problems += found
-    mine = [word for word in words if word.key_or_group in _OWN or word.key_or_group in hints.OF_EVALUATE]
+    mine = [word for word in words if word.key_or_group in _OWN or word.key_or_group in other_words.OF_EVALUATE]
     given = own_keys.values(mine, problems)
-    own = own_keys.settings(EvaluateConfig, given, hints.OF_EVALUATE, problems)
+    own = own_keys.settings(EvaluateConfig, given, other_words.OF_EVALUATE, problems)
     problems += (found := evaluate_schema.check(own))
     if any("ckpt_path" in problem.cause for problem in found):
         raise UserError(dict.fromkeys(problems))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpt2_fp8.compose import own_keys
 from gpt2_fp8.compose.commandline import Program, read
 from gpt2_fp8.compose.override_parser import parse
-from gpt2_fp8.config import generate_schema, hints
+from gpt2_fp8.config import generate_schema, other_words
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.generate_schema import GenerateConfig
 
@@ -23,7 +23,7 @@ def preflight(argv: list[str]) -> GenerateConfig:
         problems.append(Problem("prompt has bytes that are no UTF-8", "type it in UTF-8; `locale` says what is sent"))
         prompts = []
     given = own_keys.values(words, problems)
-    config = own_keys.settings(GenerateConfig, given | {"prompt": prompts}, hints.OF_GENERATE, problems)
+    config = own_keys.settings(GenerateConfig, given | {"prompt": prompts}, other_words.OF_GENERATE, problems)
     problems += generate_schema.check(config)
     if problems:
         raise UserError(dict.fromkeys(problems))

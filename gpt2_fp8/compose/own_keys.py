@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from hydra.core.override_parser.types import Override
 
 from gpt2_fp8.config import hints, parsing
+from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.errors import Finding, Problem
 
 T = TypeVar("T")
@@ -42,6 +43,13 @@ def settings(cls: type[T], given: Mapping[str, Any], foreign: Mapping[str, str],
     built, found = parsing.build(cls, default | known)
     problems += [finding.problem for finding in found]
     return built or _without(cls, default, known, found)
+
+
+def listed(cls: type[Any]) -> str:
+    """Return a program's keys for its `--help`, a line each: name, meaning, default."""
+    about, default = meanings(cls), vars(cls())
+    width = max(map(len, about))
+    return "\n".join(f"  {key:<{width}}  {text} [{parsing.show(default[key])}]" for key, text in about.items())
 
 
 def _without(cls: type[T], default: Mapping[str, Any], known: Mapping[str, Any], found: list[Finding]) -> T:

@@ -182,43 +182,6 @@ FOREIGN: dict[str, tuple[str, str]] = {
 
 FOREIGN |= other_words.KEYS
 
-# The same for the keys of `generate` and `evaluate`: what to type there.
-_MODEL = "ckpt_path=outputs/RUN"
-OF_GENERATE = {
-    "max_new_tokens": "tokens=200",
-    "max_tokens": "tokens=200",
-    "max_length": "tokens=200",
-    "n_tokens": "tokens=200",
-    "num_tokens": "tokens=200",
-    "num_samples": "samples=4",
-    "num_return_sequences": "samples=4",
-    "n": "samples=4",
-    "do_sample": "temperature=1, or temperature=0 for the likeliest tokens",
-    "greedy": "temperature=0",
-    "temp": "temperature=0.8",
-    "nucleus": "top_p=0.9",
-    "start": "prompt=TEXT",
-    "text": "prompt=TEXT",
-    "input": "prompt=TEXT",
-    "prompt_file": "prompts=FILE",
-    "output": "out=FILE",
-    "json": "out=FILE",
-    "dtype": "precision=fp32 or bf16",
-    "model": _MODEL,
-    "run_name": _MODEL,
-    "data.tokenizer": "tokenizer=PATH",
-    "sliding_window": "slide=true",
-    "ignore_eos": "stop=false",
-}
-OF_EVALUATE = {
-    "output": "out=FILE",
-    "json": "out=FILE",
-    "hellaswag": "ranking=FILE",
-    "tasks": "ranking=FILE",
-    "run_name": _MODEL,
-    "batch_size": "micro_batch_size=8",
-    "tokenizer": "data.tokenizer=PATH",
-}
 # Choices that people bring from elsewhere, by their group, and ours.
 CHOICES = {
     "precision": {

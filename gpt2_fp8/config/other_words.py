@@ -1,4 +1,4 @@
-"""Words of other programs for this one's keys and values. `hints` has those that need more than a word."""
+"""Words of other programs for the keys and values of ours. `hints` has those that need more than a word."""
 
 from __future__ import annotations
 
@@ -58,6 +58,44 @@ _OF_A_GROUP = {
         **dict.fromkeys(("logit_l2", "logits_l2", "l2", "logit"), "penalty.logit_l2=1e-4"),
         **dict.fromkeys(("activation_l1", "activations_l1", "l1", "activation"), "penalty.activation_l1=1e-4"),
     }
+}
+
+# The same for the keys of `generate` and `evaluate`: what to type there.
+_MODEL = "ckpt_path=outputs/RUN"
+OF_GENERATE = {
+    "max_new_tokens": "tokens=200",
+    "max_tokens": "tokens=200",
+    "max_length": "tokens=200",
+    "n_tokens": "tokens=200",
+    "num_tokens": "tokens=200",
+    "num_samples": "samples=4",
+    "num_return_sequences": "samples=4",
+    "n": "samples=4",
+    "do_sample": "temperature=1, or temperature=0 for the likeliest tokens",
+    "greedy": "temperature=0",
+    "temp": "temperature=0.8",
+    "nucleus": "top_p=0.9",
+    "start": "prompt=TEXT",
+    "text": "prompt=TEXT",
+    "input": "prompt=TEXT",
+    "prompt_file": "prompts=FILE",
+    "output": "out=FILE",
+    "json": "out=FILE",
+    "dtype": "precision=fp32 or bf16",
+    "model": _MODEL,
+    "run_name": _MODEL,
+    "data.tokenizer": "tokenizer=PATH",
+    "sliding_window": "slide=true",
+    "ignore_eos": "stop=false",
+}
+OF_EVALUATE = {
+    "output": "out=FILE",
+    "json": "out=FILE",
+    "hellaswag": "ranking=FILE",
+    "tasks": "ranking=FILE",
+    "run_name": _MODEL,
+    "batch_size": "micro_batch_size=8",
+    "tokenizer": "data.tokenizer=PATH",
 }
 
 

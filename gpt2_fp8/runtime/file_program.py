@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem, RunError
 from gpt2_fp8.config.shown import harmless, line
+from gpt2_fp8.runtime import output
 
 
 def exit_code(work: Callable[[], None], written: Path | str, remedy: str) -> int:
@@ -28,8 +27,7 @@ def exit_code(work: Callable[[], None], written: Path | str, remedy: str) -> int
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
-        return 128 + signal.SIGPIPE
+        return output.without_reader()
     except OSError as error:
         cause = f"{error.filename or written} cannot be written: {error.strerror or error}"
         print(Problem(line(cause), f"free space there, or {remedy}"), file=sys.stderr)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -41,6 +42,12 @@ def end() -> None:
         except (OSError, ValueError):
             with suppress(OSError, ValueError):  # otherwise Python flushes once more, and exits with 120
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def without_reader() -> int:
+    """Drop what is still to be printed, since the reader of the output has ended; returns the exit code, 141."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    return 128 + signal.SIGPIPE
 
 
 def forgive_outputs() -> None:

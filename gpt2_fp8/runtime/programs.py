@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,17 @@ def table(folder: Path = _FOLDER) -> list[Program]:
 def asks_version(argv: list[str]) -> bool:
     """Return whether a command line asks for the version."""
     return "--version" in argv[: argv.index("--") if "--" in argv else None]
+
+
+def answered(argv: list[str], help_text: Callable[[], str]) -> bool:
+    """Print the version or the help if a command line asks for one; returns whether it did."""
+    if asks_version(argv):
+        print(VERSION)
+    elif {"-h", "--help"} & set(argv):
+        print(help_text())
+    else:
+        return False
+    return True
 
 
 def _about(path: Path) -> str:
