@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from gpt2_fp8.checkpoint import pointers
@@ -20,30 +21,38 @@ def checkpoint_bytes(parameters: int, state: int) -> int:
     return 4 * parameters + state + 10**6
 
 
-def peak_bytes(one: int, keep: int, permanent: int = 0) -> int:
-    """Return the most bytes that a run's checkpoints take together, if each has `one`.
+def at_once(keep: int, permanent: int = 0, best: bool = True, between: bool = True) -> int:
+    """Return how many checkpoints a run has at the same time, at most.
 
-    These are the newest `keep`, the best, the `permanent` ones, and the one that is being written before any is
-    deleted.
+    These are the newest `keep`, the `best` if there is validation, the `permanent` ones, and the one that is being
+    written before any is deleted. A run that saves nothing `between` its start and its end has the last one alone.
     """
-    return (max(1, keep) + 1 + permanent + 1) * one
+    if not (between or best or permanent):
+        return 1
+    return max(1, keep) + best + permanent + 1
 
 
-def require(folder: Path, bytes_needed: int) -> None:
+def require(folder: Path, bytes_needed: int, fewer: Mapping[str, int]) -> None:
     """Raise UserError if the filesystem of `folder` has less room than checkpoints of `bytes_needed` together take.
 
     Checkpoints that are already there count towards it, since they are kept or deleted like new ones. But one more must
     fit before anything is deleted. A quota is not seen. The folder need not exist.
+
+    fewer: settings under which the run has fewer, and what these take together. The remedy names the first that fits.
     """
     held = [_size(path) for path in pointers.steps(folder).values()]
-    missing = max(bytes_needed - sum(held), max(held, default=0))
     free = shutil.disk_usage(_existing(folder)).free
-    if free < missing:
+
+    def missing(needed: int) -> int:
+        return max(needed - sum(held), max(held, default=0))
+
+    if free < missing(bytes_needed):
         there = f" besides the {_gigabytes(sum(held))} GB that are there" if held else ""
+        fits = next((words for words, needed in fewer.items() if missing(needed) <= free), None)
         raise UserError.of(
-            f"{folder}: the checkpoints of this run need {_gigabytes(missing)} GB{there}, and {_gigabytes(free)} GB "
-            "are free",
-            f"fewer of them: callbacks.keep_checkpoints=1 callbacks.keep_every_n_steps=0; or {_ELSEWHERE}",
+            f"{folder}: the checkpoints of this run need {_gigabytes(missing(bytes_needed))} GB{there}, and "
+            f"{_gigabytes(free)} GB are free",
+            f"fewer of them: {fits}; or {_ELSEWHERE}" if fits else _ELSEWHERE,
         )
 
 

@@ -59,7 +59,10 @@ def _count(values: Tensor) -> Tensor:
     chunks = values.split(_CHUNK)
     counts = sum(torch.histc(chunk.float() / scale, BINS, -1, 1).double() for chunk in chunks)
     assert isinstance(counts, Tensor)
-    squares = torch.linalg.vector_norm(values, dtype=torch.float32).double() ** 2
+    norms = torch.stack(
+        [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]
+    )  # a CPU rounds float32
+    squares = norms.square().sum()
     return torch.cat([torch.stack([amax.double(), values.sum().double(), squares]), counts])
 
 

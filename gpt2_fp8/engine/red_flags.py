@@ -16,6 +16,7 @@ from gpt2_fp8.engine.fp8_health import Health
 from gpt2_fp8.precision.stored_scales import at_limit
 
 SATURATED = 1e-3  # the share of a tensor from which it is said; healthy runs stay below a thirtieth of it
+LAG = 2  # sampled readings in a row, of a scale that follows its tensor: once is a tensor that grows in its first steps
 FLUSHED = 0.25  # the same; measured in docs/what-to-watch.md
 JUMP = 6.0  # powers of two between two readings
 SETTLED = 10  # readings with jumps that are not judged: scales find their place
@@ -48,6 +49,7 @@ class FP8RedFlags:
     _readings: int = 0
     _said: dict[tuple[str, str], int] = field(default_factory=dict)  # at which reading, by flag and tensor
     _moved: dict[str, int] = field(default_factory=dict)  # readings in a row in which a tensor's scale has moved far
+    _cut: dict[str, int] = field(default_factory=dict)  # sampled readings in a row in which it saturates
 
     def judge(self, step: int, healths: Sequence[Health]) -> None:
         """Judge one reading, made after `step`."""
@@ -96,8 +98,11 @@ class FP8RedFlags:
         return None
 
     def _of_shares(self, health: Health) -> Iterator[Found]:
-        tensor = health.tensor
-        if health.saturated is not None and health.saturated > SATURATED:
+        tensor, name = health.tensor, str(health.tensor)
+        if health.saturated is not None:
+            self._cut[name] = self._cut.get(name, 0) + 1 if health.saturated > SATURATED else 0
+        lag = LAG if isinstance(self.recipe, DelayedRecipe) else 1
+        if health.saturated is not None and self._cut[name] >= lag:
             text = f"{health.saturated:.2%} of {tensor} saturates (headroom {health.headroom:.2f})"
             yield Found("saturated", health, health.saturated, text, self._more_headroom(health))
         if health.flushed is not None and health.flushed > FLUSHED and not tensor.of_logits:

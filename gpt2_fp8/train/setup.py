@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -14,6 +15,7 @@ from gpt2_fp8.checkpoint import run_state, space
 from gpt2_fp8.checkpoint.find import resolve as find_checkpoint
 from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.manifest import read_manifest
+from gpt2_fp8.config import mixture
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import last_step, steps_to_run, tokens_a_step
@@ -68,9 +70,28 @@ def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:
     parameters = parameter_count(config.model, padded_vocabulary(vocabulary(config)))
     state = optimizer_bytes(config.optimizer, config.model, padded_vocabulary(vocabulary(config)))
     space.require_large_files(parameters, state)
-    kept, every = config.callbacks.keep_checkpoints, config.callbacks.keep_every_n_steps
-    permanent = (last_step(config) // every if every else 0) + epochs
-    space.require(checkpoints, space.peak_bytes(space.checkpoint_bytes(parameters, state), kept, permanent))
+    one = space.checkpoint_bytes(parameters, state)
+    space.require(checkpoints, one * _at_once(config, epochs), {words: one * n for words, n in _fewer(config, epochs)})
+
+
+def _at_once(config: RunConfig, epochs: int) -> int:
+    saved = config.callbacks
+    permanent = (last_step(config) // saved.keep_every_n_steps if saved.keep_every_n_steps else 0) + epochs
+    between = bool(saved.checkpoint_every_n_steps or saved.checkpoint_every_minutes)
+    return space.at_once(saved.keep_checkpoints, permanent, config.data.val_sequences > 0, between)
+
+
+def _fewer(config: RunConfig, epochs: int) -> Iterator[tuple[str, int]]:
+    """Yield settings that keep fewer checkpoints, and how many these are at once."""
+    best = config.data.val_sequences > 0
+    yield "callbacks.keep_checkpoints=1 callbacks.keep_every_n_steps=0", space.at_once(1, epochs, best)
+    if not epochs:
+        words = "callbacks=none callbacks.checkpoint_every_n_steps=0 callbacks.checkpoint_every_minutes=0"
+        words += " callbacks.keep_every_n_steps=0 callbacks.keep_checkpoints=1"
+        for name, source in mixture.sources_of(config.data):
+            if source.val_sequences:
+                words += f" data.{f'sources.{name}.' if name else ''}val_sequences=0"
+        yield words, space.at_once(1, best=False, between=False)
 
 
 def checkpoint(config: RunConfig, folder: Path) -> Path | None:

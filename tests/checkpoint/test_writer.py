@@ -202,20 +202,25 @@ class Disk:
 def test_room_is_the_peak_less_what_is_there(tmp_path, monkeypatch):
     one = space.checkpoint_bytes(124_000_000, 8 * 124_000_000)
     assert one == 1_489_000_000
-    assert space.peak_bytes(one, keep=2) == 4 * 1_489_000_000
-    assert space.peak_bytes(one, keep=2, permanent=3) == 7 * 1_489_000_000
+    assert space.at_once(keep=2) == 4
+    assert space.at_once(keep=2, permanent=3) == 7
+    assert space.at_once(keep=2, best=False) == 3
+    assert space.at_once(keep=1, between=False) == 3, "the best, the last, and the one that is being written"
+    assert space.at_once(keep=2, best=False, between=False) == 1
     folder = tmp_path / "not" / "there" / "yet"
-    needed = space.peak_bytes(one, keep=2)
+    needed, fewer = 4 * one, {"keep=1": 3 * one, "keep=0": one}
     monkeypatch.setattr(space.shutil, "disk_usage", lambda path: Disk(needed if path == tmp_path else 0))
-    space.require(folder, needed)
-    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: Disk(needed - 1))
-    with pytest.raises(UserError) as error:
-        space.require(folder, needed)
-    assert str(error.value) == (
-        f"error: {folder}: the checkpoints of this run need 5.96 GB, and 5.96 GB are free\n"
-        "  fix: fewer of them: callbacks.keep_checkpoints=1 callbacks.keep_every_n_steps=0; or another folder: "
-        "hydra.run.dir=FOLDER"
-    )
+    space.require(folder, needed, fewer)
+    for free, remedy in (
+        (needed - 1, "fewer of them: keep=1; or another folder: hydra.run.dir=FOLDER"),
+        (2 * one, "fewer of them: keep=0; or another folder: hydra.run.dir=FOLDER"),
+        (one - 1, "another folder: hydra.run.dir=FOLDER"),
+    ):
+        monkeypatch.setattr(space.shutil, "disk_usage", lambda path, free=free: Disk(free))
+        with pytest.raises(UserError) as error:
+            space.require(folder, needed, fewer)
+        cause = f"{folder}: the checkpoints of this run need 5.96 GB, and {space._gigabytes(free)} GB are free"
+        assert str(error.value) == f"error: {cause}\n  fix: {remedy}"
 
 
 def test_room_for_one_more_is_needed_however_many_are_there(tmp_path, monkeypatch):
@@ -223,13 +228,13 @@ def test_room_for_one_more_is_needed_however_many_are_there(tmp_path, monkeypatc
         files.write(tmp_path / pointers.folder_name(step), state(step, size=1000))
     size = max(space._size(path) for path in pointers.steps(tmp_path).values())
     monkeypatch.setattr(space.shutil, "disk_usage", lambda path: Disk(size))
-    space.require(tmp_path, 3 * size)
-    space.require(tmp_path, 0)
+    space.require(tmp_path, 3 * size, {})
+    space.require(tmp_path, 0, {})
     with pytest.raises(UserError, match="GB that are there"):
-        space.require(tmp_path, 3 * size + 1000)
+        space.require(tmp_path, 3 * size + 1000, {})
     monkeypatch.setattr(space.shutil, "disk_usage", lambda path: Disk(size - 1))
     with pytest.raises(UserError):
-        space.require(tmp_path, 0)
+        space.require(tmp_path, 0, {})
 
 
 # ---- the lock --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,15 @@ def test_large_tensors_are_counted_in_parts(monkeypatch):
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(2))
     whole = histograms.count([tensor])
     monkeypatch.setattr(histograms, "_CHUNK", 64)
-    assert torch.equal(histograms.count([tensor]), whole)
+    parts = histograms.count([tensor])
+    assert torch.equal(parts[:, :2], whole[:, :2])
+    assert torch.equal(parts[:, 3:], whole[:, 3:])
+    assert parts[0, 2].item() == pytest.approx(whole[0, 2].item(), rel=1e-14), "sums of float64 in another order"
+
+
+def test_the_squares_of_millions_of_numbers_are_summed_to_float64():
+    tensor = torch.randn(3_000_000, generator=torch.Generator().manual_seed(3))
+    assert histograms.count([tensor])[0, 2].item() == pytest.approx(tensor.double().square().sum().item(), rel=1e-12)
 
 
 def test_what_is_not_finite_is_left_out_and_zeros_are_not():

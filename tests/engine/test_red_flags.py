@@ -67,7 +67,8 @@ WAYS = r"recipe=delayed recipe\.margin=\d+|precision\.keep_bf16='\S+'|recipe=blo
 @pytest.mark.parametrize(("of", "figures", "text"), RAISED, ids=lambda value: str(value)[:40])
 def test_each_cause_is_one_line_with_a_remedy_that_composes(of, figures, text):
     made, said = settled(of)
-    made.judge(77, [health(), health(**figures)])
+    for step in (76, 77) if "saturated" in figures and of is not STATELESS else (77,):
+        made.judge(step, [health("blocks.0.fc1"), health(**figures)])
     assert said == [said[0]]
     line, remedy = said[0].split("; ", 1)
     assert line == f"step 77: FP8: {text}"
@@ -77,10 +78,25 @@ def test_each_cause_is_one_line_with_a_remedy_that_composes(of, figures, text):
         compose.preflight(["model.n_layer=2", *shlex.split(words)])
 
 
+def test_a_delayed_scale_may_lag_once():
+    for of, least in ((recipe(), 3), (STATELESS, 1)):
+        made, said = flags(of)
+        made.judge(1, [health(saturated=0.02, jump=None)])
+        assert bool(said) == (least == 1)
+        made.judge(2, [health(jump=None)])
+        made.judge(3, [health(saturated=None, jump=None)])  # a reading without a pass says nothing of it
+        made.judge(4, [health(saturated=0.02, jump=None)])
+        assert bool(said) == (least == 1)
+        made.judge(5, [health(saturated=None, jump=None)])
+        made.judge(6, [health(saturated=0.02, jump=None)])
+        assert len(said) == 1
+
+
 def test_one_line_names_the_worst_of_several_tensors():
     made, said = flags()
     several = [health(f"blocks.{i}.fc2", saturated=0.01 * i) for i in range(1, 5)]
-    made.judge(1, several)
+    for step in (1, 2):
+        made.judge(step, several)
     assert len(said) == 1
     assert "4.00% of the input of blocks.4.fc2 saturates (headroom 0.00) (and of 3 other tensors)" in said[0]
 
@@ -88,7 +104,8 @@ def test_one_line_names_the_worst_of_several_tensors():
 def test_the_margin_that_is_named_is_as_large_as_what_is_lacking():
     for headroom, margin in ((-0.1, 1), (0.4, 1), (-2.3, 3), (math.nan, 1)):
         made, said = flags()
-        made.judge(1, [health(saturated=0.5, headroom=headroom)])
+        for step in (1, 2):
+            made.judge(step, [health(saturated=0.5, headroom=headroom)])
         assert f"recipe.margin={margin} leaves more headroom" in said[0]
 
 
@@ -98,7 +115,8 @@ def test_the_same_flag_is_quiet_for_a_while_and_a_new_tensor_is_not():
     for step in range(1, QUIET + 1):
         made.judge(step, [bad])
     assert len(said) == 1
-    made.judge(QUIET + 1, [bad, health("blocks.0.qkv", saturated=0.5)])
+    for step in (QUIET, QUIET + 1):
+        made.judge(step, [bad, health("blocks.0.qkv", saturated=0.5)])
     assert len(said) == 2
     made.judge(QUIET + 2, [health(flushed=0.9)])
     assert len(said) == 3, "another flag of the same tensor"

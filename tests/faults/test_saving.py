@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -18,12 +19,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint import durable, files, find, lock, pointers, space
 from gpt2_fp8.checkpoint.intervals import KeptSteps
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
+from gpt2_fp8.train import setup
 from gpt2_fp8.train.module import GPT2Module
 from tests.callbacks import tiny_run
 from tests.callbacks.tiny_run import At
@@ -280,8 +283,6 @@ def test_19_resumed_at_the_last_step_it_is_already_complete(monkeypatch, caplog,
 
 def interrupt(monkeypatch, step, micro_batch, action):
     """Do something before the backward of one micro-batch (from 1) of one step (the count of those before it)."""
-    from gpt2_fp8.train.module import GPT2Module
-
     original, count = GPT2Module.manual_backward, [0]
 
     def manual_backward(self, loss, *args, **kwargs):
@@ -473,10 +474,14 @@ def test_27_a_folder_that_can_be_made_is_fine_and_not_made_yet(tmp_path):
 def test_27_a_disk_without_room_for_the_run_is_told_with_numbers(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(space.shutil, "disk_usage", lambda path: usage(10**10, 8 * 10**9, 2 * 10**9))
-    space.require(tmp_path, space.peak_bytes(space.checkpoint_bytes(40_000_000, 320_000_000), keep=2))
+    setup.check_room(compose.preflight(SMALL)[0], tmp_path, epochs=0)
+    of_124m = ["model=gpt2", "data.tokenizer=gpt2"]
     with pytest.raises(UserError, match=r"need 5\.98 GB, and 2 GB are free") as refused:
-        space.require(tmp_path, space.peak_bytes(space.checkpoint_bytes(124_475_904, 8 * 124_475_904), keep=2))
-    assert "callbacks.keep_checkpoints=1" in refused.value.problems[0].remedy
+        setup.check_room(compose.preflight(of_124m)[0], tmp_path, epochs=0)
+    remedy = refused.value.problems[0].remedy
+    assert re.fullmatch(r"fewer of them: (callbacks=none .*data\.val_sequences=0); or another folder: .*", remedy)
+    words = remedy.removeprefix("fewer of them: ").partition(";")[0]
+    setup.check_room(compose.preflight([*of_124m, *words.split()])[0], tmp_path, epochs=0)
 
 
 # ---- 28: leaving while something is being written --------------------------------------------------------------------
@@ -508,6 +513,7 @@ def test_28_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, mo
 LEAVE = """
 import os, sys, threading, torch
 from pathlib import Path
+from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Writer

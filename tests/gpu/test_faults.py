@@ -176,11 +176,12 @@ class LossOfOneStep(Faults):
 def test_70_the_way_to_bf16_has_a_size_of_its_own(tmp_path, monkeypatch, caplog, room, road):
     """bf16 layers of plain torch keep more than those in FP8."""
     put(LossOfOneStep(), monkeypatch)
-    run(tmp_path / "clean", road, *WIDE)
+    words = [*WIDE, "callbacks.fp8_health=false"]  # its pass over a few sequences may take more than a step of these
+    run(tmp_path / "clean", road, *words)
     needed = torch.cuda.max_memory_allocated() / 2**30, summary(tmp_path / "clean")["training_memory_gb"]
     room(0.8 * max(needed))
     caplog.clear()
-    run(tmp_path / "run", road, *WIDE)
+    run(tmp_path / "run", road, *words)
     said = [record.message for record in caplog.records if "out of memory" in record.message]
     assert any("micro_batch_size in bf16" in line or "micro_batch_size 24" in line for line in said)
     assert happened(tmp_path / "run") == [(2, "rerun")]

@@ -126,6 +126,7 @@ def test_39_a_checkpoint_continues_in_another_precision_or_other_layers(tmp_path
         ["recipe=block", "precision.backward=bf16", "precision.keep_bf16=[head]"],
         ["activation_checkpointing=mlp", "model.n_head=4"], ["model.dropout=0.1"],
         ["recipe=delayed", "recipe.amax_compute_algo=most_recent", "recipe.margin=1"],
+        ["recipe=delayed", "recipe.margin=1", "precision.backend=te"],
     ],
     ids=" ".join,
 )  # fmt: skip
