@@ -32,7 +32,9 @@ class Said(NamedTuple):
 TE, BUILD, NEEDS = "Transformer Engine", "to compile Transformer Engine", "to compile kernels"
 MACHINES = {
     "h200": Said("works here: the fused layers, 1.72 x bf16 (74.1 ms a step beside 127.6)"),
-    "h200_container": Said("works here: the fused layers, 1.51 x bf16 (22.5 ms a step beside 33.9)", others="faster kernels"),
+    "h200_container": Said(
+        "works here: the fused layers, 1.51 x bf16 (22.5 ms a step beside 33.9)", others="faster kernels"
+    ),
     "h100": Said("works here: the fused layers"),
     "h200_two": Said("works here: the fused layers", others="GPU"),
     "l40s": Said("works here: Transformer Engine's layers"),
