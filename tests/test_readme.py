@@ -52,6 +52,7 @@ DOCUMENTS.append(ROOT / "docs/compare.md")
 STUDY = ["python", "docs/studies/fp8_gap.py"]
 PICTURES = ["python", "docs/studies/health_pictures.py"]  # `test_what_to_watch` runs it
 SPEED = ["python", "docs/studies/generate_speed.py"]
+README_PICTURES = ["python", "docs/studies/readme_pictures.py"]
 PROGRAMS = ["gpt2_fp8", *(f"gpt2_fp8.{name}" for name in programs.names())]
 RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE, COMPARE, PREPARE = (
     ["python", "-m", f"gpt2_fp8.{program}"]
@@ -246,6 +247,7 @@ def test_every_command_is_of_a_known_kind():
         tuple(STUDY),
         tuple(PICTURES),
         tuple(SPEED),
+        tuple(README_PICTURES),
         ("tensorboard",),
     }
     for found in ALL:
@@ -392,10 +394,24 @@ def test_the_speed_of_texts_is_measured_as_shown(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
     study = importlib.import_module("generate_speed")
     asked = [found.words[len(SPEED) :] for found in ALL if found.words[: len(SPEED)] == SPEED]
-    assert len(asked) == 4
+    assert len(asked) == 7
     for words in [words for words in asked if "model=tiny" in words]:
         study.main([*words, "tokens=2", "times=1"])
         assert re.search(r"^ratio +[\d.]+$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_readmes_pictures_are_made_as_shown(tmp_path, monkeypatch):
+    """With curves of other runs; the speeds are those of docs/performance.md."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
+    study = importlib.import_module("readme_pictures")
+    (words,) = [found.words[len(README_PICTURES) :] for found in ALL if found.words[:2] == README_PICTURES]
+    monkeypatch.chdir(tmp_path)
+    for i, name in enumerate(word for word in words if word.endswith(".csv")):
+        curve = "".join(f"{step},{step * 65536},{11 - step / 100 + i / 1000}\n" for step in range(1, 60))
+        Path(name).write_text(f"step,tokens,train_loss\n{curve}")
+    study.main(words)
+    made = {path.name: path.read_bytes()[:8] for path in Path("docs/pictures").iterdir()}
+    assert made == dict.fromkeys(("loss.png", "speed.png"), b"\x89PNG\r\n\x1a\n")
 
 
 def test_every_container_runs_what_a_run_takes(tmp_path, monkeypatch):
