@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config import backend_check, hints, other_words
+from gpt2_fp8.config import backend_check, foreign_keys, hints, other_words
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.checks import check, check_batch, value_of
 from gpt2_fp8.config.errors import UserError
@@ -696,12 +696,12 @@ def test_a_folder_that_refuses_writing():
 def test_hints_are_about_names_that_are_not_keys():
     paths = key_paths(RunConfig)
     leaves = {path.rpartition(".")[2] for path in paths}
-    assert not set(hints.FOREIGN) & (set(paths) | leaves)
+    assert not set(foreign_keys.KEYS) & (set(paths) | leaves)
 
 
 def test_hints_name_keys_that_exist():
     known = set(key_paths(RunConfig)) | {"hydra.run.dir"}
-    for name, (_, remedy) in hints.FOREIGN.items():
+    for name, (_, remedy) in foreign_keys.KEYS.items():
         for word in remedy.replace(",", " ").replace("=", " ").split():
             group, dot, _ = word.partition(".")
             if dot and group in {f.name for f in fields(RunConfig)}:
