@@ -21,7 +21,7 @@ from gpt2_fp8.config import paths, run_folder
 from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import RunError, UserError
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.measure import memory_bound, table

@@ -18,7 +18,7 @@ from pathlib import Path
 from gpt2_fp8 import compose
 from gpt2_fp8.config import hf_check, tokenizer_file
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.paths import check_folder
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line

@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 from gpt2_fp8.compat import hydra_private
 from gpt2_fp8.config import foreign_keys
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.parsing import key_paths
+from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import programs
 

@@ -19,6 +19,7 @@ from gpt2_fp8.compose.composer import Composer, above
 from gpt2_fp8.compose.jobs import Job
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
 
 _SHOW = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # Hydra takes only one of them
@@ -54,7 +55,7 @@ def _composition(composer: Composer, words: list[Override], args: argparse.Names
     """Check that there is something to show: keys that exist, and for `--resolve` what they refer to."""
     job = Job(composer, words)
     cfg, plain = job.composed()
-    known = parsing.key_paths(RunConfig)
+    known = key_paths(RunConfig)
     _, found = parsing.build(RunConfig, plain)
     unseen = () if args.resolve else composer.unresolved
     problems = [finding.problem for finding in composer.found if not set(finding.keys) & set(unseen)]

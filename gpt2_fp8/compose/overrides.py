@@ -21,7 +21,7 @@ from gpt2_fp8.compose.override_parser import parse
 from gpt2_fp8.compose.settings_folder import defaults_list
 from gpt2_fp8.config import hints, hydra_policy
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.parsing import key_paths, show, value_kinds
+from gpt2_fp8.config.keys import key_paths, show, value_kinds
 from gpt2_fp8.config.schema import RunConfig
 
 # A wrong choice of these affects other groups too: `optim` follows `model`, and an experiment sets anything.

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gpt2_fp8.compose.composer import lookup
 from gpt2_fp8.config import hydra_policy, paths, run_folder
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 
 # Set by what starts one process a GPU (torchrun, SLURM). Lightning then starts no more processes.

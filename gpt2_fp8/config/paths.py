@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from gpt2_fp8.config import globs, hints, mixture, run_folder, tokenizer_file
 from gpt2_fp8.config.data_schema import FileOrHubData, FilesData, Mixed, TextData, TokenFilesData
 from gpt2_fp8.config.errors import Finding, Problem, UserError
-from gpt2_fp8.config.parsing import key_paths, show, value_of
+from gpt2_fp8.config.keys import key_paths, show, value_of
 from gpt2_fp8.config.schema import RunConfig
 
 _MAY_HOLD_ANYTHING = (

@@ -8,7 +8,7 @@ import pytest
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import foreign_keys, other_words
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.parsing import key_paths
+from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
 
 

@@ -13,7 +13,7 @@ from gpt2_fp8.config import backend_check, foreign_keys, hints, other_words
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.checks import check, check_batch, value_of
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.parsing import key_paths
+from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.paths import check_folder
 from gpt2_fp8.config.schema import RunConfig
 from tests.config.numbers import RANGES, ranges
