@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpt2_fp8.reports import comparison, comparison_notes, conditions, find_runs, verdict
+from gpt2_fp8.reports import compare_conditions, comparison_notes, conditions, find_runs, verdict
 from gpt2_fp8.reports.verdict import FAILS, HOLDS, UNKNOWN
 from tests.reports.made import TOKENS, rows, run, settings
 
@@ -24,7 +24,7 @@ def compared(folder, base=None):
     found = find_runs.below([folder], lambda *_: None)
     each = conditions.of(found.runs)
     chosen = conditions.base_of(each) if base is None else next(c for c in each if c.name == base)
-    return comparison.compare(each, chosen)
+    return compare_conditions.compare(each, chosen)
 
 
 def names(folder):
