@@ -143,7 +143,7 @@ class _Builder:
         return hints.near(str(value), literals, 1) or literals[:3] or [_example(members)]
 
     def _bad(self, path: str, cause: str, remedy: str) -> Any:
-        self.found.append(Finding((path,), Problem(cause, remedy)))
+        self.found.append(Finding.of(path, cause, remedy))
         return _BAD
 
 
