@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gpt2_fp8.compose import refusals
 from gpt2_fp8.compose.catalog import Catalog, Composed, RefusedError
 from gpt2_fp8.compose.override_parser import parsed
-from gpt2_fp8.compose.overrides import Request
+from gpt2_fp8.compose.request import Request
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.keys import key_paths
