@@ -17,11 +17,11 @@ from datetime import datetime
 from pathlib import Path
 
 from gpt2_fp8.compose import benchmark, benchmark_cases
-from gpt2_fp8.config import paths, run_folder
+from gpt2_fp8.config import output_folder, run_folder
 from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import RunError, UserError
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.measure import memory_bound, table
@@ -135,7 +135,7 @@ def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
     """Return the settings, the cases and the device. Raises UserError."""
     if unfit := run_folder.current():
         raise UserError(unfit)
-    if found := paths.check_folder(FOLDER, "outputs/bench"):
+    if found := output_folder.check(FOLDER, "outputs/bench"):
         raise UserError.of(found[0].problem.cause, ELSEWHERE)
     likely = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
     bench, configs = benchmark.preflight(argv, likely)

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.reports import compare_record, comparison, comparison_notes, conditions, find_runs, verdict
+from gpt2_fp8.reports import compare_conditions, compare_record, comparison_notes, conditions, find_runs, verdict
 from gpt2_fp8.reports.conditions import Condition
 from gpt2_fp8.reports.find_runs import Found
 from gpt2_fp8.runtime import output, programs
@@ -50,7 +50,7 @@ def _compare(argv: list[str]) -> None:
     found = _read(folders)
     each = conditions.of(found.runs)
     base = conditions.base_of(each) if asked.base is None else _named(asked.base, each)
-    compared = comparison.compare(each, base)
+    compared = compare_conditions.compare(each, base)
     verdicts, notes = verdict.judge(compared), comparison_notes.of(compared, found.left_out)
     shown, files = compare_record.write(out or _out(folders), compared, verdicts, notes)
     if asked.json:

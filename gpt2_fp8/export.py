@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from gpt2_fp8.config import output_folder
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.paths import check_folder
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import programs
 from gpt2_fp8.runtime.file_program import exit_code
@@ -47,7 +47,7 @@ def _problems(source: Path, folder: Path) -> Iterator[Problem]:
         what = "is a file" if os.path.exists(source) else "does not exist"
         remedy = "give a run's folder, outputs/RUN, or a checkpoint's: outputs/RUN/checkpoints/step-NNNNNNNN"
         yield Problem(f"{source} {what} (looked in {Path.cwd()})", remedy)
-    if wrong := check_folder(folder, "FOLDER"):
+    if wrong := output_folder.check(folder, "FOLDER"):
         yield from (finding.problem for finding in wrong)
     elif os.path.isdir(folder) and os.listdir(folder):
         yield Problem(f"{folder} is there already, and not empty", "name a folder that is not there yet")

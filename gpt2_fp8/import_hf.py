@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config import hf_check, tokenizer_file
+from gpt2_fp8.config import hf_check, output_folder, tokenizer_file
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.parsing import show
-from gpt2_fp8.config.paths import check_folder
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import output, programs
@@ -73,7 +72,7 @@ def _problems(source: Path, folder: Path) -> Iterator[Problem]:
         yield Problem(
             f"{source} {what} (looked in {Path.cwd()})", "give a folder as save_pretrained of transformers writes it"
         )
-    if wrong := check_folder(folder, "FOLDER"):
+    if wrong := output_folder.check(folder, "FOLDER"):
         yield from (finding.problem for finding in wrong)
     elif os.path.lexists(folder):
         yield Problem(f"{folder} is there already", "name a folder that is not there yet")

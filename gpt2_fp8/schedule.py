@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8 import compose
+from gpt2_fp8.config import output_folder
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.paths import check_folder
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import harmless, line
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 def _show(words: list[str], picture: Path) -> None:
-    if found := list(check_folder(picture.parent, "--picture")):
+    if found := list(output_folder.check(picture.parent, "--picture")):
         raise UserError(finding.problem for finding in found)
     configs = compose.preflight(words)
     from gpt2_fp8.measure import schedule_plot  # after what was typed is known to be right: it loads torch

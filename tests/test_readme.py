@@ -22,7 +22,7 @@ from gpt2_fp8.config import errors
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.config.tokenizer_file import NAMES
 from gpt2_fp8.data.tokenizer import GPT2_FILES
-from gpt2_fp8.reports import verdict
+from gpt2_fp8.reports import checklist
 from gpt2_fp8.runtime import programs
 from gpt2_fp8.train.summary import Precision, Summary
 from tests import settings_page
@@ -330,7 +330,7 @@ def test_every_comparison_is_done_as_shown(tmp_path, monkeypatch, capsys):
 
 def test_the_page_of_comparisons_has_each_line_of_the_checklist():
     listed = [row[0] for row in rows(ROOT / "docs/compare.md", "item")]
-    assert listed == [item for item, _, _ in verdict.CHECKLIST]
+    assert listed == [item for item, _, _ in checklist.CHECKLIST]
 
 
 def test_every_check_of_a_machine_is_asked_for_as_shown(tmp_path, monkeypatch, capsys):

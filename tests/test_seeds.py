@@ -10,7 +10,7 @@ import pytest
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import errors
-from gpt2_fp8.config.parsing import key_paths
+from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
 from tests.test_readme import ROOT, RUN, anchor, blocks, names
 

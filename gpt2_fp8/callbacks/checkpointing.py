@@ -175,7 +175,7 @@ class Checkpointing(Checkpoint):
         # Without sync_dist every rank has another value, but all ranks must save, or none.
         value = self.ledger.sync(trainer.strategy.broadcast, math.nan if metric is None else float(metric))
         self.validated_step, self._val_loss = step, value
-        better = self._is_better(step, value) and self.ledger.expect_best(
+        better = self.ledger.is_better(step, value) and self.ledger.expect_best(
             Pointer(pointers.folder_name(step), step, value), partial(self.save, trainer)
         )
         if self.ledger.taken_step == step and trainer.is_global_zero:
@@ -239,14 +239,6 @@ class Checkpointing(Checkpoint):
         began = time.perf_counter()
         yield
         self.longest_stall = max(self.longest_stall or 0.0, time.perf_counter() - began)
-
-    def _is_better(self, step: int, value: float) -> bool:
-        """Return whether a validation's result is the best so far."""
-        best = self.best
-        if not math.isfinite(value):
-            return False
-        # Equal steps: after a rollback the folder of the best was written again.
-        return best is None or best.val_loss is None or value < best.val_loss or best.step == step
 
     def _hand_over(self, trainer: Trainer, path: Path, checkpoint: dict[str, Any]) -> None:
         """Give the state to the writer: on rank 0, in `Trainer.save_checkpoint`, where the other ranks wait."""

@@ -8,6 +8,7 @@ assumed to succeed.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,13 @@ class Ledger:
     def is_best_missing(self) -> bool:
         """Return whether the requested best is not on the disk yet. Then call `writer.wait` before comparing."""
         return self._best_pending and self.writer.outcome.best != self.best
+
+    def is_better(self, step: int, value: float) -> bool:
+        """Return whether the result of a validation at `step` is the best so far."""
+        if not math.isfinite(value):
+            return False
+        # Equal steps: after a rollback the folder of the best was written again.
+        return self.best is None or self.best.val_loss is None or value < self.best.val_loss or self.best.step == step
 
     def expect_best(self, best: Pointer, save: Callable[[], bool]) -> bool:
         """Take `best` as the best while `save` saves its step, which includes it. Returns whether the save succeeded.

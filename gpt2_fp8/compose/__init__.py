@@ -14,9 +14,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpt2_fp8.compose import commandline, jobs, look, overrides
+from gpt2_fp8.compose import commandline, jobs, look
 from gpt2_fp8.compose.catalog import Catalog, open_catalog
 from gpt2_fp8.compose.commandline import CommandLine, flags_first, is_help
+from gpt2_fp8.compose.request import request_of
 from gpt2_fp8.config import checks, parsing, paths, run_folder, run_length
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
@@ -74,7 +75,7 @@ def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> 
     """
     catalog.variables |= {name for word in line.words for name in re.findall(r"oc\.env:\s*([^\s,}]+)", word)}
     try:
-        request = overrides.sort(line, catalog, problems)
+        request = request_of(line, catalog, problems)
         return jobs.configs(request, catalog, problems)
     except UserError as error:  # the choices do not compose, so there is nothing to check
         problems += error.problems

@@ -17,10 +17,10 @@ from gpt2_fp8.compose import benchmark_rows, configs_of
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.commandline import RUN, CommandLine
 from gpt2_fp8.compose.override_parser import parse
-from gpt2_fp8.config import bench_schema, parsing, tokenizer_file
+from gpt2_fp8.config import bench_schema, tokenizer_file
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import key_paths, show
 from gpt2_fp8.config.run_length import limits
 from gpt2_fp8.config.schema import RunConfig
 
@@ -45,7 +45,7 @@ class _Case(NamedTuple):
     def has(self, override: Override) -> bool:
         """Return whether a word changes anything in this case: some belong to one precision or recipe."""
         key = override.key_or_group
-        tags, group = parsing.key_paths(RunConfig).get(key, ()), key.partition(".")[0]
+        tags, group = key_paths(RunConfig).get(key, ()), key.partition(".")[0]
         if group == "recipe" and self.recipe is None:
             return False
         if key == "compile_mode" and self.recipe is not None:  # only the plain layers have it
@@ -80,7 +80,7 @@ def refusal(override: Override) -> Problem | None:
     key, line = override.key_or_group, str(override.input_line)
     if key in HERE:
         return Problem(f"{line}: the benchmark has a key of its own", f"bench.{HERE[key]}=VALUE")
-    of_trainer = key.startswith("trainer.") and key in parsing.key_paths(RunConfig) and key not in _OF_TRAINER
+    of_trainer = key.startswith("trainer.") and key in key_paths(RunConfig) and key not in _OF_TRAINER
     if of_trainer or key in _MEANINGLESS or key.partition(".")[0] in _MEANINGLESS:
         return Problem(f"{line}: this changes nothing of what is measured", f"leave {key} out")
     return None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from gpt2_fp8.config import text_file
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 
 FORM = "write NAME: WORDS on each line, such as  fp8: precision=fp8_hybrid recipe=delayed"
 _EXAMPLE = "name a text file of rows, such as bench.rows=docs/studies/ablation.txt"

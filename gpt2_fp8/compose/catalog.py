@@ -27,7 +27,7 @@ from gpt2_fp8.compose.override_parser import parsed
 from gpt2_fp8.compose.settings_folder import composition, files
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 
 _REMEMBERED = 64  # compositions; a large sweep has a thousand jobs
 BENCH = "bench"  # bench.yaml has the benchmark's settings, and is no run

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.config import hints
+from gpt2_fp8.config import foreign_keys
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.parsing import key_paths
+from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import programs
 
@@ -162,7 +162,7 @@ def _no_flag(word: str, key: str, value: str, program: Program) -> Problem:
     key = key.replace("-", "_")
     known = key_paths(program.schema)
     leaves = {path.rpartition(".")[2]: path for path in reversed(known)}
-    told = hints.foreign(key)
+    told = foreign_keys.advice(key)
     groups = {path.partition(".")[0] for path in known if "." in path} | {"experiment", "debug"}
     path = key if key in known or key in groups else leaves.get(key)
     if path:

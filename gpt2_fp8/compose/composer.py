@@ -14,9 +14,10 @@ from omegaconf.errors import OmegaConfBaseException
 from gpt2_fp8.compose import refusals
 from gpt2_fp8.compose.catalog import Catalog, Composed, RefusedError
 from gpt2_fp8.compose.override_parser import parsed
-from gpt2_fp8.compose.overrides import Request
-from gpt2_fp8.config import hints, parsing
+from gpt2_fp8.compose.request import Request
+from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Finding, Problem, UserError
+from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
 
 
@@ -128,9 +129,7 @@ class Composer:
             if single in hints.UNCHOSEN:
                 cause, remedy = f"there is no key {key}: this logger is not chosen", hints.UNCHOSEN[single]
             self._note(key, Problem(cause, remedy))
-        elif not (
-            self.request.doubts(key) and key in parsing.key_paths(RunConfig)
-        ):  # unless the key may belong to a refused choice
+        elif not (self.request.doubts(key) and key in key_paths(RunConfig)):  # which may be a refused choice's
             self._instead[text] = parsed(f"++{text}")
             self.absent.append(word)
 

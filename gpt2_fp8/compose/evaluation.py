@@ -20,6 +20,7 @@ from gpt2_fp8.compose.override_parser import parse
 from gpt2_fp8.config import evaluate_schema, hints, other_words, parsing
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.evaluate_schema import EvaluateConfig, EvaluateRunConfig
+from gpt2_fp8.config.keys import key_paths, show
 from gpt2_fp8.config.schema import RunConfig
 
 PROGRAM = Program("python -m gpt2_fp8.evaluate", EvaluateRunConfig, flags=("help", "overrides", "config_dir"))
@@ -63,10 +64,10 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
     with open_catalog(conf_dir(), "config") as catalog:
         problems += catalog.add_folders([request.config_dir] if request.config_dir else [])
         values = _chosen(request.words, catalog, plain, problems)
-    known = parsing.key_paths(RunConfig)
+    known = key_paths(RunConfig)
     for word in list(values):
         is_known = word in known or any(path.startswith(f"{word}.") for path in known)
-        if is_known and (problem := evaluate_schema.refusal(word, f"{word}={parsing.show(values[word])}")):
+        if is_known and (problem := evaluate_schema.refusal(word, f"{word}={show(values[word])}")):
             problems.append(problem)
         elif not (is_known or "." in word) or not _put(plain, word, values[word]):
             problems.append(_unknown(word))

@@ -16,7 +16,7 @@ from gpt2_fp8.compose import surroundings, sweeps
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.composer import Composer, above, lookup
 from gpt2_fp8.compose.override_parser import parse
-from gpt2_fp8.compose.overrides import Request, take
+from gpt2_fp8.compose.request import Request, take
 from gpt2_fp8.config import checks, parsing, run_length
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import RunConfig

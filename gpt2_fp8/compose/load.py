@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpt2_fp8.compose import commandline, preflight
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import AutoPrecisionConfig, RunConfig
 from gpt2_fp8.runtime import registry
 

@@ -12,13 +12,15 @@ import os
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from gpt2_fp8.compose import commandline, overrides
+from gpt2_fp8.compose import commandline
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.commandline import CommandLine
 from gpt2_fp8.compose.composer import Composer, above
 from gpt2_fp8.compose.jobs import Job
+from gpt2_fp8.compose.request import request_of
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
 
 _SHOW = ("--run", "--multirun", "--cfg", "--info", "--shell-completion")  # Hydra takes only one of them
@@ -32,7 +34,7 @@ def check(argv: list[str], line: CommandLine, catalog: Catalog, problems: list[P
         return argv
     problems += _contradictions(args)
     try:
-        request = overrides.sort(line, catalog, problems)
+        request = request_of(line, catalog, problems)
         if not problems:
             composer = Composer(request, catalog)
             problems += _composition(composer, [*request.hydra, *request.task], args)
@@ -54,7 +56,7 @@ def _composition(composer: Composer, words: list[Override], args: argparse.Names
     """Check that there is something to show: keys that exist, and for `--resolve` what they refer to."""
     job = Job(composer, words)
     cfg, plain = job.composed()
-    known = parsing.key_paths(RunConfig)
+    known = key_paths(RunConfig)
     _, found = parsing.build(RunConfig, plain)
     unseen = () if args.resolve else composer.unresolved
     problems = [finding.problem for finding in composer.found if not set(finding.keys) & set(unseen)]

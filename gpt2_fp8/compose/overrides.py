@@ -1,13 +1,9 @@
-"""Overrides that are refused whatever they would compose to, and the request that the others make.
-
-What Hydra itself refuses is found by composing (`composer.py`).
-"""
+"""Overrides that are refused whatever they would compose to. What Hydra itself refuses, `composer.py` finds."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from importlib import util
 from importlib.machinery import PathFinder
 from typing import Any
@@ -16,16 +12,13 @@ from hydra.core.override_parser.types import Override, Sweep, ValueType
 
 from gpt2_fp8.compose import sweeps
 from gpt2_fp8.compose.catalog import Catalog
-from gpt2_fp8.compose.commandline import MAY_BE_NULL, CommandLine
-from gpt2_fp8.compose.override_parser import parse
+from gpt2_fp8.compose.commandline import MAY_BE_NULL
 from gpt2_fp8.compose.settings_folder import defaults_list
 from gpt2_fp8.config import hints, hydra_policy
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.parsing import key_paths, show, value_kinds
+from gpt2_fp8.config.keys import key_paths, show, value_kinds
 from gpt2_fp8.config.schema import RunConfig
 
-# A wrong choice of these affects other groups too: `optim` follows `model`, and an experiment sets anything.
-_WIDE = (*MAY_BE_NULL, "model", "optim")
 _CHOSEN_BY_GROUP = {
     "precision.name": "precision", "recipe.name": "recipe", "data.kind": "data", "optimizer.name": "optimizer",
 }  # fmt: skip
@@ -35,72 +28,22 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _BASIC_SWEEPER = "the sweeper goes through lists: optim.lr=1e-4,3e-4 or trainer.max_steps=range(100,500,100)"
 
 
-@dataclass
-class Request:
-    """What is to be composed, and which choices were refused."""
-
-    multirun: bool
-    own_sweeper: bool = False  # not Hydra's basic sweeper
-    hydra: list[Override] = field(default_factory=list)
-    task: list[Override] = field(default_factory=list)
-    refused_groups: set[str] = field(default_factory=set)
-
-    def doubts(self, key: str) -> bool:
-        """Return whether a refused choice might have set or created a key."""
-        return bool(self.refused_groups & set(_WIDE)) or key.partition(".")[0] in self.refused_groups
+def is_hydras(override: Override) -> bool:
+    """Return whether an override is of Hydra's own settings; `hydra` alone stands for all of them."""
+    return override.is_hydra_override() or override.key_or_group == "hydra"
 
 
-def sort(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> Request:
-    """Return the request that a command line makes. Problems are added to `problems`, and their words left out."""
-    overrides, found = parse(line.words, catalog)
-    problems += found
-    problems += _several_paths(overrides)
-    problems += catalog.add_folders(_folders(line, overrides), {o.key_or_group.partition("/")[0] for o in overrides})
-    if line.config_dir:
-        catalog.take_names_from(line.config_dir)
-    problems += catalog.check_name()
-    own_sweeper = any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in overrides)
-    request = Request(line.multirun or any(map(_is_multirun, overrides)), own_sweeper)
-    take(overrides, request, catalog, problems)
-    return request
+def refuse(override: Override, catalog: Catalog, multirun: bool, own_sweeper: bool) -> list[Problem]:
+    """Return what is wrong with an override, whatever it composes to.
 
-
-def take(overrides: list[Override], request: Request, catalog: Catalog, problems: list[Problem]) -> None:
-    """Add overrides to a request. If one has problems, these are added to `problems` instead."""
-    for override in overrides:
-        hydras = override.is_hydra_override() or override.key_or_group == "hydra"  # `hydra` stands for all of them
-        found = _hydra_problems(override, catalog) if hydras else _task_problems(override, request, catalog)
-        if found and catalog.is_group(override):
-            request.refused_groups.add(override.key_or_group)
-            found = [] if catalog.refused_folders else found  # the choice may be there, in a folder that was refused
-        elif not found and override.key_or_group != "hydra.searchpath":
-            (request.hydra if hydras else request.task).append(override)
-        problems += found
-
-
-def _task_problems(override: Override, request: Request, catalog: Catalog) -> list[Problem]:
+    `multirun`: a sweep is asked for. `own_sweeper`: it is not Hydra's basic one.
+    """
+    if is_hydras(override):
+        return _hydra_problems(override, catalog)
     group = catalog.is_group(override)
-    if found := _sweep_problems(override, group, request):
+    if found := _sweep_problems(override, group, multirun, own_sweeper):
         return found
     return _group_problems(override, catalog) if group else _value_problems(override)
-
-
-def _folders(line: CommandLine, overrides: list[Override]) -> list[str]:
-    values = [o.value() for o in overrides if o.key_or_group == "hydra.searchpath"]
-    lists: list[Any] = [value if isinstance(value, list) else [value] for value in values]
-    named = [folder for several in lists for folder in several if isinstance(folder, str)]
-    return [folder for folder in [line.config_dir, *named] if folder]
-
-
-def _several_paths(overrides: list[Override]) -> list[Problem]:
-    several = [str(o.input_line) for o in overrides if o.key_or_group == "hydra.searchpath"]
-    if len(several) < 2:
-        return []
-    return [Problem(f"{' '.join(several)}: Hydra looks at the first alone", "hydra.searchpath=[ONE,ANOTHER]")]
-
-
-def _is_multirun(override: Override) -> bool:
-    return override.key_or_group == "hydra.mode" and str(override.value()).upper().endswith("MULTIRUN")
 
 
 def _hydra_problems(override: Override, catalog: Catalog) -> list[Problem]:
@@ -118,17 +61,17 @@ def _hydra_problems(override: Override, catalog: Catalog) -> list[Problem]:
     return []
 
 
-def _sweep_problems(override: Override, group: bool, request: Request) -> list[Problem]:
+def _sweep_problems(override: Override, group: bool, multirun: bool, own_sweeper: bool) -> list[Problem]:
     if not override.is_sweep_override():
         return []
     key, line = override.key_or_group, str(override.input_line)
     value = line.partition("=")[2]
-    if not request.multirun:
+    if not multirun:
         cause = f"{line} is several values, and this is a single run"
         if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and not group:
             return [Problem(cause, "; ".join(["-m runs each", *_as_one(key, value)]))]
         return [Problem(cause, "choose one, or put -m in front to run each")]
-    if override.is_interval_sweep() and not request.own_sweeper:
+    if override.is_interval_sweep() and not own_sweeper:
         return [Problem(f"{line}: an interval has no end of values", _BASIC_SWEEPER)]
     if not 0 <= (values := sweeps.length(override)) <= sweeps.MOST:
         return [sweeps.too_many(f"{line} is", values)]

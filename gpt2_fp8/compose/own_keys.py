@@ -11,6 +11,7 @@ from hydra.core.override_parser.types import Override
 from gpt2_fp8.config import hints, parsing
 from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.keys import show
 
 T = TypeVar("T")
 
@@ -49,7 +50,7 @@ def listed(cls: type[Any]) -> str:
     """Return a program's keys for its `--help`, a line each: name, meaning, default."""
     about, default = meanings(cls), vars(cls())
     width = max(map(len, about))
-    return "\n".join(f"  {key:<{width}}  {text} [{parsing.show(default[key])}]" for key, text in about.items())
+    return "\n".join(f"  {key:<{width}}  {text} [{show(default[key])}]" for key, text in about.items())
 
 
 def _without(cls: type[T], default: Mapping[str, Any], known: Mapping[str, Any], found: list[Finding]) -> T:

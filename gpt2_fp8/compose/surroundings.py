@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compose.composer import lookup
-from gpt2_fp8.config import hydra_policy, paths, run_folder
+from gpt2_fp8.config import hydra_policy, output_folder, run_folder
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 
 # Set by what starts one process a GPU (torchrun, SLURM). Lightning then starts no more processes.
@@ -67,7 +67,7 @@ class Surroundings:
         except OmegaConfBaseException as error:
             yield Finding((setting,), Problem(f"{setting}: {str(error).splitlines()[0]}", "correct the ${...}"))
             return
-        wrong = paths.check_folder(self.folder, setting, key)
+        wrong = output_folder.check(self.folder, setting, key)
         yield from wrong
         own = Path(self.folder)
         problems = [] if wrong else run_folder.check(own, *self._file_names())
@@ -75,7 +75,7 @@ class Surroundings:
             problems += run_folder.check_sweep(Path(str(OmegaConf.select(self.cfg, setting))))
         yield from (Finding((key,), problem) for problem in problems)
         if self.config.ckpt_path is None and not wrong:
-            yield from paths.check_untaken(own)
+            yield from output_folder.check_untaken(own)
 
     def _resolved(self, setting: str) -> str:
         """Return the folder into which Hydra will put the job. Raises OmegaConfBaseException."""

@@ -23,8 +23,8 @@ from gpt2_fp8.config import (
 from gpt2_fp8.config.data_schema import HubData, MixtureData
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.kept_layers import fits_nothing
+from gpt2_fp8.config.keys import finding, show, value_of
 from gpt2_fp8.config.model_checks import largest_divisor, nearest, products, width_multiple
-from gpt2_fp8.config.parsing import finding, show, value_of
 from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, RunConfig
 
 

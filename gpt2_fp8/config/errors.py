@@ -32,6 +32,11 @@ class Finding(NamedTuple):
     keys: tuple[str, ...]
     problem: Problem
 
+    @classmethod
+    def of(cls, key: str, cause: str, remedy: str) -> Finding:
+        """Return a Finding about a single key."""
+        return cls((key,), Problem(cause, remedy))
+
 
 class RunError(Exception):
     """An expected end of a run.

@@ -8,7 +8,7 @@ from typing import Annotated
 from gpt2_fp8.config import checks, mixture, ranking_file, tokenizer_file, trained_folder
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.generate_schema import check_out
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import AutoPrecisionConfig, RunConfig
 from gpt2_fp8.config.trained_folder import Which
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from gpt2_fp8.config import paths, text_file, tokenizer_file, trained_folder
+from gpt2_fp8.config import output_folder, text_file, tokenizer_file, trained_folder
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.key_types import Amount, Seed
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.ranges import Refusal, above_zero_to_one, at_least
 from gpt2_fp8.config.trained_folder import Which
 
@@ -115,7 +115,7 @@ def check_out(out: str, **read: str | None) -> list[Problem]:
     if not out.strip() or "\0" in out or path.is_dir():
         return [Problem(f"out={show(out)}: {'is a folder' if out.strip() and path.is_dir() else 'no name of a file'}",
                         "name a file: out=FILE.jsonl")]  # fmt: skip
-    found = [finding.problem for finding in paths.check_folder(path.absolute().parent, "out")]
+    found = [finding.problem for finding in output_folder.check(path.absolute().parent, "out")]
     return [Problem(problem.cause, "choose a file in a folder that can be written: out=FILE") for problem in found]
 
 

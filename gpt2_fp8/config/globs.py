@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 
 
 def find(pattern: str) -> list[Path]:

@@ -15,7 +15,7 @@ from gpt2_fp8.config import hf_config, tokenizer_file
 from gpt2_fp8.config.block_spec import ROPE_BASE
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.hf_config import Architecture, Keys
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import ModelConfig
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

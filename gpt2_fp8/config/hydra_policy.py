@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 
 # `hydra.launcher` and `hydra.sweeper` take the parameters of the plugin that is chosen; never what it is made of.
 KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.verbose", "hydra.mode")

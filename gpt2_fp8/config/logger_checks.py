@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.parsing import finding
+from gpt2_fp8.config.keys import finding
 from gpt2_fp8.config.schema import RunConfig
 
 _NOT_IN_A_PROJECT = re.compile(r"[/\\#?%:]")  # W&B's own rule

@@ -9,7 +9,7 @@ from itertools import combinations
 
 from gpt2_fp8.config.data_schema import DataConfig, Mixed, MixtureData, TextOfARun
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 
 SMALLEST_SHARE = 1e-6  # a source that gives less than a sequence in a million is a mistake

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from gpt2_fp8.config.errors import Finding
-from gpt2_fp8.config.parsing import finding
+from gpt2_fp8.config.keys import finding
 from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
 
 FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)

@@ -1,30 +1,6 @@
-"""Words of other programs for the keys and values of ours. `hints` has those that need more than a word."""
+"""Words of other programs for the values and choices of ours, and for the keys of `generate` and `evaluate`."""
 
 from __future__ import annotations
-
-_SWIGLU = ("it is the MLP's kind", "model.mlp=swiglu")
-_RMS_NORM = ("it is a kind of normalisation", "model.norm=rms_norm")
-_ROPE = ("it is a kind of positions", "model.positions=rope")
-_KV_HEADS = ("it is a number of key-value heads", "model.n_kv_head=4")
-
-# Keys that are none here: why, and what to type.
-KEYS: dict[str, tuple[str, str]] = {
-    "gqa": _KV_HEADS,
-    "use_gqa": _KV_HEADS,
-    "num_kv_heads": _KV_HEADS,
-    "n_kv_heads": _KV_HEADS,
-    "rope": _ROPE,
-    "use_rope": _ROPE,
-    "rotary": _ROPE,
-    "swiglu": _SWIGLU,
-    "use_swiglu": _SWIGLU,
-    "rms_norm": _RMS_NORM,
-    "rmsnorm": _RMS_NORM,
-    "use_rms_norm": _RMS_NORM,
-}
-_RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "tensorwise", "blockwise")
-_CHOSEN_BY = {"fp8_recipe": "recipe"}  # keys whose value is a choice of a group
-_COUNTED_BY = {name: "model.n_kv_head" for name, told in KEYS.items() if told is _KV_HEADS}
 
 # Values that are none here, by their key.
 _VALUES: dict[str, dict[str, str]] = {
@@ -52,6 +28,21 @@ _VALUES: dict[str, dict[str, str]] = {
     "model.positions": {"rotary": "rope", "absolute": "learned", "table": "learned"},
 }
 
+# Choices that people bring from elsewhere, by their group, and ours.
+CHOICES = {
+    "precision": {
+        **dict.fromkeys(("float32", "32", "32-true", "fp32-true", "full"), "fp32"),
+        **dict.fromkeys(("float16", "fp16", "16", "16-mixed", "bfloat16", "bf16-mixed", "mixed", "amp"), "bf16"),
+        **dict.fromkeys(("fp8", "float8", "hybrid", "fp8-hybrid", "e5m2"), "fp8_hybrid"),
+        "e4m3": "fp8_e4m3",
+    },
+    "trainer": {"cuda": "gpu", "default": "auto", "ddp_spawn": "ddp"},
+    "data": {
+        "shakespeare": "tinyshakespeare", "tiny_shakespeare": "tinyshakespeare", "fineweb_edu": "fineweb",
+        "fineweb-edu": "fineweb",
+    },
+}  # fmt: skip
+
 # Choices of a group that are keys here, with a value to begin with: `penalty=l2`.
 _OF_A_GROUP = {
     "penalty": {
@@ -60,7 +51,7 @@ _OF_A_GROUP = {
     }
 }
 
-# The same for the keys of `generate` and `evaluate`: what to type there.
+# Keys of `generate` and `evaluate`: what to type there.
 _MODEL = "ckpt_path=outputs/RUN"
 OF_GENERATE = {
     "max_new_tokens": "tokens=200",
@@ -104,14 +95,11 @@ def value(key: str, typed: object) -> str | None:
     return _VALUES.get(key, {}).get(str(typed).lower())
 
 
+def choice(group: str, typed: str) -> str | None:
+    """Return the choice of a group that another program's word stands for, or None."""
+    return CHOICES.get(group, {}).get(typed.lower())
+
+
 def key_of_choice(group: str, choice: str) -> str | None:
     """Return the key to set instead of choosing from a group, or None."""
     return _OF_A_GROUP.get(group, {}).get(choice.lower())
-
-
-def with_value(name: str, typed: object) -> str | None:
-    """Return what to type for a key that is none here, with the value that was typed; None if that does not fit."""
-    if name in _CHOSEN_BY and typed in _RECIPES:
-        return f"{_CHOSEN_BY[name]}={typed}"
-    counted = isinstance(typed, int) and not isinstance(typed, bool) and typed > 0
-    return f"{_COUNTED_BY[name]}={typed}" if name in _COUNTED_BY and counted else None

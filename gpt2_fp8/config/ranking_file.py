@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gpt2_fp8.config import text_file
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 
 _LARGEST = 1 << 30  # bytes
 _FORM = 'each line is {"ctx": TEXT, "endings": [TEXT, TEXT, ...], "label": NUMBER OF THE RIGHT ONE, FROM 0}'

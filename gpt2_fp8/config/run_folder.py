@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 
 TRIAL = b"\0" * 4096
 _TRIAL_NAME, _TRIAL_SECONDS = ".write-test-", 60.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gpt2_fp8.config.data_schema import FileOrHubData, HubData
 from gpt2_fp8.config.errors import Finding
-from gpt2_fp8.config.parsing import finding
+from gpt2_fp8.config.keys import finding
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
 
 _TIME = re.compile(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)")  # as Lightning's `Timer` takes it

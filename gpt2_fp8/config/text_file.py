@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gpt2_fp8.config import globs
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 
 
 def read(key: str, file: str, largest: int, remedy: str, problems: list[Problem]) -> str:

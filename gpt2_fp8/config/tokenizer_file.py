@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 
 NAMES = {"bytes": 257, "gpt2": 50257}  # tokenizers that need no path, and their numbers of ids
 FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")  # in a folder, the first that is there

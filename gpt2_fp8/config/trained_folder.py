@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 
 Which = Literal["last", "best"]
 EXAMPLES = "ckpt_path=outputs/RUN, or a checkpoint's folder: ckpt_path=outputs/RUN/checkpoints/step-NNNNNNNN"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpt2_fp8.config import globs
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.data import file_check, formats
 from gpt2_fp8.data.progress_log import ProgressLog
 from gpt2_fp8.data.retry import LOCAL_WAITS

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_fp8 import __version__
-from gpt2_fp8.diagnose import child, probe_gpu, probe_host
+from gpt2_fp8.diagnose import child, probe_build, probe_gpu, probe_host
 from gpt2_fp8.diagnose.facts import Cudnn, Facts, Library, Run, Torch
 from gpt2_fp8.diagnose.offers import Offer
 from gpt2_fp8.measure import subprocesses
@@ -34,7 +34,7 @@ def collect(offers: Sequence[Offer], say: Callable[[str], None]) -> Facts:
     driver, gpus = probe_gpu.record()
     say("compilers, headers, packages, disks")
     libraries = probe_host.libraries()
-    build, places, system = probe_host.build(), probe_host.places(), probe_host.system()
+    build, places, system = probe_build.build(), probe_host.places(), probe_host.system()
     say("torch, Transformer Engine and what else FP8 stands on, in a process of their own")
     configs = {offer.name: asdict(offer.config) for offer in offers if offer.config is not None}
     answers, failed = ask(configs, libraries)
@@ -96,8 +96,8 @@ def _torch(answers: dict[str, Any], failed: dict[str, str]) -> Torch:
 
 def _cudnn(answer: dict[str, Any]) -> Cudnn:
     """Add to the child's answer which cuDNN the variables put first, and torch's own."""
-    own = next((str(path) for path in probe_host.wheels("cudnn/lib/libcudnn.so.*")), None)
-    first = next((str(path) for path in probe_host.preferred("libcudnn.so.*")), None)
+    own = next((str(path) for path in probe_build.wheels("cudnn/lib/libcudnn.so.*")), None)
+    first = next((str(path) for path in probe_build.preferred("libcudnn.so.*")), None)
     return Cudnn(
         error=answer.get("error"),
         version=answer.get("version"),
@@ -105,7 +105,7 @@ def _cudnn(answer: dict[str, Any]) -> Cudnn:
         first=first,
         first_version=version_in(first) if first else None,
         own=own,
-        own_version=probe_host.version_of_wheel("nvidia-cudnn-cu"),
+        own_version=probe_build.version_of_wheel("nvidia-cudnn-cu"),
     )
 
 

@@ -6,8 +6,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from gpt2_fp8.diagnose.commands import output_of
 from gpt2_fp8.diagnose.facts import Driver, Gpu
-from gpt2_fp8.diagnose.probe_host import output_of
 
 ROOT = Path("/")  # where the system's own files are
 _FIELDS = ("name", "compute_cap", "memory.total", "memory.used", "driver_version")

@@ -56,6 +56,36 @@ def row_statistics(logits, vocab_size, LANES: tl.constexpr, LANE: tl.constexpr):
 
 
 @triton.jit
+def _gradient(x, inside, maximum, offset, more, slope, squares, Z: tl.constexpr, L2: tl.constexpr):
+    """Compute the gradient of logits `x`, but for the target's -1, and add the squares of those `inside` to `squares`.
+
+    The others are padding, where `x` is -inf.
+    """
+    gradient = tl.exp2((x - maximum) * LOG2E + offset)
+    if Z:
+        gradient *= more
+    if L2:
+        x = tl.where(inside, x, 0.0)
+        gradient += slope * x
+        squares += x * x
+    return gradient, squares
+
+
+@triton.jit
+def _ignore(
+    row, logits, losses, penalties, offsets, columns,
+    WITH_GRADIENT: tl.constexpr, PENALISED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write 0 as the loss, the penalty and the gradient of a row without a target."""
+    tl.store(losses + row, 0.0)
+    if PENALISED:
+        tl.store(penalties + row, 0.0)
+    if WITH_GRADIENT:
+        for start in range(0, columns, BLOCK):
+            tl.store(logits + start + offsets, 0.0, mask=start + offsets < columns)
+
+
+@triton.jit
 def _rows(
     logits, targets, losses, weight, stride, vocab_size, columns, penalties, z_loss, logit_l2,
     WITH_GRADIENT: tl.constexpr, LANES: tl.constexpr, LANE: tl.constexpr, Z: tl.constexpr, L2: tl.constexpr,
@@ -70,12 +100,7 @@ def _rows(
     target = tl.load(targets + row)
     offsets = tl.arange(0, LANES)[:, None] * LANE + tl.arange(0, LANE)[None, :]
     if target < 0:
-        tl.store(losses + row, 0.0)
-        if Z or L2:
-            tl.store(penalties + row, 0.0)
-        if WITH_GRADIENT:
-            for start in range(0, columns, BLOCK):
-                tl.store(logits + start + offsets, 0.0, mask=start + offsets < columns)
+        _ignore(row, logits, losses, penalties, offsets, columns, WITH_GRADIENT, Z or L2, BLOCK)
         return
     picked = tl.load(logits + target).to(tl.float32)
     maximum, total = row_statistics(logits, vocab_size, LANES, LANE)
@@ -91,23 +116,12 @@ def _rows(
         tl.debug_barrier()  # every warp reads `picked` before any of them overwrites it
         for start in range(0, full, BLOCK):
             x = tl.load(logits + start + offsets).to(tl.float32)
-            gradient = tl.exp2((x - maximum) * LOG2E + offset)
-            if Z:
-                gradient *= more
-            if L2:
-                gradient += slope * x
-                squares += x * x
+            gradient, squares = _gradient(x, True, maximum, offset, more, slope, squares, Z, L2)
             tl.store(logits + start + offsets, gradient)
         for start in range(full, columns, BLOCK):
             inside = start + offsets < vocab_size
             x = tl.load(logits + start + offsets, mask=inside, other=-float("inf")).to(tl.float32)
-            gradient = tl.exp2((x - maximum) * LOG2E + offset)
-            if Z:
-                gradient *= more
-            if L2:
-                x = tl.where(inside, x, 0.0)
-                gradient += slope * x
-                squares += x * x
+            gradient, squares = _gradient(x, inside, maximum, offset, more, slope, squares, Z, L2)
             tl.store(logits + start + offsets, gradient, mask=start + offsets < columns)
         tl.debug_barrier()
         probability = tl.exp2((picked - maximum) * LOG2E - total)

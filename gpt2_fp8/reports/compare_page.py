@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 
 from gpt2_fp8.config.shown import harmless, line
 from gpt2_fp8.measure.table import Row
-from gpt2_fp8.reports import verdict
+from gpt2_fp8.reports import checklist
 from gpt2_fp8.reports.sections import Section
 
 _LONGEST = 1_000  # characters of a cell or a sentence
-_ANSWERS = {verdict.HOLDS: "holds", verdict.FAILS: "fails", verdict.UNKNOWN: "unknown"}
+_ANSWERS = {checklist.HOLDS: "holds", checklist.FAILS: "fails", checklist.UNKNOWN: "unknown"}
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _STYLE = """
 :root { color-scheme: light dark; }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.reports import comparison
+from gpt2_fp8.reports import compare_conditions
 from gpt2_fp8.reports.comparison import Comparison, Result
 from gpt2_fp8.reports.spread import Spread
 
@@ -54,14 +54,16 @@ def plot(found: Comparison, path: Path) -> None:
 
 
 def _losses(axes: Any, result: Result, found: Comparison, colour: str, by_time: bool) -> None:
-    points = comparison.curve(result, found, by_time)
+    points = compare_conditions.curve(result, found, by_time)
     _band(axes, points, colour, None if by_time else line(result.condition.name, _LONGEST))
 
 
 def _distance(axes: Any, result: Result, found: Comparison, colour: str) -> None:
-    base = dict(comparison.curve(found.results[0], found, by_time=False))
+    base = dict(compare_conditions.curve(found.results[0], found, by_time=False))
     points = [
-        (at, _percent(own, base[at].mean)) for at, own in comparison.curve(result, found, by_time=False) if at in base
+        (at, _percent(own, base[at].mean))
+        for at, own in compare_conditions.curve(result, found, by_time=False)
+        if at in base
     ]
     _band(axes, points, colour, None)
 

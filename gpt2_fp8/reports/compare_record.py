@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.reports import compare_page, compare_plot, compare_text, comparison, sections
+from gpt2_fp8.reports import compare_conditions, compare_page, compare_plot, compare_text, comparison, sections
 from gpt2_fp8.reports.comparison import Comparison, Result
 from gpt2_fp8.reports.runs import Run
 from gpt2_fp8.reports.sections import Section
@@ -81,7 +81,8 @@ def _plain(value: Any) -> Any:
 
 def _points(result: Result, found: Comparison, by_time: bool) -> list[dict[str, float | None]]:
     return [
-        {"at": at, "mean": own.mean, "deviation": own.deviation} for at, own in comparison.curve(result, found, by_time)
+        {"at": at, "mean": own.mean, "deviation": own.deviation}
+        for at, own in compare_conditions.curve(result, found, by_time)
     ]
 
 

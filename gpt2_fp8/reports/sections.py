@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gpt2_fp8.measure.table import Row
-from gpt2_fp8.reports import verdict
-from gpt2_fp8.reports.comparison import SHARES, WINDOW, Comparison, Gap, Reached
-from gpt2_fp8.reports.spread import percent
+from gpt2_fp8.reports import cells, verdict
+from gpt2_fp8.reports.comparison import SHARES, WINDOW, Comparison, Reached
 from gpt2_fp8.reports.verdict import Verdict
 
 _LONGEST_SAMPLE = 2_000  # characters
@@ -49,7 +48,7 @@ def _runs(found: Comparison) -> Section:
                 "seeds": ", ".join(dict.fromkeys(result.condition.seeds)),
                 "ran": result.condition.ran or "",
                 "layers": runs[0].layers or "",
-                "steps": _between([run.steps for run in runs]),
+                "steps": cells.between([run.steps for run in runs]),
                 "ended": ", ".join(dict.fromkeys(run.status for run in runs)),
             }
         )
@@ -65,12 +64,16 @@ def _end(found: Comparison) -> Section:
         for title, gap in (("validation", result.validation), ("training", result.train)):
             if gap is not None:
                 row |= {
-                    title: _loss(gap),
-                    f"{title} above base": _relative(gap) if result is not found.results[0] else "",
+                    title: cells.loss(gap),
+                    f"{title} above base": cells.relative(gap) if result is not found.results[0] else "",
                 }
         gap = result.validation or result.train
         if gap is not None and result is not found.results[0]:
-            row |= {"difference": _difference(gap), "at most (95 %)": _bound(gap), "of equal seeds": _paired(gap)}
+            row |= {
+                "difference": cells.difference(gap),
+                "at most (95 %)": cells.bound(gap),
+                "of equal seeds": cells.paired(gap),
+            }
         if result.not_comparable:
             row["note"] = f"not compared: {result.not_comparable}"
         rows.append(row)
@@ -115,7 +118,7 @@ def _when(title: str, own: Reached, base: Reached | None) -> Row:
         return {f"{title}: tokens": "not reached", f"{title}: time": "not reached"}
     row: Row = {f"{title}: tokens": f"{own.tokens:,.0f}"}
     if own.seconds is not None:
-        row[f"{title}: time"] = _time(own.seconds)
+        row[f"{title}: time"] = cells.time(own.seconds)
         if base is not None and base.seconds and own.seconds:
             row[f"{title}: x base"] = f"{base.seconds / own.seconds:.2f}"
     return row
@@ -133,11 +136,11 @@ def _speed(found: Comparison) -> Section:
         if speed.lowest is not None and speed.highest is not None:
             row["5 % to 95 % of intervals"] = f"{speed.lowest:,.0f} to {speed.highest:,.0f}"
         row |= {
-            "slow": _share(speed.slow), "waiting for data": _share(speed.waiting),
+            "slow": cells.share(speed.slow), "waiting for data": cells.share(speed.waiting),
             "mfu_bf16": "" if speed.mfu_bf16 is None else f"{speed.mfu_bf16:.3f}",
             "GiB": "" if speed.memory_gb is None else f"{speed.memory_gb:.1f}",
-            "of base": _share(speed.memory_gb / base.memory_gb) if speed.memory_gb and base.memory_gb else "",
-            "time": _time(speed.seconds),
+            "of base": cells.share(speed.memory_gb / base.memory_gb) if speed.memory_gb and base.memory_gb else "",
+            "time": cells.time(speed.seconds),
         }  # fmt: skip
         rows.append(row)
     told = (
@@ -152,9 +155,9 @@ def _at(found: Comparison, by_time: bool) -> Section:
     for result in found.results:
         row: Row = {"condition": result.condition.name}
         for share, gap in zip(SHARES, result.at_seconds if by_time else result.at_tokens, strict=False):
-            title = _time(share * end) if by_time else f"{share * end:,.0f}"
+            title = cells.time(share * end) if by_time else f"{share * end:,.0f}"
             if gap is not None:
-                row[title] = f"{gap.loss.mean:.4f}" if result is found.results[0] else _relative(gap)
+                row[title] = f"{gap.loss.mean:.4f}" if result is found.results[0] else cells.relative(gap)
         rows.append(row)
     if by_time:
         told = (
@@ -174,7 +177,7 @@ def _gradients(found: Comparison) -> Section:
                 "condition": result.condition.name,
                 "median, second half": "" if own.median is None else f"{own.median:.3f}",
                 "largest after the first tenth": "" if own.largest is None else f"{own.largest:.3f}",
-                "clipped": _share(own.clipped),
+                "clipped": cells.share(own.clipped),
             }
         )
     return Section("Gradient norms", ["Before clipping, of the last step of each logged interval."], rows, brief=False)
@@ -193,45 +196,3 @@ def _samples(found: Comparison) -> Iterator[Section]:
             for name, run in with_samples.items()
         ]
         yield Section(f"Samples at step {step:,}", texts=texts, brief=False)
-
-
-def _loss(gap: Gap) -> str:
-    return f"{gap.loss.mean:.4f}" + ("" if gap.loss.deviation is None else f" ({gap.loss.deviation:.4f})")
-
-
-def _relative(gap: Gap) -> str:
-    error = gap.difference.error
-    return percent(gap.relative, sign=True) + ("" if error is None else f" ({percent(error / gap.base.mean)})")
-
-
-def _difference(gap: Gap) -> str:
-    error = gap.difference.error
-    return f"{gap.difference.value:+.4f}" + (" (one seed)" if error is None else f" ({error:.4f})")
-
-
-def _bound(gap: Gap) -> str:
-    above = gap.difference.above
-    return "" if above is None else percent(above / gap.base.mean, sign=True)
-
-
-def _paired(gap: Gap) -> str:
-    if gap.paired is None or gap.paired.error is None:
-        return ""
-    return f"{gap.paired.value:+.4f} ({gap.paired.error:.4f})"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else percent(value, 1)
-
-
-def _between(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
-
-
-def _time(seconds: float) -> str:
-    """Return a duration: `12.3 s`, `4 min 05 s`, `3 h 07 min`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

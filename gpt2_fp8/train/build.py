@@ -94,6 +94,20 @@ def build(
     if config.logger.histograms_every_n_steps and not config.trainer.fast_dev_run:
         callbacks.append(Histograms(config.logger.histograms_every_n_steps, last_step(config)))
     callbacks.append(SameKernels(kernels | _versions(plan)))
+    callbacks += _chosen(config, throughput, log_line)
+    labels = hyper_parameters.hyper_parameters(config, words)
+    callbacks.append(RunLabels(labels, hyper_parameters.as_text(config)))
+    callbacks.append(divergence)
+    if not config.trainer.fast_dev_run:
+        callbacks += ends
+    identity = Identity.of(config, folder, in_sweep)
+    trainer = build_trainer(config, plan, folder, callbacks, checkpoint, identity)
+    return Parts(plan, trainer, module, data, throughput, memory, kernels)
+
+
+def _chosen(config: RunConfig, throughput: Throughput, log_line: LogLine) -> list[Callback]:
+    """Return samples, the progress bar and the user's own, as chosen; what reads numbers is told to `throughput`."""
+    callbacks: list[Callback] = []
     if config.callbacks.red_flags:
         watch = RunWatch(config.optim.warmup_steps, config.data.num_workers, partial(log.warning, "%s"))
         throughput.readers.append(rank_zero_only(watch.see))
@@ -103,15 +117,7 @@ def build(
     if config.callbacks.progress_bar and not any(isinstance(callback, LightningBar) for callback in extra):
         callbacks.append(bar := ProgressBar(log_line.pace))
         throughput.readers.append(bar.read)
-    callbacks += extra
-    labels = hyper_parameters.hyper_parameters(config, words)
-    callbacks.append(RunLabels(labels, hyper_parameters.as_text(config)))
-    callbacks.append(divergence)
-    if not config.trainer.fast_dev_run:
-        callbacks += ends
-    identity = Identity.of(config, folder, in_sweep)
-    trainer = build_trainer(config, plan, folder, callbacks, checkpoint, identity)
-    return Parts(plan, trainer, module, data, throughput, memory, kernels)
+    return callbacks + extra
 
 
 def _fp8_health(config: RunConfig, plan: Plan, folder: Path, checkpoint: Path | None) -> list[Callback]:

@@ -14,7 +14,7 @@ from gpt2_fp8.config import generate_schema, mixture, tokenizer_file
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.generate_schema import GenerateConfig
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.text_stream import TextStream
 from gpt2_fp8.data.tokenizer import load_tokenizer

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import yaml  # type: ignore[import-untyped]
 
-from gpt2_fp8.config.parsing import show, value_of
+from gpt2_fp8.config.keys import show, value_of
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 
 _ALWAYS = ("optim.lr", "seed")

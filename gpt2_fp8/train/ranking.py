@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.ranking_file import Item
 from gpt2_fp8.data.progress_log import ProgressLog
 from gpt2_fp8.data.tokenizer_files import Tokenizer

@@ -6,9 +6,9 @@ import shlex
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config import hints
+from gpt2_fp8.config import foreign_keys, other_words
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.parsing import key_paths
+from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
 
 
@@ -98,9 +98,9 @@ def test_your_own_experiment_is_told_where_it_may_stand(tmp_path):
     assert config.seed == 2
 
 
-@pytest.mark.parametrize("group", hints.CHOICES)
+@pytest.mark.parametrize("group", other_words.CHOICES)
 def test_every_choice_from_elsewhere_is_one_of_ours(group):
-    for theirs, ours in hints.CHOICES[group].items():
+    for theirs, ours in other_words.CHOICES[group].items():
         assert remedy(f"{group}='{theirs}'") == f"{group}={ours}"
         assert len(preflight([f"{group}={ours}"])) == 1
 
@@ -124,7 +124,7 @@ BESIDE = {
 def advised():
     """Every word with a value that a hint about a foreign name consists of, or names first."""
     known = key_paths(RunConfig)
-    for _, text in hints.FOREIGN.values():
+    for _, text in foreign_keys.KEYS.values():
         for word in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)*=(?:'[^']*'|[^\s;']+)", text):
             key, _, value = word.rstrip(",.)").replace("'", "").partition("=")
             if not re.search("[A-Z]", value) and (key in known or "." not in key):

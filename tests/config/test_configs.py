@@ -9,7 +9,7 @@ import yaml
 from gpt2_fp8.compose import conf_dir, preflight
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.parsing import key_paths
+from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 from tests.config.conf_files import bases, inherited, merged, own
 

@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 
-from gpt2_fp8.config.parsing import build, key_paths, show
+from gpt2_fp8.config.parsing import build
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,3 @@ def test_all_problems_are_collected():
     assert {key for finding in found for key in finding.keys} == {
         "rooms", "height", "guests", "extra", "pet.lives", "pet.tail",
     }  # fmt: skip
-
-
-def test_paths_name_the_choices_that_have_them():
-    paths = key_paths(House)
-    assert paths["pet.lives"] == ("cat",)
-    assert paths["pet.bark"] == ("dog", "wolf")
-    assert paths["pet.kind"] == ("cat", "dog", "wolf")
-    assert paths["rooms"] == ()
-
-
-def test_values_are_shown_as_they_are_typed():
-    assert [show(v) for v in (None, True, [1, "a"], "", "a\tb")] == ["null", "true", "[1,a]", "''", r"'a\tb'"]
-    assert len(show("x" * 1000)) == 80

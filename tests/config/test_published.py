@@ -6,7 +6,7 @@ Every number is written here a second time, from its source, so that a changed f
 import pytest
 
 from gpt2_fp8.compose import conf_dir, preflight
-from gpt2_fp8.config.parsing import value_of
+from gpt2_fp8.config.keys import value_of
 from tests.config.conf_files import merged
 
 # Radford et al. 2019, table 2; layers, heads, channels, positions

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from gpt2_fp8.checkpoint.space import require_writable
-from gpt2_fp8.config import paths, run_folder
+from gpt2_fp8.config import output_folder, run_folder
 from gpt2_fp8.config.errors import UserError
 
 
@@ -24,7 +24,7 @@ def make_link(path):
 )
 def test_what_is_no_folder_is_called_what_it_is(tmp_path, make, words):
     make(tmp_path / "x")
-    (found,) = paths.check_folder(tmp_path / "x/run", "hydra.run.dir")
+    (found,) = output_folder.check(tmp_path / "x/run", "hydra.run.dir")
     assert f"{tmp_path}/x {words}" in found.problem.cause
     with pytest.raises(UserError, match=words):
         require_writable(tmp_path / "x/run")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_fp8.diagnose import child, offers, probe, probe_gpu, probe_host, steps
+from gpt2_fp8.diagnose import child, commands, offers, probe, probe_gpu, probe_host, steps
 from gpt2_fp8.diagnose.facts import FORMAT, from_json, to_json
 from gpt2_fp8.measure.case import Case as Measured
 from gpt2_fp8.measure.case import Result, measure
@@ -52,42 +52,6 @@ def test_no_other_variable_is_recorded(monkeypatch):
     assert {"NVTE_FUSED_ATTN", "LD_LIBRARY_PATH", "TRITON_CACHE_DIR", "CUDA_VISIBLE_DEVICES"} <= found.keys()
 
 
-def test_the_cudnn_that_stands_first(tmp_path, monkeypatch):
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "libcudnn.so.9.14.0").touch()
-    (tmp_path / "two/libcudnn.so.9").symlink_to("libcudnn.so.9.14.0")
-    monkeypatch.delenv("CUDNN_HOME", raising=False)
-    monkeypatch.delenv("CUDNN_PATH", raising=False)
-    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}/none::{tmp_path}/two")
-    first = probe_host.preferred("libcudnn.so.*")[0]
-    assert first.parent == tmp_path / "two"
-    assert probe.version_in(str(tmp_path / "two/libcudnn.so.9")) == "9.14.0"
-    monkeypatch.setenv("LD_LIBRARY_PATH", "")
-    assert probe_host.preferred("libcudnn.so.*") == []
-    monkeypatch.setenv("CUDNN_HOME", str(tmp_path))
-    (tmp_path / "one").rename(tmp_path / "lib")
-    assert probe_host.preferred("libcudnn.so.*") == [tmp_path / "lib/libcudnn.so.9.14.0"]
-
-
-def test_headers_are_found_where_builds_look(tmp_path, monkeypatch):
-    for name in ("CUDNN_HOME", "CUDNN_PATH", "CUDA_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(probe_host, "ROOT", tmp_path / "no")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path / "no"))
-    monkeypatch.setenv("CXX", "ccache g++")
-    before = probe_host.build()
-    assert (before.cuda_runtime_h, before.cc, before.cxx) == (None, None, None)
-    (tmp_path / "include").mkdir()
-    (tmp_path / "include/cuda_runtime.h").touch()
-    assert probe_host.build().cuda_runtime_h == str(tmp_path / "include/cuda_runtime.h")
-    (tmp_path / "cudnn/include").mkdir(parents=True)
-    (tmp_path / "cudnn/include/cudnn.h").touch()
-    monkeypatch.setenv("CUDNN_PATH", str(tmp_path / "cudnn"))
-    assert probe_host.build().cudnn_h == str(tmp_path / "cudnn/include/cudnn.h")
-
-
 def test_a_disk_mounted_noexec(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "not/there/yet"))
     found = probe_host.places()["Triton's cache"]
@@ -107,8 +71,8 @@ def test_a_file_in_the_place_of_a_cache_cannot_be_written(tmp_path, monkeypatch)
 
 
 def test_a_command_that_fails_or_is_not_there_is_an_error(monkeypatch):
-    monkeypatch.setattr(probe_host.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError()))
-    assert probe_host.output_of("nvidia-smi") == ("", "nvidia-smi is not installed")
+    monkeypatch.setattr(commands.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError()))
+    assert commands.output_of("nvidia-smi") == ("", "nvidia-smi is not installed")
 
 
 def test_versions_and_what_is_wanted_are_the_projects_own():
@@ -191,7 +155,7 @@ def test_an_nvidia_smi_that_fails(nvidia_smi):
 @pytest.mark.whole
 def test_an_nvidia_smi_that_hangs(nvidia_smi, monkeypatch):
     nvidia_smi.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(probe_host, "SECONDS", 0.2)
+    monkeypatch.setattr(commands, "SECONDS", 0.2)
     assert "timed out" in (probe_gpu.record()[0].error or "")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from gpt2_fp8.config.parsing import key_paths
+from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
 from tests.fuzz.place import SMALL, Place
 

@@ -1,0 +1,67 @@
+"""The keys of a configuration by their dotted names: which there are, what each may be, and how its value is told."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from functools import cache
+from typing import cast, get_origin
+
+from gpt2_fp8.config.annotations import bare, hints_of, members_of, tag_field, tags_of
+from gpt2_fp8.config.errors import Finding, Problem
+
+
+@cache
+def key_paths(cls: type) -> dict[str, tuple[str, ...]]:
+    """Return every key of `cls` and below, as a path, with the tags of the union's members that have it.
+
+    A key outside of any union has no tags.
+    """
+    paths: dict[str, tuple[str, ...]] = {}
+    for name, hint in hints_of(cls).items():
+        members = [m for m in members_of(hint) if is_dataclass(m)]
+        if not members:
+            paths[name] = ()
+        for member in members:
+            tags = tags_of(member, tag_field(members)) if len(members) > 1 else ()
+            for below, own in key_paths(cast("type", member)).items():
+                key = f"{name}.{below}"
+                paths[key] = (*paths.get(key, ()), *(tags or own))
+    return paths
+
+
+def value_kinds(cls: type, key: str) -> set[type]:
+    """Return which of `list` and `str` a dotted key of `cls` may be, over all members of unions; empty: neither."""
+    name, _, below = key.partition(".")
+    members = members_of(hints_of(cls).get(name))
+    if below:
+        return set().union(*(value_kinds(cast("type", m), below) for m in members if is_dataclass(m)))
+    plain = [bare(member) for member in members]
+    return {kind for kind in (list, str) if any(member is kind or get_origin(member) is kind for member in plain)}
+
+
+def value_of(config: object, key: str) -> object:
+    """Return the value of a dotted key; None if this configuration's classes do not have it."""
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else getattr(config, part, None)
+    return config
+
+
+def finding(of: object, keys: str, reason: str, remedy: str, prefix: str = "") -> Finding:
+    """Return a finding whose cause begins with the values of `keys`, words of `of` that `prefix` makes whole."""
+    names = keys.split()
+    values = ", ".join(f"{prefix}{name}={show(value_of(of, name))}" for name in names)
+    return Finding(tuple(f"{prefix}{name}" for name in names), Problem(f"{values}: {reason}", remedy))
+
+
+def show(value: object) -> str:
+    """Return a value as it would be typed on the command line, cut to what fits a line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(show, value))}]"
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to write out the longest
+        return f"a number of {value.bit_length()} bits"
+    text = str(value)
+    if isinstance(value, str) and (not value or value != value.strip() or not value.isprintable()):
+        text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

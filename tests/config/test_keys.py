@@ -1,0 +1,58 @@
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from gpt2_fp8.config.keys import finding, key_paths, show, value_kinds, value_of
+
+
+@dataclass(frozen=True)
+class Cat:
+    kind: Literal["cat"]
+    lives: int
+    names: list[str]
+
+
+@dataclass(frozen=True)
+class Dog:
+    kind: Literal["dog", "wolf"]
+    bark: float
+    names: str
+
+
+@dataclass(frozen=True)
+class House:
+    rooms: int
+    tags: dict[str, str]
+    pet: Cat | Dog
+
+
+HOUSE = House(3, {"street": "long"}, Dog("wolf", 1.5, "rex"))
+
+
+def test_paths_name_the_choices_that_have_them():
+    paths = key_paths(House)
+    assert paths["pet.lives"] == ("cat",)
+    assert paths["pet.bark"] == ("dog", "wolf")
+    assert paths["pet.kind"] == ("cat", "dog", "wolf")
+    assert paths["rooms"] == ()
+
+
+@pytest.mark.parametrize(("key", "kinds"), [("rooms", set()), ("pet.names", {list, str}), ("pet.kind", set())])
+def test_the_kinds_of_a_value_are_those_of_every_choice(key, kinds):
+    assert value_kinds(House, key) == kinds
+
+
+def test_a_value_is_found_by_its_path():
+    keys = ("rooms", "pet.bark", "tags.street", "pet.lives", "no.such")
+    assert [value_of(HOUSE, key) for key in keys] == [3, 1.5, "long", None, None]
+
+
+def test_a_finding_begins_with_the_values_of_its_keys():
+    found = finding(HOUSE.pet, "kind bark", "too loud", "choose a cat", prefix="pet.")
+    assert found == (("pet.kind", "pet.bark"), ("pet.kind=wolf, pet.bark=1.5: too loud", "choose a cat"))
+
+
+def test_values_are_shown_as_they_are_typed():
+    assert [show(v) for v in (None, True, [1, "a"], "", "a\tb")] == ["null", "true", "[1,a]", "''", r"'a\tb'"]
+    assert len(show("x" * 1000)) == 80
