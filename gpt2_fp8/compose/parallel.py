@@ -88,7 +88,7 @@ def begin(config: DictConfig, words: Sequence[Sequence[str]] | None) -> OpenRoom
     where = f"a GPU each of {', '.join(gpus)}" if gpus else "on the CPU"
     jobs = "1 job" if at_once == 1 else f"{at_once:,} jobs"
     print(f"sweep: {jobs} at a time, {where}; CPU threads of a job: {threads} (OMP_NUM_THREADS)", flush=True)
-    shared = list(OmegaConf.select(config, "hydra.overrides.task") or [])
+    shared = sorted(set.intersection(*map(set, words))) if words is not None and len(words) > 1 else []
     return OpenRoom(gpus, at_once, max(1, cpus // at_once), shared)
 
 
