@@ -22,11 +22,14 @@ from typing import TYPE_CHECKING
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import launched, output, process_end, programs, signals, slurm
+from gpt2_fp8.runtime import launched, output, process_end, programs, signals, slurm, sweep_room
 from gpt2_fp8.train import loading
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
+
+    from gpt2_fp8.config.schema import RunConfig
+    from gpt2_fp8.runtime.sweep_room import Room
 
 log = logging.getLogger("gpt2_fp8.run")  # also as `__main__`
 RANK_ZERO_SECONDS = 15.0  # seconds that another rank's process waits for rank 0 to end
@@ -53,6 +56,8 @@ def job(cfg: DictConfig) -> float | None:
         here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed; `hydra.job.chdir` leaves it
         words = [str(word) for word in HydraConfig.get().overrides.task]
         config = compose.to_run_config(cfg, here if HydraConfig.get().job.chdir else None, own_words.keys(words))
+        if (room := sweep_room.entered()) is not None:
+            return _beside_others(config, folder, here, words, room)
         if "torch" not in sys.modules and launched.is_first_rank():
             output.forgive_outputs()
             log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
@@ -62,6 +67,25 @@ def job(cfg: DictConfig) -> float | None:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
             raise _Ended(error) from error
         raise  # to Hydra, which says what job it was, runs the others, and raises the first
+
+
+def _beside_others(config: RunConfig, folder: Path, here: Path, words: list[str], room: Room) -> float | None:
+    """Run one job of a parallel sweep in a process of its own; called in a worker of the sweep."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from gpt2_fp8.compose import parallel
+    from gpt2_fp8.train import sweep_worker
+
+    output.forgive_outputs()
+    settings = HydraConfig.get()
+    logging_of_job, output_file = parallel.job_logging(settings, folder)
+    return sweep_worker.run(
+        sweep_worker.Job(
+            number=settings.job.num, config=config, folder=folder, here=here, words=words, logging=logging_of_job,
+            output=output_file,
+        ),
+        room,
+    )  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
@@ -107,6 +131,7 @@ def _run(argv: list[str]) -> None:
     import hydra
 
     from gpt2_fp8 import compose
+    from gpt2_fp8.compose import sweep_start
 
     if compose.is_help(argv):
         argv = compose.look_only(argv)
@@ -117,6 +142,10 @@ def _run(argv: list[str]) -> None:
     sys.argv[1:] = argv
     try:
         hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")(job)()
+    except (Exception, KeyboardInterrupt):
+        if sweep_start.is_parallel() and (signum := signals.received()) is not None:
+            raise slurm.ended(signum) from None  # its jobs, and perhaps joblib, have ended for it
+        raise
     finally:
         _end_sweep()
 

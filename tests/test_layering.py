@@ -68,7 +68,7 @@ HOUSE = {
     # a run's files
     "checkpoint": Row("config", "torch safetensors filelock"),
     # from settings to checked settings, before torch is there
-    "compose": Row("runtime compat config", "hydra omegaconf yaml"),
+    "compose": Row("runtime compat config", "hydra omegaconf yaml joblib"),
     # what everything stands on
     "runtime": Row("compat config", "torch numpy"),
     # what is private in other libraries: it knows nothing of this one
@@ -95,6 +95,7 @@ ONLY_IN = {
     "tensorboard": ["compat.tensorboard_hparams"],
     "rich": ["callbacks.progress"],
     "hydra": ["run", "compose", "compat.hydra_private"],
+    "joblib": ["compose.parallel"],
 }
 
 EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of later Pythons
@@ -102,7 +103,7 @@ EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of late
 INSIDE_FUNCTIONS = {
     *("transformer_engine", "torchao", "flash_attn", "cuda", "matplotlib"),
     *("datasets", "huggingface_hub", "tiktoken", "tokenizers", "pyarrow", "requests", "filelock"),
-    *("wandb", "tensorboard"),
+    *("wandb", "tensorboard", "joblib"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
@@ -123,12 +124,16 @@ BEFORE_TORCH = [
         "evaluate",
         "train.loading",
         "train.summary",
+        "train.sweep_job",
+        "train.sweep_worker",
         "compat.hydra_private",
     ),
     *(
         "runtime.memory_limits",
         "runtime.signals",
+        "runtime.slots",
         "runtime.slurm",
+        "runtime.sweep_room",
         "runtime.output",
         "runtime.standard_streams",
         "runtime.file_program",

@@ -31,10 +31,11 @@ Write = Callable[[int, Sequence[Health]], object]
 class FP8HealthLog(pl.Callback):
     """Reads the stored scales every `trainer.log_every_n_steps` steps, and samples every tensor at a wider interval.
 
-    Summaries go to the loggers (`engine.fp8_health.summary`), tensors to `write`, red flags to the run's log. Reading
-    comes after `Throughput`, which has waited for the device by then. A sampled pass is made after the first step, from
-    then on every `callbacks.fp8_health_every_n_steps` steps, and after the last. That interval is doubled until passes
-    take at most `COST` of the time. The first one, which compiles, is not counted.
+    Summaries go to the loggers (`engine.fp8_health.summary`), tensors to `write` and to the loggers that have
+    `log_fp8_tensors`, red flags to the run's log. Reading comes after `Throughput`, which has waited for the device by
+    then. A sampled pass is made after the first step, from then on every `callbacks.fp8_health_every_n_steps` steps,
+    and after the last. That interval is doubled until passes take at most `COST` of the time. The first one, which
+    compiles, is not counted.
 
     All is done by rank 0. The others wait for it in the next step. A run that has no FP8 has nothing to log.
 
@@ -77,25 +78,29 @@ class FP8HealthLog(pl.Callback):
         self._time(step)
         healths = self._health.read()
         if (step >= self._due or step == 1 or last) and self._health.failed is None:
-            healths = self._sample(step, ids, healths)
+            healths = self._sample(step, ids, healths, trainer.loggers)
         if healths:
             for logger in trainer.loggers:
                 logger.log_metrics(summary(healths), step=step)
             self._flags.judge(step, healths)
         self._clock = time.perf_counter(), step
 
-    def _sample(self, step: int, ids: Any, stored: list[Health]) -> list[Health]:
+    def _sample(self, step: int, ids: Any, stored: list[Health], loggers: Sequence[Any]) -> list[Health]:
         assert self._health is not None
         found = self._health.sample(ids, stored)
         if self._health.failed is not None:
             log.warning("step %d: no memory for a sampled pass (%s); fp8.csv ends here, training goes on",
                         step, self._health.failed)  # fmt: skip
             return stored
+        began = time.perf_counter()
         if self._write is not None:
             self._write(step, found)
+        for logger in loggers:
+            if write := getattr(logger, "log_fp8_tensors", None):  # loggers.EventFile
+                write(found, step)
         self._passes += 1
         if self._passes > 1:
-            self._widen(self._health.seconds)
+            self._widen(self._health.seconds + time.perf_counter() - began)
         self._due = self._next(step)
         return found
 

@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt2_fp8.compose import surroundings, sweeps
+from gpt2_fp8.compose import parallel, surroundings, sweeps
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.composer import Composer, above, lookup
 from gpt2_fp8.compose.override_parser import parse
@@ -31,6 +31,10 @@ def configs(request: Request, catalog: Catalog, problems: list[Problem]) -> list
     whole = _whole(composer, request)
     jobs: list[tuple[int | None, list[Override]]] = [(None, request.task)]
     if request.multirun or str(whole.hydra.mode).endswith("MULTIRUN"):
+        problems += parallel.inside_ranks()
+        if parallel.is_chosen(whole.hydra):
+            typed = {word.key_or_group for word in request.hydra}
+            problems += [finding.problem for finding in parallel.check(whole.hydra, typed)]
         params = _params(whole.hydra, request, catalog, problems)
         jobs = list(enumerate(sweeps.expand([*params, *request.task], whole.hydra.sweeper)))
         if len(jobs) > sweeps.ANNOUNCED:

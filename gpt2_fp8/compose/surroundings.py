@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gpt2_fp8.compose import parallel
 from gpt2_fp8.compose.composer import lookup
 from gpt2_fp8.config import hydra_policy, output_folder, run_folder
 from gpt2_fp8.config.errors import Finding, Problem
@@ -59,6 +60,8 @@ class Surroundings:
             cause = f"{values} in a sweep: each process would start the whole sweep again"
             remedy = "sweep with trainer=gpu, a GPU a job; or start the runs one by one, without -m"
             yield Finding(("trainer.devices", "trainer.num_nodes"), Problem(cause, remedy))
+        if self.number is not None and parallel.is_chosen(self.cfg.hydra):
+            yield from parallel.check_job(self.config, self.cfg.hydra)
 
     def _folder(self, setting: str, key: str) -> Iterator[Finding]:
         """Find what is wrong with the folder that it will write into. `key` is the key that the user gave."""

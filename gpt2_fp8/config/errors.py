@@ -98,3 +98,15 @@ class Stopped(RunError):
     def __init__(self, signum: int):
         self.exit_code = 128 + signum
         super().__init__(f"stopped by signal {signum}; under the same run_name, ckpt_path=last continues")
+
+
+class JobError(RunError):
+    """How a job of a parallel sweep has ended, in a process of its own."""
+
+    def __init__(self, status: str, exit_code: int, message: str):
+        self.status, self.exit_code = status, exit_code
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[JobError], tuple[str, int, str]]:
+        """Pickle all three: otherwise an exception is built again from its text."""
+        return type(self), (self.status, self.exit_code, str(self))

@@ -88,7 +88,8 @@ class HubSource:
     def _ask(self) -> Listing:
         """Ask for what the hub holds now."""
         first = self.waits[:4]  # nothing is lost yet, so the user learns soon, without the long waits of a run
-        (commit, files), _ = with_retries(lambda: self._guarded(self._files), f"the list of {self.repo}", first)
+        what = f"the list of {self.repo}"
+        (commit, files), _ = with_retries(lambda: self._guarded(self._files), what, first, first_contact=True)
         for split, paths in files.items():
             if paths:
                 self._splits[split], _ = with_retries(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import socket
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -37,8 +38,13 @@ def is_waiting() -> bool:
     return _waiting
 
 
-def with_retries(action: Callable[[], Result], what: str, waits: tuple[float, ...]) -> tuple[Result, int]:
+def with_retries(
+    action: Callable[[], Result], what: str, waits: tuple[float, ...], first_contact: bool = False
+) -> tuple[Result, int]:
     """Return the result of `action` and the number of failed attempts before it. Each attempt starts from nothing.
+
+    `first_contact`: nothing has come from this server yet. Where its name does not even resolve, there is most likely
+    no network, so one more attempt has to do.
 
     Raises:
         DataSourceLost: it still fails after the last of `waits`. These are in seconds. Each gets up to a quarter of
@@ -51,14 +57,25 @@ def with_retries(action: Callable[[], Result], what: str, waits: tuple[float, ..
         except _FINAL:
             raise
         except Exception as error:
-            if failures == len(waits):
+            nameless = first_contact and is_unresolved(error)
+            if failures == (min(1, len(waits)) if nameless else len(waits)):
                 cause = f"cannot read {what}, after {failures + 1} attempts: {type(error).__name__}: {_said(error)}"
-                raise DataSourceLost(cause + (_WITHOUT_HUB if waits == HUB_WAITS else "")) from error
+                cause += "; the server's name does not resolve: is there a network, and a DNS?" if nameless else ""
+                raise DataSourceLost(cause + (_WITHOUT_HUB if waits == HUB_WAITS or first_contact else "")) from error
             wait = waits[failures] * (1 + _jitter.random() / 4)
             failures += 1
             log.warning("cannot read %s (%s: %s); attempt %d in %.1f s", what, type(error).__name__, _said(error),
                         failures + 1, wait)  # fmt: skip
             sleep(wait)
+
+
+def is_unresolved(error: BaseException | None) -> bool:
+    """Return whether an error comes from a name for which DNS gave no address."""
+    while error is not None:
+        if isinstance(error, socket.gaierror):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def sleep(seconds: float) -> None:

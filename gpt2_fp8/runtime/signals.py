@@ -208,7 +208,18 @@ def interruptible() -> Iterator[None]:
 
 def pending() -> bool:
     """Return whether a signal was received, so that unneeded work can be skipped."""
-    return _active is not None and _active.received is not None
+    return received() is not None
+
+
+def received() -> int | None:
+    """Return the number of the first signal that was received; None before it."""
+    return None if _active is None else _active.received
+
+
+def hold() -> None:
+    """Only record signals, up to the end of the context that raises an error for them (`Signals.at_once`)."""
+    if _active is not None:
+        _active.hold()
 
 
 def look() -> None:

@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from gpt2_fp8.compat import tensorboard_hparams
+from gpt2_fp8.engine.fp8_health import Health
 from gpt2_fp8.engine.histograms import TensorStats
 from gpt2_fp8.train import tensorboard_tags as tags
 from gpt2_fp8.train.lossy import Lossy
@@ -77,6 +78,16 @@ class EventFile(Lossy, TensorBoardLogger):
                 )  # fmt: skip
                 if tensor.kind == "gradient":
                     writer.add_scalar(f"tensors_norm/{tensor.name}", tensor.norm, step)
+            self._flush()
+
+    @rank_zero_only
+    def log_fp8_tensors(self, healths: Iterable[Health], step: int) -> None:
+        """Write the scale and the amax of each FP8 tensor, a curve each."""
+        with self.losing_rows(_WHAT):
+            writer = self._writers()["train"]
+            for health in healths:
+                for figure, value in (("scale", health.scale), ("amax", health.amax)):
+                    writer.add_scalar(tags.of_layer(figure, health.tensor.kind, health.tensor.layer), value, step)
             self._flush()
 
     @rank_zero_only

@@ -21,6 +21,7 @@ from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.runtime import launched
 
+NAME = "summary.json"
 Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_lost", "interrupted"]
 
 
@@ -115,7 +116,7 @@ class Summary:
         if self.tokens_per_second is not None:
             return
         with suppress(OSError, ValueError):
-            found = bounded.read_json(Path(folder) / "summary.json")
+            found = bounded.read_json(Path(folder) / NAME)
             before = {key: value for key, value in found.items() if type(value) is float} if type(found) is dict else {}
             self.tokens_per_second = before.get("tokens_per_second")
             self.checkpoint_stall_seconds = self.checkpoint_stall_seconds or before.get("checkpoint_stall_seconds")
@@ -126,7 +127,7 @@ class Summary:
 
         Raises OSError.
         """
-        path = Path(folder) / "summary.json"
+        path = Path(folder) / NAME
         durable.write_json(path, _finite(asdict(self)))
         return path
 
@@ -137,7 +138,7 @@ def write_unbegun(config: RunConfig, folder: Path, error: BaseException, words: 
     It is not written while another run is at work there, or if it would replace earlier results by a refusal. `words`:
     its overrides.
     """
-    refused = isinstance(error, UserError) and (folder / "summary.json").exists()
+    refused = isinstance(error, UserError) and (folder / NAME).exists()
     if not launched.is_first_rank() or refused:
         return
     recipe = None if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name

@@ -1,7 +1,8 @@
 """Where TensorBoard shows each metric: its run (`train`, `val`), its tag, and the page of custom charts.
 
 TensorBoard sorts tags by name, makes a group of what comes before the first slash, and opens the first two groups. So
-the names are chosen to begin with the loss: loss, optim, optim_steps, precision_fp8, speed, system, tensors_*.
+the names are chosen to begin with the loss: loss, optim, optim_steps, precision_fp8, precision_fp8_layers, speed,
+system, tensors_*.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ def place(name: str) -> tuple[str, str]:
     return ("val" if name.startswith("val_") else "train"), name
 
 
+def of_layer(figure: str, kind: str, layer: str) -> str:
+    """Return the tag of a figure of one FP8 tensor: its scale, say."""
+    return f"precision_fp8_layers/{figure}_{kind}/{layer}"
+
+
 def placed(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
     """Yield run, tag and value of each metric, and the perplexity of each loss: e to the loss in nats."""
     for name, value in metrics.items():
@@ -59,6 +65,8 @@ def custom_charts() -> dict[str, dict[str, list[object]]]:
         f"{figure} of inputs, weights and gradients": lines(f"precision_fp8/{figure}_.*")
         for figure in ("amax", "scale", "headroom", "saturated", "flushed")
     }
+    for kind in ("input", "weight", "gradient"):
+        fp8[f"scale of each layer's {kind}"] = lines(f"precision_fp8_layers/scale_{kind}/.*")
     return {
         "loss": {"training and validation": lines("^loss$"), "perplexity": lines("loss/perplexity")},
         "optimizer": {

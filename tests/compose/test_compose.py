@@ -197,6 +197,8 @@ def test_a_sweep_over_gpus_that_something_else_starts(monkeypatch):
     assert len(preflight(["-m", "trainer=ddp", "trainer.accelerator=cpu", "seed=1,2"])) == 2
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert len(preflight(["-m", "trainer=ddp", "seed=1,2"])) == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "-m in each of 2 processes" in causes("-m", "trainer=ddp", "seed=1,2")[0]
 
 
 @pytest.mark.parametrize(

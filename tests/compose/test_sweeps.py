@@ -1,5 +1,6 @@
 """The sweeps of docs/sweeps, each by its own command."""
 
+import csv
 import re
 import shlex
 
@@ -8,6 +9,7 @@ import yaml
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.train.metrics_csv import COLUMNS
+from tests.runs import SMALL, command
 from tests.test_readme import ROOT, RUN
 
 FILES = sorted((ROOT / "docs/sweeps/experiment").glob("*.yaml"))
@@ -53,7 +55,37 @@ def test_the_sweep_of_wandb_composes_as_its_agent_types_it():
     assert sweep["metric"]["name"] in COLUMNS
 
 
-@pytest.mark.slow
-def test_the_sweep_of_optuna_composes():
+OPTUNA = shlex.split((ROOT / "docs/sweeps/optuna.txt").read_text())
+
+
+@pytest.fixture
+def optuna():
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="pip install hydra-optuna-sweeper")
-    assert preflight(shlex.split((ROOT / "docs/sweeps/optuna.txt").read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optuna")
+def test_the_sweep_of_optuna_composes():
+    assert preflight(OPTUNA)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optuna")
+@pytest.mark.parametrize("together", [[], ["hydra/launcher=joblib", "hydra.sweeper.n_jobs=2"]], ids=["alone", "two"])
+def test_optuna_searches_and_its_jobs_are_a_table(tmp_path, together):
+    given = {word.partition("=")[0] for word in together} | {"hydra.sweeper.n_trials"}
+    words = [word for word in OPTUNA if word.partition("=")[0] not in given]
+    short = [*SMALL, "trainer.max_steps=3", "optim.warmup_steps=1", "trainer.val_check_interval=3"]
+    done = command(*words, *together, *short, "hydra.sweeper.n_trials=4", "run_name=o", cwd=tmp_path, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (tmp_path / "outputs/o/sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert sorted(row["job"] for row in rows) == ["0", "1", "2", "3"]
+    assert {row["status"] for row in rows} == {"completed"}
+    rates = {float(row["optim.lr"]) for row in rows}
+    assert len(rates) == 4
+    assert all(3e-4 <= rate <= 3e-3 for rate in rates)
+    assert {row.get("optim.weight_decay", "0.1") for row in rows} <= {"0.01", "0.1"}  # no column if all chose one
+    found = yaml.safe_load((tmp_path / "outputs/o/optimization_results.yaml").read_text())
+    assert found["best_value"] == pytest.approx(min(float(row["val_loss"]) for row in rows)), "what a job returns"
+    assert ("sweep: 2 jobs at a time" in done.stdout) == bool(together)

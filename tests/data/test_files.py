@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from gpt2_fp8.config.data_schema import FileOrHubData
 from gpt2_fp8.config.errors import DataSourceLost, UserError
-from gpt2_fp8.data import formats
+from gpt2_fp8.data import formats, retry
 from gpt2_fp8.data.documents import PIECE_CHARACTERS, cut, tokenise
 from gpt2_fp8.data.files import FilesSource
 from gpt2_fp8.data.retry import with_retries
@@ -215,6 +216,30 @@ def test_retries_are_counted_and_end() -> None:
     failures[:] = [KeyError("ours")]
     with pytest.raises(KeyError):  # a mistake of ours does not pass by waiting
         with_retries(action, "it", (0.0, 0.0))
+
+
+def test_a_name_that_does_not_resolve_is_said_soon_at_the_first_contact_alone(monkeypatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(retry, "sleep", slept.append)
+
+    def unresolved() -> None:
+        try:
+            raise socket.gaierror(-3, "Temporary failure in name resolution")
+        except OSError as error:
+            raise ConnectionError("[Errno -3] Temporary failure in name resolution") from error
+
+    with pytest.raises(DataSourceLost, match=r"after 2 attempts: .* does not resolve(.|\n)*without a network: data="):
+        with_retries(unresolved, "it", retry.HUB_WAITS[:4], first_contact=True)
+    assert len(slept) == 1
+    with pytest.raises(DataSourceLost, match="after 8 attempts"):  # of a run that has read before
+        with_retries(unresolved, "it", retry.HUB_WAITS)
+    assert len(slept) == 8
+
+    def refused() -> None:
+        raise ConnectionRefusedError("by a hub that starts again")
+
+    with pytest.raises(DataSourceLost, match="after 5 attempts"):
+        with_retries(refused, "it", retry.HUB_WAITS[:4], first_contact=True)
 
 
 @pytest.mark.parametrize("rest", [b', "text": "t"', b', "text": ' + b"[" * 100_000, b"} x"])

@@ -53,6 +53,11 @@ def test_a_hub_that_stays_dead_is_said_so(hub: Hub, client: Client, tmp_path: Pa
     assert answer["error"] == "DataSourceLost"
     assert "after 8 attempts" in answer["message"]
     assert "without a network: data=stdlib" in answer["message"]
+    unnamed = Client(hub, tmp_path, "http://no-such-host.invalid")
+    answer = unnamed.ask(WEB)
+    unnamed.close()
+    assert "after 2 attempts" in answer["message"]
+    assert "the server's name does not resolve" in answer["message"]
     nowhere = Client(hub, tmp_path, "http://127.0.0.1:9")
     answer = nowhere.ask(WEB)
     nowhere.close()

@@ -320,6 +320,7 @@ CALLS = {
 }
 # Each with its reason. A new one is a decision.
 ALLOWED = {
+    ("compose/parallel.py", "joblib"): "counts the CPUs of this machine or container; nothing is read",
     ("data/worker_pool.py", "pickle"): "hands this process's own reader to the workers that it starts",
     ("data/worker_process.py", "pickle"): "takes it there, out of the pipe from that process; nothing from a file",
     ("__init__.py", "import_module"): "of a module of ours, by a public name",

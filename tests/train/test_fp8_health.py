@@ -3,6 +3,7 @@
 import csv
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, recorded, train, train_until
 
@@ -70,6 +71,22 @@ def test_without_a_csv_log_there_is_no_table(tmp_path):
     few = ["trainer.max_steps=3", "trainer.val_check_interval=3"]
     train(tmp_path, *FP8, *few, "logger=tensorboard")
     assert not list(tmp_path.glob("*.csv"))
+
+
+def test_tensorboard_has_the_scale_of_every_layer_at_the_steps_of_the_table(tmp_path):
+    train(tmp_path, *FP8, "trainer.max_steps=6", "trainer.val_check_interval=6")
+    curves = EventAccumulator(str(tmp_path / "tensorboard/train")).Reload()
+    shown, tensors = {}, {}
+    for tag in curves.Tags()["scalars"]:
+        if tag.startswith("precision_fp8_layers/"):
+            shown[tag] = {point.step: pytest.approx(point.value) for point in curves.Scalars(tag)}
+    for row in rows(tmp_path):
+        for figure in ("scale", "amax"):
+            tag = f"precision_fp8_layers/{figure}_{row['tensor']}/{row['layer']}"
+            tensors.setdefault(tag, {})[int(row["step"])] = float(row[figure])
+    assert shown == tensors
+    assert len(shown) == 2 * 3 * 5, "scale and amax of three operands of four layers and the head"
+    assert {tuple(points) for points in shown.values()} == {(1, 3, 6)}
 
 
 def test_a_sick_run_says_so_once_and_its_remedy_helps(tmp_path, caplog):

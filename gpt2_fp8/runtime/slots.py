@@ -1,0 +1,84 @@
+"""Places for jobs that run at the same time: a GPU each, or a share of the CPU. No two jobs have the same place.
+
+A place is a file that is locked (`flock`). A process that is started with the descriptor holds the lock too. The kernel
+releases it when the last holder has ended, however that was. So a place is free again after a SIGKILL, and never before
+the job that had it is gone. Standard library only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_DEVICE = re.compile(r"^(\s*)(?:GPU|MIG)\b.*\(UUID: ((?:GPU|MIG)-[\w/-]+)\)\s*$", re.MULTILINE)
+_SECONDS = 30.0  # the longest that nvidia-smi may take
+
+
+class Slot(NamedTuple):
+    """A place that this process holds: its name, and the descriptor that keeps the lock."""
+
+    name: str
+    descriptor: int
+
+
+def take(names: Sequence[str], folder: Path) -> Slot | None:
+    """Take the first of the places `names` that is free, or return None. Locks are files in `folder`. Raises OSError.
+
+    Closing the descriptor gives the place back, unless a process has been started with it.
+    """
+    for name in names:
+        path = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # nobody has cleaned the folder up meanwhile
+                return Slot(name, descriptor)
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    return None
+
+
+def gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the GPUs that this process may use, each as CUDA_VISIBLE_DEVICES names one. CUDA is not touched.
+
+    They are what CUDA_VISIBLE_DEVICES lists, or else every device that nvidia-smi lists. Neither: none.
+    """
+    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        names = [name.strip() for name in visible.split(",")]
+        end = next((at for at, name in enumerate(names) if not name or name.startswith("-")), len(names))
+        return list(dict.fromkeys(names[:end]))  # CUDA, too, reads no further than the first that is none
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return named(listed.stdout)
+
+
+def named(listed: str) -> list[str]:
+    """Return the devices in the text of `nvidia-smi -L`. A GPU that is cut into MIG devices is these, not itself."""
+    found: list[str] = []
+    for indent, name in _DEVICE.findall(listed):
+        if indent and found and found[-1].startswith("GPU-"):
+            found.pop()
+        found.append(name)
+    return found
+
+
+def shared_folder() -> Path:
+    """Return this user's folder of locks of GPUs, so that two sweeps of a machine share them. Raises OSError."""
+    folder = Path(tempfile.gettempdir()) / f"gpt2_fp8-gpus-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to somebody else")
+    return folder
