@@ -126,6 +126,7 @@ BEFORE_TORCH = [
         "compat.hydra_private",
     ),
     *(
+        "runtime.launcher",
         "runtime.memory_limits",
         "runtime.signals",
         "runtime.slurm",
