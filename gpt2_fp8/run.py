@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
 
     from gpt2_fp8.config.schema import RunConfig
-    from gpt2_fp8.runtime.meeting import Meeting
 
 log = logging.getLogger("gpt2_fp8.run")  # also as `__main__`
 RANK_ZERO_SECONDS = 15.0  # seconds that another rank's process waits for rank 0 to end
@@ -127,7 +126,9 @@ def _end_among_ranks(error: RunError | None, text: str) -> None:
 
         met = meeting.current()
     if launcher.is_first_of_all():
-        _say(text)
+        refused_elsewhere = error is not None and error.exit_code == 2 and not isinstance(error, UserError)
+        if not refused_elsewhere:  # that rank says it
+            _say(text)
         if met is not None:
             met.say(text)
         return
@@ -177,7 +178,7 @@ def _checked(argv: list[str]) -> list[str]:
     planned: list[tuple[RunConfig, str | None]] = []
     problems: list[Problem] = []
     try:
-        planned = compose.planned(argv, restarted=_is_again(met))
+        planned = compose.planned(argv, restarted=met.launcher.restarts > 0)
     except UserError as error:
         problems = error.problems
     config, own = planned[0] if len(planned) == 1 else (None, None)
@@ -201,12 +202,7 @@ def _is_started_again() -> bool:
     from gpt2_fp8.runtime import meeting
 
     met = meeting.current()
-    return met is not None and _is_again(met)
-
-
-def _is_again(met: Meeting) -> bool:
-    """Return whether the launcher has started this run before."""
-    return met.launcher.restarts > 0 or met.folder is not None
+    return met is not None and met.launcher.restarts > 0
 
 
 def _end_sweep() -> None:

@@ -195,7 +195,7 @@ class _Variables:
                 f"MASTER_ADDR is not set, and {world_size} processes (WORLD_SIZE) have to meet there",
                 "MASTER_ADDR=HOST MASTER_PORT=29500 before the command on every node: the host of rank 0",
             )
-        if not 0 <= rank < max(world_size, 1):
+        if not self.problems and rank >= world_size:
             self._refuse(f"RANK={rank} is not below WORLD_SIZE={world_size}", "number the processes from 0")
         local_rank = self._number("LOCAL_RANK", 0 if world_size == 1 else None)
         port = self._number("MASTER_PORT", 29500)

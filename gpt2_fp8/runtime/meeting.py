@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +24,7 @@ from gpt2_fp8.runtime.launcher import Launcher
 
 # Processes are started together, but one may still import its packages from a slow disk while the others wait.
 PATIENCE_SECONDS = 300.0
+HEARD_SECONDS = 2.0  # in which the others hear rank 0's last word
 _LOOK_SECONDS = 0.1
 _GROUP = "gpt2_fp8"
 
@@ -48,6 +51,8 @@ class Meeting:
         self.folder: str | None = None
         if self._everyones.check(["folder"]):
             self.folder = self._everyones.get("folder").decode()
+            # The count is each agent's own, and another node's failure counts nowhere.
+            self.launcher = launcher._replace(restarts=max(launcher.restarts, 1))
         self.name = self._generation()
         self.store = dist.PrefixStore(self.name, self._everyones)
 
@@ -58,7 +63,7 @@ class Meeting:
         """
         self.store.set(f"{topic}/{self.launcher.rank}", json.dumps(own))
         keys = [f"{topic}/{rank}" for rank in range(self.launcher.world_size)]
-        _wait_for(self.store, keys, self.launcher)
+        _wait_for(lambda: [rank for rank, key in enumerate(keys) if not self.store.check([key])], self.launcher.rank)
         return [json.loads(self.store.get(key)) for key in keys]
 
     def group_store(self) -> dist.Store:
@@ -70,36 +75,52 @@ class Meeting:
         self._everyones.set("folder", folder)
 
     def say(self, text: str) -> None:
-        """Tell the other ranks that rank 0 has printed `text`, its last word."""
-        self.store.set("said", text)
+        """Tell the other ranks that rank 0 has printed `text`, its last word; wait a moment until they know.
+
+        Raises nothing: the agent, which may have the store, may be gone.
+        """
+        others = [f"heard/{rank}" for rank in range(1, self.launcher.world_size)]
+        until = time.monotonic() + HEARD_SECONDS
+        with suppress(RuntimeError):
+            self.store.set("said", text)
+            while time.monotonic() < until and not all(self.store.check([key]) for key in others):
+                time.sleep(_LOOK_SECONDS)
 
     def has_said(self, text: str, seconds: float) -> bool:
-        """Return whether rank 0 has printed this last word too, or will within `seconds`, or has left without one."""
+        """Return whether rank 0 has printed this last word too, or will within `seconds`."""
         until = time.monotonic() + seconds
-        try:
+        with suppress(RuntimeError):  # the store is gone, with rank 0 or with the agent
             while time.monotonic() < until:
                 if self.store.check(["said"]):
-                    return self.store.get("said").decode() == text
+                    said = self.store.get("said").decode()
+                    self.store.set(f"heard/{self.launcher.rank}", "")
+                    return said == text
                 time.sleep(_LOOK_SECONDS)
-        except RuntimeError:  # rank 0, which had the store, is gone
-            return True
         return False
 
     def _generation(self) -> str:
-        """Return the name of this generation: rank 0 makes it up, and answers everyone's hello with it."""
-        ours = f"{self.launcher.restarts}/{self.launcher.world_size}"
-        hello = [f"hello/{ours}/{rank}" for rank in range(1, self.launcher.world_size)]
-        if self.launcher.rank:
-            me = uuid.uuid4().hex
-            self._everyones.set(hello[self.launcher.rank - 1], me)
-            _wait_for(self._everyones, [f"answer/{me}"], self.launcher)
-            return self._everyones.get(f"answer/{me}").decode()
-        name = uuid.uuid4().hex
-        _wait_for(self._everyones, hello, self.launcher)
-        for key in hello:
-            self._everyones.set(f"answer/{self._everyones.get(key).decode()}", name)
-            self._everyones.delete_key(key)
-        return name
+        """Return the name of this generation: rank 0 makes it up, and answers everyone's hello with it.
+
+        Keys of processes that are gone may still be there. So each process says hello by a word of its own, and rank 0
+        answers until all have said that they have the answer.
+        """
+        rank, others, store = self.launcher.rank, range(1, self.launcher.world_size), self._everyones
+        ours = uuid.uuid4().hex
+        if rank:
+            store.set(f"hello/{rank}", ours)
+            _wait_for(lambda: [] if store.check([f"answer/{ours}"]) else [0], rank)
+            name = store.get(f"answer/{ours}").decode()
+            store.set(f"{name}/here/{rank}", "")
+            return name
+
+        def missing() -> list[int]:
+            for other in others:
+                if store.check([f"hello/{other}"]):
+                    store.set(f"answer/{store.get(f'hello/{other}').decode()}", ours)
+            return [other for other in others if not store.check([f"{ours}/here/{other}"])]
+
+        _wait_for(missing, rank)
+        return ours
 
 
 def join(launcher: Launcher) -> Meeting:
@@ -134,15 +155,14 @@ def _connected(launcher: Launcher) -> dist.TCPStore:
         raise NotMet(f"rank {launcher.rank} {what} at {place}: {str(error).splitlines()[0]}") from error
 
 
-def _wait_for(store: dist.Store, keys: list[str], launcher: Launcher) -> None:
-    """Wait until others have set all `keys`. A signal ends it."""
+def _wait_for(missing: Callable[[], list[int]], rank: int) -> None:
+    """Wait until no rank is `missing`. A signal ends it. Raises NotMet after `PATIENCE_SECONDS`."""
     until = time.monotonic() + PATIENCE_SECONDS
     try:
         with signals.interruptible():
-            while missing := [key for key in keys if not store.check([key])]:
+            while ranks := missing():
                 if time.monotonic() > until:
-                    ranks = ", ".join(key.rpartition("/")[2] for key in missing) if launcher.rank == 0 else "0"
-                    raise NotMet(f"rank {launcher.rank} has waited {PATIENCE_SECONDS:.0f} s for rank {ranks}")
+                    raise NotMet(f"rank {rank} has waited {PATIENCE_SECONDS:.0f} s for rank {ranks[0]}")
                 time.sleep(_LOOK_SECONDS)
-    except RuntimeError as error:
-        raise NotMet(f"rank {launcher.rank} has lost the connection to rank 0") from error
+    except dist.DistError as error:
+        raise NotMet(f"rank {rank} has lost the connection to rank 0") from error
