@@ -168,7 +168,7 @@ def _checked(argv: list[str]) -> list[str]:
     from gpt2_fp8 import compose
 
     started = launcher.current()
-    if not started.several:
+    if not started.meets:
         compose.planned(argv, restarted=started.restarts > 0)
         return compose.flags_first(argv)
     if not started.rank:
@@ -182,6 +182,8 @@ def _checked(argv: list[str]) -> list[str]:
     except UserError as error:
         problems = error.problems
     config, own = planned[0] if len(planned) == 1 else (None, None)
+    if len(planned) > 1 and not started.several:
+        return compose.flags_first(argv)
     if len(planned) > 1:
         cause = f"a sweep: each of the {started.world_size} processes of {started.name} would run the whole of it"
         problems = [Problem(cause, "start it without them, by python -m gpt2_fp8.run -m")]
@@ -197,7 +199,7 @@ def _checked(argv: list[str]) -> list[str]:
 def _is_started_again() -> bool:
     """Return whether this process's launcher has started this run before."""
     started = launcher.current()
-    if not started.several:
+    if not started.meets:
         return started.restarts > 0
     from gpt2_fp8.runtime import meeting
 

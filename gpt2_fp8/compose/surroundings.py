@@ -14,6 +14,7 @@ from gpt2_fp8.config import hydra_policy, paths, run_folder
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.runtime import launcher
 
 
 class Surroundings:
@@ -52,6 +53,9 @@ class Surroundings:
             path = self.config.ckpt_path
             cause = f"ckpt_path={path}: of which run? A run without a name starts in a new, empty folder"
             yield Finding(("ckpt_path", "run_name"), Problem(cause, "add the run_name=NAME of the run to continue"))
+        if self.config.trainer.num_nodes > 1 and fresh and not launcher.current().starts_all:
+            cause = f"trainer.num_nodes={self.config.trainer.num_nodes}, and each node would give the run another name"
+            yield Finding(("trainer.num_nodes", "run_name"), Problem(cause, "add run_name=NAME, the same on all nodes"))
         if self.number is not None and self._starts_processes():
             trainer = self.config.trainer
             values = f"trainer.devices={show(trainer.devices)}, trainer.num_nodes={trainer.num_nodes}"

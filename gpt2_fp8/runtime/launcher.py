@@ -52,6 +52,11 @@ class Launcher(NamedTuple):
         """Whether it has started several processes."""
         return self.starts_all and self.world_size > 1
 
+    @property
+    def meets(self) -> bool:
+        """Whether there is a store to meet in: also a single process of torchrun's may have been one of several."""
+        return self.several or self.agent_listens
+
     def __str__(self) -> str:
         """Return a line of the log."""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""

@@ -49,7 +49,9 @@ class RunContext:
         self.time_limit = TimeLimit(None if limit is None else run_length.seconds(limit))
         self.watchdog = RankWatchdog(self._write_lost)
         self._met = meeting.current()
-        if self._met is not None:  # a launcher has started the others: they prepare themselves at the same time
+        if (
+            self._met is not None and self._met.launcher.several
+        ):  # a launcher has started the others: they prepare themselves at the same time
             self.watchdog.watch(self._met.store, self._met.launcher.rank, self._met.launcher.world_size)
         self.parts: Parts | None = None
         precision = Precision(asked=config.precision.name)

@@ -51,7 +51,8 @@ def test_nodes_by_lightnings_own_launcher_have_a_place_to_meet(monkeypatch, vari
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError) as refused:
         preflight(["trainer=ddp", "trainer.accelerator=cpu", "trainer.num_nodes=2", "micro_batch_size=8"])
-    (problem,) = refused.value.problems
+    problem, unnamed = refused.value.problems
+    assert unnamed.cause == "trainer.num_nodes=2, and each node would give the run another name"
     assert problem.cause == f"trainer.num_nodes=2, and {lacking}"
 
 

@@ -7,6 +7,7 @@ One launch a launcher. What is compared with a single process is compared as for
 import importlib.util
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -277,6 +278,33 @@ def test_a_folder_that_nodes_do_not_share(tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     refused([finish(process) for process in (first, second)], "the nodes do not share the folder of the run")
+
+
+STOP = """
+import os, signal
+from gpt2_fp8.callbacks import rank_watchdog
+rank_watchdog.LIFE_SECONDS = 6.0
+
+def training_step(self, batch, batch_idx):
+    if self.global_rank == 1 and self.global_step == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    original(self, batch, batch_idx)
+
+GPT2Module.training_step = training_step
+"""
+
+
+def test_a_rank_that_is_frozen_is_named(tmp_path):
+    variables, program = by_hand(), patched(tmp_path, STOP)
+    first, second = (start(tmp_path, program, *WORDS, "run_name=run", **variables(rank)) for rank in range(2))
+    try:
+        code, output = finish(first, 60)
+    finally:
+        os.killpg(second.pid, signal.SIGKILL)
+        second.communicate(timeout=30)
+    assert code == 1, output
+    assert output.count("rank 1 has shown no life for 6 s") == 1, output
+    assert summary(tmp_path / "outputs/run")["message"].startswith("rank 1 has shown no life")
 
 
 def test_nothing_is_left_of_a_run_that_is_stopped(tmp_path):
