@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2_fp8.config import own_words
-from gpt2_fp8.config.errors import RunError, Stopped, UserError
+from gpt2_fp8.config.errors import Problem, RunError, SharedRefusal, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import launched, output, process_end, programs, signals, slurm, sweep_room
+from gpt2_fp8.runtime import launcher, output, process_end, programs, signals, slurm, sweep_room
 from gpt2_fp8.train import loading
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
@@ -55,10 +55,12 @@ def job(cfg: DictConfig) -> float | None:
         folder = Path(HydraConfig.get().runtime.output_dir)
         here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed; `hydra.job.chdir` leaves it
         words = [str(word) for word in HydraConfig.get().overrides.task]
-        config = compose.to_run_config(cfg, here if HydraConfig.get().job.chdir else None, own_words.keys(words))
+        base = here if HydraConfig.get().job.chdir else None
+        again = folder if _is_started_again() else None
+        config = compose.to_run_config(cfg, base, own_words.keys(words), again)
         if (room := sweep_room.entered()) is not None:
             return _beside_others(config, folder, here, words, room)
-        if "torch" not in sys.modules and launched.is_first_rank():
+        if "torch" not in sys.modules and launcher.is_first_rank():
             output.forgive_outputs()
             log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
         typed = own_words.Typed(tuple(sys.argv[1:]), here) if HydraConfig.get().mode == RunMode.RUN else None
@@ -106,20 +108,59 @@ def main(argv: list[str]) -> int:
             error = _run_error(caught, handlers)
             if error is None and not isinstance(caught, Exception):
                 raise  # SystemExit, of Hydra's own answers
+            handlers.ends = True
             return _end(error, rank_zero)
     return 0
 
 
 def _end(error: RunError | None, rank_zero: int | None) -> int:
     """Say how the run has ended, `error`, or None for what nobody expected and is being handled; the exit code."""
+    text = traceback.format_exc().rstrip("\n") if error is None else str(error)
+    if _is_one_of_several():
+        _end_among_ranks(error, text)
+        return 1 if error is None else error.exit_code
     if error is None:
-        _say(traceback.format_exc().rstrip("\n"))
+        _say(text)
     stopped = isinstance(error, Stopped)
     ended = _rank_zero_ends(rank_zero, AFTER_SIGNAL_SECONDS if stopped else RANK_ZERO_SECONDS)
     told = ended or (stopped and rank_zero is not None)  # by rank 0, which ends as this one did, if only later
     if error is not None and not told:
-        _say(str(error))
+        _say(text)
     return 1 if error is None else error.exit_code
+
+
+def _is_one_of_several() -> bool:
+    """Return whether a launcher has started this process among others; also if it has said so wrongly."""
+    try:
+        return launcher.current().several
+    except UserError:
+        return True
+
+
+def _end_among_ranks(error: RunError | None, text: str) -> None:
+    """Say how the run has ended, in one of the processes that a launcher has started. Rank 0 says what all would.
+
+    The others wait for that: when the first of them ends, the launcher sends the rest a signal.
+    """
+    met = None
+    if "gpt2_fp8.runtime.meeting" in sys.modules:
+        from gpt2_fp8.runtime import meeting
+
+        met = meeting.current()
+    if launcher.is_first_of_all():
+        refused_elsewhere = error is not None and error.exit_code == 2 and not isinstance(error, UserError)
+        if not refused_elsewhere:  # that rank says it
+            _say(text)
+        if met is not None:
+            met.say(text)
+        return
+    if met is not None:
+        told = met.has_said(text, RANK_ZERO_SECONDS) or isinstance(error, (SharedRefusal, Stopped))
+    else:
+        told = isinstance(error, UserError)  # of variables or a command line that rank 0 has too
+        time.sleep(AFTER_SIGNAL_SECONDS)
+    if not told:
+        _say(f"rank {os.environ.get('RANK', os.environ.get('SLURM_PROCID'))}: {text}")
 
 
 def _say(text: str) -> None:
@@ -133,11 +174,7 @@ def _run(argv: list[str]) -> None:
     from gpt2_fp8 import compose
     from gpt2_fp8.compose import sweep_start
 
-    if compose.is_help(argv):
-        argv = compose.look_only(argv)
-    else:
-        compose.preflight(argv)
-        argv = compose.flags_first(argv)
+    argv = compose.look_only(argv) if compose.is_help(argv) else _checked(argv)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
     sys.argv[1:] = argv
     try:
@@ -150,12 +187,56 @@ def _run(argv: list[str]) -> None:
         _end_sweep()
 
 
+def _checked(argv: list[str]) -> list[str]:
+    """Return a command line as Hydra takes it. Raises UserError with everything that is wrong with it.
+
+    The processes that a launcher has started meet for that, and agree on rank 0's folder.
+    """
+    from gpt2_fp8 import compose
+
+    started = launcher.current()
+    if not started.meets:
+        compose.planned(argv, restarted=started.restarts > 0)
+        return compose.flags_first(argv)
+    if not started.rank:
+        print(f"[{time.strftime('%H:%M:%S')}] {programs.VERSION}: loading torch, to meet the other ranks", flush=True)
+    gathering = loading.gathering()
+    met = gathering.join(started)
+    planned: list[tuple[RunConfig, str | None]] = []
+    problems: list[Problem] = []
+    try:
+        planned = compose.planned(argv, restarted=met.launcher.restarts > 0)
+    except UserError as error:
+        problems = error.problems
+    if len(planned) > 1:  # a sweep of the only process
+        return compose.flags_first(argv)
+    config, own = planned[0] if planned else (None, None)
+    folder = gathering.agree(met, config, own, problems)
+    words = compose.flags_first(argv)
+    if started.rank or not own_words.keys(argv) & {"run_name", "hydra.run.dir"}:
+        words.append(f"hydra.run.dir={compose.quoted(str(folder))}")
+    if started.rank:  # rank 0 writes the log and the settings
+        words += [f"hydra.job.name=rank_{started.rank}", "hydra.output_subdir=null"]
+    return words
+
+
+def _is_started_again() -> bool:
+    """Return whether this process's launcher has started this run before."""
+    started = launcher.current()
+    if not started.meets:
+        return started.restarts > 0
+    from gpt2_fp8.runtime import meeting
+
+    met = meeting.current()
+    return met is not None and met.launcher.restarts > 0
+
+
 def _end_sweep() -> None:
     """Print and write the table of the sweep that has ended, well or not, if there was one. Raises no error."""
     from gpt2_fp8.compose import sweep_start
 
     folder = sweep_start.take()
-    if folder is None or not launched.is_first_rank():
+    if folder is None or not launcher.is_first_rank():
         return
     from gpt2_fp8.reports import sweep_jobs, sweep_record
 

@@ -32,7 +32,7 @@ MOST = 1 << 17  # bytes of a request
 # What a shell, a test runner, a scheduler or an earlier run in this process might have set, and no test asks for.
 _NOT_OURS = (
     "PYTEST_", "HYDRA_", "SLURM_", "TORCHELASTIC", "WORLD_SIZE", "RANK", "LOCAL_RANK", "PL_", "_TORCHINDUCTOR",
-    "PYTORCH_NVML", "GPT2_FP8_",
+    "PYTORCH_NVML", "GPT2_FP8_", "GROUP_", "ROLE_", "MASTER_", "ACCELERATE_", "OMPI_", "PMI_",
 )  # fmt: skip
 # A process has these from its start; they are the same for all.
 _FIXED = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
@@ -43,8 +43,10 @@ READ_LATE = {
     "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY",
     # A rank's, which Lightning reads when it builds a Trainer.
     "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "HYDRA_FULL_ERROR",
+    "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "HYDRA_FULL_ERROR",
+    "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 }  # fmt: skip
+_LATE = ("GPT2_FP8_", "TORCHELASTIC_", "SLURM_", "ACCELERATE_", "OMPI_")  # a run's or a launcher's word to its ranks
 _of_ranks: ForkServer | None = None  # in a forked run: where its ranks come from
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 
@@ -65,7 +67,7 @@ class ForkServer:
     def early(self, environment: Mapping[str, str]) -> list[str]:
         """Return the variables of `environment` that a forked process would read too late."""
         others = dict(environment.items() ^ self._environment.items()).keys() - self._late
-        return sorted(name for name in others if not name.startswith("GPT2_FP8_"))  # a run's word to its ranks
+        return sorted(name for name in others if not name.startswith(_LATE))
 
     def start(self, streams: list[int], **request: Any) -> int:
         """Return the id of a new child whose standard streams are `streams`."""
@@ -102,6 +104,7 @@ class Popen(subprocess.Popen[Any]):
         if not _is_python(given["args"]) or given["preexec_fn"] or given["shell"]:
             raise ValueError(f"{given['args']}: only a Python program can be forked")
         _, *words = given["args"]
+        words = words[1:] if words[0] == "-u" else words  # as torchrun's agent starts its ranks
         environment = self._seen(os.environ if given["env"] is None else given["env"])
         if early := server().early(environment):
             raise ValueError(f"a forked process cannot have its own {', '.join(early)}: start one by `runs.command`")
@@ -140,7 +143,7 @@ class PopenOfRanks(Popen):
 
 
 def _is_python(words: object) -> bool:
-    return isinstance(words, list) and words[0] == sys.executable
+    return isinstance(words, (list, tuple)) and words[0] == sys.executable
 
 
 def ours(environment: Mapping[str, str]) -> dict[str, str]:

@@ -129,6 +129,7 @@ BEFORE_TORCH = [
         "compat.hydra_private",
     ),
     *(
+        "runtime.launcher",
         "runtime.memory_limits",
         "runtime.signals",
         "runtime.slots",

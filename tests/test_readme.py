@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser as accelerate_options
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from torch.distributed.run import get_args_parser as torchrun_options
 
 from gpt2_fp8 import compare, doctor, evaluate, export, generate, prepare, table
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
@@ -48,7 +50,8 @@ FP8, SETTINGS, CHECKPOINTS, OUTPUT, SWEEPS = (
 )
 DOCUMENTS += [FP8, SETTINGS, CHECKPOINTS, OUTPUT, SWEEPS, ROOT / "docs/several-gpus.md", ROOT / "docs/benchmark.md"]
 DOCUMENTS += [DATA, DOCTORS_PAGE, WATCH, ROOT / "docs/generate.md", ROOT / "docs/evaluate.md", ROOT / "docs/log.md"]
-DOCUMENTS.append(ROOT / "docs/compare.md")
+DOCUMENTS += [ROOT / "docs/compare.md", ROOT / "docs/clusters.md"]
+LAUNCHERS = ("torchrun", "srun", "accelerate")
 STUDY = ["python", "docs/studies/fp8_gap.py"]
 PICTURES = ["python", "docs/studies/health_pictures.py"]  # `test_what_to_watch` runs it
 SPEED = ["python", "docs/studies/generate_speed.py"]
@@ -206,6 +209,23 @@ def test_every_run_composes(found, tmp_path, monkeypatch):
     assert len(configs) > 1 if "-m" in found.argv else len(configs) == 1
 
 
+def test_every_launched_run_composes(tmp_path, monkeypatch):
+    """And its launcher takes its options, as far as they are installed here."""
+    monkeypatch.chdir(tmp_path)
+    launched = [found.words for found in ALL if found.words[0] in LAUNCHERS]
+    assert {words[0] for words in launched} == set(LAUNCHERS)
+    for words in launched:
+        place = words.index("gpt2_fp8.run")
+        assert words[place - 1] == "-m"
+        assert len(preflight(words[place + 1 :])) == 1
+        if words[0] == "torchrun":
+            options = torchrun_options().parse_args(words[1:])
+            assert (options.module, options.training_script) == (True, "gpt2_fp8.run")
+        elif words[0] == "accelerate":
+            options = accelerate_options().parse_args(words[2:])
+            assert (options.module, options.training_script) == (True, "gpt2_fp8.run")
+
+
 @pytest.mark.parametrize("found", BENCHES, ids=str)
 @pytest.mark.parametrize("gpu", [True, False])
 def test_every_benchmark_composes(found, gpu, tmp_path, monkeypatch):
@@ -249,6 +269,7 @@ def test_every_command_is_of_a_known_kind():
         tuple(SPEED),
         tuple(README_PICTURES),
         ("tensorboard",),
+        *((name,) for name in LAUNCHERS),
     }
     for found in ALL:
         start = tuple(found.words[:2]) if found.words[0] in ("python", "pip") else (found.words[0],)

@@ -21,7 +21,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from gpt2_fp8.compat import lightning_process, torch_private
-from gpt2_fp8.config.errors import RunError, Stopped
+from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import collectives, process_end
 from gpt2_fp8.runtime.heartbeats import BEAT_SECONDS, Heartbeats
@@ -76,8 +76,12 @@ class RankWatchdog(Callback):
         if trainer.world_size == 1 or self._ranks is not None:
             return
         self.take_over(trainer.strategy.launcher)
-        self._rank = trainer.global_rank
-        self._ranks = Heartbeats(torch_private.default_store(), self._rank, trainer.world_size, self._place)
+        self.watch(torch_private.default_store(), trainer.global_rank, trainer.world_size)
+
+    def watch(self, store: Any, rank: int, world_size: int) -> None:
+        """Watch the ranks that have met in `store`, a `torch.distributed.Store`, from now on."""
+        self._rank = rank
+        self._ranks = Heartbeats(store, rank, world_size, self._place)
         threading.Thread(target=self._watch, args=(self._ranks,), name="ranks watch", daemon=True).start()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -180,7 +184,7 @@ class RankWatchdog(Callback):
         while not ranks.over.wait(BEAT_SECONDS):
             counts = ranks.counts or before
             for rank, (new, old) in enumerate(zip(counts, before, strict=True)):
-                silent = new == old and new > 0  # 0: not begun; below: ended
+                silent = new == old and new >= 0  # below: ended
                 silence[rank] = silence[rank] + BEAT_SECONDS if silent else 0.0
             before = counts
             lost = self._lost(ranks)
@@ -218,7 +222,8 @@ class RankWatchdog(Callback):
         return lost
 
     def _leave(self, error: RunError) -> None:
-        print(harmless(f"rank {self._rank}: {error}"), file=sys.stderr, flush=True)
+        if error.exit_code != UserError.exit_code:  # the rank that refuses its input says so itself
+            print(harmless(f"rank {self._rank}: {error}"), file=sys.stderr, flush=True)
         if self._ranks is not None and isinstance(error, RankLost):  # else they only learn that this one is gone
             self._ranks.tell(error.cause, error.exit_code)
         writer = threading.Thread(target=self.on_lost, args=(error,), daemon=True)

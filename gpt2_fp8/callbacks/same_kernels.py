@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.errors import SharedRefusal
 from gpt2_fp8.runtime import collectives
 
 
@@ -22,11 +22,11 @@ class SameKernels(Callback):
         self.computes_by = dict(computes_by)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Compare before anything is computed. Collective. Raises UserError, the same on all ranks."""
+        """Compare before anything is computed. Collective. Raises SharedRefusal, the same on all ranks."""
         ranks = [json.loads(words) for words in collectives.everyones(json.dumps(self.computes_by, sort_keys=True))]
         for rank, other in enumerate(ranks):
             if other != ranks[0]:
-                raise UserError.of(
+                raise SharedRefusal.of(
                     f"rank {rank} would compute by other kernels than rank 0: {_difference(other, ranks[0])}",
                     "the same packages and drivers on every machine of the run",
                 )

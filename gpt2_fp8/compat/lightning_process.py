@@ -22,6 +22,7 @@ _WARNINGS: dict[str, type[Warning]] = {
     # The last step of a run is always logged.
     "The number of training batches .* is smaller than the logging interval.*": PossibleUserWarning,
     ".*recommended to use `self.log\\('val_loss'.*": PossibleUserWarning,  # it is already the same on every rank
+    "The `srun` command is available.*": PossibleUserWarning,  # on a node of a cluster, whatever started this
     ".*isinstance\\(treespec, LeafSpec\\).*": FutureWarning,  # Lightning 2.6 on torch 2.11 and later
 }
 

@@ -14,16 +14,26 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpt2_fp8.compose import commandline, jobs, look
+from gpt2_fp8.compose import commandline, jobs, look, processes
 from gpt2_fp8.compose.catalog import Catalog, open_catalog
-from gpt2_fp8.compose.commandline import CommandLine, flags_first, is_help
+from gpt2_fp8.compose.commandline import CommandLine, flags_first, is_help, quoted
 from gpt2_fp8.compose.request import request_of
-from gpt2_fp8.config import checks, parsing, paths, run_folder, run_length
+from gpt2_fp8.config import checks, parsing, paths, rank_share, run_folder, run_length
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import launched
+from gpt2_fp8.runtime import launcher
 
-__all__ = ["conf_dir", "configs_of", "flags_first", "is_help", "look_only", "preflight", "to_run_config"]
+__all__ = [
+    "conf_dir",
+    "configs_of",
+    "flags_first",
+    "is_help",
+    "look_only",
+    "planned",
+    "preflight",
+    "quoted",
+    "to_run_config",
+]
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +50,14 @@ def preflight(argv: list[str]) -> list[RunConfig]:
 
     There is one, or with `-m` one for each job. Raises UserError with every problem of every job, each once.
     """
+    return [config for config, _ in planned(argv)]
+
+
+def planned(argv: list[str], restarted: bool = False) -> list[tuple[RunConfig, str | None]]:
+    """Return the same, each with the folder that it will write into.
+
+    `restarted`: a launcher has started the run again, so that its folder may hold what it has saved. Raises UserError.
+    """
     if unfit := [
         *run_folder.umask(),
         *(run_folder.current() or run_folder.temporary()),
@@ -47,10 +65,10 @@ def preflight(argv: list[str]) -> list[RunConfig]:
         raise UserError(unfit)
     line, problems = commandline.read(argv)
     with open_catalog(conf_dir(), line.config_name) as catalog:
-        configs = configs_of(line, catalog, problems)
+        found = _jobs_of(line, catalog, problems, restarted)
     if problems:
         raise UserError(dict.fromkeys(problems))
-    return configs
+    return found
 
 
 def look_only(argv: list[str]) -> list[str]:
@@ -73,30 +91,41 @@ def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> 
 
     Problems are added to `problems`, and what they are about is left out.
     """
+    return [config for config, _ in _jobs_of(line, catalog, problems)]
+
+
+def _jobs_of(
+    line: CommandLine, catalog: Catalog, problems: list[Problem], restarted: bool = False
+) -> list[tuple[RunConfig, str | None]]:
     catalog.variables |= {name for word in line.words for name in re.findall(r"oc\.env:\s*([^\s,}]+)", word)}
     try:
         request = request_of(line, catalog, problems)
-        return jobs.configs(request, catalog, problems)
+        return jobs.configs(request, catalog, problems, restarted)
     except UserError as error:  # the choices do not compose, so there is nothing to check
         problems += error.problems
         return []
 
 
-def to_run_config(cfg: DictConfig, folder: Path | None = None, typed: Container[str] = ()) -> RunConfig:
+def to_run_config(
+    cfg: DictConfig, folder: Path | None = None, typed: Container[str] = (), own: Path | None = None
+) -> RunConfig:
     """Build the configuration of a job that Hydra composed.
 
-    Its relative paths begin in `folder`, or in the current folder if that is None. A warm-up that is not among the keys
-    `typed` is fitted to the run, and the log says so. Raises UserError with every problem.
+    Its relative paths begin in `folder`, or in the current folder if that is None. A warm-up and a micro-batch that are
+    not among the keys `typed` are fitted to the run, and the log says so. `own` is the run's folder if a launcher has
+    started it again: it continues from there. Raises UserError with every problem.
     """
     data = OmegaConf.to_container(cfg, resolve=True)
     config, found = parsing.build(RunConfig, data)
     if config is not None:
         config = config if folder is None else paths.absolute(config, folder)
-        before, config = config.optim, run_length.fitted(config, typed)
-        for line in run_length.said(before, config) if launched.is_first_rank() else ():
-            log.info(line)
+        before, config = config, run_length.fitted(config, typed)
+        config = processes.fitted(config, launcher.current(), typed)
+        if launcher.is_first_rank():
+            for line in (*run_length.said(before.optim, config), *rank_share.said(before, config)):
+                log.info(line)
         found = checks.check(config)
     if found:
         raise UserError(dict.fromkeys(finding.problem for finding in found))
     assert config is not None
-    return config
+    return config if own is None else processes.continued(config, own)

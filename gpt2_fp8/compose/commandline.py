@@ -100,6 +100,12 @@ def flags_first(argv: list[str]) -> list[str]:
     return [*_flag_words(args), *_hydras_words(args.overrides)]
 
 
+def quoted(text: str) -> str:
+    """Return a text as the value of an override: in quotes, with everything escaped that Hydra would read."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
+    return f"'{escaped}'"
+
+
 def shown_by_hydra(args: argparse.Namespace) -> list[str]:
     """Return the command line, of these flags, that only asks Hydra to show something."""
     if args.hydra_help and not args.help:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt2_fp8.compose import parallel, surroundings, sweeps
+from gpt2_fp8.compose import parallel, processes, surroundings, sweeps
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.composer import Composer, above, lookup
 from gpt2_fp8.compose.override_parser import parse
@@ -20,12 +21,15 @@ from gpt2_fp8.compose.request import Request, take
 from gpt2_fp8.config import checks, parsing, run_length
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.runtime import launcher
 
 
-def configs(request: Request, catalog: Catalog, problems: list[Problem]) -> list[RunConfig]:
-    """Return the configuration of each job without problems. The problems of all jobs are added to `problems`.
+def configs(
+    request: Request, catalog: Catalog, problems: list[Problem], restarted: bool = False
+) -> list[tuple[RunConfig, str | None]]:
+    """Return the configuration and the folder of each job without problems, and add all problems to `problems`.
 
-    Raises UserError if the choices do not compose.
+    `restarted`: a launcher has started the run again. Raises UserError if the choices do not compose.
     """
     composer = Composer(request, catalog)
     whole = _whole(composer, request)
@@ -42,10 +46,10 @@ def configs(request: Request, catalog: Catalog, problems: list[Problem]) -> list
         sweeps.fix_folder(whole)
     done, folders = [], []
     for number, words in jobs:
-        job = Job(composer, [*request.hydra, *words], number, whole)
+        job = Job(composer, [*request.hydra, *words], number, whole, restarted)
         config, found = job.check()
         problems += found
-        done += [config] if config and not found else []
+        done += [(config, job.folder)] if config and not found else []
         folders += [(number, job.folder)] if number is not None and job.folder is not None else []
     problems += [finding.problem for finding in [*composer.found, *sweeps.shared_folders(folders)]]
     return [] if composer.found else done
@@ -84,8 +88,10 @@ class Job:
         words: Sequence[Override],
         number: int | None = None,
         whole: DictConfig | None = None,
+        restarted: bool = False,
     ):
         self.composer, self.number, self.whole = composer, number, whole
+        self.launcher, self.restarted = launcher.current(), restarted
         self.request = composer.request
         self.words = list(words)
         self.typed = {word.key_or_group for word in self.words}
@@ -138,9 +144,11 @@ class Job:
             config, _ = parsing.build(RunConfig, data)
         if config is not None:
             config = run_length.fitted(config, self.typed)
-            across = checks.check(config)
+            started = list(processes.check(config, self.launcher, self.typed, os.environ))
+            config = processes.fitted(config, self.launcher, self.typed)
+            across = [*started, *checks.check(config)]
             bad = {key for finding in across for key in finding.keys}
-            around = surroundings.Surroundings(cfg, self.plain, config, self.number, self.given)
+            around = surroundings.Surroundings(cfg, self.plain, config, self.number, self.given, self.restarted)
             across += around.check(bad)
             self.folder = around.folder
             found += [finding for finding in across if not any(map(self._doubts, finding.keys))]

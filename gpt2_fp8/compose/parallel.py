@@ -7,7 +7,7 @@ with a GPU of their own (`runtime/slots.py`).
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import slots
+from gpt2_fp8.runtime import launcher, slots
 from gpt2_fp8.runtime.sweep_room import OpenRoom
 
 _KEYS = ("hydra.launcher.n_jobs", "hydra.launcher.verbose")
-_RANKS = {"WORLD_SIZE": "torchrun", "SLURM_STEP_NUM_TASKS": "srun"}  # how many, and who says so
 
 
 def is_chosen(settings: DictConfig) -> bool:
@@ -28,17 +27,15 @@ def is_chosen(settings: DictConfig) -> bool:
     return str(settings.launcher.get("_target_", "")).endswith("JoblibLauncher")
 
 
-def inside_ranks(environment: Mapping[str, str] = os.environ) -> Iterator[Problem]:
+def inside_ranks() -> Iterator[Problem]:
     """Find that this process is one of several ranks, each of which would run the whole sweep."""
-    for name, launcher in _RANKS.items():
-        if (count := environment.get(name, "")).isdecimal() and int(count) > 1:
-            cause = f"-m in each of {int(count):,} processes ({name}; {launcher}?): each would run the whole sweep"
-            yield Problem(
-                cause,
-                "start the sweep once, without that launcher: -m hydra/launcher=joblib runs a job on each GPU of this "
-                "machine (pip install hydra-joblib-launcher); or start each run by itself, without -m",
-            )
-            return
+    started = launcher.current()
+    if started.several:
+        yield Problem(
+            f"-m in each of {started.world_size:,} processes of {started.name}: each would run the whole sweep",
+            "start the sweep once, without that launcher: -m hydra/launcher=joblib runs a job on each GPU of this "
+            "machine (pip install hydra-joblib-launcher); or start each run by itself, without -m",
+        )
 
 
 def check(settings: DictConfig, typed: Collection[str]) -> Iterator[Finding]:

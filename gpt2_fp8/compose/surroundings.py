@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from gpt2_fp8.config import hydra_policy, output_folder, run_folder
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
-
-# Set by what starts one process a GPU (torchrun, SLURM). Lightning then starts no more processes.
-_LAUNCHED_OUTSIDE = ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS")
+from gpt2_fp8.runtime import launcher
 
 
 class Surroundings:
@@ -28,6 +25,7 @@ class Surroundings:
         plain: its configuration, with `${...}` as written.
         number: its place in a sweep; None if it is the only job.
         given: tells whether a word sets a key.
+        restarted: whether a launcher has started the run again, whose folder then is its own.
         folder: where it will write; None until that is known.
     """
 
@@ -38,8 +36,10 @@ class Surroundings:
         config: RunConfig,
         number: int | None,
         given: Callable[[str], bool],
+        restarted: bool = False,
     ):
         self.cfg, self.plain, self.config, self.number, self.given = cfg, plain, config, number, given
+        self.restarted = restarted
         self.folder: str | None = None
 
     def check(self, bad: set[str]) -> Iterator[Finding]:
@@ -54,6 +54,9 @@ class Surroundings:
             path = self.config.ckpt_path
             cause = f"ckpt_path={path}: of which run? A run without a name starts in a new, empty folder"
             yield Finding(("ckpt_path", "run_name"), Problem(cause, "add the run_name=NAME of the run to continue"))
+        if self.config.trainer.num_nodes > 1 and fresh and not launcher.current().starts_all:
+            cause = f"trainer.num_nodes={self.config.trainer.num_nodes}, and each node would give the run another name"
+            yield Finding(("trainer.num_nodes", "run_name"), Problem(cause, "add run_name=NAME, the same on all nodes"))
         if self.number is not None and self._starts_processes():
             trainer = self.config.trainer
             values = f"trainer.devices={show(trainer.devices)}, trainer.num_nodes={trainer.num_nodes}"
@@ -77,7 +80,7 @@ class Surroundings:
         if self.number is not None:
             problems += run_folder.check_sweep(Path(str(OmegaConf.select(self.cfg, setting))))
         yield from (Finding((key,), problem) for problem in problems)
-        if self.config.ckpt_path is None and not wrong:
+        if self.config.ckpt_path is None and not wrong and not self.restarted:
             yield from output_folder.check_untaken(own)
 
     def _resolved(self, setting: str) -> str:
@@ -98,8 +101,7 @@ class Surroundings:
         trainer = self.config.trainer
         one = trainer.devices == 1 or (trainer.devices == "auto" and trainer.accelerator == "cpu")
         basic = str(self.cfg.hydra.launcher.get("_target_", "")).endswith("BasicLauncher")
-        launched = any(name in os.environ for name in _LAUNCHED_OUTSIDE)
-        return not (one and trainer.num_nodes == 1) and basic and not launched
+        return not (one and trainer.num_nodes == 1) and basic
 
     def _value(self, key: str) -> Any:
         """Return a setting of Hydra's as a plain value; None if there is none or it does not resolve."""

@@ -76,6 +76,10 @@ class UserError(RunError):
         return cls([Problem(cause, remedy)])
 
 
+class SharedRefusal(UserError):
+    """Bad input that every rank knows of and refuses, so that rank 0 alone says it."""
+
+
 class Diverged(RunError):
     """Training produced non-finite numbers past what the policy allows."""
 

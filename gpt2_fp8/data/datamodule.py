@@ -18,6 +18,7 @@ from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.loaders import Cursor, Steps, Validation
 from gpt2_fp8.data.packing import Batches
+from gpt2_fp8.data.progress import named
 from gpt2_fp8.data.sources import DataSettings, build_parts
 from gpt2_fp8.data.token_stream import Shape, TokenStream
 from gpt2_fp8.data.tokenizer import fingerprint, load_tokenizer
@@ -164,6 +165,10 @@ class TokenDataModule(LightningDataModule):
         """Everything in which a saved state is of another text, or of another order of it; after `setup`."""
         assert self.text is not None, "setup() comes first"
         return list(self.text.progress.other_settings(state_dict))
+
+    def identity(self) -> dict[str, str]:
+        """Return what tells the text and its order from others, by name; empty before `setup`."""
+        return {} if self.text is None else named(self.text.progress.fingerprint)
 
     def report(self) -> dict[str, Any]:
         """For `summary.json`: the source, the documents that training has come to, and this rank's reading."""

@@ -109,6 +109,11 @@ class Progress:
         return _documents(self.lanes)
 
 
+def named(fingerprint: Fingerprint) -> dict[str, str]:
+    """Return a fingerprint under the names that a user has for its entries."""
+    return {_words(key): str(value) for key, value in fingerprint.items()}
+
+
 def _documents(lanes: dict[str, LaneState]) -> DocumentCounts:
     return sum((DocumentCounts(**lane["documents"]) for lane in lanes.values()), DocumentCounts())
 

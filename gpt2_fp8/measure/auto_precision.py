@@ -31,6 +31,7 @@ from gpt2_fp8.measure.auto_candidates import (
 )
 from gpt2_fp8.precision.choose import Choice, choose
 from gpt2_fp8.precision.support import why_not_fp8, why_not_recipe
+from gpt2_fp8.runtime import launcher
 
 ANSWER = "GPT2_FP8_AUTO"  # rank 0's answer, in the environment of the processes that Lightning starts
 
@@ -61,10 +62,10 @@ def _choose(config: RunConfig, tolerance: float, device: str, world_size: int, c
         return _as_before(config, checkpoint)
     if reason := _why_not(config, device):
         return Choice(precision="bf16" if device == "cuda" else "fp32", recipe=None, reason=reason)
-    if world_size > 1 and (config.trainer.num_nodes > 1 or _started_outside()):
+    if world_size > 1 and (config.trainer.num_nodes > 1 or launcher.current().several):
         raise UserError.of(
             "precision=auto is measured by one process before the others start, and here they start on several nodes, "
-            "or all at once (torchrun, SLURM)",
+            "or all at once (torchrun, srun)",
             "see what it chooses on one GPU (trainer=gpu), then name that: precision=NAME recipe=NAME",
         )
     cases = candidates(config, world_size)
@@ -113,9 +114,3 @@ def _why_not(config: RunConfig, device: str) -> str | None:
         multiple = recipe_multiple(config.recipe.name)
         return f"FP8 matrix products need the model's widths and a pass's tokens to be multiples of {multiple}"
     return None
-
-
-def _started_outside() -> bool:
-    """Return whether another program than Lightning started several processes: torchrun, or SLURM's srun."""
-    counts = [os.environ.get(name, "") for name in ("WORLD_SIZE", "SLURM_NTASKS")]
-    return any(count.isdigit() and int(count) > 1 for count in counts)

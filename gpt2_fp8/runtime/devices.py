@@ -8,6 +8,8 @@ import torch
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.runtime import launcher
+from gpt2_fp8.runtime.launcher import SRUN, Launcher
 
 
 def device(config: RunConfig) -> Literal["cuda", "cpu"]:
@@ -27,8 +29,28 @@ def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
     Raises UserError if there are fewer GPUs than asked for.
     """
     asked, present = config.trainer.devices, torch.cuda.device_count()
+    started = launcher.current()
+    if started.several:
+        if on == "cuda":
+            place(started, present)
+        return started.local_world_size
     if asked == "auto":
         return present if on == "cuda" else 1
     if on == "cuda" and asked > present:
         raise UserError.of(f"trainer.devices={asked}, and torch sees {present} GPUs", f"trainer.devices={present}")
     return asked
+
+
+def place(started: Launcher, present: int) -> int:
+    """Return which of the `present` GPUs is this process's: the one of its place on its node.
+
+    A process that sees a single GPU was given it (`srun --gpus-per-task=1`). Raises UserError if the launcher has
+    started more processes than there are GPUs.
+    """
+    if present == 1 and started.local_world_size > 1:
+        return 0
+    if started.local_world_size > present:
+        option = f"--ntasks-per-node {present}" if started.name == SRUN else f"--nproc-per-node {present}"
+        cause = f"{started.name} has started {started.local_world_size} processes on this node"
+        raise UserError.of(f"{cause}, and torch sees {present} GPUs", f"{option}, or trainer.accelerator=cpu")
+    return started.local_rank

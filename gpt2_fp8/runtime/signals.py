@@ -58,12 +58,14 @@ class Signals:
         received: the first signal's number; None before it.
         thrown: whether `Interrupted` was raised for it.
         gives_up: whether `look` may raise.
+        ends: whether the process is ending, so that there is nothing to say of a signal.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self.thrown = False
         self.gives_up = False
+        self.ends = False
         self._received_at = 0.0
         self._held = True
         self._asks = False  # whether a thread asks again until the exception has arrived
@@ -126,7 +128,8 @@ class Signals:
             if not self._held:
                 self._throw_from(frame)
                 return
-            process_end.say(f"\n{signal.Signals(signum).name}: stopping and saving; once more to leave at once\n")
+            if not self.ends:
+                process_end.say(f"\n{signal.Signals(signum).name}: stopping and saving; once more to leave at once\n")
         elif signum == signal.SIGHUP:
             return  # several senders report a terminal's end
         elif self.received == slurm.REQUEUE_SIGNAL and signum != signal.SIGINT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from gpt2_fp8.callbacks.peak_memory import PeakMemory
 from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.callbacks.run_labels import RunLabels
 from gpt2_fp8.callbacks.same_kernels import SameKernels
+from gpt2_fp8.callbacks.same_run import SameRun
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.callbacks.time_limit import TimeLimit
@@ -34,8 +35,8 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.run_watch import RunWatch
 from gpt2_fp8.kernels import libraries
-from gpt2_fp8.runtime import devices, registry
-from gpt2_fp8.train import hyper_parameters, setup
+from gpt2_fp8.runtime import registry
+from gpt2_fp8.train import cluster, hyper_parameters, setup, summary
 from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
 from gpt2_fp8.train.fp8_csv import FP8File
 from gpt2_fp8.train.loggers import build_loggers, build_services
@@ -93,7 +94,7 @@ def build(
     callbacks: list[Callback] = [time_limit, log_line, throughput, *health, memory]
     if config.logger.histograms_every_n_steps and not config.trainer.fast_dev_run:
         callbacks.append(Histograms(config.logger.histograms_every_n_steps, last_step(config)))
-    callbacks.append(SameKernels(kernels | _versions(plan)))
+    callbacks += [SameRun(asdict(config), summary.versions()), SameKernels(kernels | _versions(plan))]
     callbacks += _chosen(config, throughput, log_line)
     labels = hyper_parameters.hyper_parameters(config, words)
     callbacks.append(RunLabels(labels, hyper_parameters.as_text(config)))
@@ -152,9 +153,9 @@ def build_trainer(
     options = config.trainer
     trainer = pl.Trainer(
         accelerator=plan.device,
-        devices=devices.devices(config, plan.device),
+        devices=cluster.devices(config, plan.device),
         num_nodes=options.num_nodes,
-        strategy=options.strategy,
+        strategy=cluster.strategy(config),
         max_steps=steps_to_run(config),
         max_epochs=-1,
         val_check_interval=min(options.val_check_interval, last_step(config)),
@@ -165,7 +166,7 @@ def build_trainer(
         deterministic=options.deterministic,
         fast_dev_run=options.fast_dev_run,
         profiler=options.profiler,
-        plugins=[FP8Precision(plan), FolderCheckpointIO()],
+        plugins=[FP8Precision(plan), FolderCheckpointIO(), cluster.environment(plan.device)],
         callbacks=callbacks,
         logger=False if options.fast_dev_run else _loggers(config, folder, checkpoint, identity),
         enable_checkpointing=not options.fast_dev_run,

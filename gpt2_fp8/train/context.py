@@ -22,6 +22,7 @@ from gpt2_fp8.config.own_words import Typed, shorter
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.engine.pace import Pace
 from gpt2_fp8.precision.choose import Choice
+from gpt2_fp8.runtime import meeting
 from gpt2_fp8.train import last_words
 from gpt2_fp8.train.build import Parts
 from gpt2_fp8.train.outcome import fill
@@ -47,6 +48,11 @@ class RunContext:
         limit = config.trainer.max_time
         self.time_limit = TimeLimit(None if limit is None else run_length.seconds(limit))
         self.watchdog = RankWatchdog(self._write_lost)
+        self._met = meeting.current()
+        if (
+            self._met is not None and self._met.launcher.several
+        ):  # a launcher has started the others: they prepare themselves at the same time
+            self.watchdog.watch(self._met.store, self._met.launcher.rank, self._met.launcher.world_size)
         self.parts: Parts | None = None
         precision = Precision(asked=config.precision.name)
         self._summary = Summary(
@@ -113,6 +119,8 @@ class RunContext:
         self._summary.finish(lost)
         if rank() == 0:
             self._write()
+            if self._met is not None:
+                self._met.say(str(lost))
 
     def _write(self) -> None:
         try:

@@ -18,7 +18,7 @@ from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.compat.lightning_logging import detach_logging
 from gpt2_fp8.compat.lightning_process import rank
-from gpt2_fp8.config import own_words
+from gpt2_fp8.config import own_words, rank_share
 from gpt2_fp8.config.checks import check_batch
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.run_length import last_step
@@ -83,6 +83,9 @@ def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: Contai
     """Find what the settings mean on this machine. Everything that can be refused before the build is refused here."""
     device = devices.device(config)
     world_size = devices.devices(config, device) * config.trainer.num_nodes
+    before, config = config, rank_share.fitted(config, world_size, typed)  # `trainer.devices=auto` is known only now
+    for line in rank_share.said(before, config):
+        log.info(line)
     check_batch(config, world_size)
     config, limit, epoch_ends = resolve_length(config, rank(), typed)
     context.checkpointing.intervals.kept.add(epoch_ends)

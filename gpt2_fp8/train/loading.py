@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.own_words import Typed
@@ -39,6 +40,18 @@ def training(config: RunConfig, folder: Path, here: Path, words: Sequence[str] =
                 raise stopped from None
             summary.write_unbegun(config, folder, caught, words)
             raise
+
+
+def gathering() -> ModuleType:
+    """Import torch and return `train.gathering`, for the processes that a launcher has started to meet.
+
+    Raises UserError as `training` does.
+    """
+    with signals.handled():
+        _imported()
+        from gpt2_fp8.train import gathering
+
+        return gathering
 
 
 def _imported() -> Train:

@@ -19,7 +19,7 @@ from gpt2_fp8.checkpoint import bounded, durable
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
-from gpt2_fp8.runtime import launched
+from gpt2_fp8.runtime import launcher
 
 NAME = "summary.json"
 Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_lost", "interrupted"]
@@ -90,7 +90,7 @@ class Summary:
     kernels: dict[str, str] = field(default_factory=dict)  # the layers, and the kernels of the fused ones by part
     overrides: list[str] = field(default_factory=list)  # the words of this run or of its job in a sweep
     config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, as plain values
-    versions: dict[str, str | None] = field(default_factory=lambda: _versions())
+    versions: dict[str, str | None] = field(default_factory=lambda: versions())
     device: str | None = None
     command: list[str] = field(default_factory=lambda: list(sys.argv))
 
@@ -139,7 +139,7 @@ def write_unbegun(config: RunConfig, folder: Path, error: BaseException, words: 
     its overrides.
     """
     refused = isinstance(error, UserError) and (folder / NAME).exists()
-    if not launched.is_first_rank() or refused:
+    if not launcher.is_first_rank() or refused:
         return
     recipe = None if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
     precision = Precision(asked=config.precision.name)
@@ -156,15 +156,15 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
     """Return versions as installed, without importing anything; None for what is not installed."""
-    versions: dict[str, str | None] = {"gpt2_fp8": __version__, "python": platform.python_version()}
+    found: dict[str, str | None] = {"gpt2_fp8": __version__, "python": platform.python_version()}
     for name in ("torch", "lightning", "transformer_engine"):
         try:
-            versions[name] = metadata.version(name)
+            found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+            found[name] = None
+    return found
 
 
 def _finite(value: Any) -> Any:

@@ -195,7 +195,12 @@ def test_lightning_starts_its_other_processes_with_words_of_its_own():
 def test_a_sweep_over_gpus_that_something_else_starts(monkeypatch):
     assert "start the whole sweep again" in causes("-m", "trainer=ddp", "seed=1,2")[0]
     assert len(preflight(["-m", "trainer=ddp", "trainer.accelerator=cpu", "seed=1,2"])) == 2
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (torchrun | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    assert "start the whole sweep again" in causes("-m", "seed=1,2")[0]
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
     assert len(preflight(["-m", "trainer=ddp", "seed=1,2"])) == 2
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "-m in each of 2 processes" in causes("-m", "trainer=ddp", "seed=1,2")[0]

@@ -1,0 +1,77 @@
+"""Refuses ranks that would not train one run: other settings, other versions, or another text.
+
+Each of them would go on: gradients of other models of equal shapes can be averaged, and so can those of another text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from gpt2_fp8.config.errors import Problem, SharedRefusal
+from gpt2_fp8.runtime import collectives
+
+# Names of places, which may be another one on each node. What is read there is compared.
+_PLACES = (
+    *("run_name", "ckpt_path", "init_from", "tags", "notes"),
+    *("data.cache_dir", "data.train_files", "data.val_files", "data.path", "data.tokenizer", "data.sources"),
+)
+_SHOWN = 80  # characters of a value
+_CURES = {
+    "settings": "the same command line and the same settings files on every node",
+    "versions": "the same environment on every node: an image, or a virtual environment that all of them see",
+    "text": "the same files on every node: their names and sizes are compared",
+}
+
+
+class SameRun(Callback):
+    """Compares once what this rank is about to train with what the others are.
+
+    Args:
+        settings: a whole configuration, as nested dictionaries.
+        versions: of what could change a number.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], versions: Mapping[str, str | None]) -> None:
+        self.facts = {"settings": dict(flattened(settings)), "versions": dict(versions)}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Compare before anything is computed. Collective. Raises SharedRefusal, the same on all ranks."""
+        identity = getattr(getattr(trainer, "datamodule", None), "identity", None)
+        own = self.facts | {"text": identity() if identity is not None else {}}
+        problems = differences([json.loads(words) for words in collectives.everyones(json.dumps(own, default=str))])
+        if problems:
+            raise SharedRefusal(problems)
+
+
+def differences(ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[Problem]:
+    """Return a problem for each kind of fact in which any rank differs from rank 0, with the first such rank."""
+    problems = []
+    for kind, cure in _CURES.items():
+        rank = next((rank for rank, facts in enumerate(ranks) if facts[kind] != ranks[0][kind]), None)
+        if rank is not None:
+            own, first = ranks[rank][kind], ranks[0][kind]
+            names = [name for name in {**first, **own} if own.get(name) != first.get(name)]
+            said = "; ".join(f"{name} {_shown(own, name)} instead of {_shown(first, name)}" for name in names)
+            problems.append(Problem(f"rank {rank} has other {kind} than rank 0: {said}", cure))
+    return problems
+
+
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by their whole keys, without the names of places."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        key = prefix + name
+        if key in _PLACES:
+            continue
+        found |= flattened(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return found
+
+
+def _shown(facts: Mapping[str, Any], name: str) -> str:
+    value = str(facts.get(name, "none"))
+    return value if len(value) <= _SHOWN else value[: _SHOWN - 3] + "..."

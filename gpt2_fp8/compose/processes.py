@@ -1,0 +1,71 @@
+"""The processes of a job, where a launcher has started them: their number is the launcher's."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from gpt2_fp8.config import rank_share
+from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.runtime.launcher import Launcher
+
+_MEETING_PLACE = ("MASTER_ADDR", "NODE_RANK")
+
+
+def fitted(config: RunConfig, launcher: Launcher, typed: Container[str]) -> RunConfig:
+    """Return the configuration with the launcher's number of processes, and a micro-batch that fits its ranks."""
+    if launcher.starts_all:
+        strategy = "ddp" if launcher.several else config.trainer.strategy
+        options = replace(
+            config.trainer, devices=launcher.local_world_size, num_nodes=launcher.nodes, strategy=strategy
+        )
+        config = replace(config, trainer=options)
+    known = 1 if config.trainer.devices == "auto" else config.trainer.devices * config.trainer.num_nodes
+    return rank_share.fitted(config, known, typed)
+
+
+def continued(config: RunConfig, folder: Path) -> RunConfig:
+    """Return the configuration of a run that a launcher has started again: it continues from what `folder` holds.
+
+    If nothing is saved there yet, the run begins as it did.
+    """
+    saved = any(folder.glob("checkpoints/*/manifest.json"))
+    return replace(config, ckpt_path="last", init_from=None) if saved else config
+
+
+def check(config: RunConfig, launcher: Launcher, typed: Container[str], set_here: Container[str]) -> Iterator[Finding]:
+    """Find processes that the launcher has not started, and nodes whose processes could not meet.
+
+    `config` is as it was composed. `set_here` has the names of the variables of this process.
+    """
+    if not launcher.starts_all:
+        yield from _own_nodes(config, set_here)
+        return
+    started = {"trainer.devices": launcher.local_world_size, "trainer.num_nodes": launcher.nodes}
+    for key, number in started.items():
+        asked = getattr(config.trainer, key.partition(".")[2])
+        if key in typed and asked not in (number, "auto"):
+            per = "on each node" if key == "trainer.devices" else "nodes"
+            cause = f"{key}={show(asked)}, and {launcher.name} has started {number} {_processes(key, number)}{per}"
+            yield Finding((key,), Problem(cause, f"leave {key} out: the number is the launcher's"))
+
+
+def _processes(key: str, number: int) -> str:
+    return "" if key != "trainer.devices" else "process " if number == 1 else "processes "
+
+
+def _own_nodes(config: RunConfig, set_here: Container[str]) -> Iterator[Finding]:
+    """Find what Lightning's own launcher, which is started once on each node, has not been told."""
+    if config.trainer.num_nodes == 1:
+        return
+    if lacking := [name for name in _MEETING_PLACE if name not in set_here]:
+        nodes = config.trainer.num_nodes
+        cause = f"trainer.num_nodes={nodes}, and {' and '.join(lacking)} {'are' if len(lacking) > 1 else 'is'} not set"
+        remedy = (
+            f"torchrun --nnodes {nodes} --nproc-per-node GPUS --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+            "-m gpt2_fp8.run on every node, or srun; or MASTER_ADDR=HOST MASTER_PORT=29500 NODE_RANK=0,1,..."
+        )
+        yield Finding(("trainer.num_nodes",), Problem(cause, remedy))

@@ -1,0 +1,120 @@
+"""What Lightning is told of the processes of a run: who they are, which device is whose, and how they form a group."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.runtime import collectives, launcher, meeting
+from gpt2_fp8.runtime import devices as present
+from gpt2_fp8.runtime.launcher import Launcher
+
+
+class LaunchedEnvironment(ClusterEnvironment):
+    """The processes that a launcher has started, for Lightning.
+
+    Lightning's own environments compare `devices` with variables of theirs, and refuse what is meant here: their
+    number is the launcher's.
+
+    Args:
+        started: this process's place.
+        place: the index of its device among those that it sees.
+    """
+
+    def __init__(self, started: Launcher, place: int) -> None:
+        super().__init__()
+        self._started, self._place = started, place
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Return True: Lightning starts none."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Return where the processes meet."""
+        return self._started.address or "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """Return the port there."""
+        return self._started.port or 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Return False: it is given, not detected."""
+        return False
+
+    def world_size(self) -> int:
+        """Return the number of processes."""
+        return self._started.world_size
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the number is the launcher's."""
+
+    def global_rank(self) -> int:
+        """Return this process's rank."""
+        return self._started.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the rank is the launcher's."""
+
+    def local_rank(self) -> int:
+        """Return the index of this process's device."""
+        return self._place
+
+    def node_rank(self) -> int:
+        """Return which node this is."""
+        return self._started.node
+
+
+class LaunchedStrategy(DDPStrategy):
+    """DDP whose process group is formed where the processes have met (`runtime.meeting` says why)."""
+
+    def setup_environment(self) -> None:
+        """Form the group, if there is none yet, before Lightning would."""
+        met = meeting.current()
+        if met is not None and not torch.distributed.is_initialized():
+            on_gpu = self.root_device.type == "cuda"
+            torch.distributed.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=met.group_store(),
+                rank=met.launcher.rank,
+                world_size=met.launcher.world_size,
+                timeout=collectives.GROUP_TIMEOUT,
+                device_id=self.root_device if on_gpu else None,
+            )
+        super().setup_environment()
+
+
+def environment(on: Literal["cuda", "cpu"]) -> ClusterEnvironment:
+    """Return who the processes are, for Lightning; by Lightning's own launcher, whatever else is installed here.
+
+    Raises UserError if there are fewer GPUs on this node than processes.
+    """
+    started = launcher.current()
+    return LaunchedEnvironment(started, _place(started, on)) if started.several else LightningEnvironment()
+
+
+def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
+    """Return the number of devices that this process has to see, for Lightning.
+
+    Raises UserError as `runtime.devices` does.
+    """
+    started = launcher.current()
+    if on == "cuda" and started.several:
+        return min(started.local_world_size, torch.cuda.device_count())
+    return present.devices(config, on)
+
+
+def strategy(config: RunConfig) -> Any:
+    """Return how the ranks train together, for Lightning."""
+    return LaunchedStrategy() if launcher.current().several else config.trainer.strategy
+
+
+def _place(started: Launcher, on: Literal["cuda", "cpu"]) -> int:
+    return present.place(started, torch.cuda.device_count()) if on == "cuda" else started.local_rank

@@ -1,0 +1,64 @@
+"""The number of a run's processes is the launcher's, whatever its files say; what was typed otherwise is refused."""
+
+import pytest
+
+from gpt2_fp8.compose import preflight
+from gpt2_fp8.compose.processes import continued
+from gpt2_fp8.config.errors import UserError
+
+TWO_BY_FOUR = {
+    "TORCHELASTIC_RUN_ID": "none", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    for name, value in TWO_BY_FOUR.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("words", [[], ["trainer=ddp"], ["trainer=cpu"], ["trainer.devices=4", "trainer.num_nodes=2"]])
+def test_the_launchers_number(torchrun, words):
+    (config,) = preflight([*words, "trainer.accelerator=cpu"])
+    assert (config.trainer.devices, config.trainer.num_nodes, config.trainer.strategy) == (4, 2, "ddp")
+    assert (config.global_batch_size, config.micro_batch_size) == (16, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["trainer.devices=2"], "trainer.devices=2, and torchrun has started 4 processes on each node"),
+        (["trainer.num_nodes=3"], "trainer.num_nodes=3, and torchrun has started 2 nodes"),
+        (["global_batch_size=12"], "a step of 12 sequences does not divide into forward passes of"),
+        (["micro_batch_size=16"], "a step of 16 sequences does not divide into forward passes of 16 on each of 8"),
+    ],
+)
+def test_what_the_launcher_has_not_started(torchrun, words, cause):
+    with pytest.raises(UserError) as refused:
+        preflight(words)
+    assert any(cause in problem.cause for problem in refused.value.problems), refused.value
+
+
+@pytest.mark.parametrize(
+    ("variables", "lacking"),
+    [({}, "MASTER_ADDR and NODE_RANK are not set"), ({"MASTER_ADDR": "node1"}, "NODE_RANK is not set")],
+)
+def test_nodes_by_lightnings_own_launcher_have_a_place_to_meet(monkeypatch, variables, lacking):
+    for name in ("MASTER_ADDR", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as refused:
+        preflight(["trainer=ddp", "trainer.accelerator=cpu", "trainer.num_nodes=2", "micro_batch_size=8"])
+    problem, unnamed = refused.value.problems
+    assert unnamed.cause == "trainer.num_nodes=2, and each node would give the run another name"
+    assert problem.cause == f"trainer.num_nodes=2, and {lacking}"
+
+
+def test_a_run_that_is_started_again_continues_only_what_is_saved(tmp_path):
+    (config,) = preflight(["trainer=cpu"])
+    assert continued(config, tmp_path) is config
+    (tmp_path / "checkpoints/step-00000004").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000004/manifest.json").touch()
+    assert continued(config, tmp_path).ckpt_path == "last"

@@ -1,0 +1,117 @@
+"""Which launcher an environment is of. The tables are what torch 2.13's agent and SLURM 22.05 to 24.11 set."""
+
+import pytest
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.runtime.launcher import Launcher, is_first_of_all, is_first_rank, recognised
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "ROLE_RANK": "5",
+    "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "41234", "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+SRUN = {
+    "SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_NODELIST": "gpu[07-08]",
+}  # fmt: skip
+BATCH_SCRIPT = {  # of a job of eight tasks, where no srun is involved
+    "SLURM_JOB_ID": "1234567", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+}  # fmt: skip
+BY_HAND = {
+    "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501",
+}  # fmt: skip
+LIGHTNINGS = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+PLACE = {"rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4, "node": 1, "nodes": 2}
+AGENT = Launcher("torchrun", address="node1", port=41234, agent_listens=True, **PLACE)
+SLURMS = Launcher("srun", address="gpu07", port=19567, **PLACE)
+HAND = Launcher("RANK and WORLD_SIZE", 1, 2, 1, 2, 0, 1, "127.0.0.1", 29501)
+KNOWN = {
+    "nothing": ({}, Launcher("Lightning")),
+    "a rank of Lightning's": (LIGHTNINGS, Launcher("Lightning", rank=1, local_rank=1)),
+    "torchrun": (TORCHRUN, AGENT),
+    "torchrun, again": (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}, AGENT._replace(restarts=2)),
+    "a rank that listens": (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, AGENT._replace(agent_listens=False)),
+    "accelerate": (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, AGENT._replace(name="accelerate launch")),
+    "an agent on each node, by srun": (SRUN | {"SLURM_STEP_NUM_TASKS": "2"} | TORCHRUN, AGENT),
+    "torchrun in a batch script": (BATCH_SCRIPT | TORCHRUN, AGENT),
+    "srun": (SRUN, SLURMS),
+    "srun, with a place to meet": (
+        SRUN | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"},
+        SLURMS._replace(address="10.0.0.7", port=29500),
+    ),
+    "srun on one node": (
+        SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "8"},
+        SLURMS._replace(address="127.0.0.1", local_world_size=8, node=0, nodes=1),
+    ),
+    "srun of one task": (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Launcher("Lightning")),
+    "a batch script": (BATCH_SCRIPT, Launcher("Lightning")),
+    "by hand": (BY_HAND, HAND),
+    "by hand, on two nodes": (BY_HAND | {"LOCAL_WORLD_SIZE": "1"}, HAND._replace(local_world_size=1, node=1, nodes=2)),
+    "by hand, as srun says it": (
+        SRUN | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu07", "LOCAL_WORLD_SIZE": "4"},
+        Launcher("RANK and WORLD_SIZE", address="gpu07", port=29500, **PLACE),
+    ),
+    "the only process": ({"RANK": "0", "WORLD_SIZE": "1"}, Launcher("Lightning")),
+}
+REFUSED = {
+    "no address": ({**BY_HAND, "MASTER_ADDR": ""}, "MASTER_ADDR is not set, and 2 processes (WORLD_SIZE)"),
+    "no local rank": ({k: v for k, v in BY_HAND.items() if k != "LOCAL_RANK"}, "LOCAL_RANK is not set"),
+    "no number": (BY_HAND | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
+    "a rank too many": (BY_HAND | {"RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+    "unequal nodes": (BY_HAND | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2 does not divide"),
+    "a run in each task": (SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "srun has started 8 tasks, and in each"),
+    "other ranks than srun's": (SRUN | BY_HAND, "RANK=1 of WORLD_SIZE=2, and srun says task 5 of 8"),
+    "mpirun": ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 processes"),
+    "other tasks on each node": (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, "not as many on each"),
+}
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_a_launcher_is_recognised(case):
+    environment, expected = KNOWN[case]
+    assert recognised(environment) == expected
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_variables_that_cannot_be_are_refused(case):
+    environment, cause = REFUSED[case]
+    with pytest.raises(UserError) as refused:
+        recognised(environment)
+    (problem,) = refused.value.problems
+    assert cause in problem.cause
+
+
+@pytest.mark.parametrize(
+    ("listed", "first"),
+    [("gpu07", "gpu07"), ("gpu[07,09-11]", "gpu07"), ("a3,b[1-2]", "a3"), ("r[1-2]n[5-6]", "r1n5"), ("n[10]", "n10")],
+)
+def test_the_first_node_of_a_list(listed, first):
+    assert recognised(SRUN | {"SLURM_STEP_NODELIST": listed}).address == first
+
+
+def test_it_is_said_in_a_line():
+    assert str(AGENT) == "torchrun: 8 processes on 2 nodes"
+    assert str(AGENT._replace(restarts=1, nodes=1)) == "torchrun: 8 processes, started again"
+    assert str(SLURMS._replace(restarts=2)) == "srun: 8 processes on 2 nodes, started again 2 times"
+
+
+@pytest.mark.parametrize(
+    ("environment", "first", "of_all"),
+    [
+        ({}, True, True),
+        (LIGHTNINGS, False, False),
+        (BATCH_SCRIPT, True, True),
+        (SRUN, False, False),
+        (SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, True, True),
+        (SRUN | TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, True, False),  # the agent may be on any node
+        (BATCH_SCRIPT | LIGHTNINGS, False, False),
+    ],
+)
+def test_one_process_speaks_for_all(monkeypatch, environment, first, of_all):
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (is_first_rank(), is_first_of_all()) == (first, of_all)
