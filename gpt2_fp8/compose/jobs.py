@@ -35,7 +35,9 @@ def configs(
     whole = _whole(composer, request)
     jobs: list[tuple[int | None, list[Override]]] = [(None, request.task)]
     if request.multirun or str(whole.hydra.mode).endswith("MULTIRUN"):
-        problems += parallel.inside_ranks()
+        if inside := list(parallel.inside_ranks()):
+            problems += inside
+            return []
         if parallel.is_chosen(whole.hydra):
             typed = {word.key_or_group for word in request.hydra}
             problems += [finding.problem for finding in parallel.check(whole.hydra, typed)]
@@ -144,7 +146,8 @@ class Job:
             config, _ = parsing.build(RunConfig, data)
         if config is not None:
             config = run_length.fitted(config, self.typed)
-            started = list(processes.check(config, self.launcher, self.typed, os.environ))
+            alone = self.number is None
+            started = list(processes.check(config, self.launcher, self.typed, os.environ, alone))
             config = processes.fitted(config, self.launcher, self.typed)
             across = [*started, *checks.check(config)]
             bad = {key for finding in across for key in finding.keys}

@@ -36,13 +36,17 @@ def continued(config: RunConfig, folder: Path) -> RunConfig:
     return replace(config, ckpt_path="last", init_from=None) if saved else config
 
 
-def check(config: RunConfig, launcher: Launcher, typed: Container[str], set_here: Container[str]) -> Iterator[Finding]:
+def check(
+    config: RunConfig, launcher: Launcher, typed: Container[str], set_here: Container[str], alone: bool = True
+) -> Iterator[Finding]:
     """Find processes that the launcher has not started, and nodes whose processes could not meet.
 
-    `config` is as it was composed. `set_here` has the names of the variables of this process.
+    `config` is as it was composed. `set_here` has the names of the variables of this process. A run that is not `alone`
+    is a job of a sweep, whose launcher says what it takes.
     """
     if not launcher.starts_all:
-        yield from _own_nodes(config, set_here)
+        if alone:
+            yield from _own_nodes(config, set_here)
         return
     started = {"trainer.devices": launcher.local_world_size, "trainer.num_nodes": launcher.nodes}
     for key, number in started.items():

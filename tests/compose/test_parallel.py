@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from gpt2_fp8.compose import parallel, preflight
 from gpt2_fp8.config.errors import JobError, UserError
 from gpt2_fp8.runtime import signals, slots, sweep_room
+from tests.runtime.test_launcher import SRUN, TORCHRUN
 
 JOBLIB = ("-m", "hydra/launcher=joblib", "seed=1,2,3")
 LAUNCHER = {"_target_": "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"}
@@ -66,15 +67,15 @@ def test_every_gpu_is_the_one_that_a_job_sees():
     assert len(preflight([*JOBLIB, "trainer=ddp"])) == 3
 
 
-@pytest.mark.parametrize(("name", "launcher"), [("WORLD_SIZE", "torchrun"), ("SLURM_STEP_NUM_TASKS", "srun")])
+@pytest.mark.parametrize(("variables", "launcher"), [(TORCHRUN, "torchrun"), (SRUN, "srun")])
 @pytest.mark.parametrize("words", [JOBLIB, ("-m", "seed=1,2,3"), ("hydra.mode=MULTIRUN", "seed=1,2")])
-def test_a_sweep_inside_several_ranks(name, launcher, words, monkeypatch):
-    monkeypatch.setenv(name, "4")
-    problem = refused(*words)
-    assert "-m in each of 4 processes" in problem.cause
-    assert launcher in problem.cause
-    assert preflight(["seed=1"]), "each run by itself, without -m"
-    monkeypatch.setenv(name, "1")
+def test_a_sweep_inside_several_ranks(variables, launcher, words, monkeypatch):
+    with monkeypatch.context() as ranks:
+        for name, value in variables.items():
+            ranks.setenv(name, value)
+        problem = refused(*words)
+        assert f"-m in each of 8 processes of {launcher}: each would run the whole sweep" == problem.cause
+        assert preflight(["seed=1"]), "each run by itself, without -m"
     assert preflight(list(JOBLIB))
 
 
