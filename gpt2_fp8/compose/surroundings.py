@@ -15,6 +15,7 @@ from gpt2_fp8.config import hydra_policy, paths, run_folder
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.runtime import slurm
 
 # Set by what starts one process a GPU (torchrun, SLURM). Lightning then starts no more processes.
 _LAUNCHED_OUTSIDE = ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS")
@@ -74,7 +75,7 @@ class Surroundings:
         if self.number is not None:
             problems += run_folder.check_sweep(Path(str(OmegaConf.select(self.cfg, setting))))
         yield from (Finding((key,), problem) for problem in problems)
-        if self.config.ckpt_path is None and not wrong:
+        if self.config.ckpt_path is None and not wrong and not slurm.is_restarted():
             yield from paths.check_untaken(own)
 
     def _resolved(self, setting: str) -> str:
