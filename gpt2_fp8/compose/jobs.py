@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt2_fp8.compose import surroundings, sweeps
+from gpt2_fp8.compose import slurm_sweep, surroundings, sweeps
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.composer import Composer, above, lookup
 from gpt2_fp8.compose.override_parser import parse
@@ -44,6 +44,7 @@ def configs(request: Request, catalog: Catalog, problems: list[Problem]) -> list
         done += [config] if config and not found else []
         folders += [(number, job.folder)] if number is not None and job.folder is not None else []
     problems += [finding.problem for finding in [*composer.found, *sweeps.shared_folders(folders)]]
+    problems += slurm_sweep.check(whole, done)
     return [] if composer.found else done
 
 

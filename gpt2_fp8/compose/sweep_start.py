@@ -27,6 +27,11 @@ def take() -> Path | None:
     return _begun.pop() if _begun else None
 
 
+def begun() -> Path | None:
+    """Return the folder of the sweep that has begun in this process; None if there is none."""
+    return _begun[-1] if _begun else None
+
+
 class SweepStart(Callback):
     """What `hydra.callbacks` of `conf/config.yaml` names. It has no state, since launchers send it to their jobs."""
 

@@ -41,6 +41,7 @@ class LeftToRankZero(Stopped):
     def __init__(self, signum: int):
         super().__init__(signum)
         self.exit_code = 0
+        self.args = (f"stopped by signal {signum}, after saving; rank 0 says how it goes on",)
 
 
 def is_batch_job() -> bool:
