@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,12 +17,19 @@ _FOLDER = ".submitit"  # in the sweep's
 _KEYS = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes")
 
 
-def _gpus(accelerator: str, devices: int | str) -> int | str | None:
+def _gpus(_root_: DictConfig) -> Any:
     """Return the GPUs of a node that a run needs; None on a CPU."""
-    return None if accelerator == "cpu" else devices
+    return None if OmegaConf.select(_root_, "trainer.accelerator") == "cpu" else _root_.trainer.devices
 
 
+def _cores(_root_: DictConfig) -> int:
+    """Return the cores that a process needs: one, and one for each data worker."""
+    return 1 + int(OmegaConf.select(_root_, "data.num_workers", default=0))
+
+
+# for `conf/hydra/launcher/slurm.yaml`
 OmegaConf.register_new_resolver("slurm.gpus", _gpus, replace=True)
+OmegaConf.register_new_resolver("slurm.cores", _cores, replace=True)
 
 
 def check(whole: DictConfig, configs: Sequence[RunConfig]) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ _REFUSED = {
     "max_num_timeout": "the run itself requeues its job, as often as it takes",
     "submitit_folder": "the table of the sweep waits for what is written there",
 }
+_CORES = "'export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK'"
 _LEAST_DELAY = 10  # seconds
 _PLAIN = re.compile(r"[^\s'\"\\]+")
 
@@ -50,6 +51,9 @@ def check(get: Callable[[str], object]) -> Iterator[Finding]:
     for line in lines if isinstance(lines, list) else ():
         if not str(line).isprintable() or not str(line).strip():
             yield _finding("setup", line, "is no line of shell", "one line each, without breaks")
+    if isinstance(lines, list) and not any("SRUN_CPUS_PER_TASK" in str(line) for line in lines):
+        cause = f"{_KEY}.setup: srun would give each process a single core"
+        yield Finding((f"{_KEY}.setup",), Problem(cause, f"begin it with {_CORES}"))
     minutes, delay = get(f"{_KEY}.timeout_min"), get(f"{_KEY}.signal_delay_s")
     if isinstance(minutes, int) and isinstance(delay, int) and 0 < 60 * minutes <= delay:
         reason = f"a run would be asked to save {delay} seconds before that, when it has not begun"
