@@ -118,6 +118,7 @@ def _caches(request: Request) -> Iterator[str]:
     if request.slurm.copy_tokens:
         folder = shlex.quote(str(Path(str(_cache_dir(request))).expanduser().absolute()))
         yield "# Prepared tokens, copied once to each node."
+        yield "# shellcheck disable=SC2016 # the inner shell expands these"
         yield (
             'srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --gpus-per-node=0 '
             f"""bash -c 'mkdir -p "$2" && cp -Ru "$1"/. "$2"' copy {folder} "$caches/tokens\""""

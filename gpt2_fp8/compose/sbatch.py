@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.override_parser.types import Override
@@ -12,6 +13,7 @@ from gpt2_fp8.compose.commandline import Program, read
 from gpt2_fp8.compose.override_parser import parse
 from gpt2_fp8.config import checks, own_words, parsing, sbatch_schema
 from gpt2_fp8.config.errors import Finding, Problem, UserError
+from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.sbatch_schema import PREFIX, SbatchRunConfig, SlurmConfig
 from gpt2_fp8.config.schema import RunConfig
 
@@ -37,18 +39,20 @@ def preflight(argv: list[str]) -> Request:
     own = [word for word in argv if word.lstrip("+~").startswith((f"{PREFIX}.", f"{PREFIX}="))]
     words = [word for word in argv if word not in own]
     problems: list[Problem] = []
-    if read(words)[0].multirun:
-        problems.append(Problem("-m: a script is for one run", _SWEEP))
-        words = [word for word in words if word not in ("-m", "--multirun")]
-    problems += read(words, PROGRAM)[1]
+    several = "-m" if read(words)[0].multirun else next((word for word in words if "hydra.mode=" in word), None)
+    if several is not None:
+        problems.append(Problem(f"{several}: a script is for one run", _SWEEP))
+    if not str(Path.cwd()).isprintable():
+        problems.append(Problem(f"the folder {show(str(Path.cwd()))} has control characters", "cd into another one"))
+    problems += read([word for word in words if word not in ("-m", "--multirun")], PROGRAM)[1]
     overrides, found = parse(own, None, PROGRAM)
     problems += found
     slurm = _settings(_values(overrides, problems), problems)
     config = None
     try:
         configs = compose.preflight(words)
-        if len(configs) != 1:
-            problems.append(Problem("hydra.mode=MULTIRUN: a script is for one run", _SWEEP))
+        if len(configs) > 1 and several is None:  # a file of the user's says so
+            problems.append(Problem("this is a sweep, and a script is for one run", _SWEEP))
         config = configs[0]
         problems += [found.problem for found in sbatch_schema.check_run(slurm, config)]
         if config.trainer.devices != "auto":
