@@ -124,6 +124,7 @@ def _run(argv: list[str]) -> None:
         argv = compose.look_only(argv)
     else:
         compose.preflight(argv)
+        slurm_sweep.require_commands(argv)
         argv = compose.flags_first(argv)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
     sys.argv[1:] = argv

@@ -30,7 +30,8 @@ def configs(request: Request, catalog: Catalog, problems: list[Problem]) -> list
     composer = Composer(request, catalog)
     whole = _whole(composer, request)
     jobs: list[tuple[int | None, list[Override]]] = [(None, request.task)]
-    if request.multirun or str(whole.hydra.mode).endswith("MULTIRUN"):
+    multirun = request.multirun or str(whole.hydra.mode).endswith("MULTIRUN")
+    if multirun:
         params = _params(whole.hydra, request, catalog, problems)
         jobs = list(enumerate(sweeps.expand([*params, *request.task], whole.hydra.sweeper)))
         if len(jobs) > sweeps.ANNOUNCED:
@@ -44,7 +45,7 @@ def configs(request: Request, catalog: Catalog, problems: list[Problem]) -> list
         done += [config] if config and not found else []
         folders += [(number, job.folder)] if number is not None and job.folder is not None else []
     problems += [finding.problem for finding in [*composer.found, *sweeps.shared_folders(folders)]]
-    problems += slurm_sweep.check(whole, done)
+    problems += slurm_sweep.check(whole, done, multirun)
     return [] if composer.found else done
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from gpt2_fp8.config import slurm_launcher
-from gpt2_fp8.config.errors import Problem, RunError
+from gpt2_fp8.config.errors import Problem, RunError, UserError
 from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.schema import RunConfig
 
+_CHOICE = f"hydra/launcher={slurm_launcher.NAME}"
 _FOLDER = ".submitit"  # in the sweep's
 _KEYS = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes")
 
@@ -32,13 +34,16 @@ OmegaConf.register_new_resolver("slurm.gpus", _gpus, replace=True)
 OmegaConf.register_new_resolver("slurm.cores", _cores, replace=True)
 
 
-def check(whole: DictConfig, configs: Sequence[RunConfig]) -> Iterator[Problem]:
+def check(whole: DictConfig, configs: Sequence[RunConfig], multirun: bool) -> Iterator[Problem]:
     """Find what SLURM cannot run as one array of jobs. `whole`: what the sweep's words come to without its values.
 
-    `configs`: the jobs. Yields nothing for another launcher.
+    `configs`: the jobs. `multirun`: whether they are a sweep's. Yields nothing for another launcher.
     """
     if not slurm_launcher.is_chosen(whole.hydra.launcher.get("_target_")):
         return
+    if not multirun:
+        cause = f"{_CHOICE}: a single run would begin here, not on SLURM"
+        yield Problem(cause, "put -m in front, to send it; or print a script: python -m gpt2_fp8.sbatch")
     if any(config.trainer.devices == "auto" for config in configs):
         cause = "trainer.devices=auto: SLURM must be told how many GPUs of a node a job is to have"
         yield Problem(cause, "trainer.devices=8, for instance")
@@ -49,6 +54,14 @@ def check(whole: DictConfig, configs: Sequence[RunConfig]) -> Iterator[Problem]:
         if others:
             cause = f"{key}={show(next(iter(others)))}: the jobs of one sweep get the same of SLURM, {show(asked)}"
             yield Problem(cause, f"one value of {key} for the sweep; another sweep for another value")
+
+
+def require_commands(argv: Sequence[str]) -> None:
+    """Raise UserError if a command line sends jobs to SLURM, and there is none."""
+    missing = [name for name in ("srun", "sbatch") if shutil.which(name) is None]
+    if _CHOICE in argv and missing:
+        cause = f"{_CHOICE}: there is no {' or '.join(missing)} on this machine"
+        raise UserError.of(cause, f"type it where the cluster takes jobs; without {_CHOICE}, they run here")
 
 
 def wait(folder: Path) -> None:

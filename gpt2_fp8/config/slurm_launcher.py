@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.parsing import show
 
@@ -35,6 +36,14 @@ def refuse_override(key: str, value: object) -> Problem | None:
     if key.startswith(f"{_KEY}.") and name in _REFUSED:
         return Problem(f"{key}={show(value)}: {_REFUSED[name]}", f"leave {key} out")
     return None
+
+
+def unknown(key: str) -> Problem:
+    """Return what to say of a key that the launcher does not have."""
+    known = [f"{_KEY}.{name}" for name in (*_WHOLE, *_NAMES, "signal_delay_s", "setup", "additional_parameters")]
+    near = hints.near(key, known)
+    remedy = f"did you mean {hints.either(near)}?" if near else f"+{_KEY}.additional_parameters.OPTION=VALUE for others"
+    return Problem(f"there is no key {key}", remedy)
 
 
 def check(get: Callable[[str], object]) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ SMALL = [
     "callbacks.checkpoint_every_n_steps=500", "callbacks.sample_tokens=0", "trainer.log_every_n_steps=1",
     "optim.warmup_steps=2",
 ]  # fmt: skip
-LONG = 4000  # steps: more than fit before the signal that SLURM may send a minute early
+LONG = 3000  # steps: SLURM looks for jobs near their limits every 30 seconds
 TWO_TASKS = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
 
 
@@ -94,9 +94,12 @@ def assert_as_uninterrupted(folder, whole, steps):
 
 
 def test_a_run_of_two_tasks_is_requeued_before_its_limit_and_resumes_exactly(slurm, tmp_path):
-    """SLURM itself sends the signal."""
+    """SLURM itself sends the signal, when the limit that the job has is less than two minutes away."""
     words = [*TWO_TASKS, *SMALL, f"trainer.max_steps={LONG}"]
-    job, log = sent(slurm, tmp_path, *words, "run_name=cut", "slurm.time=2", "slurm.signal_delay_s=60")
+    job, log = sent(slurm, tmp_path, *words, "run_name=cut", "slurm.time=30")
+    until(lambda: steps_logged(tmp_path / "outputs/cut") > 20, "the run")
+    hours, minutes, _ = map(int, shown(slurm, job)["RunTime"].split(":"))
+    said(slurm, "scontrol", "update", f"jobid={job}", f"TimeLimit={60 * hours + minutes + 2}")
     until(lambda: log.exists() and f"SLURM job {job} is requeued" in log.read_text(), "the signal before the limit")
     start_again_now(slurm, job, "TimeLimit=30")
     completed(slurm, job, log)
@@ -105,6 +108,7 @@ def test_a_run_of_two_tasks_is_requeued_before_its_limit_and_resumes_exactly(slu
     assert "SIGUSR1: stopping and saving" in text
     assert "continues  " in text
     assert "Traceback" not in text
+    assert steps_logged(tmp_path / "outputs/cut") == LONG
     whole, other = sent(slurm, tmp_path, *words, "run_name=whole", "slurm.time=30")
     completed(slurm, whole, other)
     assert_as_uninterrupted(tmp_path / "outputs/cut", tmp_path / "outputs/whole", LONG)
