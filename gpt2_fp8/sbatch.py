@@ -45,7 +45,9 @@ def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
     if programs.answered(argv, help_text):
         return 0
-    return exit_code(lambda: print(script(sbatch.preflight(argv), argv), flush=True), "the script", "print it elsewhere")
+    return exit_code(
+        lambda: print(script(sbatch.preflight(argv), argv), flush=True), "the script", "print it elsewhere"
+    )
 
 
 def help_text() -> str:

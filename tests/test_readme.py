@@ -57,7 +57,19 @@ PROGRAMS = ["gpt2_fp8", *(f"gpt2_fp8.{name}" for name in programs.names())]
 RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE, COMPARE, PREPARE, SBATCH = (
     ["python", "-m", f"gpt2_fp8.{program}"]
     for program in (
-        *("run", "bench", "export", "table", "schedule", "doctor", "generate", "evaluate", "compare", "prepare", "sbatch"),
+        *(
+            "run",
+            "bench",
+            "export",
+            "table",
+            "schedule",
+            "doctor",
+            "generate",
+            "evaluate",
+            "compare",
+            "prepare",
+            "sbatch",
+        ),
     )
 )
 ON_A_GPU = {"mfu_bf16", "memory_gb", "gpu_power_watts", "gpu_utilization"}  # metrics that a CPU does not have

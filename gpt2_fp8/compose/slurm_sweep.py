@@ -1,4 +1,4 @@
-"""A sweep whose jobs SLURM runs (`hydra/launcher=slurm`): what they must have in common, and the wait for their ends."""
+"""A sweep whose jobs SLURM runs (`hydra/launcher=slurm`): what they must have in common; the wait for their ends."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def wait(folder: Path) -> None:
     if names := _jobs(folder):
         from submitit import SlurmJob
 
-        for job in [SlurmJob(folder=folder / _FOLDER / "%j", job_id=name, tasks=[0]) for name in names]:
+        jobs: list[SlurmJob[Any]] = [SlurmJob(folder / _FOLDER / "%j", job_id=name, tasks=[0]) for name in names]
+        for job in jobs:
             job.wait()
 
 

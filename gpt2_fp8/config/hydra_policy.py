@@ -79,7 +79,9 @@ def lacks(group: str, name: str, installed: Sequence[str]) -> Problem | None:
     if (group, name) != ("hydra/launcher", slurm_launcher.NAME) or slurm_launcher.BASE in installed:
         return None
     package = PACKAGES[group][slurm_launcher.BASE]
-    return Problem(f"{group}={name}: {package} is not installed", f'pip install -e ".[slurm]", or pip install {package}')
+    return Problem(
+        f"{group}={name}: {package} is not installed", f'pip install -e ".[slurm]", or pip install {package}'
+    )
 
 
 def missing_plugin(group: str, name: str, installed: Sequence[str]) -> Problem:

@@ -48,7 +48,7 @@ class SlurmConfig:
     setup: Annotated[list[str], "lines of shell before the run, such as [module load cuda]"] = field(
         default_factory=list
     )
-    options: Annotated[list[str], "more options of sbatch: [\"--exclusive\",\"--mail-type=END\"]"] = field(
+    options: Annotated[list[str], 'more options of sbatch: ["--exclusive","--mail-type=END"]'] = field(
         default_factory=list
     )
 
@@ -108,7 +108,7 @@ def _option(option: str) -> tuple[str, str] | None:
     """Return why a word is no further option of sbatch, and what to type; None if it is one."""
     match = _OPTION.fullmatch(option)
     if match is None or not option.isprintable():
-        return "is no option of sbatch in its long form", f"'{PREFIX}.options=[\"--exclusive\",\"--mail-type=END\"]'"
+        return "is no option of sbatch in its long form", f'\'{PREFIX}.options=["--exclusive","--mail-type=END"]\''
     name = match[1]
     if name in OWN:
         key = name.replace("-", "_")

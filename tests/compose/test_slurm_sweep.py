@@ -25,7 +25,9 @@ def here(tmp_path, monkeypatch):
 def launcher(*words):
     """The launcher's parameters, as Hydra gives them to its class."""
     with open_catalog(conf_dir(), "config") as catalog:
-        return OmegaConf.to_container(catalog.compose(["hydra/launcher=slurm", *words]).cfg.hydra.launcher, resolve=True)
+        return OmegaConf.to_container(
+            catalog.compose(["hydra/launcher=slurm", *words]).cfg.hydra.launcher, resolve=True
+        )
 
 
 COMPOSED = [

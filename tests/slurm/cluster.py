@@ -113,7 +113,9 @@ def started(folder: Path) -> Iterator[dict[str, str]]:
             until = time.monotonic() + PATIENCE
             while not answers():
                 if process.poll() is not None or time.monotonic() > until:
-                    told = "\n".join(path.read_text()[-2000:] for path in (log, folder / f"{name}.log") if path.exists())
+                    told = "\n".join(
+                        path.read_text()[-2000:] for path in (log, folder / f"{name}.log") if path.exists()
+                    )
                     raise RuntimeError(f"{name} does not answer:\n{told}")
                 time.sleep(0.2)
 
