@@ -137,7 +137,7 @@ def _run(request: Request) -> Iterator[str]:
         words.append('run_name="slurm-$SLURM_JOB_ID"')  # the same in its next turn
     if not (request.has("ckpt_path") or request.has("init_from")):
         words.append("ckpt_path=last")
-    yield "# A process that fails ends the others. ckpt_path=last: from what the turn before has saved, if there is any."
+    yield "# A process that fails ends the others. ckpt_path=last: from what the last turn has saved, if anything."
     yield " \\\n  ".join([f"srun --kill-on-bad-exit=1 {RUN}", *words])
 
 

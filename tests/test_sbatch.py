@@ -67,7 +67,8 @@ def test_what_slurm_is_asked_for(words, options, capsys):
 
 
 RUNS = [
-    (("model=gpt2",), ["model=gpt2", "data.cache_dir=$caches/tokens", "run_name=slurm-$SLURM_JOB_ID", "ckpt_path=last"]),
+    (("model=gpt2",),
+     ["model=gpt2", "data.cache_dir=$caches/tokens", "run_name=slurm-$SLURM_JOB_ID", "ckpt_path=last"]),
     (("run_name=mine",), ["run_name=mine", "data.cache_dir=$caches/tokens", "ckpt_path=last"]),
     (("run_name=mine", "data.cache_dir=kept"), ["run_name=mine", "data.cache_dir=kept", "ckpt_path=last"]),
     (
@@ -76,7 +77,8 @@ RUNS = [
     ),
     (("hydra.run.dir=there", "data.cache_dir=kept"), ["hydra.run.dir=there", "data.cache_dir=kept", "ckpt_path=last"]),
     (("run_name=mine", "ckpt_path=best"), ["run_name=mine", "ckpt_path=best", "data.cache_dir=$caches/tokens"]),
-    (("notes='two words'", "run_name=a"), ["notes='two words'", "run_name=a", "data.cache_dir=$caches/tokens", "ckpt_path=last"]),
+    (("notes='two words'", "run_name=a"),
+     ["notes='two words'", "run_name=a", "data.cache_dir=$caches/tokens", "ckpt_path=last"]),
 ]  # fmt: skip
 
 

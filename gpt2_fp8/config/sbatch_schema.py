@@ -11,7 +11,7 @@ from gpt2_fp8.config.data_schema import TextData
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.key_types import Count
 from gpt2_fp8.config.parsing import finding, show
-from gpt2_fp8.config.ranges import Refusal, from_to
+from gpt2_fp8.config.ranges import from_to
 from gpt2_fp8.config.schema import RunConfig
 
 PREFIX = "slurm"

@@ -33,12 +33,14 @@ def launcher(*words):
 COMPOSED = [
     ((), {"nodes": 1, "tasks_per_node": 1, "gpus_per_node": 1, "cpus_per_task": 1, "timeout_min": 1440}),
     (("trainer=cpu",), {"nodes": 1, "tasks_per_node": 1, "gpus_per_node": None}),
-    (("trainer=ddp", "trainer.devices=8", "trainer.num_nodes=2"), {"nodes": 2, "tasks_per_node": 8, "gpus_per_node": 8}),
+    (("trainer=ddp", "trainer.devices=8", "trainer.num_nodes=2"),
+     {"nodes": 2, "tasks_per_node": 8, "gpus_per_node": 8}),
     (("data.num_workers=5",), {"cpus_per_task": 6}),
     (("hydra.launcher.partition=gpu", "hydra.launcher.account=us"), {"partition": "gpu", "account": "us"}),
     (("hydra.launcher.timeout_min=60", "hydra.launcher.mem_gb=64"), {"timeout_min": 60, "mem_gb": 64}),
     (("hydra.launcher.cpus_per_task=16",), {"cpus_per_task": 16}),
-    (("+hydra.launcher.additional_parameters.exclusive=true",), {"additional_parameters": {"requeue": True, "exclusive": True}}),
+    (("+hydra.launcher.additional_parameters.exclusive=true",),
+     {"additional_parameters": {"requeue": True, "exclusive": True}}),
 ]  # fmt: skip
 
 

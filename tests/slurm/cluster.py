@@ -1,7 +1,7 @@
-"""A real SLURM on this machine: two nodes, accounting, two partitions of which one preempts. Everything is in a folder.
+"""A real SLURM on this machine: two nodes, accounting, two partitions of which one preempts. All of it is in a folder.
 
-Needs root and Debian's slurmctld, slurmd, slurm-client, slurmdbd, mariadb-server and munge. The daemons have free ports,
-so another SLURM on the machine is left alone.
+Needs root and Debian's slurmctld, slurmd, slurm-client, slurmdbd, mariadb-server and munge. The daemons have free
+ports, so another SLURM on the machine is left alone.
 """
 
 from __future__ import annotations
