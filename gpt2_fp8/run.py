@@ -46,6 +46,17 @@ class _Ended(BaseException):
 
 def job(cfg: DictConfig) -> float | None:
     """Run one job, of a sweep or the only one, in the folder that Hydra has made. Returns the last validation loss."""
+    if not slurm.is_submitted_call():
+        return _job(cfg)
+    with signals.handled():  # from here on, in place of submitit's handlers
+        try:
+            return _job(cfg)
+        except _Ended as ended:  # it may be in the queue again: submitit gets no result
+            _say(str(ended.error))
+            raise SystemExit(ended.error.exit_code) from None
+
+
+def _job(cfg: DictConfig) -> float | None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -172,16 +183,23 @@ def _run(argv: list[str]) -> None:
     import hydra
 
     from gpt2_fp8 import compose
-    from gpt2_fp8.compose import sweep_start
+    from gpt2_fp8.compose import slurm_sweep, sweep_start
 
-    argv = compose.look_only(argv) if compose.is_help(argv) else _checked(argv)
+    if compose.is_help(argv):
+        argv = compose.look_only(argv)
+    else:
+        checked = _checked(argv)
+        slurm_sweep.require_commands(argv)
+        argv = checked
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
     sys.argv[1:] = argv
     try:
         hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")(job)()
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
         if sweep_start.is_parallel() and (signum := signals.received()) is not None:
             raise slurm.ended(signum) from None  # its jobs, and perhaps joblib, have ended for it
+        if isinstance(error, Exception) and (folder := sweep_start.begun()) is not None:
+            slurm_sweep.wait(folder)  # the table is to have every job
         raise
     finally:
         _end_sweep()
@@ -233,7 +251,7 @@ def _is_started_again() -> bool:
 
 def _end_sweep() -> None:
     """Print and write the table of the sweep that has ended, well or not, if there was one. Raises no error."""
-    from gpt2_fp8.compose import sweep_start
+    from gpt2_fp8.compose import slurm_sweep, sweep_start
 
     folder = sweep_start.take()
     if folder is None or not launcher.is_first_rank():
@@ -243,6 +261,8 @@ def _end_sweep() -> None:
     try:
         for text in sweep_record.write(folder, sweep_jobs.read(folder)):
             print(harmless(text), flush=True)
+        if isinstance(sys.exc_info()[1], signals.Interrupted) and (said := slurm_sweep.still_there(folder)):
+            _say(said)
     except OSError as error:  # a full disk, or a terminal that is gone
         _say(f"warning: the table of the sweep is not complete: {error}")
 
@@ -259,7 +279,9 @@ def _run_error(caught: BaseException, handlers: signals.Signals) -> RunError | N
         return slurm.ended(handlers.received)
     if isinstance(caught, RunError):
         return caught
-    return _unwritable(caught) if isinstance(caught, Exception) else None
+    from gpt2_fp8.compose import slurm_sweep
+
+    return (slurm_sweep.lost(caught) or _unwritable(caught)) if isinstance(caught, Exception) else None
 
 
 def _unwritable(error: Exception) -> UserError | None:
@@ -268,7 +290,7 @@ def _unwritable(error: Exception) -> UserError | None:
     Returns None for any other error.
     """
     cause = error.__cause__ if isinstance(error, ValueError) else error  # `logging` has it in a ValueError
-    ours = any(frame.f_code is job.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+    ours = any(frame.f_code is _job.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
     if ours or not isinstance(cause, OSError) or isinstance(cause, BrokenPipeError):  # the terminal's
         return None
     return UserError.of(

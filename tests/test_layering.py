@@ -32,6 +32,7 @@ HOUSE = {
     "compare": Row("config reports runtime"),
     "schedule": Row("compose config engine measure train runtime"),
     "prepare": Row("compose config data runtime"),
+    "sbatch": Row("compose config runtime"),
     "doctor": Row("diagnose checkpoint runtime config"),
     "generate": Row("compose config train runtime"),
     "import_hf": Row("compose config train runtime"),
@@ -68,7 +69,7 @@ HOUSE = {
     # a run's files
     "checkpoint": Row("config", "torch safetensors filelock"),
     # from settings to checked settings, before torch is there
-    "compose": Row("runtime compat config", "hydra omegaconf yaml joblib"),
+    "compose": Row("runtime compat config", "hydra omegaconf yaml joblib submitit"),
     # what everything stands on
     "runtime": Row("compat config", "torch numpy"),
     # what is private in other libraries: it knows nothing of this one
@@ -96,6 +97,7 @@ ONLY_IN = {
     "rich": ["callbacks.progress"],
     "hydra": ["run", "compose", "compat.hydra_private"],
     "joblib": ["compose.parallel"],
+    "submitit": ["compose.slurm_sweep"],
 }
 
 EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of later Pythons
@@ -103,7 +105,7 @@ EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of late
 INSIDE_FUNCTIONS = {
     *("transformer_engine", "torchao", "flash_attn", "cuda", "matplotlib"),
     *("datasets", "huggingface_hub", "tiktoken", "tokenizers", "pyarrow", "requests", "filelock"),
-    *("wandb", "tensorboard", "joblib"),
+    *("wandb", "tensorboard", "joblib", "submitit"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
@@ -118,6 +120,7 @@ BEFORE_TORCH = [
         "compare",
         "schedule",
         "prepare",
+        "sbatch",
         "doctor",
         "generate",
         "import_hf",

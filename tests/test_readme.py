@@ -18,9 +18,10 @@ from accelerate.commands.launch import launch_command_parser as accelerate_optio
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from torch.distributed.run import get_args_parser as torchrun_options
 
-from gpt2_fp8 import compare, doctor, evaluate, export, generate, prepare, table
+from gpt2_fp8 import compare, doctor, evaluate, export, generate, prepare, sbatch, table
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
+from gpt2_fp8.config.sbatch_schema import SlurmConfig
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.config.tokenizer_file import NAMES
 from gpt2_fp8.data.tokenizer import GPT2_FILES
@@ -50,17 +51,29 @@ FP8, SETTINGS, CHECKPOINTS, OUTPUT, SWEEPS = (
 )
 DOCUMENTS += [FP8, SETTINGS, CHECKPOINTS, OUTPUT, SWEEPS, ROOT / "docs/several-gpus.md", ROOT / "docs/benchmark.md"]
 DOCUMENTS += [DATA, DOCTORS_PAGE, WATCH, ROOT / "docs/generate.md", ROOT / "docs/evaluate.md", ROOT / "docs/log.md"]
-DOCUMENTS += [ROOT / "docs/compare.md", ROOT / "docs/clusters.md"]
+DOCUMENTS += [ROOT / "docs/compare.md", ROOT / "docs/clusters.md", ROOT / "docs/slurm.md"]
 LAUNCHERS = ("torchrun", "srun", "accelerate")
 STUDY = ["python", "docs/studies/fp8_gap.py"]
 PICTURES = ["python", "docs/studies/health_pictures.py"]  # `test_what_to_watch` runs it
 SPEED = ["python", "docs/studies/generate_speed.py"]
 README_PICTURES = ["python", "docs/studies/readme_pictures.py"]
 PROGRAMS = ["gpt2_fp8", *(f"gpt2_fp8.{name}" for name in programs.names())]
-RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE, COMPARE, PREPARE = (
+RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE, COMPARE, PREPARE, SBATCH = (
     ["python", "-m", f"gpt2_fp8.{program}"]
     for program in (
-        *("run", "bench", "export", "table", "schedule", "doctor", "generate", "evaluate", "compare", "prepare"),
+        *(
+            "run",
+            "bench",
+            "export",
+            "table",
+            "schedule",
+            "doctor",
+            "generate",
+            "evaluate",
+            "compare",
+            "prepare",
+            "sbatch",
+        ),
     )
 )
 ON_A_GPU = {"mfu_bf16", "memory_gb", "gpu_power_watts", "gpu_utilization"}  # metrics that a CPU does not have
@@ -195,6 +208,7 @@ def test_the_documents_have_commands():
         "sweeps.md",
         "several-gpus.md",
         "compare.md",
+        "slurm.md",
     }
     assert len(RUNS) > 12
 
@@ -206,7 +220,8 @@ def test_every_run_composes(found, tmp_path, monkeypatch):
         own_choice(ROOT / "docs" / found.document, tmp_path)
     stand_ins(found.argv)
     configs = preflight(found.argv)
-    assert len(configs) > 1 if "-m" in found.argv else len(configs) == 1
+    swept = "-m" in found.argv and any("," in word for word in found.argv)
+    assert len(configs) > 1 if swept else len(configs) == 1
 
 
 def test_every_launched_run_composes(tmp_path, monkeypatch):
@@ -259,6 +274,7 @@ def test_every_command_is_of_a_known_kind():
     known = {
         ("python", "-m"),
         ("python", "-c"),
+        ("sbatch",),
         ("pip", "install"),
         ("pytest",),
         ("export",),
@@ -306,6 +322,21 @@ def test_every_preparation_is_that_of_a_run(tmp_path, monkeypatch):
         assert own.all == ("--all" in found.argv)
         assert own.steps == (100 if "--steps" in found.argv else None)
         assert len(configs) == 1
+
+
+def test_every_script_is_printed_as_shown(tmp_path, monkeypatch, capsys):
+    """`tests/slurm` sends such scripts to a SLURM."""
+    monkeypatch.chdir(tmp_path)
+    asked = [found.words for found in ALL if found.words[: len(SBATCH)] == SBATCH]
+    assert len(asked) >= 3
+    for words in asked:
+        assert sbatch.main(words[len(SBATCH) : words.index(">")]) == 0
+        assert "srun --kill-on-bad-exit=1 python -m gpt2_fp8.run" in capsys.readouterr().out
+
+
+def test_the_page_of_slurm_has_each_key():
+    listed = {name for row in rows(ROOT / "docs/slurm.md", "key") for name in names(row[0])}
+    assert listed == {f"slurm.{field.name}" for field in fields(SlurmConfig)}
 
 
 def test_a_preparation_says_what_the_page_shows(tmp_path, monkeypatch, capsys):
@@ -537,7 +568,9 @@ def test_the_weights_are_read_as_the_page_shows(first, monkeypatch):
 def test_the_groups_are_those_of_the_page():
     table = {names(row[0])[0]: set(names(row[1])) for row in rows(SETTINGS, "group")}
     groups = {
-        folder.name: {file.stem for file in folder.glob("*.yaml")} for folder in conf_dir().iterdir() if folder.is_dir()
+        folder.name: {file.stem for file in folder.glob("*.yaml")}
+        for folder in conf_dir().iterdir()
+        if folder.is_dir() and folder.name != "hydra"  # Hydra's own groups
     }
     assert table == groups
 

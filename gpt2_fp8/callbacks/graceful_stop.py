@@ -73,8 +73,8 @@ class GracefulStop(Checkpoint):
         if self._signals.thrown and error is not None and not isinstance(error, Stopped):
             assert self._signals.received is not None
             raise slurm.ended(self._signals.received) from None  # the signal's error may have become another one
-        if isinstance(error, Stopped) and error.exit_code == 128 + slurm.REQUEUE_SIGNAL:
-            raise slurm.ended(slurm.REQUEUE_SIGNAL) from None
+        if type(error) is Stopped and slurm.is_batch_job():  # rank 0 may have got another signal, or none
+            raise slurm.ended(error.exit_code - 128) from None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals back from Lightning, which has just set its own handlers; stop if a signal came."""

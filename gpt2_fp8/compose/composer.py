@@ -15,7 +15,7 @@ from gpt2_fp8.compose import refusals
 from gpt2_fp8.compose.catalog import Catalog, Composed, RefusedError
 from gpt2_fp8.compose.override_parser import parsed
 from gpt2_fp8.compose.request import Request
-from gpt2_fp8.config import hints
+from gpt2_fp8.config import hints, slurm_launcher
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
@@ -108,6 +108,8 @@ class Composer:
             problem = Problem(cause, f"{remedy}; or leave out {text}")
             if key.startswith("hydra.job.env") and "Could not override" in str(error):
                 problem = Problem(f"{text}: {key} is not there yet", f"+{text}, to add it")
+            elif "not in 'SlurmQueueConf'" in cause:
+                problem = slurm_launcher.unknown(key)
             self._note(key, problem)
         elif "Could not override" in str(error) and not lookup(base := self.base(words), key)[0]:
             for other in words:  # Hydra would say the same of each such word

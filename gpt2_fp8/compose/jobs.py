@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt2_fp8.compose import parallel, processes, surroundings, sweeps
+from gpt2_fp8.compose import parallel, processes, slurm_sweep, surroundings, sweeps
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.composer import Composer, above, lookup
 from gpt2_fp8.compose.override_parser import parse
@@ -34,7 +34,8 @@ def configs(
     composer = Composer(request, catalog)
     whole = _whole(composer, request)
     jobs: list[tuple[int | None, list[Override]]] = [(None, request.task)]
-    if request.multirun or str(whole.hydra.mode).endswith("MULTIRUN"):
+    multirun = request.multirun or str(whole.hydra.mode).endswith("MULTIRUN")
+    if multirun:
         if inside := list(parallel.inside_ranks()):
             problems += inside
             return []
@@ -54,6 +55,7 @@ def configs(
         done += [(config, job.folder)] if config and not found else []
         folders += [(number, job.folder)] if number is not None and job.folder is not None else []
     problems += [finding.problem for finding in [*composer.found, *sweeps.shared_folders(folders)]]
+    problems += slurm_sweep.check(whole, [config for config, _ in done], multirun)
     return [] if composer.found else done
 
 

@@ -58,6 +58,8 @@ def _hydra_problems(override: Override, catalog: Catalog) -> list[Problem]:
         return [refused]
     if "/" in key and value not in (options := catalog.get_group_options(key)):
         return [hydra_policy.missing_plugin(key, show(value), options)]
+    if "/" in key and (lacking := hydra_policy.lacks(key, show(value), options)):
+        return [lacking]
     return []
 
 

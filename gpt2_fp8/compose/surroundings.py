@@ -15,7 +15,7 @@ from gpt2_fp8.config import hydra_policy, output_folder, run_folder
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import launcher
+from gpt2_fp8.runtime import launcher, slurm
 
 
 class Surroundings:
@@ -81,7 +81,7 @@ class Surroundings:
         if self.number is not None:
             problems += run_folder.check_sweep(Path(str(OmegaConf.select(self.cfg, setting))))
         yield from (Finding((key,), problem) for problem in problems)
-        if self.config.ckpt_path is None and not wrong and not self.restarted:
+        if self.config.ckpt_path is None and not wrong and not self.restarted and not slurm.is_restarted():
             yield from output_folder.check_untaken(own)
 
     def _resolved(self, setting: str) -> str:

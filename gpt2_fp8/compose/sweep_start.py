@@ -37,6 +37,11 @@ def is_parallel() -> bool:
     return bool(_rooms)
 
 
+def begun() -> Path | None:
+    """Return the folder of the sweep that has begun in this process; None if there is none."""
+    return _begun[-1] if _begun else None
+
+
 class SweepStart(Callback):
     """What `hydra.callbacks` of `conf/config.yaml` names. It has no state, since launchers send it to their jobs."""
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 
-from gpt2_fp8.config import hints
+from gpt2_fp8.config import hints, slurm_launcher
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
 
@@ -53,6 +53,8 @@ def refuse_override(key: str, value: object) -> Problem | None:
     """Return why `hydra.KEY=value` or `hydra/GROUP=value` is refused, or None."""
     if names_code(key, value):
         return Problem(f"{key}: what Hydra builds is not set from the command line", "leave _target_ out")
+    if refused := slurm_launcher.refuse_override(key, value):
+        return refused
     if key == "hydra.searchpath":
         return _searchpath(value)
     if key == "hydra.job.env_copy":
@@ -70,6 +72,16 @@ def may_stand_in_a_file(path: Sequence[str]) -> bool:
     if tuple(path[:2]) == ("sweeper", "params") and len(path) > 2:
         return len(path) == 3 and bool(_SWEPT.fullmatch(path[2]))
     return bool(_IN_A_FILE.fullmatch(".".join(path)))
+
+
+def lacks(group: str, name: str, installed: Sequence[str]) -> Problem | None:
+    """Return what is missing for a choice of ours that stands on a plug-in, or None."""
+    if (group, name) != ("hydra/launcher", slurm_launcher.NAME) or slurm_launcher.BASE in installed:
+        return None
+    package = PACKAGES[group][slurm_launcher.BASE]
+    return Problem(
+        f"{group}={name}: {package} is not installed", f'pip install -e ".[slurm]", or pip install {package}'
+    )
 
 
 def missing_plugin(group: str, name: str, installed: Sequence[str]) -> Problem:
@@ -120,6 +132,8 @@ def check_values(get: Callable[[str], object]) -> list[Finding]:
         if why := reason(value):
             shown = key if isinstance(value, dict) else f"{key}={show(value)}"
             found.append(Finding((key,), Problem(f"{shown}: {why}", remedy)))
+    if slurm_launcher.is_chosen(get("hydra.launcher._target_")):
+        found += slurm_launcher.check(get)
     return found
 
 

@@ -1,7 +1,11 @@
-"""What SLURM asks of a job that it is about to end: to be put back into the queue.
+"""What SLURM asks of a job that it is about to end: to save, and to be put back into the queue once.
 
-`sbatch --signal=SIGUSR1@90 --requeue` has SLURM send SIGUSR1 to every task 90 seconds before the time limit. Lightning
-2.6 has a handler for it, which saves in the middle of any computation; ours replaces it (`runtime/signals.py`).
+SLURM asks in two ways. `sbatch --signal=SIGUSR1@90` has it send SIGUSR1 to every task 90 seconds before the time limit
+(submitit asks for SIGUSR2). A job that is preempted gets SIGTERM at the start of its grace time, and is not put back by
+SLURM if it ends within that time. Without grace time, SLURM puts it back itself.
+
+Lightning 2.6 has a handler for SIGUSR1, which saves in the middle of any computation. submitit has one for SIGUSR2,
+which leaves there without saving. Ours replace both (`runtime/signals.py`), so nothing else requeues the job.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from gpt2_fp8.config.errors import Stopped
 
 log = logging.getLogger(__name__)
 
-REQUEUE_SIGNAL = signal.SIGUSR1
+REQUEUE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _SCONTROL_SECONDS = 60.0  # the longest that `scontrol` may take
 
 
@@ -31,6 +35,15 @@ class Requeued(Stopped):
         )
 
 
+class LeftToRankZero(Stopped):
+    """Stopped and saved, in a process of another rank. Rank 0 tells SLURM, so this exit code must end no other task."""
+
+    def __init__(self, signum: int):
+        super().__init__(signum)
+        self.exit_code = 0
+        self.args = (f"stopped by signal {signum}, after saving; rank 0 says how it goes on",)
+
+
 def is_batch_job() -> bool:
     """Return whether `srun` started this process in a batch job, by the rule of Lightning's SLURMEnvironment.
 
@@ -39,17 +52,42 @@ def is_batch_job() -> bool:
     return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
+def is_submitted_call() -> bool:
+    """Return whether submitit has started this process for a call that it has stored, as for a job of a sweep."""
+    return os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+
+
+def is_restarted() -> bool:
+    """Return whether SLURM has started this batch job before."""
+    return is_batch_job() and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
 def ended(signum: int) -> Stopped:
-    """Return how a run ends that stopped for `signum`. Under SLURM, rank 0 requeues the job first for SIGUSR1.
+    """Return how a run ends that stopped for `signum`. In a batch job, rank 0 requeues it first if SLURM asks for that.
 
     Call it once, when everything is saved.
     """
-    if signum != REQUEUE_SIGNAL or not is_batch_job():
+    if not is_batch_job() or signum not in (*REQUEUE_SIGNALS, signal.SIGTERM):
         return Stopped(signum)
+    if os.environ.get("SLURM_PROCID", "0") != "0":
+        return LeftToRankZero(signum)
     job = job_id()
-    if os.environ.get("SLURM_PROCID", "0") != "0" or _requeue(job):
-        return Requeued(signum, job)
-    return Stopped(signum)
+    asked = signum in REQUEUE_SIGNALS or is_preempted(job)
+    return Requeued(signum, job) if asked and _requeue(job) else Stopped(signum)
+
+
+def is_preempted(job: str) -> bool:
+    """Return whether SLURM says that a job is in the grace time of its preemption. Raises nothing.
+
+    A job that was cancelled, or is over its time, is in another state than these.
+    """
+    try:
+        said = _scontrol("show", "job", "--oneliner", job)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return False
+    found = dict(word.split("=", 1) for word in said.split() if "=" in word)
+    preempted = found.get("PreemptTime", "None") not in ("None", "N/A", "Unknown")
+    return preempted and found.get("JobState") in ("RUNNING", "SIGNALING")
 
 
 def job_id() -> str:
@@ -61,14 +99,20 @@ def job_id() -> str:
 def _requeue(job: str) -> bool:
     """Ask SLURM once to requeue the job; return whether that worked. Raises nothing."""
     try:
-        if not re.fullmatch(r"[0-9]+(_[0-9]+)?", job):
-            raise ValueError(f"{job!r} is not the number of a job")
-        subprocess.run(
-            ["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=_SCONTROL_SECONDS
-        )  # fmt: skip
+        _scontrol("requeue", job)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or "").strip()
         log.warning("SLURM job %s could not be requeued: %s %s", job, error, said)
         return False
     log.info("SLURM job %s is requeued", job)
     return True
+
+
+def _scontrol(*words: str) -> str:
+    """Call `scontrol` for a job, which is the last of `words`; return what it prints."""
+    if not re.fullmatch(r"[0-9]+(_[0-9]+)?", words[-1]):
+        raise ValueError(f"{words[-1]!r} is not the number of a job")
+    done = subprocess.run(
+        ["scontrol", *words], check=True, capture_output=True, text=True, timeout=_SCONTROL_SECONDS
+    )  # fmt: skip
+    return done.stdout

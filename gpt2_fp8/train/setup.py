@@ -24,7 +24,7 @@ from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
-from gpt2_fp8.runtime import launcher, meeting
+from gpt2_fp8.runtime import launcher, meeting, slurm
 from gpt2_fp8.train.footprint import check_step, fitted
 from gpt2_fp8.train.resume import refuse_longer, refuse_other_optimizer
 
@@ -99,12 +99,16 @@ def checkpoint(config: RunConfig, folder: Path) -> Path | None:
     """Return the checkpoint to continue from, or None for a fresh start. The log says so if `last` found nothing.
 
     Its files' digests are checked, and whether it holds a run's state. Raises UserError if none is whole, or if it does
-    not fit the run.
+    not fit the run. A job that SLURM starts again continues what it has saved, whatever `ckpt_path` says.
     """
-    if config.ckpt_path is None:
-        return None
     own = folder / "checkpoints"
-    found = find_checkpoint(config.ckpt_path, own, run_state.check)
+    asked = config.ckpt_path
+    if asked != "last" and slurm.is_restarted() and any(own.glob("*/manifest.json")):
+        log.info("SLURM has started this job again: it continues as by ckpt_path=last")
+        asked = "last"
+    if asked is None:
+        return None
+    found = find_checkpoint(asked, own, run_state.check)
     if found and found.resolve().parent != own.resolve() and any(own.glob("*/manifest.json")):
         raise UserError.of(
             f"ckpt_path={found} is of another run, and {folder} has checkpoints of its own", "give a new run_name"
@@ -113,7 +117,7 @@ def checkpoint(config: RunConfig, folder: Path) -> Path | None:
         refuse_longer(found, int(read_manifest(found)["global_step"]), config)
         refuse_other_optimizer(found, read_plain(found, "optimizer"), config)
     if found is None:
-        log.info("ckpt_path=%s: no checkpoint in %s yet, so this is a fresh start", config.ckpt_path, folder)
+        log.info("ckpt_path=%s: no checkpoint in %s yet, so this is a fresh start", asked, folder)
     return found
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint import files, find
-from gpt2_fp8.config.errors import Stopped
+from gpt2_fp8.config.errors import Stopped, UserError
 from gpt2_fp8.data import prefetch as workers_module
 from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.runtime import signals, slurm
@@ -20,7 +21,16 @@ from tests import forkserver
 from tests.callbacks import tiny_run
 from tests.callbacks.tiny_run import At, kill, rows, run
 from tests.data.corpora import write_jsonl
-from tests.runs import SMALL, assert_equal, checkpoint, record_steps, summary, train
+from tests.runs import (
+    SMALL,
+    assert_equal,
+    assert_same_checkpoint,
+    checkpoint,
+    record_steps,
+    summary,
+    train,
+    train_until,
+)
 
 ALONE = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 SLURM = {
@@ -166,11 +176,74 @@ def test_44_a_scontrol_that_fails_is_said(scontrol, caplog):
     assert "no such job" in caplog.text
 
 
+PREEMPTED = "JobId=4242 JobState=RUNNING Requeue=1 Restarts=0 PreemptTime=2026-11-23T06:32:51 Command=/job.sh"
+
+
+def says(scontrol, text):
+    """`scontrol show` prints this; other calls are written down."""
+    script = f'#!/bin/sh\n[ "$1" = show ] && echo "{text}" && exit\necho "$@" >> {scontrol}\n'
+    (scontrol.parent / "bin/scontrol").write_text(script)
+
+
+def test_44_a_preempted_job_is_requeued_with_its_last_step_saved(tmp_path, whole, scontrol):
+    """In its grace time it gets SIGTERM, and SLURM does not requeue a job that has ended by then."""
+    says(scontrol, PREEMPTED)
+    with pytest.raises(slurm.Requeued):
+        run(tmp_path, callbacks=[At("on_train_batch_start", 5, kill(signal.SIGTERM))])
+    assert scontrol.read_text() == "requeue 4242\n"
+    continues_like(whole, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PREEMPTED.replace("2026-11-23T06:32:51", "None"),
+        PREEMPTED.replace("RUNNING", "COMPLETING"),
+        PREEMPTED.replace("RUNNING", "CANCELLED"),
+        "",
+    ],
+)
+def test_44_a_job_that_is_not_preempted_is_not_requeued(text, scontrol):
+    says(scontrol, text)
+    assert slurm.ended(signal.SIGTERM).exit_code == 143
+    assert not scontrol.exists()
+
+
+def test_44_a_second_rank_ends_no_task_of_the_job(scontrol, monkeypatch):
+    """`srun --kill-on-bad-exit` would end rank 0 before it has asked SLURM."""
+    says(scontrol, PREEMPTED)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert slurm.ended(signal.SIGTERM).exit_code == 0
+    assert not scontrol.exists()
+
+
+def test_44_submitits_signal_is_ours(tmp_path, whole, scontrol):
+    with pytest.raises(slurm.Requeued):
+        run(tmp_path, callbacks=[At("on_train_batch_start", 5, kill(signal.SIGUSR2))])
+    assert scontrol.read_text() == "requeue 4242\n"
+    continues_like(whole, tmp_path)
+
+
+def test_44_a_job_that_slurm_starts_again_continues_by_itself(tmp_path, scontrol, monkeypatch):
+    """As a job of a sweep, whose words submitit has stored: they have no `ckpt_path`."""
+    for name in ("killed", "whole"):
+        (tmp_path / name).mkdir()
+    words = [*SMALL, f"hydra.run.dir={tmp_path / 'killed'}"]
+    train_until(6, tmp_path / "killed")
+    with pytest.raises(UserError, match="already holds a run"):
+        compose.preflight(words)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    compose.preflight(words)
+    train(tmp_path / "killed")
+    train(tmp_path / "whole")
+    assert_same_checkpoint(*(checkpoint(tmp_path / name, 12) for name in ("killed", "whole")))
+
+
 def test_44_sigterm_is_no_wish_for_another_turn(tmp_path, scontrol):
     with pytest.raises(Stopped) as stopped:
         run(tmp_path, callbacks=[At("on_train_batch_start", 2, kill(signal.SIGTERM))])
     assert stopped.value.exit_code == 143
-    assert not scontrol.exists()
+    assert scontrol.read_text() == "show job --oneliner 4242\n", "it is asked whether the job is preempted"
 
 
 def test_44_a_shell_on_a_node_is_like_anywhere_else(scontrol, monkeypatch):

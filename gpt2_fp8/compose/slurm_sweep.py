@@ -1,0 +1,105 @@
+"""A sweep whose jobs SLURM runs (`hydra/launcher=slurm`): what they must have in common; the wait for their ends."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from gpt2_fp8.config import slurm_launcher
+from gpt2_fp8.config.errors import Problem, RunError, UserError
+from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.schema import RunConfig
+
+_CHOICE = f"hydra/launcher={slurm_launcher.NAME}"
+_FOLDER = ".submitit"  # in the sweep's
+_KEYS = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes")
+
+
+def _gpus(_root_: DictConfig) -> Any:
+    """Return the GPUs of a node that a run needs; None on a CPU."""
+    return None if OmegaConf.select(_root_, "trainer.accelerator") == "cpu" else _root_.trainer.devices
+
+
+def _cores(_root_: DictConfig) -> int:
+    """Return the cores that a process needs: one, and one for each data worker."""
+    return 1 + int(OmegaConf.select(_root_, "data.num_workers", default=0))
+
+
+# for `conf/hydra/launcher/slurm.yaml`
+OmegaConf.register_new_resolver("slurm.gpus", _gpus, replace=True)
+OmegaConf.register_new_resolver("slurm.cores", _cores, replace=True)
+
+
+def check(whole: DictConfig, configs: Sequence[RunConfig], multirun: bool) -> Iterator[Problem]:
+    """Find what SLURM cannot run as one array of jobs. `whole`: what the sweep's words come to without its values.
+
+    `configs`: the jobs. `multirun`: whether they are a sweep's. Yields nothing for another launcher.
+    """
+    if not slurm_launcher.is_chosen(whole.hydra.launcher.get("_target_")):
+        return
+    if not multirun:
+        cause = f"{_CHOICE}: a single run would begin here, not on SLURM"
+        yield Problem(cause, "put -m in front, to send it; or print a script: python -m gpt2_fp8.sbatch")
+    if any(config.trainer.devices == "auto" for config in configs):
+        cause = "trainer.devices=auto: SLURM must be told how many GPUs of a node a job is to have"
+        yield Problem(cause, "trainer.devices=8, for instance")
+        return
+    for key in _KEYS:
+        asked = OmegaConf.select(whole, key)
+        others = {value for config in configs if (value := getattr(config.trainer, key.partition(".")[2])) != asked}
+        if others:
+            cause = f"{key}={show(next(iter(others)))}: the jobs of one sweep get the same of SLURM, {show(asked)}"
+            yield Problem(cause, f"one value of {key} for the sweep; another sweep for another value")
+
+
+def require_commands(argv: Sequence[str]) -> None:
+    """Raise UserError if a command line sends jobs to SLURM, and there is none."""
+    missing = [name for name in ("srun", "sbatch") if shutil.which(name) is None]
+    if _CHOICE in argv and missing:
+        cause = f"{_CHOICE}: there is no {' or '.join(missing)} on this machine"
+        raise UserError.of(cause, f"type it where the cluster takes jobs; without {_CHOICE}, they run here")
+
+
+def wait(folder: Path) -> None:
+    """Wait until every job of the sweep in `folder` has ended; at once if SLURM has none of it.
+
+    The launcher stops waiting at the first job that was killed.
+    """
+    if names := _jobs(folder):
+        from submitit import SlurmJob
+
+        jobs: list[SlurmJob[Any]] = [SlurmJob(folder / _FOLDER / "%j", job_id=name, tasks=[0]) for name in names]
+        for job in jobs:
+            job.wait()
+
+
+def still_there(folder: Path) -> str | None:
+    """Return what to say of a sweep that is left while its jobs may run on; None if all have a result."""
+    left = sorted({name.partition("_")[0] for name in _jobs(folder) if not _result(folder, name).exists()})
+    if not left:
+        return None
+    return (
+        f"SLURM goes on with the jobs of this sweep: `squeue` shows them, `scancel {' '.join(left)}` ends them, and "
+        f"`python -m gpt2_fp8.table {folder}` makes the table again"
+    )
+
+
+def lost(error: BaseException) -> RunError | None:
+    """Return the end of a sweep of which a job was killed, or could not be sent; None for any other error."""
+    if not type(error).__module__.startswith("submitit."):
+        return None
+    told = [line for line in str(error).splitlines() if line.strip()]
+    return RunError(f"error: {' '.join(told[:3])}\n  fix: the job's log, in {_FOLDER} of the sweep's folder, says more")
+
+
+def _jobs(folder: Path) -> list[str]:
+    """Return SLURM's numbers of the jobs that were sent."""
+    return sorted(path.parent.name for path in (folder / _FOLDER).glob("*/*_submitted.pkl"))
+
+
+def _result(folder: Path, name: str) -> Path:
+    return folder / _FOLDER / name / f"{name}_0_result.pkl"

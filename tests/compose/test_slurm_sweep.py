@@ -1,0 +1,168 @@
+"""`hydra/launcher=slurm`: what it composes to, what is refused. `tests/slurm` sends sweeps to a real SLURM."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+
+from gpt2_fp8.compose import conf_dir, overrides, preflight, slurm_sweep
+from gpt2_fp8.compose.catalog import open_catalog
+from gpt2_fp8.compose.override_parser import parsed
+from gpt2_fp8.config import errors, hydra_policy
+from gpt2_fp8.config.slurm_launcher import BASE, NAME
+
+LAUNCH = ["-m", "hydra/launcher=slurm"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def launcher(*words):
+    """The launcher's parameters, as Hydra gives them to its class."""
+    with open_catalog(conf_dir(), "config") as catalog:
+        return OmegaConf.to_container(
+            catalog.compose(["hydra/launcher=slurm", *words]).cfg.hydra.launcher, resolve=True
+        )
+
+
+COMPOSED = [
+    ((), {"nodes": 1, "tasks_per_node": 1, "gpus_per_node": 1, "cpus_per_task": 1, "timeout_min": 1440}),
+    (("trainer=cpu",), {"nodes": 1, "tasks_per_node": 1, "gpus_per_node": None}),
+    (("trainer=ddp", "trainer.devices=8", "trainer.num_nodes=2"),
+     {"nodes": 2, "tasks_per_node": 8, "gpus_per_node": 8}),
+    (("data.num_workers=5",), {"cpus_per_task": 6}),
+    (("hydra.launcher.partition=gpu", "hydra.launcher.account=us"), {"partition": "gpu", "account": "us"}),
+    (("hydra.launcher.timeout_min=60", "hydra.launcher.mem_gb=64"), {"timeout_min": 60, "mem_gb": 64}),
+    (("hydra.launcher.cpus_per_task=16",), {"cpus_per_task": 16}),
+    (("+hydra.launcher.additional_parameters.exclusive=true",),
+     {"additional_parameters": {"requeue": True, "exclusive": True}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "found"), COMPOSED, ids=[" ".join(words) or "nothing" for words, _ in COMPOSED])
+def test_what_it_composes_to(words, found):
+    assert launcher(*words).items() >= found.items()
+    assert launcher(*words)["_target_"].endswith(".SlurmLauncher")
+    assert preflight([*LAUNCH, *words, "micro_batch_size=1"])
+
+
+def test_submitit_takes_each_key():
+    """What sbatch is told, as submitit writes it, without a SLURM."""
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    given = launcher("hydra.launcher.partition=gpu", "trainer=ddp", "trainer.devices=4")
+    plain = {"timeout_min": "time", "tasks_per_node": "ntasks_per_node", "name": "job_name"}
+    left_out = {"_target_", "submitit_folder", "max_num_timeout", "mem_gb"}
+    told = {plain.get(key, key): value for key, value in given.items() if key not in left_out}
+    script = _make_sbatch_string(command="run", folder="there", **told)
+    for line in ("--partition=gpu", "--ntasks-per-node=4", "--gpus-per-node=4", "--requeue", "--signal=USR2@120"):
+        assert f"#SBATCH {line}\n" in script
+    assert 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"' in script
+
+
+def test_each_job_of_a_sweep_is_checked():
+    assert len(preflight([*LAUNCH, "seed=1,2", "optim.lr=1e-3,2e-3"])) == 4
+    assert len(preflight([*LAUNCH, "run_name=one"])) == 1
+
+
+KEY = "hydra.launcher."
+REFUSED = [
+    ([f"{KEY}max_num_timeout=3"], "the run itself requeues its job", "leave hydra.launcher.max_num_timeout out"),
+    ([f"{KEY}submitit_folder=x"], "waits for what is written there", "leave hydra.launcher.submitit_folder out"),
+    ([f"{KEY}timeout_min=0"], "timeout_min=0: must be at least 1", "choose 1"),
+    ([f"{KEY}timeout_min=2"], "when it has not begun", f"{KEY}timeout_min=7"),
+    ([f"{KEY}signal_delay_s=0"], "must be at least 10", "choose 10"),
+    ([f"{KEY}gpus_per_node=-1"], "must be at least 1", "choose 1"),
+    ([f"{KEY}timeout_min=long"], "could not be converted", "hydra.launcher.timeout_min"),
+    ([f"{KEY}partition='a b'"], "is no name that SLURM has", f"{KEY}partition=NAME"),
+    ([f"{KEY}setup=['module load cuda']"], "a single core", "SRUN_CPUS_PER_TASK"),
+    ([f"{KEY}partitoin=gpu"], "partitoin", "partition"),
+    ([f"{KEY}_target_=os.system"], "what Hydra builds", "_target_"),
+    (["trainer=ddp", "micro_batch_size=1"], "trainer.devices=auto", "trainer.devices=8"),
+    (["trainer.devices=1,2", "micro_batch_size=1"], "the jobs of one sweep get the same of SLURM", "one value of"),
+    (["trainer=cpu,gpu", "micro_batch_size=1"], "the jobs of one sweep get the same of SLURM", "one value of"),
+]
+
+
+@pytest.mark.parametrize(("words", "cause", "remedy"), REFUSED, ids=[" ".join(words) for words, *_ in REFUSED])
+def test_what_is_refused(words, cause, remedy):
+    with pytest.raises(errors.UserError) as caught:
+        preflight([*LAUNCH, *words])
+    assert cause in str(caught.value)
+    assert remedy in str(caught.value)
+    assert len(caught.value.problems) == 1, caught.value
+
+
+def test_setup_may_be_as_advised():
+    preflight([*LAUNCH, f"{KEY}setup=['export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK','module load cuda']"])
+
+
+def test_without_the_plug_in_it_is_said_what_to_install():
+    problem = hydra_policy.lacks("hydra/launcher", NAME, ["basic", NAME])
+    assert problem is not None
+    assert 'pip install -e ".[slurm]"' in problem.remedy
+    assert hydra_policy.lacks("hydra/launcher", NAME, ["basic", NAME, BASE]) is None
+    assert hydra_policy.lacks("hydra/launcher", "basic", ["basic"]) is None
+
+
+def test_the_same_is_said_before_hydra_looks_for_it(monkeypatch):
+    with open_catalog(conf_dir(), "config") as catalog:
+        monkeypatch.setattr(catalog, "get_group_options", lambda *_: ["basic", NAME])
+        override: Override = parsed("hydra/launcher=slurm")
+        (problem,) = overrides._hydra_problems(override, catalog)
+        assert "hydra-submitit-launcher is not installed" in problem.cause
+
+
+def test_one_run_needs_the_flag(capsys):
+    """Without -m, Hydra uses no launcher: the run would begin here."""
+    with pytest.raises(errors.UserError, match="-m"):
+        preflight(["hydra/launcher=slurm"])
+
+
+def submitted(folder: Path, *names, done=()):
+    for name in names:
+        place = folder / ".submitit" / name
+        place.mkdir(parents=True)
+        (place / f"{name}_submitted.pkl").touch()
+        if name in done:
+            (place / f"{name}_0_result.pkl").touch()
+
+
+def test_what_goes_on_is_named(tmp_path):
+    assert slurm_sweep.still_there(tmp_path) is None
+    submitted(tmp_path, "7_0", "7_1", "8", done=("7_0",))
+    told = slurm_sweep.still_there(tmp_path)
+    assert told is not None
+    assert "`scancel 7 8` ends them" in told
+    submitted(tmp_path / "b", "9_0", done=("9_0",))
+    assert slurm_sweep.still_there(tmp_path / "b") is None
+
+
+def test_a_sweep_elsewhere_is_not_waited_for(tmp_path):
+    slurm_sweep.wait(tmp_path)
+
+
+def test_only_submitits_errors_are_a_lost_job():
+    from submitit.core.utils import UncompletedJobError
+
+    end = slurm_sweep.lost(UncompletedJobError("Job 3 has not produced any output\n\nmore\n"))
+    assert end is not None
+    assert end.exit_code == 1
+    assert str(end).splitlines()[0] == "error: Job 3 has not produced any output more"
+    assert slurm_sweep.lost(ValueError("x")) is None
+
+
+def test_a_cluster_that_is_not_there_is_said(tmp_path):
+    """Where there is no SLURM: exit code 2, in two lines, before anything is sent."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gpt2_fp8.run", *LAUNCH, "run_name=x"],
+        cwd=tmp_path, env={"PATH": str(Path(sys.executable).parent)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: hydra/launcher=slurm: there is no srun or sbatch on this machine")
+    assert done.stderr.count("\n") == 2
