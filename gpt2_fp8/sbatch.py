@@ -18,8 +18,8 @@ from gpt2_fp8.compose.sbatch import Request
 from gpt2_fp8.config import sbatch_schema
 from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.data_schema import TextData
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.own_words import RUN
-from gpt2_fp8.config.parsing import show
 from gpt2_fp8.config.sbatch_schema import PREFIX, SlurmConfig
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.runtime import output, programs

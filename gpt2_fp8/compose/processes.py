@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpt2_fp8.config import rank_share
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime.launcher import Launcher
 

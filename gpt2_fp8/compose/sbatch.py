@@ -13,7 +13,7 @@ from gpt2_fp8.compose.commandline import Program, read
 from gpt2_fp8.compose.override_parser import parse
 from gpt2_fp8.config import checks, own_words, parsing, sbatch_schema
 from gpt2_fp8.config.errors import Finding, Problem, UserError
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.sbatch_schema import PREFIX, SbatchRunConfig, SlurmConfig
 from gpt2_fp8.config.schema import RunConfig
 

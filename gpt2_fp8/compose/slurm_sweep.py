@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpt2_fp8.config import slurm_launcher
 from gpt2_fp8.config.errors import Problem, RunError, UserError
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 
 _CHOICE = f"hydra/launcher={slurm_launcher.NAME}"

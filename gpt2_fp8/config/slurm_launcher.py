@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.parsing import show
+from gpt2_fp8.config.keys import show
 
 NAME, BASE = "slurm", "submitit_slurm"  # our choice, and the plug-in's that it stands on
 _CLASS = "SlurmLauncher"
