@@ -151,8 +151,8 @@ def test_two_nodes_train_as_two_tasks_of_one_do(slurm, tmp_path):
     one, log = sent(slurm, tmp_path, *words, "trainer.devices=2", "run_name=one")
     completed(slurm, one, log)
     two, log = sent(slurm, tmp_path, *words, *cache, "trainer.devices=1", "trainer.num_nodes=2", "run_name=two")
-    assert shown(slurm, two)["NumNodes"] == "2"
     completed(slurm, two, log)
+    assert shown(slurm, two)["NumNodes"] == "2"
     assert_as_uninterrupted(tmp_path / "outputs/two", tmp_path / "outputs/one", 20)
     assert os.listdir(tmp_path / "disk/gpt2_fp8-root/tokens"), "the copy on the node's own disk"
 
