@@ -41,7 +41,8 @@ def slurm(tmp_path_factory):
 
 
 def said(slurm, *command, cwd=None):
-    return subprocess.run(command, env=slurm, cwd=cwd, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
+    told = subprocess.run(command, env=slurm, cwd=cwd, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    return told.stdout
 
 
 def until(true, what, patience=PATIENCE):
