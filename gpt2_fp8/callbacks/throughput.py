@@ -27,8 +27,9 @@ class Throughput(pl.Callback):
     `train_loss` (the cross-entropy, this rank's mean over the interval's steps that were not skipped), `penalty` (what
     was added to it, likewise, if anything was), `lr`, `grad_norm`, `clip_ratio`,
     `skipped_steps` and `bf16_reruns` (so far), `tokens`, `tokens_per_second` (all ranks), `step_time` (s), `data_wait`
-    (the part of the time spent waiting for the loader), `mfu_bf16` (`model/flops.py`; for GPUs whose peak is known) and
-    `memory_gb` (peak so far, GiB: allocated on a GPU, resident on a CPU); `gpu_power_watts` and `gpu_utilization` where the driver tells them.
+    (the part of the time spent waiting for the loader), `mfu_bf16` (`model/flops.py`; for GPUs whose peak is known),
+    `memory_gb` (peak so far, GiB: allocated on a GPU, resident on a CPU); `gpu_power_watts` and `gpu_utilization` where
+    the driver tells them.
 
     A mixture also has `tokens/NAME` and `epochs/NAME` of each source.
 
