@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpt2_fp8.reports import curves, spread
+from gpt2_fp8.reports import curves, spread, unfinished
 from gpt2_fp8.reports.conditions import Condition
 from gpt2_fp8.reports.runs import Run
 from gpt2_fp8.reports.spread import Difference, Spread
@@ -19,6 +19,7 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)  # at which losses are shown
 LEVELS = (0.5, 0.75, 1.0)  # of the tokens: whose losses are levels to be reached
 GRID = 60  # points of a curve
 COMPLETED = "completed"
+CUT = (unfinished.STATUS, "stopped", "interrupted")  # runs that may go on
 _MOST_POINTS = 1_000  # of a mean curve, on which the time to a loss is found
 _SLOW = 0.8  # of the median speed: slower intervals are counted
 
@@ -109,7 +110,7 @@ class Comparison:
 def compare(conditions: Sequence[Condition], base: Condition) -> Comparison:
     """Compare every condition with `base`."""
     ordered = [base, *(condition for condition in conditions if condition is not base)]
-    compared = {condition.name: _whole(condition, base) for condition in ordered}
+    compared = _counted(ordered, base)
     every = [run for condition in ordered for run in compared[condition.name] if not _unlike(condition, base)]
     tokens, seconds = min(run.curve.end for run in every), min(run.curve.time for run in every)
     common = set.intersection(*({at for at, _ in run.curve.validations if at <= tokens} for run in every))
@@ -120,11 +121,18 @@ def compare(conditions: Sequence[Condition], base: Condition) -> Comparison:
     return found
 
 
-def _whole(condition: Condition, base: Condition) -> tuple[Run, ...]:
-    """Return the runs that came to their end; all of them if no run of the base did."""
+def _counted(conditions: Sequence[Condition], base: Condition) -> dict[str, tuple[Run, ...]]:
+    """Return the runs whose losses count, by the name of their condition: those that came to their end.
+
+    If no run of the base did, all of every condition count. If only one condition came to an end, or two are not there,
+    then runs of the others count that have not ended, or were stopped, up to where they are.
+    """
     if not any(run.status == COMPLETED for run in base.runs):
-        return condition.runs
-    return tuple(run for run in condition.runs if run.status == COMPLETED)
+        return {condition.name: condition.runs for condition in conditions}
+    ended = {c.name: tuple(run for run in c.runs if run.status == COMPLETED) for c in conditions}
+    if sum(map(bool, ended.values())) > 1:
+        return ended
+    return {c.name: ended[c.name] or tuple(run for run in c.runs if run.status in CUT) for c in conditions}
 
 
 def curve(result: Result, found: Comparison, by_time: bool) -> list[tuple[float, Spread]]:
