@@ -1,8 +1,11 @@
 """Conditions, gaps, times to the same loss and verdicts, on runs whose losses are known."""
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from gpt2_fp8.reports import (
+    compare_plot,
     compare_text,
     comparison,
     comparison_notes,
@@ -267,3 +270,14 @@ def test_seeds_alone_show_their_spread(tmp_path):
     found = compared(tmp_path)
     assert found.results[0].validation.loss.deviation == pytest.approx(0.01)
     assert "compares nothing" in notes(found)
+
+
+def test_curves_that_coincide_are_both_in_the_picture(tmp_path):
+    """Four conditions of the same losses, and the colour of each in the first chart."""
+    for name in ("bf16", "fp8_hybrid", "fp8_e4m3", "fp32"):
+        sweep(tmp_path, name, seeds=[1])
+    compare_plot.plot(compared(tmp_path), tmp_path / "p.png")
+    pixels = imread(tmp_path / "p.png")[:, :, :3]
+    chart = pixels[pixels.shape[0] // 8 : pixels.shape[0] // 3, : pixels.shape[1] // 2]
+    for colour in ((31, 119, 180), (255, 127, 14), (44, 160, 44), (214, 39, 40)):
+        assert (abs(chart - np.array(colour) / 255).max(axis=2) < 0.1).sum() > 30, colour
