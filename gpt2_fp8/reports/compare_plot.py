@@ -38,7 +38,7 @@ def plot(found: Comparison, path: Path) -> None:
     titles = (
         ("training loss, at equal tokens", "tokens", "nats a token"),
         ("training loss, at equal time", "seconds of training", "nats a token"),
-        ("training loss above the base's", "tokens", "%"),
+        ("training loss above the base's (bands: seeds' deviation)", "tokens", "%"),
         ("validation loss", "tokens", "nats a token"),
         ("speed", "tokens per second", ""),
         ("gradient norm, seed by seed", "tokens", ""),
