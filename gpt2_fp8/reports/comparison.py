@@ -124,8 +124,8 @@ def compare(conditions: Sequence[Condition], base: Condition) -> Comparison:
 def _counted(conditions: Sequence[Condition], base: Condition) -> dict[str, tuple[Run, ...]]:
     """Return the runs whose losses count, by the name of their condition: those that came to their end.
 
-    If no run of the base did, all of every condition count. If only one condition came to an end, or two are not there,
-    then runs of the others count that have not ended, or were stopped, up to where they are.
+    If no run of the base did, all of every condition count. If fewer than two conditions came to an end, runs of the
+    others count that may go on (`CUT`).
     """
     if not any(run.status == COMPLETED for run in base.runs):
         return {condition.name: condition.runs for condition in conditions}

@@ -159,7 +159,8 @@ def _speed(found: Comparison) -> Section:
         }  # fmt: skip
         rows.append(row)
     told = (
-        "Medians of a run's logged intervals, then means of the runs. Slow: intervals below 80 % of the run's median."
+        "Medians of a run's logged intervals, then means of the runs. Slow: intervals below 80 % of the run's median. "
+        "GiB: the peak, allocated on a GPU, resident of the whole process on a CPU."
     )
     return Section("Speed and memory", [told], rows)
 
@@ -174,7 +175,7 @@ def _at(found: Comparison, by_time: bool) -> Section:
             if gap is not None:
                 row[title] = f"{gap.loss.mean:.4f}" if result is found.results[0] else _relative(gap)
         rows.append(row)
-    before = f"the mean of the {found.width:,.0f} tokens before, as a run logs means of intervals."
+    before = f"the mean of the {found.width:,.0f} tokens before. Others are shown by how far they are above the base."
     if by_time:
         told = (
             f"Training loss after the same training time, up to the end of the quickest run: {before} "
