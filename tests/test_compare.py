@@ -164,7 +164,7 @@ def test_no_run_says_why(tmp_path, capsys):
     (tmp_path / "0").mkdir()
     (tmp_path / "0/metrics.csv").write_text("step\n")
     text = told(capsys, tmp_path)
-    assert "no run can be read there; 0: it has no summary.json: it was killed, or still runs" in text
+    assert "no run can be read there; 0: it has neither summary.json nor .hydra/config.yaml: it never began" in text
     fix(text)
 
 

@@ -91,7 +91,7 @@ ONLY_IN = {
     "tokenizers": ["data.tokenizer_files"],
     "cuda": ["kernels.nvrtc"],
     "matplotlib": ["measure.plot", "reports.sweep_plot", "reports.compare_plot", "measure.schedule_plot"],
-    "yaml": ["compose", "reports.sweep_jobs", "train.hyper_parameters"],
+    "yaml": ["compose", "reports.sweep_jobs", "reports.unfinished", "train.hyper_parameters"],
     "wandb": ["train.services"],
     "tensorboard": ["compat.tensorboard_hparams"],
     "rich": ["callbacks.progress"],

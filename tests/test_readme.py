@@ -76,7 +76,7 @@ RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE, COMPARE, PREPAR
         ),
     )
 )
-ON_A_GPU = {"mfu_bf16", "memory_gb", "gpu_power_watts", "gpu_utilization"}  # metrics that a CPU does not have
+ON_A_GPU = {"mfu_bf16", "gpu_power_watts", "gpu_utilization"}  # metrics that a CPU does not have
 OF_AN_OPTION = {"penalty"}  # `test_penalty` reads it
 
 

@@ -34,18 +34,20 @@ class FP8HealthLog(pl.Callback):
     Summaries go to the loggers (`engine.fp8_health.summary`), tensors to `write` and to the loggers that have
     `log_fp8_tensors`, red flags to the run's log. Reading comes after `Throughput`, which has waited for the device by
     then. A sampled pass is made after the first step, from then on every `callbacks.fp8_health_every_n_steps` steps,
-    and after the last. That interval is doubled until passes take at most `COST` of the time. The first one, which
-    compiles, is not counted.
+    and after the last. That interval is doubled until passes take at most `COST` of the time, unless it was typed. The
+    first one, which compiles, is not counted.
 
     All is done by rank 0. The others wait for it in the next step. A run that has no FP8 has nothing to log.
 
     Args:
         config: the run's.
         write: is given the step and the health of every tensor; None: nothing is written.
+        typed: the interval was typed, so it holds, and the log says once what more than `COST` it takes.
     """
 
-    def __init__(self, config: RunConfig, write: Write | None = None):
+    def __init__(self, config: RunConfig, write: Write | None = None, typed: bool = False):
         self.config, self._write = config, write
+        self._holds, self._told = typed, False
         self.every_n_steps = config.trainer.log_every_n_steps
         self.interval = config.callbacks.fp8_health_every_n_steps
         self._health: FP8Health | None = None
@@ -121,9 +123,20 @@ class FP8HealthLog(pl.Callback):
             self._rates.append((time.perf_counter() - self._clock[0]) / (step - self._clock[1]))
 
     def _widen(self, seconds: float) -> None:
-        """Double the interval until a pass of `seconds` takes at most `COST` of it."""
-        least = math.ceil(seconds / (COST * statistics.median(self._rates))) if self._rates else 0
-        if self.interval >= least:
+        """Double the interval until a pass of `seconds` takes at most `COST` of it; only tell of one that was typed."""
+        rate = statistics.median(self._rates) if self._rates else 0.0
+        least = math.ceil(seconds / (COST * rate)) if rate else 0
+        if self.interval >= least or self._told:
+            return
+        if self._holds:
+            self._told = True
+            log.info(
+                "a sampled pass over the FP8 tensors takes %.0f ms: "
+                "one every %d steps, as typed, is %.0f %% of the time",
+                seconds * 1000,
+                self.interval,
+                100 * seconds / (seconds + self.interval * rate),
+            )
             return
         while self.interval < least:
             self.interval *= 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -109,7 +108,7 @@ def interval(step: int, total: int, metrics: Mapping[str, float], left: float | 
     parts = [f"{_step(step, total)}  loss {metrics['train_loss']:6.4f}  lr {metrics['lr']:.1e}"]
     if "tokens_per_second" in metrics:
         parts.append(f"{metrics['tokens_per_second']:>9,.0f} tok/s  {_milliseconds(metrics['step_time'])}")
-        parts.append(f"{metrics.get('memory_gb', _host_gib()):5.1f} GiB  wait {100 * metrics['data_wait']:2.0f} %")
+        parts.append(f"{metrics['memory_gb']:5.1f} GiB  wait {100 * metrics['data_wait']:2.0f} %")
     if left:
         parts.append(f"left {duration(left)}")
     return "  ".join(parts)
@@ -129,8 +128,3 @@ def _milliseconds(seconds: float) -> str:
     if seconds < 1:
         return f"{1000 * seconds:4.0f} ms"
     return f"{seconds:5.2f} s" if seconds < 99 else f"{seconds:5.0f} s"
-
-
-def _host_gib() -> float:
-    """Return the peak memory of this process on a CPU, in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

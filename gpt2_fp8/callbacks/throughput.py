@@ -17,6 +17,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
+from gpt2_fp8.runtime import host_memory
 from gpt2_fp8.runtime.gpu_meter import GPUMeter
 
 
@@ -26,8 +27,9 @@ class Throughput(pl.Callback):
     `train_loss` (the cross-entropy, this rank's mean over the interval's steps that were not skipped), `penalty` (what
     was added to it, likewise, if anything was), `lr`, `grad_norm`, `clip_ratio`,
     `skipped_steps` and `bf16_reruns` (so far), `tokens`, `tokens_per_second` (all ranks), `step_time` (s), `data_wait`
-    (the part of the time spent waiting for the loader), `mfu_bf16` (`model/flops.py`; for GPUs whose peak is known) and
-    `memory_gb` (peak allocated, GiB); `gpu_power_watts` and `gpu_utilization` where the driver tells them.
+    (the part of the time spent waiting for the loader), `mfu_bf16` (`model/flops.py`; for GPUs whose peak is known),
+    `memory_gb` (peak so far, GiB: allocated on a GPU, resident on a CPU); `gpu_power_watts` and `gpu_utilization` where
+    the driver tells them.
 
     A mixture also has `tokens/NAME` and `epochs/NAME` of each source.
 
@@ -127,6 +129,8 @@ class Throughput(pl.Callback):
             metrics["memory_gb"] = self._peak_gb
             if trainer.is_global_zero:
                 metrics |= self._meter.read()
+        else:
+            metrics["memory_gb"] = host_memory.peak_gb()
         return metrics
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

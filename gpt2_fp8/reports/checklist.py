@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gpt2_fp8.reports.comparison import Comparison, Gap, Result
+from gpt2_fp8.reports.comparison import COMPLETED, CUT, Comparison, Gap, Result
 from gpt2_fp8.reports.spread import percent
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be told"
@@ -38,10 +38,10 @@ def _installed(result: Result, found: Comparison) -> Answer:
 
 def _completes(result: Result, found: Comparison) -> Answer:
     runs = result.condition.runs
-    ended = sum(run.status == "completed" for run in runs)
+    ended = sum(run.status == COMPLETED for run in runs)
     figure = f"{ended} of {len(runs)} runs completed, the shortest of {min(run.steps for run in runs):,} steps"
     if ended < len(runs):
-        stopped = all(run.status in ("completed", "stopped", "interrupted") for run in runs)
+        stopped = all(run.status in (COMPLETED, *CUT) for run in runs)
         return Answer(UNKNOWN if stopped else FAILS, figure)
     return Answer(HOLDS if min(run.steps for run in runs) >= STEPS else UNKNOWN, figure)
 
@@ -58,6 +58,9 @@ def _losses(result: Result, found: Comparison) -> Answer:
     most = percent(abs(worst.relative))
     figure = f"{percent(last.relative, sign=True)} at the end, at most {most} at any of the tokens shown"
     reach = [_reach(gap) for gap in gaps]
+    counted = [*found.compared[result.condition.name], *found.compared[found.base.name]]
+    if any(run.status != COMPLETED for run in counted):
+        return Answer(UNKNOWN, f"{figure}, so far: not all of these runs came to their end")
     if None in reach:
         return Answer(UNKNOWN, f"{figure}; single seeds do not say how far seeds differ: it takes {_SHOWN_SEEDS}")
     if max(high for _, high in filter(None, reach)) <= LOSS_WITHIN:

@@ -30,7 +30,7 @@ def data(found: Comparison, verdicts: Sequence[Verdict], notes: Sequence[str]) -
         "seconds": found.seconds,
         "validated_at_tokens": found.validated_at,
         "shares": comparison.SHARES,
-        "window": comparison.WINDOW,
+        "window_tokens": found.width,
         "conditions": [_condition(result, found) for result in found.results],
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "notes": list(notes),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpt2_fp8.reports import unfinished
 from gpt2_fp8.reports.conditions import Condition
 from gpt2_fp8.reports.runs import Run
 from gpt2_fp8.reports.spread import Difference, Spread
 
-WINDOW = 0.05  # of the tokens that all runs have: the width of a mean training loss
+WINDOW = 0.05  # of the tokens that all runs have: the least width of a mean training loss
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)  # at which losses are shown
+LEVELS = (0.5, 0.75, 1.0)  # of the tokens: whose losses are levels to be reached
+COMPLETED = "completed"
+CUT = (unfinished.STATUS, "stopped", "interrupted")  # runs that may go on
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,17 @@ class Gap:
 
 @dataclass(frozen=True)
 class Reached:
-    """When the mean of a condition's runs first had the base's loss at the end; None: never."""
+    """When the mean of a condition's runs first came down to a loss, and when the base's did.
 
+    The loss is the higher of the two after `share` of the tokens, so that both have come down to it by then.
+    """
+
+    share: float
     loss: float
-    tokens: float | None
-    seconds: float | None
-    runs: int  # runs that had it, each for itself
+    tokens: float
+    seconds: float
+    base_tokens: float
+    base_seconds: float
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class Result:
     validation: Gap | None  # at the last validation that all runs have
     at_tokens: list[Gap | None]  # the training loss at `SHARES` of the tokens
     at_seconds: list[Gap | None]  # the same at shares of the time that all runs have
-    to_train: Reached | None
+    to_train: list[Reached]  # at `LEVELS`; empty for the base
     to_validation: Reached | None
     speed: Speed
     gradients: Gradients
@@ -86,8 +95,5 @@ class Comparison:
     tokens: float  # that all runs have
     seconds: float
     validated_at: float | None  # tokens
-
-    @property
-    def width(self) -> float:
-        """Tokens of a mean training loss."""
-        return WINDOW * self.tokens
+    width: float  # tokens of a mean training loss: no run logs a wider interval
+    begin: float  # seconds after which every run has trained on `width` tokens: no loss is known before

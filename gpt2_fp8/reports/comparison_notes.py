@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpt2_fp8.reports.comparison import Comparison
+from gpt2_fp8.reports.comparison import CUT, Comparison
 from gpt2_fp8.reports.conditions import Condition
 
 _MOST_KEYS = 4
@@ -60,6 +60,8 @@ def _on(condition: Condition, found: Comparison) -> Iterator[str]:
     if ended < len(runs):
         others = sorted({run.status for run in runs if run not in found.compared[name]})
         yield f"{name}: {len(runs) - ended} of {len(runs)} runs are not in the losses ({', '.join(others)})."
+    if not ended and any(run.status in CUT for run in runs):
+        yield f"{name}: to see its losses so far, compare its folders with the base's alone."
     if resumed := sum(run.curve.resumes for run in runs):
         yield (
             f"{name}: continued {resumed} times. The first step after that has no time in the log, and counts as none."

@@ -1,8 +1,8 @@
 """A run's losses over tokens and over training time, so that runs that logged at different steps can be compared.
 
-A logged training loss is the mean of an interval of steps. So the loss is a function that is constant over each
-interval, and its mean over any range of tokens is exact, whatever the interval. Validations are points, between which
-the loss is taken to be linear.
+A logged training loss is the mean of an interval of steps. So the mean over whole intervals is exact, and the loss at a
+point is the mean of the tokens before it. If that range is as wide as an interval or wider, it has the logged losses at
+the ends of intervals, and between them straight lines. Validations are points, with straight lines between them.
 
 Training time is what the log measures: it leaves out validation, samples, and a process's first step (compilation).
 """
@@ -41,6 +41,11 @@ class Curve:
     def end(self) -> float:
         """Tokens at the end of the last logged interval."""
         return self.tokens[-1]
+
+    @property
+    def interval(self) -> float:
+        """Tokens of a usual logged interval: the median, for a first one may be a step, and a damaged log has gaps."""
+        return statistics.median_high([end - start for start, end in pairwise([0.0, *self.tokens])])
 
     @property
     def time(self) -> float:

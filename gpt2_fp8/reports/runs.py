@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_fp8.checkpoint import bounded, durable
-from gpt2_fp8.reports import curves
+from gpt2_fp8.reports import curves, unfinished
 from gpt2_fp8.reports.curves import Curve
 from gpt2_fp8.train import metrics_csv
 
 WANTED = {
     *("train_loss", "val_loss", "tokens", "tokens_per_second", "step_time", "data_wait", "mfu_bf16", "memory_gb"),
-    *("grad_norm", "clip_ratio"),
+    *("grad_norm", "clip_ratio", "skipped_steps", "bf16_reruns"),
 }
 _SAMPLE = re.compile(r"^\[[0-9:]{8}\] sample at step ([0-9]{1,12}): (.*)$")
 _LARGEST_LOG = 1 << 28  # bytes
@@ -80,12 +80,15 @@ class Run:
 def read(folder: Path, name: str) -> Run:
     """Return the run in `folder`. Raises ValueError, with the reason, if it cannot be compared."""
     found = _summary(folder)
-    precision, divergence = _part(found, "precision"), _part(found, "divergence")
     settings = dict(_flat(_part(found, "config")))
     if not settings:
         raise ValueError("its summary.json holds no configuration")
     rows = metrics_csv.read(folder / "metrics.csv", WANTED)
     notes = [f"metrics.csv is damaged ({rows.damage}): what can be read of it is compared"] if rows.damage else []
+    if found.get("status") == unfinished.STATUS:
+        found |= unfinished.counts(rows.rows)
+        notes.append(unfinished.NOTE)
+    precision, divergence = _part(found, "precision"), _part(found, "divergence")
     curve = curves.of(rows.rows)
     if not curve.losses:
         why = rows.damage or f"the run's status is {_text(found, 'status')}"
@@ -106,7 +109,7 @@ def read(folder: Path, name: str) -> Run:
 def _summary(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
     if not os.path.lexists(path):
-        raise ValueError("it has no summary.json: it was killed, or still runs")
+        return unfinished.summary(folder, _lines(folder / "run.log"))
     try:
         found = bounded.read_json(path)
     except (OSError, ValueError) as error:
@@ -131,15 +134,21 @@ def _flat(part: dict[str, Any], above: str = "", depth: int = 0) -> Iterator[tup
 
 def _samples(path: Path) -> Iterator[tuple[int, str]]:
     """Yield step and text of the samples in a log. A resumed run may have logged a step again: the last one counts."""
+    for line in _lines(path):
+        if found := _SAMPLE.match(line):
+            with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+                text = ast.literal_eval(found[2])
+                if isinstance(text, str):
+                    yield int(found[1]), text
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a log, as many as may be read of it; none if it is no regular file."""
     with suppress(OSError), os.fdopen(durable.open_regular(path, os.O_RDONLY), "rb") as file:
         left = _LARGEST_LOG
         while left > 0 and (line := file.readline(_LONGEST_LINE)):
             left -= len(line)
-            if found := _SAMPLE.match(line.decode("utf-8", "replace").rstrip("\n")):
-                with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                    text = ast.literal_eval(found[2])
-                    if isinstance(text, str):
-                        yield int(found[1]), text
+            yield line.decode("utf-8", "replace").rstrip("\n")
 
 
 def _has_events(folder: Path) -> bool:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from gpt2_fp8.measure.table import Row
 from gpt2_fp8.reports import cells, verdict
-from gpt2_fp8.reports.comparison import SHARES, WINDOW, Comparison, Reached
+from gpt2_fp8.reports.comparison import SHARES, Comparison, Reached
+from gpt2_fp8.reports.spread import percent
 from gpt2_fp8.reports.verdict import Verdict
 
 _LONGEST_SAMPLE = 2_000  # characters
@@ -30,9 +31,9 @@ class Section:
 def of(found: Comparison, verdicts: Sequence[Verdict], notes: Sequence[str]) -> list[Section]:
     """Return the sections, the most wanted first; those without content are left out."""
     every = [
-        _runs(found), _end(found), *_verdicts(found, verdicts), _to_the_loss(found), _speed(found),
-        _at(found, by_time=False), _at(found, by_time=True), _gradients(found), *_samples(found),
-        Section("To know", list(notes)),
+        _runs(found), _end(found), *_verdicts(found, verdicts), _to_the_loss(found, end=True), _speed(found),
+        _at(found, by_time=False), _at(found, by_time=True), _to_the_loss(found, end=False), _gradients(found),
+        *_samples(found), Section("To know", list(notes)),
     ]  # fmt: skip
     return [section for section in every if section.sentences or section.rows or section.texts]
 
@@ -79,9 +80,10 @@ def _end(found: Comparison) -> Section:
         rows.append(row)
     at = "" if found.validated_at is None else f"Validation after {found.validated_at:,.0f} tokens. "
     told = (
-        f"{at}Training losses are means of the last {100 * WINDOW:.0f} % of the tokens. Nats a token; in "
-        "brackets the standard deviation between seeds, and of differences the standard error (Welch's). The "
-        "difference is of the validation loss where there is one. The bound is one-sided."
+        f"{at}Training losses are means of the last {found.width:,.0f} tokens "
+        f"({percent(found.width / found.tokens, 0)} of all). Nats a token; in brackets the standard deviation between "
+        "seeds, and of differences the standard error (Welch's). The difference is of the validation loss where there "
+        "is one. The bound is one-sided."
     )
     return Section("Losses at the end", [told], rows)
 
@@ -96,32 +98,49 @@ def _verdicts(found: Comparison, verdicts: Sequence[Verdict]) -> Iterator[Sectio
         yield Section(f"Verdict on {judged.condition}", [f"Against {found.base.name}."], rows)
 
 
-def _to_the_loss(found: Comparison) -> Section:
-    base, rows = found.results[0], []
+def _to_the_loss(found: Comparison, end: bool) -> Section:
+    """Return when conditions and the base had the same loss: that at the end, or those on the way there."""
+    base, rows = found.base.name, []
     for result in found.results:
-        row: Row = {"condition": result.condition.name}
-        for title, own, other in (
-            ("training", result.to_train, base.to_train),
-            ("validation", result.to_validation, base.to_validation),
-        ):
-            row |= {f"{title} loss": f"{own.loss:.4f}", **_when(title, own, other)} if own else {}
-        rows.append(row)
+        each = [("validation", result.to_validation), *(("training", reached) for reached in result.to_train)]
+        for loss, own in each:
+            if own is not None and (own.share == 1) == end:
+                rows.append(
+                    {
+                        "condition": result.condition.name,
+                        **({} if end else {"level": f"at {cells.share(own.share)} of the tokens"}),
+                        "loss": f"{loss} {own.loss:.4f}",
+                        "tokens": f"{own.tokens:,.0f}",
+                        f"{base}: tokens": f"{own.base_tokens:,.0f}",
+                        "time": cells.time(own.seconds),
+                        f"{base}: time": cells.time(own.base_seconds),
+                        f"beside {base}": _beside(own),
+                    }
+                )
+    if not end:
+        told = "The same, for the higher of the two training losses after less tokens, where rates are higher."
+        return Section("Time to the same loss on the way", [told], rows if rows else [], brief=False)
     told = (
-        "When the mean of a condition's runs first had the base's loss at the end. A rate that comes down takes the "
-        "loss down with it, so runs of one length have it near their ends or never."
+        f"When the mean of a condition's runs, and of {base}'s, first came down to the higher of their two losses at "
+        "the end. So both had it. A few per cent of the tokens may be less than seeds differ: see the losses above."
     )
-    return Section("Time to the same loss", [told], rows if any(len(row) > 1 for row in rows) else [])
+    return Section("Time to the same loss", [told] if rows else [], rows)
 
 
-def _when(title: str, own: Reached, base: Reached | None) -> Row:
-    if own.tokens is None:
-        return {f"{title}: tokens": "not reached", f"{title}: time": "not reached"}
-    row: Row = {f"{title}: tokens": f"{own.tokens:,.0f}"}
-    if own.seconds is not None:
-        row[f"{title}: time"] = cells.time(own.seconds)
-        if base is not None and base.seconds and own.seconds:
-            row[f"{title}: x base"] = f"{base.seconds / own.seconds:.2f}"
-    return row
+def _beside(own: Reached) -> str:
+    """Say how many tokens and how much time a condition needs beside the base: `3.1 % more tokens, ...`."""
+    parts = [(own.tokens, own.base_tokens, "tokens", "as many", "fewer")]
+    parts += [(own.seconds, own.base_seconds, "time", "as much", "less")]
+    said = []
+    for mine, other, what, equal, less in parts:
+        ratio = mine / other if other else 1.0
+        if ratio >= 2:
+            said.append(f"{ratio:.1f} times the {what}")
+        elif abs(ratio - 1) < 0.0005:
+            said.append(f"{equal} {what}")
+        else:
+            said.append(f"{percent(abs(ratio - 1), 1)} {'more' if ratio > 1 else less} {what}")
+    return ", ".join(said)
 
 
 def _speed(found: Comparison) -> Section:
@@ -144,7 +163,8 @@ def _speed(found: Comparison) -> Section:
         }  # fmt: skip
         rows.append(row)
     told = (
-        "Medians of a run's logged intervals, then means of the runs. Slow: intervals below 80 % of the run's median."
+        "Medians of a run's logged intervals, then means of the runs. Slow: intervals below 80 % of the run's median. "
+        "GiB: the peak, allocated on a GPU, resident of the whole process on a CPU."
     )
     return Section("Speed and memory", [told], rows)
 
@@ -159,13 +179,14 @@ def _at(found: Comparison, by_time: bool) -> Section:
             if gap is not None:
                 row[title] = f"{gap.loss.mean:.4f}" if result is found.results[0] else cells.relative(gap)
         rows.append(row)
+    before = f"the mean of the {found.width:,.0f} tokens before. Others are shown by how far they are above the base."
     if by_time:
         told = (
-            "Training loss after the same training time, up to the end of the quickest run. "
+            f"Training loss after the same training time, up to the end of the quickest run: {before} "
             "A slower run is not at its end there, and its learning rate may not have come down."
         )
         return Section("Losses at equal time", [told], rows, brief=False)
-    return Section("Losses at equal tokens", ["Training loss after the same tokens."], rows, brief=False)
+    return Section("Losses at equal tokens", [f"Training loss after the same tokens: {before}"], rows, brief=False)
 
 
 def _gradients(found: Comparison) -> Section:

@@ -101,12 +101,12 @@ def _job(top: Path, path: Path) -> Job:
         except (OSError, ValueError) as error:
             note = f"summary.json cannot be read: {error}"
     if not isinstance(found, dict):
-        return Job(folder=name, words=_hydras_words(path), status=UNFINISHED, message=note)
+        return Job(folder=name, words=words_of(path), status=UNFINISHED, message=note)
     status, words = found.get("status"), found.get("overrides")
     steps = found.get("steps")
     return Job(
         folder=name,
-        words=tuple(words) if words and sweep_plan.is_words(words) else _hydras_words(path),
+        words=tuple(words) if words and sweep_plan.is_words(words) else words_of(path),
         status=status if isinstance(status, str) and status in RANKS else UNFINISHED,
         message=_message(found),
         val_loss=_number(found, "last_val_loss"),
@@ -136,7 +136,7 @@ def _number(found: dict[str, Any], key: str) -> float | None:
     return None
 
 
-def _hydras_words(path: Path) -> tuple[str, ...]:
+def words_of(path: Path) -> tuple[str, ...]:
     """Return the overrides that Hydra has written for a job; none if that file is missing or is none of Hydra's."""
     words: Sequence[Any] = ()
     with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):

@@ -29,8 +29,9 @@ def plot(jobs: Sequence[Job], varied: dict[str, list[str]], path: Path) -> bool:
     axes, heights = figure.subplots(), range(len(drawn))
     finals = [(job.best if job.val_loss is None else job.val_loss) or 0.0 for _, job in drawn]
     bests = [job.best or 0.0 for _, job in drawn]
-    axes.plot(finals, heights, "o", markerfacecolor="none", label="final")
-    axes.plot(bests, heights, "o", label="best")
+    axes.hlines(heights, bests, finals, color="0.75", zorder=1)
+    axes.plot(finals, heights, "o", markersize=10, markerfacecolor="none", label="final")  # around the other
+    axes.plot(bests, heights, "o", markersize=5, label="best")
     axes.set_yticks(heights, labels, fontsize=8, parse_math=False)  # a label is text from a folder
     axes.invert_yaxis()
     axes.set_xlabel("validation loss, nats a token")

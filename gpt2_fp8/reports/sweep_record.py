@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.config.amounts import as_typed
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.reports import sweep_plot, sweep_table
 from gpt2_fp8.reports.sweep_jobs import Job
@@ -29,6 +31,16 @@ def write(folder: Path, jobs: list[Job]) -> Iterator[str]:
     except ImportError:
         yield '\nno picture, since matplotlib is not installed: pip install -e ".[bench]"'
     yield line(f"\n{folder}: {', '.join(names)}".lstrip("\n"))
+    yield from map(line, _next(folder, jobs))
+
+
+def _next(folder: Path, jobs: list[Job]) -> Iterator[str]:
+    """Yield what to type next: where the curves are, and the comparison of jobs, if two of them have ended well."""
+    shown = shlex.quote(str(as_typed(folder)))
+    if any((folder / job.folder / "tensorboard").is_dir() for job in jobs if job.folder):
+        yield f"curves: tensorboard --logdir {shown}"
+    if sum(job.status == "completed" for job in jobs) > 1:
+        yield f"next: python -m gpt2_fp8.compare {shown}"
 
 
 def _draw(folder: Path, jobs: list[Job]) -> bool:

@@ -30,6 +30,7 @@ from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.callbacks.time_limit import TimeLimit
 from gpt2_fp8.checkpoint.run_state import restoring
 from gpt2_fp8.compat.lightning_checkpoint import restore_within
+from gpt2_fp8.config import own_words
 from gpt2_fp8.config.run_length import last_step, steps_to_run
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
@@ -90,7 +91,7 @@ def build(
     memory = PeakMemory()
     kernels = plan.backend.kernels(module.vocab_size)
     throughput.readers.append(log_line.write)
-    health = _fp8_health(config, plan, folder, checkpoint)
+    health = _fp8_health(config, plan, folder, checkpoint, words)
     callbacks: list[Callback] = [time_limit, log_line, throughput, *health, memory]
     if config.logger.histograms_every_n_steps and not config.trainer.fast_dev_run:
         callbacks.append(Histograms(config.logger.histograms_every_n_steps, last_step(config)))
@@ -121,12 +122,15 @@ def _chosen(config: RunConfig, throughput: Throughput, log_line: LogLine) -> lis
     return callbacks + extra
 
 
-def _fp8_health(config: RunConfig, plan: Plan, folder: Path, checkpoint: Path | None) -> list[Callback]:
+def _fp8_health(
+    config: RunConfig, plan: Plan, folder: Path, checkpoint: Path | None, words: Sequence[str]
+) -> list[Callback]:
     """Return what logs the health of a run's FP8 tensors; nothing for a run without FP8."""
     if not config.callbacks.fp8_health or plan.recipe is None:
         return []
     written = config.logger.csv and not config.trainer.fast_dev_run
-    return [FP8HealthLog(config, FP8File(folder, setup.step_of(checkpoint)).write if written else None)]
+    write = FP8File(folder, setup.step_of(checkpoint)).write if written else None
+    return [FP8HealthLog(config, write, "callbacks.fp8_health_every_n_steps" in own_words.keys(words))]
 
 
 def _versions(plan: Plan) -> dict[str, str]:

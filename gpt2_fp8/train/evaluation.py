@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import sys
 import time
 import warnings
@@ -23,7 +22,7 @@ from gpt2_fp8.config.evaluate_schema import EvaluateConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.tokenizer import text_bytes
-from gpt2_fp8.runtime import devices, registry, spool
+from gpt2_fp8.runtime import devices, host_memory, registry, spool
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.precision_plugin import FP8Precision
 from gpt2_fp8.train.process import quiet
@@ -130,5 +129,4 @@ def _memory(memory: PeakMemory, device: Literal["cuda", "cpu"]) -> dict[str, Any
     """Return the peak of the validation: allocated on the GPU, or on a CPU of the whole process, GiB."""
     if device == "cuda":
         return {"device": torch.cuda.get_device_name(), "peak_memory_gb": memory.validation_gb}
-    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"device": "cpu", "peak_memory_gb": kibibytes / 2**20 / (1024 if sys.platform == "darwin" else 1)}
+    return {"device": "cpu", "peak_memory_gb": host_memory.peak_gb()}

@@ -8,6 +8,7 @@ from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.kernels import libraries
+from gpt2_fp8.runtime import host_memory
 from gpt2_fp8.train.build import Parts
 from gpt2_fp8.train.summary import DivergenceReport, Summary
 
@@ -47,8 +48,9 @@ def fill(summary: Summary, parts: Parts, divergence: DivergenceGuard, checkpoint
         summary.checkpoint.last = str(checkpointing.folder / last.checkpoint)
     summary.data = parts.data.report()
     summary.kernels = parts.kernels
-    summary.device = "cpu"
-    if parts.plan.device == "cuda":
+    if parts.plan.device == "cpu":
+        summary.device, summary.peak_memory_gb = "cpu", host_memory.peak_gb()
+    else:
         summary.versions |= libraries.versions()
         summary.device = torch.cuda.get_device_name()
         summary.peak_memory_gb = max(summary.peak_memory_gb or 0.0, parts.memory.peak_gb or 0.0)

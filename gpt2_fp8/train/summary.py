@@ -79,8 +79,8 @@ class Summary:
     best_val_loss: float | None = None
     best_val_loss_step: int | None = None
     tokens_per_second: float | None = None  # the median over this process's steps
-    peak_memory_gb: float | None = None  # of GPU memory; None on a CPU
-    training_memory_gb: float | None = None  # the peaks of training and of validation, separately
+    peak_memory_gb: float | None = None  # allocated on the GPU; on a CPU resident of the process
+    training_memory_gb: float | None = None  # the GPU's peaks of training and validation, separately
     validation_memory_gb: float | None = None
     checkpoint_stall_seconds: float | None = None  # the longest of this process; None if no checkpoint was taken
     skipped_steps: int = 0

@@ -50,9 +50,9 @@ def watched(monkeypatch):
     monkeypatch.setattr(fp8_health, "time", clock)
     logger = SimpleNamespace(log_metrics=lambda metrics, step: seen.logged.append(step))
 
-    def run(last, rank_zero=True, first=1):
+    def run(last, rank_zero=True, first=1, typed=False):
         (config,) = compose.preflight(["trainer.log_every_n_steps=10", "callbacks.fp8_health_every_n_steps=50"])
-        callback = FP8HealthLog(config, lambda step, healths: seen.written.append(step))
+        callback = FP8HealthLog(config, lambda step, healths: seen.written.append(step), typed)
         module = SimpleNamespace(step=Touched())
         trainer = SimpleNamespace(
             is_global_zero=rank_zero, global_step=first - 1, loggers=[logger], should_stop=False, max_steps=last
@@ -90,3 +90,19 @@ def test_passes_take_at_most_a_hundredth_of_the_time(watched, seconds, sampled):
     watched.seconds = seconds
     watched.run(200)
     assert watched.sampled == sampled
+
+
+def test_an_interval_that_was_typed_holds_and_its_share_is_told_once(watched, caplog):
+    """A pass of 5.5 seconds every 50 steps of a second each is a tenth of the time."""
+    caplog.set_level("INFO")
+    watched.seconds = 50 / 9
+    watched.run(200, typed=True)
+    assert watched.sampled == [1, 50, 100, 150, 200]
+    assert caplog.text.count("a sampled pass") == 1
+    assert "takes 5556 ms: one every 50 steps, as typed, is 10 % of the time" in caplog.text
+
+
+def test_a_cheap_interval_that_was_typed_is_not_spoken_of(watched, caplog):
+    caplog.set_level("INFO")
+    watched.run(200, typed=True)
+    assert "a sampled pass" not in caplog.text

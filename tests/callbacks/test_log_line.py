@@ -42,11 +42,8 @@ def test_lines_are_aligned_and_fit():
     assert {line.index("loss") for line in lines} == {lines[0].index("loss")}
 
 
-def test_a_slow_step_is_in_seconds_and_a_cpu_has_its_own_memory():
-    slow = {key: value for key, value in METRICS.items() if key != "memory_gb"} | {"step_time": 61.25}
-    line = interval(2, 10, slow, 490.0)
-    assert "  61.25 s  " in line
-    assert 0.05 < float(line.split(" GiB")[0].split()[-1]) < 100
+def test_a_slow_step_is_in_seconds():
+    assert "  61.25 s  " in interval(2, 10, METRICS | {"step_time": 61.25}, 490.0)
 
 
 def test_a_loss_that_is_no_number():

@@ -45,7 +45,7 @@ def test_a_damaged_log_is_read_as_far_as_it_is_good_and_noted(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (lambda folder: (folder / "summary.json").unlink(), "it was killed, or still runs"),
+        (lambda folder: (folder / "summary.json").unlink(), "neither summary.json nor .hydra/config.yaml"),
         (lambda folder: (folder / "summary.json").write_text("{"), "summary.json cannot be read"),
         (lambda folder: (folder / "summary.json").write_text("[]"), "summary.json is not a run's"),
         (lambda folder: (folder / "summary.json").write_text("{}"), "holds no configuration"),

@@ -4,14 +4,19 @@ import csv
 import io
 import json
 import os
+import shlex
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 
+from gpt2_fp8 import compare
 from gpt2_fp8 import table as program
 from gpt2_fp8.config import sweep_plan
 from gpt2_fp8.reports import sweep_jobs, sweep_plot, sweep_table
 from gpt2_fp8.reports.sweep_jobs import Job
+from tests.reports import made
 
 
 def leave(folder, *words, status="completed", **values):
@@ -192,3 +197,28 @@ def test_a_folder_that_cannot_be_written_costs_the_files_alone(tmp_path, capsys,
     out, err = capsys.readouterr()
     assert "1.2500" in out
     assert "No space left" in err
+
+
+def test_what_to_type_next_is_told_and_followed(tmp_path, monkeypatch, capsys):
+    """TensorBoard's folder, and a comparison that runs; with one completed job there is nothing to compare."""
+    monkeypatch.chdir(tmp_path)
+    place, told = "outputs/my sweep", []
+    for seed, status in enumerate(("completed", "failed", "completed")):
+        made.run(f"{place}/{seed}", made.rows(lambda step: 3.0), made.settings(seed=seed), status=status)
+        assert program.main([place]) == 0
+        told.append(capsys.readouterr().out.splitlines())
+    curves = "curves: tensorboard --logdir 'outputs/my sweep'"
+    assert told[0][-1] == told[1][-1] == told[2][-2] == curves
+    command, _, words = told[2][-1].partition("gpt2_fp8.compare ")
+    assert command == "next: python -m "
+    assert compare.main(shlex.split(words)) == 0
+
+
+def test_where_final_equals_best_both_are_in_the_picture(tmp_path):
+    """The ring of the final loss is around the dot of the best one."""
+    jobs = [job(str(place), f"seed={place}", loss=3.0 + place) for place in range(10)]
+    assert sweep_plot.plot(jobs, sweep_table.varied(jobs), tmp_path / "p.png")
+    pixels = imread(tmp_path / "p.png")[:, :, :3]
+    for colour in ((31, 119, 180), (255, 127, 14)):
+        near = abs(pixels - np.array(colour) / 255).max(axis=2) < 0.05
+        assert near.sum() > 10 * 30, "more than the legend's own"

@@ -38,6 +38,10 @@ def test_a_run_leaves_everything_in_its_folder(tmp_path, caplog):
     assert list(table["val_loss"]) == [5, 10, 12]  # by the interval, and at the end
     assert set(table) >= {"lr", "grad_norm", "clip_ratio", "tokens_per_second", "step_time", "data_wait", "tokens"}
     assert "mfu_bf16" not in table  # nobody knows a CPU's
+    memory = list(table["memory_gb"].values())
+    assert memory == sorted(memory), "a peak so far"
+    assert 0.1 < memory[0] <= memory[-1] <= report["peak_memory_gb"] < 100
+    assert f"{memory[-1]:5.1f} GiB" in caplog.text
     assert list(folder.glob("tensorboard/events.out.*"))
     assert "instead of fp8_hybrid" in caplog.text
     assert "sample at step 12" in caplog.text
