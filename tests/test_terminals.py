@@ -32,8 +32,11 @@ def rest_is_ours(lines):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """The first command, shorter, into a pipe; its whole output."""
+    """The first command, shorter, into a pipe; its whole output. `srun` is there, as on a cluster's login node."""
     folder = tmp_path_factory.mktemp("first")
+    tools = tmp_path_factory.mktemp("bin")
+    (tools / "srun").write_text("#!/bin/sh\n")
+    (tools / "srun").chmod(0o755)
     words = ["trainer.max_steps=12", "trainer.val_check_interval=5", "data.val_sequences=4", "run_name=first"]
     done = subprocess.run(
         [sys.executable, *RUN, *words],
@@ -41,7 +44,7 @@ def first(tmp_path_factory):
         capture_output=True,
         text=True,
         timeout=240,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{tools}:{os.environ['PATH']}"},
     )
     assert done.returncode == 0, done.stderr
     return folder, done
