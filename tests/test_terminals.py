@@ -185,7 +185,7 @@ def test_ctrl_c_leaves_the_message_below_and_the_terminal_sane(tmp_path):
     said = [row for row in text if "stopping and saving" in row]  # nothing, if it came in a wait for data
     assert all(row.startswith("SIGINT: ") for row in said), "not behind the bar"
     assert len(bars(terminal)) == 1
-    assert text[-1].startswith("stopped by signal 2")
+    assert text[-1] == "stopped by signal 2; run_name=x ckpt_path=last continues"
     steps = summary(tmp_path / "outputs/x")["steps"]
     (command,) = re.findall(r"next: python -m gpt2_fp8.run (.*)", "\n".join(text))
     assert "ckpt_path=last" in command

@@ -97,8 +97,12 @@ class LogLine(pl.Callback):
         if (steps := self.total - trainer.global_step) <= 0:
             return
         log.info(
-            "%s of %s tokens at %s tokens/s: about %s", _more(steps), f"{self._tokens:,}", f"{rate:,.0f}", duration(left)
-        )  # fmt: skip
+            "%s of %s tokens at %s tokens/s: about %s",
+            _more(steps),
+            f"{self._tokens:,}",
+            f"{rate:,.0f}",
+            duration(left),
+        )
         self._advise(trainer, rate, left)
 
     def _advise(self, trainer: pl.Trainer, rate: float, left: float) -> None:
