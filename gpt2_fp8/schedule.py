@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.paths import check_folder
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import harmless, line
 from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime.arguments import Parser
 from gpt2_fp8.runtime.file_program import exit_code
 
 LONG_WARMUP = 0.2  # of a run; GPT-3 (Brown et al. 2020) had 0.1 %, the models here 1 to 5 %
@@ -29,14 +30,14 @@ DEFAULT = Path("outputs/schedule.png")
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
+    return exit_code(lambda: _show(argv), "the picture", "name another file with --picture FILE")
+
+
+def _show(argv: list[str]) -> None:
     own, words = _parser().parse_known_args(argv)
     picture = own.picture.expanduser()
-    return exit_code(lambda: _show(words, picture), picture, "name another file with --picture FILE")
-
-
-def _show(words: list[str], picture: Path) -> None:
-    if found := list(check_folder(picture.parent, "--picture")):
-        raise UserError(finding.problem for finding in found)
+    if problems := list(_no_picture(picture)):
+        raise UserError(problems)
     configs = compose.preflight(words)
     from gpt2_fp8.measure import schedule_plot  # after what was typed is known to be right: it loads torch
     from gpt2_fp8.train.length import resolve_length
@@ -50,6 +51,15 @@ def _show(words: list[str], picture: Path) -> None:
         print(line(f"picture: {picture}"))
     except ImportError:
         print('no picture, since matplotlib is not installed: pip install -e ".[bench]"')
+
+
+def _no_picture(picture: Path) -> Iterator[Problem]:
+    """Find why no file of that name can be written."""
+    if picture.is_dir():
+        yield Problem(f"--picture {picture} is a folder", f"name a file in it: --picture {picture / DEFAULT.name}")
+    for finding in check_folder(picture.absolute().parent, "--picture"):
+        why = finding.problem.cause.partition(": ")[2]
+        yield Problem(f"--picture {picture}: {why}", "choose a file in a folder that can be written: --picture FILE")
 
 
 def lines(config: RunConfig) -> Iterator[str]:
@@ -94,10 +104,12 @@ def _marks(config: RunConfig) -> dict[int, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m gpt2_fp8.schedule",
         usage="%(prog)s [--picture FILE] [words of a run]",
         description="Shows the learning rate of each step of the run that the same words would start.",
+        epilog="Exit codes: 0 done; 1 the picture could not be written; 2 your input; 4 the text could not be counted; "
+        "130 stopped.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=programs.VERSION)

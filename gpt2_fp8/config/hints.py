@@ -105,6 +105,12 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "seq_length": ("it has GPT-2's name", "model.n_positions"),
     "context_length": ("it has GPT-2's name", "model.n_positions"),
     "max_length": ("it has GPT-2's name", "model.n_positions"),
+    "max_seq_len": ("it has GPT-2's name", "model.n_positions"),
+    "max_seq_length": ("it has GPT-2's name", "model.n_positions"),
+    "sequence_length": ("it has GPT-2's name", "model.n_positions"),
+    "model_max_length": ("it has GPT-2's name", "model.n_positions"),
+    "n_ctx": ("it has GPT-2's name", "model.n_positions"),
+    "context_size": ("it has GPT-2's name", "model.n_positions"),
     "hidden_size": ("it has GPT-2's name", "model.n_embd"),
     "d_model": ("it has GPT-2's name", "model.n_embd"),
     "num_layers": ("it has GPT-2's name", "model.n_layer"),
@@ -189,6 +195,14 @@ CHOICES = {
         **dict.fromkeys(("float16", "fp16", "16", "16-mixed", "bfloat16", "bf16-mixed", "mixed", "amp"), "bf16"),
         **dict.fromkeys(("fp8", "float8", "hybrid", "fp8-hybrid", "e5m2"), "fp8_hybrid"),
         "e4m3": "fp8_e4m3",
+    },
+    "model": {
+        **dict.fromkeys(("small", "124m", "117m", "125m", "gpt2_small", "gpt2-small", "gpt2-124m"), "gpt2"),
+        **dict.fromkeys(("medium", "345m", "350m", "355m", "gpt2-medium"), "gpt2_medium"),
+        **dict.fromkeys(("large", "762m", "774m", "gpt2-large"), "gpt2_large"),
+        **dict.fromkeys(("xl", "1.5b", "1558m", "gpt2-xl"), "gpt2_xl"),
+        **dict.fromkeys(("1b", "llama3.2", "llama-3.2-1b", "llama3.2-1b"), "llama3_2_1b"),
+        **dict.fromkeys(("8b", "llama-3-8b", "llama3-8b"), "llama3_8b"),
     },
     "trainer": {"cuda": "gpu", "default": "auto", "ddp_spawn": "ddp"},
     "data": {
@@ -301,7 +315,7 @@ def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, s
     cause = f"{key}={value}: there is no such choice"
     if (ours := CHOICES.get(key, {}).get(value.lower())) in choices:
         return cause, f"{key}={ours}"
-    if key == "data" and (files := _as_files(value)):
+    if key == "data" and (files := as_files(value)):
         return f"{cause}, and files are listed", files
     choices = [choice for choice in choices if (key, choice) not in REFUSED]
     if typed := other_words.key_of_choice(key, value):
@@ -316,7 +330,7 @@ def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, s
     return cause, f"did you mean {key}={either(matches)}? ({have})" if matches else have
 
 
-def _as_files(value: str) -> str | None:
+def as_files(value: str) -> str | None:
     """Return the words that read the files that `data=value` was meant to name; None if it names none."""
     kind = {"bin": "token_files"}.get(value.rpartition(".")[2], "text_files")
     if value.rpartition("/")[2].startswith("_"):  # a file that choices of this program are built upon

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path, PurePosixPath
 
-from gpt2_fp8.config import globs, hints, mixture, run_folder, tokenizer_file
+from gpt2_fp8.config import globs, hf_check, hints, mixture, run_folder, tokenizer_file, trained_folder
 from gpt2_fp8.config.data_schema import FileOrHubData, FilesData, Mixed, TextData, TokenFilesData
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.parsing import key_paths, show, value_of
@@ -157,6 +157,18 @@ def _checkpoints(config: RunConfig) -> Iterator[Finding]:
             yield _finding(key, f"{key}={show(value)}: does not exist (looked in {Path.cwd()})", remedy)
         elif not os.path.isdir(path):
             yield _finding(key, f"{key}={show(value)}: is a file, and checkpoints here are folders", remedy)
+        elif trained_folder.is_run(path) and not trained_folder.is_checkpoint(path):
+            newest = trained_folder.newest(path)
+            remedy = f"leave {key} out: it has saved none yet" if newest is None else f"{key}={_beside(value, newest)}"
+            yield _finding(key, f"{key}={show(value)}: is a run's folder, and a checkpoint's is needed", remedy)
+        elif key == "ckpt_path" and hf_check.is_folder(path):
+            cause = f"{key}={show(value)}: is a Hugging Face folder, which holds no run to continue"
+            yield _finding(key, cause, f"init_from={show(value)} begins a run with its weights")
+
+
+def _beside(typed: str, newest: Path) -> str:
+    """Return a checkpoint of the run's folder that was typed, as it would be typed."""
+    return show(str(Path(typed, "checkpoints", newest.name)))
 
 
 def _sources(config: RunConfig) -> Iterator[Finding]:
