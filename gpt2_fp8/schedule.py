@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8 import compose
+from gpt2_fp8.config import own_words, run_length
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.paths import check_folder
 from gpt2_fp8.config.run_length import tokens_a_step
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import OptimConfig, RunConfig
 from gpt2_fp8.config.shown import harmless, line
 from gpt2_fp8.runtime import output, programs
 from gpt2_fp8.runtime.arguments import Parser
@@ -38,13 +39,15 @@ def _show(argv: list[str]) -> None:
     picture = own.picture.expanduser()
     if problems := list(_no_picture(picture)):
         raise UserError(problems)
-    configs = compose.preflight(words)
+    configs, typed = compose.preflight(words, drawn=True), own_words.keys(words)
     from gpt2_fp8.measure import schedule_plot  # after what was typed is known to be right: it loads torch
     from gpt2_fp8.train.length import resolve_length
 
-    runs = [resolve_length(config, rank=0).config for config in configs]
-    for config in runs:
-        print(harmless("\n".join(lines(config))), end="\n\n")
+    runs = []
+    for before in configs:
+        config = resolve_length(run_length.fitted(before, typed), 0, typed, drawn=True).config
+        print(harmless("\n".join(lines(config, before.optim))), end="\n\n")
+        runs.append(config)
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         schedule_plot.plot(runs, picture)
@@ -62,8 +65,11 @@ def _no_picture(picture: Path) -> Iterator[Problem]:
         yield Problem(f"--picture {picture}: {why}", "choose a file in a folder that can be written: --picture FILE")
 
 
-def lines(config: RunConfig) -> Iterator[str]:
-    """Describe the schedule of a run whose `trainer.max_steps` is known: what it is, a table, warnings."""
+def lines(config: RunConfig, before: OptimConfig | None = None) -> Iterator[str]:
+    """Describe the schedule of a run whose `trainer.max_steps` is known: what it is, a table, warnings.
+
+    `before`: what its settings were before they were fitted to the run; None: the same.
+    """
     from gpt2_fp8.engine.schedule import learning_rate_factor
 
     optim, steps, tokens = config.optim, config.trainer.max_steps or 0, tokens_a_step(config)
@@ -76,15 +82,24 @@ def lines(config: RunConfig) -> Iterator[str]:
         part = learning_rate_factor(step - 1, optim, steps)
         row = f"{step:11,}  {step * tokens:19,}  {optim.lr * part:9.2e}  {100 * part:9.1f} %"
         yield f"{row}  {marks[step]}" if step in marks else row
-    for reason, remedy in warnings(config):
+    before = before or optim
+    yield from run_length.said(before, config)
+    for reason, remedy in warnings(config, fitted=before.warmup_steps != optim.warmup_steps):
         yield f"warning: {reason}"
         yield f"  fix: {remedy}"
 
 
-def warnings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield what is allowed and can hardly be meant, with what to type instead."""
+def warnings(config: RunConfig, fitted: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield what can hardly be meant, with what to type instead; a run refuses what does not fit it.
+
+    `fitted`: the warm-up is already another one than in the settings, and what became of it was said.
+    """
     optim, steps = config.optim, config.trainer.max_steps or 0
-    if optim.warmup_steps > LONG_WARMUP * steps:
+    misfits = [finding.problem for finding in run_length.misfits(config)]
+    yield from ((f"{cause}; a run refuses it", remedy) for cause, remedy in misfits)
+    if misfits or fitted:
+        pass
+    elif optim.warmup_steps > LONG_WARMUP * steps:
         share = f"{100 * optim.warmup_steps / steps:.0f} % of the run"
         yield f"the warm-up takes {share}, where 1 to 10 % is usual", f"optim.warmup_steps={max(1, steps // 20)}"
     elif not optim.warmup_steps and steps > 1:

@@ -34,10 +34,11 @@ def conf_dir() -> Path:
     return inside if (inside / "config.yaml").is_file() else package.parent / "conf"
 
 
-def preflight(argv: list[str]) -> list[RunConfig]:
+def preflight(argv: list[str], drawn: bool = False) -> list[RunConfig]:
     """Return the configurations that a command line (without the program's name) asks for.
 
-    There is one, or with `-m` one for each job. Raises UserError with every problem of every job, each once.
+    There is one, or with `-m` one for each job. `drawn`: its schedule is only drawn, so a warm-up and a decay stay as
+    they are, also where they do not fit the run. Raises UserError with every problem of every job, each once.
     """
     if unfit := [
         *run_folder.umask(),
@@ -46,7 +47,7 @@ def preflight(argv: list[str]) -> list[RunConfig]:
         raise UserError(unfit)
     line, problems = commandline.read(argv)
     with open_catalog(conf_dir(), line.config_name) as catalog:
-        configs = configs_of(line, catalog, problems)
+        configs = configs_of(line, catalog, problems, drawn)
     if problems:
         raise UserError(dict.fromkeys(problems))
     return configs
@@ -67,15 +68,15 @@ def look_only(argv: list[str]) -> list[str]:
     return argv
 
 
-def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> list[RunConfig]:
+def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem], drawn: bool = False) -> list[RunConfig]:
     """Return the configurations that a command line asks for.
 
-    Problems are added to `problems`, and what they are about is left out.
+    Problems are added to `problems`, and what they are about is left out. `drawn`: see `preflight`.
     """
     catalog.variables |= {name for word in line.words for name in re.findall(r"oc\.env:\s*([^\s,}]+)", word)}
     try:
         request = overrides.sort(line, catalog, problems)
-        return jobs.configs(request, catalog, problems)
+        return jobs.configs(request, catalog, problems, drawn)
     except UserError as error:  # the choices do not compose, so there is nothing to check
         problems += error.problems
         return []
