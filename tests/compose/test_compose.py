@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -326,6 +327,15 @@ def test_what_a_run_refuses_is_not_shown_as_its_configuration(line):
         preflight(words)
     assert shown.value.problems == run.value.problems
     assert look_only([*words, "--help"])
+
+
+def test_the_help_names_a_place_of_every_key_that_a_wheel_has_too(tmp_path):
+    template = OmegaConf.load(conf_dir() / "config.yaml").hydra.help.template
+    modules = re.findall(r"python -m inspect (\S+)", template)
+    command = [sys.executable, "-m", "inspect"]
+    said = [subprocess.run([*command, name], cwd=tmp_path, capture_output=True, text=True).stdout for name in modules]
+    assert "n_positions: Count  # tokens of context" in said[0]
+    assert "cache_dir" in said[1]
 
 
 def test_a_configuration_may_be_for_another_machine(tmp_path, monkeypatch):
