@@ -78,7 +78,7 @@ def check(ckpt_path: str | None, which: Which) -> Iterator[Problem]:
         return
     elif hf_check.is_folder(path):
         yield Problem(f"{said}: {why_not(path)}", from_hugging_face(ckpt_path))
-    elif what := why_not(path):
-        yield Problem(f"{said}: {what}", EXAMPLES)
+    elif why := why_not(path):
+        yield Problem(f"{said}: {why}", EXAMPLES)
     elif which == "best":
         yield Problem(f"checkpoint=best chooses among a run's checkpoints, and {said} is one", "leave checkpoint out")

@@ -130,7 +130,7 @@ class Preparation:
             size, free = tokens * self._id_bytes, shutil.disk_usage(folder).free
             if tokens:
                 level = logging.INFO if size < free else logging.WARNING
-                log.log(level, "data: for both, %s MB in %s, unless its text is shorter; %s MB are free",
+                log.log(level, "data: its tokens take %s MB in %s, unless its text is shorter; %s MB are free",
                         f"{size / 1e6:,.1f}", folder, f"{free / 1e6:,.0f}")  # fmt: skip
 
 
