@@ -22,7 +22,7 @@ BAR = re.compile(r"^([━╸╺]+ )?[\d,]+/[\d,]+  ")
 OURS = re.compile(
     r"(gpt2_fp8 |warm-up |model |device |precision |layers |optimizer |data |data: |steps |folder "
     r"|step +[\d,]+/|step \d+ waits for the checkpoint before it|sample at step "
-    r"|completed |summary: |curves: |next: |[\d,]+ more steps of )"
+    r"|completed |summary: |curves: |next: |[\d,]+ more steps? of )"
 )
 
 

@@ -24,7 +24,6 @@ from gpt2_fp8.config.schema import RunConfig
 
 PROGRAM = Program("python -m gpt2_fp8.evaluate", EvaluateRunConfig, flags=("help", "overrides", "config_dir"))
 _OWN = [field.name for field in fields(EvaluateConfig)]
-_TEXT = "data.val_files='[/corpus/*.txt]'; or data.train_files=..., of which data.val_fraction is held out"
 
 
 class Request(NamedTuple):
@@ -163,5 +162,6 @@ def _built(plain: dict[str, Any], problems: list[Problem]) -> RunConfig | None:
 
 def _in_own_words(problem: Problem) -> Problem:
     if problem.cause.startswith("data.train_files is empty") or "nothing to train on" in problem.cause:
-        return Problem(problem.cause.replace("train_files", "val_files").replace("train on", "evaluate"), _TEXT)
+        cause = problem.cause.replace("train_files", "val_files").replace("train on", "evaluate")
+        return Problem(cause, problem.remedy.replace("train_files", "val_files").replace("_train_", "_val_"))
     return problem

@@ -254,7 +254,7 @@ REFUSED = [
     ("ckpt_path=gone data=stdlip", "ckpt_path=gone: does not exist", "ckpt_path=outputs/RUN"),
     ("ckpt_path=damaged", "damaged cannot be read as a checkpoint: model.safetensors", "ckpt_path=outputs/RUN"),
     ("RUN data=stdlip", "data=stdlip: there is no such choice", "data=stdlib"),
-    ("RUN data=text_files", "data.val_files is empty: nothing to evaluate", "data.val_files='[/corpus/*.txt]'"),
+    ("RUN data=text_files", "data.val_files is empty: nothing to evaluate", "data.val_files='[/corpus/*.jsonl.zst]'"),
     ("RUN data=text_files data.train_files=[gone.txt]", "gone.txt", "correct the path"),
     ("RUN data.val_sequences=0", "there is nothing to evaluate", "data.val_sequences=256"),
     ("RUN data.val_sequences=-1", "data.val_sequences=-1: must not be negative", "choose 0 or more"),
