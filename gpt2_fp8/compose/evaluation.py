@@ -6,6 +6,7 @@ A choice (`data=fineweb`) replaces a group by what a run would have; `group.key=
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple, cast
 
@@ -161,6 +162,8 @@ def _built(plain: dict[str, Any], problems: list[Problem]) -> RunConfig | None:
 
 
 def _in_own_words(problem: Problem) -> Problem:
+    """Say a run's problem for an evaluation: nothing is trained on, and without sequences nothing is evaluated."""
+    problem = problem._replace(remedy=re.sub(r", or data\S*\.val_sequences=0.*", "", problem.remedy))
     if problem.cause.startswith("data.train_files is empty") or "nothing to train on" in problem.cause:
         cause = problem.cause.replace("train_files", "val_files").replace("train on", "evaluate")
         return Problem(cause, problem.remedy.replace("train_files", "val_files").replace("_train_", "_val_"))

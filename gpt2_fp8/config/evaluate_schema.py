@@ -84,9 +84,14 @@ def _validated_on(source: Mixed) -> Mixed:
 
 def check_run(config: RunConfig, trained: RunConfig) -> list[Problem]:
     """List what is wrong with the configuration of an evaluation. `trained`: the one of the checkpoint."""
-    sources = [_validated_on(source) for _, source in mixture.sources_of(config.data)]
+    named = mixture.sources_of(config.data)
+    sources = [_validated_on(source) for _, source in named]
     looked_at = replace(config, data=mixture.with_sources(config.data, sources)) if sources else config
-    found = [finding.problem for finding in checks.check(looked_at) if "model.vocab_size" not in finding.keys]
+    unsaid = {"model.vocab_size"}
+    for (name, source), looked in zip(named, sources, strict=True):
+        if looked is not source:  # what is wrong with these files is said of val_files
+            unsaid.add(f"data.sources.{name}.train_files" if name else "data.train_files")
+    found = [finding.problem for finding in checks.check(looked_at) if not unsaid & set(finding.keys)]
     if isinstance(config.precision, AutoPrecisionConfig):
         found.append(Problem("precision=auto measures before training", "name it: precision=fp8_hybrid, bf16 or fp32"))
     if config.micro_batch_size == "auto":

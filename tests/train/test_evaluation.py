@@ -256,6 +256,7 @@ REFUSED = [
     ("RUN data=stdlip", "data=stdlip: there is no such choice", "data=stdlib"),
     ("RUN data=text_files", "data.val_files is empty: nothing to evaluate", "data.val_files='[/corpus/*.jsonl.zst]'"),
     ("RUN data=text_files data.train_files=[gone.txt]", "gone.txt", "correct the path"),
+    ("RUN data=text_files data.val_files=[gone.txt]", "data.val_files: gone.txt does not exist", "correct the path"),
     ("RUN data.val_sequences=0", "there is nothing to evaluate", "data.val_sequences=256"),
     ("RUN data.val_sequences=-1", "data.val_sequences=-1: must not be negative", "choose 0 or more"),
     ("RUN data.tokenizer=gpt2", "the model was trained on the ids of bytes", "data.tokenizer=bytes"),
