@@ -44,6 +44,8 @@ def main(argv: list[str]) -> int:
     if not argv or argv in (["-h"], ["--help"], ["help"]):
         print(listing())
         return 0
+    if argv[0] == "help" and len(argv) == 2:  # "gpt2-fp8 help generate", as of git
+        argv = [argv[1], "--help"]
     if _asks(argv, "install=bash"):
         print(COMPLETION)
         return 0

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
 
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import line
@@ -26,6 +25,7 @@ from gpt2_fp8.reports import compare_conditions, compare_record, comparison_note
 from gpt2_fp8.reports.conditions import Condition
 from gpt2_fp8.reports.find_runs import Found
 from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime.arguments import Parser
 from gpt2_fp8.runtime.file_program import exit_code
 
 _QUIET_SECONDS = 2.0  # of reading, before it is announced, and between two lines after that
@@ -137,17 +137,12 @@ def _out(folders: Sequence[Path]) -> Path:
     return Path("outputs") / f"compare-{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """End as every mistake of a command line does."""
-        raise UserError.of(message, "python -m gpt2_fp8.compare --help lists what there is")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m gpt2_fp8.compare",
         description="Compares the runs of sweeps, and single runs: losses at equal tokens and at equal time, time to "
         "the same loss, speed, memory, samples, and a verdict on FP8. Writes compare.md, .json, .html and .png.",
+        epilog="Exit codes: 0 done; 1 the files could not be written; 2 your input; 130 stopped.",
     )
     parser.add_argument("--version", action="version", version=programs.VERSION)
     parser.add_argument("words", nargs="*", metavar="FOLDER", help="folders of sweeps or runs, or runs=[A,B]")

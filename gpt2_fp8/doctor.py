@@ -22,6 +22,7 @@ from gpt2_fp8.diagnose import facts as recorded
 from gpt2_fp8.diagnose import offers, probe, report, steps, verdict
 from gpt2_fp8.diagnose.facts import Facts
 from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime.arguments import Parser
 
 NO_FP8 = 5  # the exit code if FP8 cannot run
 EPILOG = (
@@ -32,8 +33,8 @@ EPILOG = (
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    arguments = _parser().parse_args(argv)
     try:
+        arguments = _parser().parse_args(argv)
         facts = _read(arguments.facts) if arguments.facts else _collected(arguments.quick)
     except RunError as error:
         print(harmless(str(error)), file=sys.stderr)
@@ -75,7 +76,7 @@ def _read(file: Path) -> Facts:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m gpt2_fp8.doctor",
         description="Says whether FP8 works on this machine, how fast a step is, and if not, which command mends it.",
         epilog=EPILOG,

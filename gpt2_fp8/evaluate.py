@@ -86,7 +86,8 @@ def _told(results: dict[str, Any]) -> list[str]:
         f"{'data':<18} {results['data']}, {results['sequences']:,} sequences",
     ]
     for name, form in _LINES.items():
-        said.append(f"{name:<18} {'none' if results[name] is None else form.format(results[name])}")
+        shown = name.removesuffix("_gb")
+        said.append(f"{shown:<18} {'none' if results[name] is None else form.format(results[name])}")
     said += [f"{'loss of ' + name:<18} {loss:.6f}" for name, loss in results.get("sources", {}).items()]
     if ranking := results.get("ranking"):
         said.append(f"{'ranking':<18} {ranking['items']:,} items")

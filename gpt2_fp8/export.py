@@ -3,6 +3,8 @@
     python -m gpt2_fp8.export outputs/first exported
     python -m gpt2_fp8.export outputs/first/checkpoints/step-00000300 exported
 
+    python -m gpt2_fp8.export outputs/first exported --license apache-2.0
+
 Exit codes: 0 done, 1 the folder could not be written, 2 the input, 130 stopped by SIGINT.
 """
 
@@ -10,43 +12,57 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2_fp8.config import output_folder
+from gpt2_fp8.config import output_folder, trained_folder
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import programs
+from gpt2_fp8.runtime.arguments import Parser, plain_words
 from gpt2_fp8.runtime.file_program import exit_code
 
+PROGRAM = "python -m gpt2_fp8.export"
 EPILOG = (
-    "The other way round, a run begins with a Hugging Face folder's weights: init_from=FOLDER (docs/huggingface.md)."
+    "The other way round, a run begins with a Hugging Face folder's weights: init_from=FOLDER (docs/huggingface.md). "
+    "Exit codes: 0 done; 1 the folder could not be written; 2 your input; 130 stopped."
 )
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,49}")  # the hub's identifiers
+_SOURCE = "give a run's folder, outputs/RUN, or a checkpoint's: outputs/RUN/checkpoints/step-NNNNNNNN"
 
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    arguments = _parser().parse_args(argv)
-    source, folder = arguments.source.expanduser(), arguments.folder.expanduser().resolve()
-    tokenizer = not arguments.no_tokenizer
-    return exit_code(lambda: _export(source, folder, tokenizer), folder, "name another folder")
+    return exit_code(lambda: _export(argv), "the folder", "name another folder")
 
 
-def _export(source: Path, folder: Path, tokenizer: bool) -> None:
-    if problems := list(_problems(source, folder)):
+def _export(argv: list[str]) -> None:
+    asked = _parser().parse_args(argv)
+    if keyed := plain_words(PROGRAM, [asked.source, asked.folder]):
+        raise UserError([keyed])
+    source, folder = asked.source.expanduser(), asked.folder.expanduser().resolve()
+    if problems := [*_problems(source, folder), *_no_license(asked.license)]:
         raise UserError(problems)
     from gpt2_fp8.train.hf_export import export  # after the paths, since it loads torch
 
-    print(line(export(source, folder, tokenizer)))
+    print(line(export(source, folder, not asked.no_tokenizer, asked.license)))
+
+
+def _no_license(name: str | None) -> Iterator[Problem]:
+    """Find a license that is none of the hub's identifiers by its form."""
+    if name is not None and not _LICENSE.fullmatch(name):
+        yield Problem(f"--license {name}: not an identifier of the hub's", "--license apache-2.0, mit, other, ...")
 
 
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:
     """Find what is wrong with the paths."""
     if not os.path.isdir(source):
         what = "is a file" if os.path.exists(source) else "does not exist"
-        remedy = "give a run's folder, outputs/RUN, or a checkpoint's: outputs/RUN/checkpoints/step-NNNNNNNN"
-        yield Problem(f"{source} {what} (looked in {Path.cwd()})", remedy)
+        yield Problem(f"{source} {what} (looked in {Path.cwd()})", _SOURCE)
+    elif why := trained_folder.why_not(source):
+        yield Problem(f"{source}: {why}", _SOURCE)
     if wrong := output_folder.check(folder, "FOLDER"):
         yield from (finding.problem for finding in wrong)
     elif os.path.isdir(folder) and os.listdir(folder):
@@ -54,8 +70,8 @@ def _problems(source: Path, folder: Path) -> Iterator[Problem]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gpt2_fp8.export",
+    parser = Parser(
+        prog=PROGRAM,
         description="Writes a checkpoint for transformers: weights, config.json, the tokenizer and a model card.",
         epilog=EPILOG,
     )
@@ -65,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-tokenizer", action="store_true", help="write no tokenizer, such as one whose file is gone"
     )
+    parser.add_argument("--license", metavar="ID", help="for the model card, such as apache-2.0; none if left out")
     return parser
 
 

@@ -22,20 +22,25 @@ from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime.arguments import Parser, plain_words
 from gpt2_fp8.runtime.file_program import exit_code
+
+PROGRAM = "python -m gpt2_fp8.import_hf"
 
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    arguments = _parser().parse_args(argv)
-    source, folder = (path.expanduser().absolute() for path in (arguments.source, arguments.folder))
-    return exit_code(lambda: _import(source, folder, arguments.words), folder, "name another folder")
+    return exit_code(lambda: _import(argv), "the folder", "name another folder")
 
 
-def _import(source: Path, folder: Path, words: list[str]) -> None:
+def _import(argv: list[str]) -> None:
+    asked = _parser().parse_args(argv)
+    if keyed := plain_words(PROGRAM, [asked.source, asked.folder]):
+        raise UserError([keyed])
+    source, folder = (path.expanduser().absolute() for path in (asked.source, asked.folder))
     if problems := list(_problems(source, folder)):
         raise UserError(problems)
-    config = _config(source, words)
+    config = _config(source, asked.words)
     from gpt2_fp8.train.hf_import import write  # after the settings, since it loads torch
 
     print(line(write(source, folder, config)))
@@ -52,7 +57,9 @@ def _config(source: Path, words: list[str]) -> RunConfig:
     typed = {word.partition("=")[0] for word in words}
     if "data.tokenizer" not in {word.partition("=")[0] for word in [*own, *words]}:
         files = " and no ".join(tokenizer_file.FILES[:2])
-        remedy = "add data.tokenizer=FOLDER, or gpt2 or bytes: the one that the model was trained with"
+        remedy = (
+            "add the one that it was trained with: data.tokenizer=gpt2, data.tokenizer=bytes or data.tokenizer=FOLDER"
+        )
         raise UserError.of(f"{source} has no {files}, so its tokenizer is not known", remedy)
     own = [word for word in own if word.partition("=")[0] not in typed]
     fixed = [
@@ -79,10 +86,11 @@ def _problems(source: Path, folder: Path) -> Iterator[Problem]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gpt2_fp8.import_hf",
+    parser = Parser(
+        prog=PROGRAM,
         description="Writes a Hugging Face folder's weights as a checkpoint: for generate, evaluate, init_from.",
-        epilog="The other way round: python -m gpt2_fp8.export (docs/huggingface.md).",
+        epilog="The other way round: python -m gpt2_fp8.export (docs/huggingface.md). "
+        "Exit codes: 0 done; 1 the checkpoint could not be written; 2 your input; 130 stopped.",
     )
     parser.add_argument("--version", action="version", version=programs.VERSION)
     parser.add_argument("source", type=Path, help="a folder of GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM")

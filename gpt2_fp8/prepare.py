@@ -15,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config import mixture, run_length
@@ -25,6 +25,7 @@ from gpt2_fp8.config.own_words import RUN
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import output, programs, registry, signals, spool
+from gpt2_fp8.runtime.arguments import Parser
 from gpt2_fp8.runtime.file_program import exit_code
 
 if TYPE_CHECKING:
@@ -158,16 +159,8 @@ def _begin_log() -> None:
     spool.clear()
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in two lines."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise UserError."""
-        raise UserError.of(message, f"{self.prog} --help shows what it takes")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m gpt2_fp8.prepare",
         usage="%(prog)s [--steps N | --all] [words of a run]",
         description="Tokenises what the run of the same words will read, into its data.cache_dir. The run then reads "

@@ -75,7 +75,7 @@ def _job(cfg: DictConfig) -> float | None:
             output.forgive_outputs()
             log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
         typed = own_words.Typed(tuple(sys.argv[1:]), here) if HydraConfig.get().mode == RunMode.RUN else None
-        return loading.training(config, folder, here, words)(config, folder, words, typed)
+        return loading.training(config, folder, here, words, typed is None)(config, folder, words, typed)
     except RunError as error:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
             raise _Ended(error) from error

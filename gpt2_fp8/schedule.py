@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config import output_folder
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config import output_folder, own_words, run_length
+from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.run_length import tokens_a_step
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import OptimConfig, RunConfig
 from gpt2_fp8.config.shown import harmless, line
 from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime.arguments import Parser
 from gpt2_fp8.runtime.file_program import exit_code
 
 LONG_WARMUP = 0.2  # of a run; GPT-3 (Brown et al. 2020) had 0.1 %, the models here 1 to 5 %
@@ -29,21 +30,23 @@ DEFAULT = Path("outputs/schedule.png")
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
+    return exit_code(lambda: _show(argv), "the picture", "name another file with --picture FILE")
+
+
+def _show(argv: list[str]) -> None:
     own, words = _parser().parse_known_args(argv)
     picture = own.picture.expanduser()
-    return exit_code(lambda: _show(words, picture), picture, "name another file with --picture FILE")
-
-
-def _show(words: list[str], picture: Path) -> None:
-    if found := list(output_folder.check(picture.parent, "--picture")):
-        raise UserError(finding.problem for finding in found)
-    configs = compose.preflight(words)
+    if problems := list(_no_picture(picture)):
+        raise UserError(problems)
+    configs, typed = compose.preflight(words, drawn=True), own_words.keys(words)
     from gpt2_fp8.measure import schedule_plot  # after what was typed is known to be right: it loads torch
     from gpt2_fp8.train.length import resolve_length
 
-    runs = [resolve_length(config, rank=0).config for config in configs]
-    for config in runs:
-        print(harmless("\n".join(lines(config))), end="\n\n")
+    runs = []
+    for before in configs:
+        config = resolve_length(run_length.fitted(before, typed), 0, typed, drawn=True).config
+        print(harmless("\n".join(lines(config, before.optim))), end="\n\n")
+        runs.append(config)
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         schedule_plot.plot(runs, picture)
@@ -52,8 +55,20 @@ def _show(words: list[str], picture: Path) -> None:
         print('no picture, since matplotlib is not installed: pip install -e ".[bench]"')
 
 
-def lines(config: RunConfig) -> Iterator[str]:
-    """Describe the schedule of a run whose `trainer.max_steps` is known: what it is, a table, warnings."""
+def _no_picture(picture: Path) -> Iterator[Problem]:
+    """Find why no file of that name can be written."""
+    if picture.is_dir():
+        yield Problem(f"--picture {picture} is a folder", f"name a file in it: --picture {picture / DEFAULT.name}")
+    for finding in output_folder.check(picture.absolute().parent, "--picture"):
+        why = finding.problem.cause.partition(": ")[2]
+        yield Problem(f"--picture {picture}: {why}", "choose a file in a folder that can be written: --picture FILE")
+
+
+def lines(config: RunConfig, before: OptimConfig | None = None) -> Iterator[str]:
+    """Describe the schedule of a run whose `trainer.max_steps` is known: what it is, a table, warnings.
+
+    `before`: what its settings were before they were fitted to the run; None: the same.
+    """
     from gpt2_fp8.engine.schedule import learning_rate_factor
 
     optim, steps, tokens = config.optim, config.trainer.max_steps or 0, tokens_a_step(config)
@@ -66,15 +81,24 @@ def lines(config: RunConfig) -> Iterator[str]:
         part = learning_rate_factor(step - 1, optim, steps)
         row = f"{step:11,}  {step * tokens:19,}  {optim.lr * part:9.2e}  {100 * part:9.1f} %"
         yield f"{row}  {marks[step]}" if step in marks else row
-    for reason, remedy in warnings(config):
+    before = before or optim
+    yield from run_length.said(before, config)
+    for reason, remedy in warnings(config, fitted=before.warmup_steps != optim.warmup_steps):
         yield f"warning: {reason}"
         yield f"  fix: {remedy}"
 
 
-def warnings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield what is allowed and can hardly be meant, with what to type instead."""
+def warnings(config: RunConfig, fitted: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield what can hardly be meant, with what to type instead; a run refuses what does not fit it.
+
+    `fitted`: the warm-up is already another one than in the settings, and what became of it was said.
+    """
     optim, steps = config.optim, config.trainer.max_steps or 0
-    if optim.warmup_steps > LONG_WARMUP * steps:
+    misfits = [finding.problem for finding in run_length.misfits(config)]
+    yield from ((f"{cause}; a run refuses it", remedy) for cause, remedy in misfits)
+    if misfits or fitted:
+        pass
+    elif optim.warmup_steps > LONG_WARMUP * steps:
         share = f"{100 * optim.warmup_steps / steps:.0f} % of the run"
         yield f"the warm-up takes {share}, where 1 to 10 % is usual", f"optim.warmup_steps={max(1, steps // 20)}"
     elif not optim.warmup_steps and steps > 1:
@@ -94,10 +118,12 @@ def _marks(config: RunConfig) -> dict[int, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m gpt2_fp8.schedule",
         usage="%(prog)s [--picture FILE] [words of a run]",
         description="Shows the learning rate of each step of the run that the same words would start.",
+        epilog="Exit codes: 0 done; 1 the picture could not be written; 2 your input; 4 the text could not be counted; "
+        "130 stopped.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=programs.VERSION)

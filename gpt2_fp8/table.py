@@ -18,16 +18,22 @@ from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.reports import sweep_jobs, sweep_record
 from gpt2_fp8.reports.sweep_jobs import Job
 from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime.arguments import Parser, plain_words
 from gpt2_fp8.runtime.file_program import exit_code
+
+PROGRAM = "python -m gpt2_fp8.table"
 
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    folders = [folder.expanduser() for folder in _parser().parse_args(argv).folders]
-    return exit_code(lambda: _show(folders), "the table", "copy the sweep's folder to one of yours")
+    return exit_code(lambda: _show(argv), "the table", "copy the sweep's folder to one of yours")
 
 
-def _show(folders: list[Path]) -> None:
+def _show(argv: list[str]) -> None:
+    typed = _parser().parse_args(argv).folders
+    if keyed := plain_words(PROGRAM, typed):
+        raise UserError([keyed])
+    folders = [folder.expanduser() for folder in typed]
     found: dict[Path, list[Job]] = {}
     if problems := list(_problems(folders, found)):
         raise UserError(problems)
@@ -57,9 +63,10 @@ def _problems(folders: list[Path], found: dict[Path, list[Job]]) -> Iterator[Pro
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gpt2_fp8.table",
+    parser = Parser(
+        prog=PROGRAM,
         description="Shows the jobs of a sweep, best first, and writes sweep.csv, sweep.md and sweep.png.",
+        epilog="Exit codes: 0 done; 1 the files could not be written; 2 your input; 130 stopped.",
     )
     parser.add_argument("--version", action="version", version=programs.VERSION)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="a sweep's folder: outputs/RUN_NAME")

@@ -36,6 +36,14 @@ def test_the_programs_are_listed(arguments, capsys):
     assert NAMES[0] == "run"
 
 
+def test_help_of_a_program(capsys):
+    with pytest.raises(SystemExit):
+        __main__.main(["help", "export"]) or sys.exit(0)
+    assert "Writes a checkpoint for transformers" in capsys.readouterr().out
+    assert __main__.main(["help", "exprot"]) == 2
+    assert capsys.readouterr().err == "error: there is no program exprot\n  fix: gpt2-fp8 export\n"
+
+
 def test_a_new_program_needs_no_second_place(tmp_path):
     (tmp_path / "doctor.py").write_text(
         '"""The doctor: says what is missing.\n\nMore.\n"""\nraise SystemExit("never run")\n'

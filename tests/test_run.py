@@ -193,7 +193,7 @@ def test_a_signal_saves_and_the_run_goes_on_later(tmp_path, number, code):
     folder = tmp_path / "outputs/run"
     ended, output = interrupt(number, folder / "metrics.csv", *LONG, cwd=tmp_path)
     assert ended == code, output
-    assert "ckpt_path=last continues" in output
+    assert "; run_name=run ckpt_path=last continues" in output
     assert "Traceback" not in output
     report = summary(folder)
     assert (report["status"], report["exit_code"]) == ("stopped", code)

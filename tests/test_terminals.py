@@ -22,7 +22,7 @@ BAR = re.compile(r"^([━╸╺]+ )?[\d,]+/[\d,]+  ")
 OURS = re.compile(
     r"(gpt2_fp8 |warm-up |model |device |precision |layers |optimizer |data |data: |steps |folder "
     r"|step +[\d,]+/|step \d+ waits for the checkpoint before it|sample at step "
-    r"|completed |summary: |curves: |next: |[\d,]+ more steps of )"
+    r"|completed |summary: |curves: |next: |[\d,]+ more steps? of )"
 )
 
 
@@ -32,8 +32,11 @@ def rest_is_ours(lines):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """The first command, shorter, into a pipe; its whole output."""
+    """The first command, shorter, into a pipe; its whole output. `srun` is there, as on a cluster's login node."""
     folder = tmp_path_factory.mktemp("first")
+    tools = tmp_path_factory.mktemp("bin")
+    (tools / "srun").write_text("#!/bin/sh\n")
+    (tools / "srun").chmod(0o755)
     words = ["trainer.max_steps=12", "trainer.val_check_interval=5", "data.val_sequences=4", "run_name=first"]
     done = subprocess.run(
         [sys.executable, *RUN, *words],
@@ -41,7 +44,7 @@ def first(tmp_path_factory):
         capture_output=True,
         text=True,
         timeout=240,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{tools}:{os.environ['PATH']}"},
     )
     assert done.returncode == 0, done.stderr
     return folder, done
@@ -182,7 +185,7 @@ def test_ctrl_c_leaves_the_message_below_and_the_terminal_sane(tmp_path):
     said = [row for row in text if "stopping and saving" in row]  # nothing, if it came in a wait for data
     assert all(row.startswith("SIGINT: ") for row in said), "not behind the bar"
     assert len(bars(terminal)) == 1
-    assert text[-1].startswith("stopped by signal 2")
+    assert text[-1] == "stopped by signal 2; run_name=x ckpt_path=last continues"
     steps = summary(tmp_path / "outputs/x")["steps"]
     (command,) = re.findall(r"next: python -m gpt2_fp8.run (.*)", "\n".join(text))
     assert "ckpt_path=last" in command

@@ -9,15 +9,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from gpt2_fp8.config.amounts import duration
+from gpt2_fp8.config.amounts import counted, duration
 from gpt2_fp8.config.run_length import steps_to_run, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine import rough_rate
 from gpt2_fp8.engine.pace import Pace
+from gpt2_fp8.engine.training_step import TrainingStep
 
 log = logging.getLogger(__name__)
 
 _FEW_STEPS, _MANY_STEPS, _LONG_ENOUGH = 2, 9, 2.0  # steps, steps, seconds: when the first steps tell enough
 _LONG_STEP = 30.0  # seconds of a step for which its first micro-batches tell enough
+_UNTOLD_STEP = 5.0  # seconds of a step on a CPU for which a rough guess comes before it
 _LONG_RUN = 86400.0  # seconds of a run on a CPU for which a shorter one is worth a line
 
 
@@ -30,6 +33,7 @@ class LogLine(pl.Callback):
         best: returns the lowest validation loss before the present one and its step, or None.
         shorter: returns a command that is done soon at so many tokens a second; None: there is none.
         clock: gives seconds.
+        rough: guesses tokens a second of this process before its first step.
     """
 
     def __init__(
@@ -39,16 +43,28 @@ class LogLine(pl.Callback):
         best: Callable[[], tuple[float, int] | None],
         shorter: Callable[[float], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        rough: Callable[[TrainingStep], float] = rough_rate.tokens_per_second,
     ):
         self.pace, self.total = pace, steps_to_run(config)
         self._micro_batch = config.micro_batch * config.model.n_positions
         self._tokens = tokens_a_step(config)
-        self._best, self._shorter, self._clock = best, shorter, clock
-        self._told = False
+        self._best, self._shorter, self._clock, self._rough = best, shorter, clock, rough
+        self._told = self._guessed = self._advised = False
         self._pass_ended: float | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Begin to measure."""
+        """Begin to measure. On a CPU, guess at once how long the run will take, unless the first steps are soon done.
+
+        A GPU's first steps are, and nothing is computed there.
+        """
+        if trainer.strategy.root_device.type == "cpu" and not self._guessed:
+            self._guessed = True
+            rate = self._rough(pl_module.step) * trainer.world_size
+            left = self.total - trainer.global_step
+            if self._tokens / rate >= _UNTOLD_STEP and left > 0:
+                took = duration(left * self._tokens / rate)
+                log.info("%s of %s tokens: roughly %s, by one short forward", _more(left), f"{self._tokens:,}", took)
+                self._advise(trainer, rate, left * self._tokens / rate)
         self.pace.begin()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -75,16 +91,24 @@ class LogLine(pl.Callback):
             self._tell(trainer, steps * self._tokens / seconds, left)
 
     def _tell(self, trainer: pl.Trainer, rate: float, left: float) -> None:
-        """Log how long the rest of the run will take; if that is very long on a CPU, also a shorter command."""
+        """Log how long the rest of the run will take."""
         self._told = True
         if (steps := self.total - trainer.global_step) <= 0:
             return
         log.info(
-            "%s more steps of %s tokens at %s tokens/s: about %s", f"{steps:,}", f"{self._tokens:,}", f"{rate:,.0f}",
+            "%s of %s tokens at %s tokens/s: about %s",
+            _more(steps),
+            f"{self._tokens:,}",
+            f"{rate:,.0f}",
             duration(left),
-        )  # fmt: skip
+        )
+        self._advise(trainer, rate, left)
+
+    def _advise(self, trainer: pl.Trainer, rate: float, left: float) -> None:
+        """Log a shorter command, once, if a run on a CPU has so many seconds left that it is worth a line."""
         on_cpu = trainer.strategy.root_device.type == "cpu"
-        if on_cpu and left > _LONG_RUN and self._shorter is not None:
+        if on_cpu and left > _LONG_RUN and self._shorter is not None and not self._advised:
+            self._advised = True
             log.info("for a try of some minutes: %s", self._shorter(rate))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -118,6 +142,10 @@ def validation(step: int, total: int, loss: float, best: tuple[float, int] | Non
     """Return the line of a validation. `best`: the lowest loss before it and its step, or None."""
     mark = "best" if best is None or loss < best[0] else f"(best {best[0]:.4f} at step {best[1]:,})"
     return f"{_step(step, total)}  val_loss {loss:.4f}  {mark}"
+
+
+def _more(steps: int) -> str:
+    return counted(steps, "more step")
 
 
 def _step(step: int, total: int) -> str:

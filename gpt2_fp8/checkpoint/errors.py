@@ -23,7 +23,7 @@ class CheckpointError(UserError):
 
 def unreadable(path: Path, why: str) -> CheckpointError:
     """Return the error that says why the folder `path` is not a readable checkpoint."""
-    remedy = "give the folder of a whole checkpoint (RUN/checkpoints/step-NNNNNNNN), or ckpt_path=last"
+    remedy = "name the folder of a whole checkpoint: RUN/checkpoints/step-NNNNNNNN"
     return CheckpointError([Problem(f"{path} cannot be read as a checkpoint: {why}", remedy)])
 
 

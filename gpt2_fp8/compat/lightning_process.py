@@ -22,7 +22,9 @@ _WARNINGS: dict[str, type[Warning]] = {
     # The last step of a run is always logged.
     "The number of training batches .* is smaller than the logging interval.*": PossibleUserWarning,
     ".*recommended to use `self.log\\('val_loss'.*": PossibleUserWarning,  # it is already the same on every rank
-    "The `srun` command is available.*": PossibleUserWarning,  # on a node of a cluster, whatever started this
+    # What else is on the machine says nothing about what was asked for. Under `srun` the ranks are its own.
+    "The `srun` command is available on your system but is not used.*": PossibleUserWarning,
+    "GPU available but not used.*": PossibleUserWarning,  # trainer=cpu
     ".*isinstance\\(treespec, LeafSpec\\).*": FutureWarning,  # Lightning 2.6 on torch 2.11 and later
 }
 

@@ -6,6 +6,7 @@ A choice (`data=fineweb`) replaces a group by what a run would have; `group.key=
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +26,6 @@ from gpt2_fp8.config.schema import RunConfig
 
 PROGRAM = Program("python -m gpt2_fp8.evaluate", EvaluateRunConfig, flags=("help", "overrides", "config_dir"))
 _OWN = [field.name for field in fields(EvaluateConfig)]
-_NEEDS_TRAINING_TEXT = "name text to train on too; it is only looked at: data.train_files='[/corpus/*.txt]'"
 
 
 class Request(NamedTuple):
@@ -163,6 +163,9 @@ def _built(plain: dict[str, Any], problems: list[Problem]) -> RunConfig | None:
 
 
 def _in_own_words(problem: Problem) -> Problem:
+    """Say a run's problem for an evaluation: nothing is trained on, and without sequences nothing is evaluated."""
+    problem = problem._replace(remedy=re.sub(r", or data\S*\.val_sequences=0.*", "", problem.remedy))
     if problem.cause.startswith("data.train_files is empty") or "nothing to train on" in problem.cause:
-        return Problem(problem.cause, _NEEDS_TRAINING_TEXT)
+        cause = problem.cause.replace("train_files", "val_files").replace("train on", "evaluate")
+        return Problem(cause, problem.remedy.replace("train_files", "val_files").replace("_train_", "_val_"))
     return problem

@@ -25,11 +25,12 @@ from gpt2_fp8.runtime import launcher
 
 
 def configs(
-    request: Request, catalog: Catalog, problems: list[Problem], restarted: bool = False
+    request: Request, catalog: Catalog, problems: list[Problem], restarted: bool = False, drawn: bool = False
 ) -> list[tuple[RunConfig, str | None]]:
     """Return the configuration and the folder of each job without problems, and add all problems to `problems`.
 
-    `restarted`: a launcher has started the run again. Raises UserError if the choices do not compose.
+    `restarted`: a launcher has started the run again. `drawn`: see `Job.check`. Raises UserError if the choices do not
+    compose.
     """
     composer = Composer(request, catalog)
     whole = _whole(composer, request)
@@ -50,7 +51,7 @@ def configs(
     done, folders = [], []
     for number, words in jobs:
         job = Job(composer, [*request.hydra, *words], number, whole, restarted)
-        config, found = job.check()
+        config, found = job.check(drawn)
         problems += found
         done += [(config, job.folder)] if config and not found else []
         folders += [(number, job.folder)] if number is not None and job.folder is not None else []
@@ -136,8 +137,11 @@ class Job:
             if not told & set(above(word.key_or_group))
         ]
 
-    def check(self) -> tuple[RunConfig | None, list[Problem]]:
-        """Return the configuration, if there is one, and its problems, except those that follow from other mistakes."""
+    def check(self, drawn: bool = False) -> tuple[RunConfig | None, list[Problem]]:
+        """Return the configuration, if there is one, and its problems, except those that follow from other mistakes.
+
+        `drawn`: its schedule is only drawn. A warm-up and a decay that do not fit the run are then left as they are.
+        """
         cfg, data = self.composed()
         config, found = parsing.build(RunConfig, data)
         found = [*found, *self.absent(found)]
@@ -147,19 +151,23 @@ class Job:
             cfg, data = self.composed()
             config, _ = parsing.build(RunConfig, data)
         if config is not None:
-            config = run_length.fitted(config, self.typed)
+            config = config if drawn else run_length.fitted(config, self.typed)
+            allowed = list(run_length.misfits(config)) if drawn else []
             alone = self.number is None
             started = list(processes.check(config, self.launcher, self.typed, os.environ, alone))
             config = processes.fitted(config, self.launcher, self.typed)
-            across = [*started, *checks.check(config)]
+            across = [*started, *(finding for finding in checks.check(config) if finding not in allowed)]
             bad = {key for finding in across for key in finding.keys}
             around = surroundings.Surroundings(cfg, self.plain, config, self.number, self.given, self.restarted)
             across += around.check(bad)
             self.folder = around.folder
             found += [finding for finding in across if not any(map(self._doubts, finding.keys))]
+        return config, [finding.problem for finding in self.causes(found)]
+
+    def causes(self, found: list[Finding]) -> list[Finding]:
+        """Return the findings without those of keys that take their value from another wrong one."""
         wrong = {key for finding in [*found, *self.composer.found] for key in finding.keys}
-        said = [finding for finding in found if not any(self._follows(key) in wrong for key in finding.keys)]
-        return config, [finding.problem for finding in said]
+        return [finding for finding in found if not any(self._follows(key) in wrong for key in finding.keys)]
 
     def given(self, key: str) -> bool:
         """Return whether a word sets a key."""

@@ -1,7 +1,7 @@
 """Checks before Hydra only shows something: `--help`, `--hydra-help`, `--cfg`, `--info`, completion.
 
 Hydra composes whatever a settings folder holds, and for `--help` configures logging from it. So folders, choices and
-keys are checked as for a run. Values and paths are not: the configuration may be for another machine.
+keys are checked as for a run, and before `--cfg` values too. Paths are not: it may be for another machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpt2_fp8.compose.commandline import CommandLine
 from gpt2_fp8.compose.composer import Composer, above
 from gpt2_fp8.compose.jobs import Job
 from gpt2_fp8.compose.request import request_of
-from gpt2_fp8.config import parsing
+from gpt2_fp8.config import checks, parsing, paths, run_length
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
@@ -57,13 +57,18 @@ def _composition(composer: Composer, words: list[Override], args: argparse.Names
     job = Job(composer, words)
     cfg, plain = job.composed()
     known = key_paths(RunConfig)
-    _, found = parsing.build(RunConfig, plain)
+    config, found = parsing.build(RunConfig, plain)
     unseen = () if args.resolve else composer.unresolved
     problems = [finding.problem for finding in composer.found if not set(finding.keys) & set(unseen)]
     absent = job.absent([])  # Hydra would refuse to show these
     problems += [f.problem for f in job.absent(found)]
     told = {part for finding in absent for part in above(finding.keys[0])}
-    problems += [f.problem for f in found if set(f.keys) & told or not set(f.keys) & set(known)]
+    shown = args.cfg in ("job", "all")
+    problems += [f.problem for f in job.causes(found) if shown or set(f.keys) & told or not set(f.keys) & set(known)]
+    if shown and config is not None and not problems:
+        config = run_length.fitted(config, job.typed)
+        files = paths.check(config)
+        problems += [f.problem for f in checks.check(config) if f not in files]
     if args.package and args.package != "_global_" and OmegaConf.select(cfg, args.package) is None:
         problems.append(Problem(f"--package {args.package}: there is none in this configuration", "--package trainer"))
     return problems

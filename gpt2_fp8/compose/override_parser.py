@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -15,6 +16,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from gpt2_fp8.compose.commandline import RUN, Program
+from gpt2_fp8.config import hf_check, hints, trained_folder
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.shown import shortened
 from gpt2_fp8.runtime import programs
@@ -129,7 +131,21 @@ def _without_value(word: str, program: Program) -> str:
         return "leave it out: a run trains"
     if word in programs.names():
         return f"python -m gpt2_fp8.{word} is a program of its own"
-    return f"give it a value: {word}=VALUE; {program.command} --help shows how"
+    return _of_a_path(word, program) or f"give it a value: {word}=VALUE; {program.command} --help shows how"
+
+
+def _of_a_path(word: str, program: Program) -> str | None:
+    """Return what to type for a word that names a folder of weights, or a text; None if it is none of them."""
+    path = Path(word).expanduser()
+    if "\0" in word or not path.exists():
+        return None
+    if hf_check.is_folder(path):
+        return f"init_from={word}" if program == RUN else trained_folder.from_hugging_face(word)
+    if program == RUN and trained_folder.is_run(path) and (newest := trained_folder.newest(path)):
+        return f"ckpt_path={Path(word, 'checkpoints', newest.name)}"
+    if found := trained_folder.as_setting(word):
+        return found
+    return hints.as_files(word) if program == RUN and path.is_file() else None
 
 
 def _quoting(key: str, value: str) -> str:

@@ -75,7 +75,16 @@ def bad_value(word: Override, error: BaseException | None) -> Problem:
     if error is not None and error.__cause__ is not None:  # OmegaConf's message says why
         error = error.__cause__
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "Cannot merge" in reason:  # a list where there are keys
+        return _no_list(key, text, word.value())
     return Problem(f"{text.lstrip('+')} cannot be set: {reason}", f"set the whole of {key.rpartition('.')[0] or key}")
+
+
+def _no_list(key: str, text: str, typed: object) -> Problem:
+    """Say that a key has keys of its own, and no list; a list of tags is meant as tags that are set."""
+    names = [name for name in typed if str(name).isidentifier()] if isinstance(typed, list) else []
+    remedy = " ".join(f"+tags.{name}=true" for name in names) if key == "tags" else f"{key}.KEY=VALUE"
+    return Problem(f"{text}: {key} has keys with values, and is no list", remedy or "+tags.KEY=VALUE")
 
 
 def not_composed(error: BaseException | None) -> Problem:

@@ -23,6 +23,11 @@ def duration(seconds: float) -> str:
     return f"{hours // 24:,} d {hours % 24} h"
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number with what it counts, an English noun that takes an s: `1 step`, `19,073 steps`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def as_typed(path: Path, here: Path | None = None) -> Path:
     """Return `path` relative to the folder `here` (None: the current one) if it lies in it, else as it is."""
     here = here or Path.cwd()

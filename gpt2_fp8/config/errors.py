@@ -42,10 +42,24 @@ class RunError(Exception):
     """An expected end of a run.
 
     The process returns `exit_code`. `summary.json` says `status`.
+
+    Args:
+        message: what has happened.
+        lead: what stands between that and how the run goes on, which its end knows (`tell`); None: it does not.
     """
 
     exit_code = 1
     status = "failed"
+    lead: str | None = None
+
+    def __init__(self, message: str, lead: str | None = None):
+        super().__init__(message)
+        self.lead = lead
+
+    def tell(self, how: str) -> None:
+        """Add to the message how the run goes on, once."""
+        if self.lead is not None:
+            self.args, self.lead = (f"{self}{self.lead}{how}",), None
 
 
 class UserError(RunError):
@@ -95,13 +109,13 @@ class DataSourceLost(RunError):
 
 
 class Stopped(RunError):
-    """A signal asked the run to stop, and it stopped after saving. `exit_code` is 128 + the signal's number."""
+    """A signal asked the run to stop, and it has saved what there was. `exit_code` is 128 + the signal's number."""
 
     status = "stopped"
 
     def __init__(self, signum: int):
         self.exit_code = 128 + signum
-        super().__init__(f"stopped by signal {signum}; under the same run_name, ckpt_path=last continues")
+        super().__init__(f"stopped by signal {signum}", lead="; ")
 
 
 class JobError(RunError):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from gpt2_fp8.config import checks, mixture, ranking_file, tokenizer_file, trained_folder
+from gpt2_fp8.config.data_schema import FilesData, Mixed, TokenFilesData
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.generate_schema import check_out
 from gpt2_fp8.config.keys import show
@@ -60,8 +61,8 @@ def refusal(key: str, line: str) -> Problem | None:
 def for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
     """Return the configuration that a checkpoint holds, with `typed` keys on it, as one that only validates.
 
-    It is of one device. Whatever it would save, log, call or begin from is left out; so is code that the checkpoint
-    names, which only the command line may.
+    It is of one device, and text to validate on is enough. Whatever it would save, log, call or begin from is left out;
+    so is code that the checkpoint names, which only the command line may.
     """
     trainer = replace(config.trainer, devices=1, num_nodes=1, strategy="auto", fast_dev_run=False, profiler=None)
     callbacks, logger = replace(config.callbacks, extra=[]), replace(config.logger, extra=[])
@@ -74,9 +75,23 @@ def for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
     )  # fmt: skip
 
 
+def _validated_on(source: Mixed) -> Mixed:
+    """Return a source of files as a run's checks want it, which is trained on too: here that may be left out."""
+    if isinstance(source, (FilesData, TokenFilesData)) and source.val_files and not source.train_files:
+        return replace(source, train_files=source.val_files)
+    return source
+
+
 def check_run(config: RunConfig, trained: RunConfig) -> list[Problem]:
     """List what is wrong with the configuration of an evaluation. `trained`: the one of the checkpoint."""
-    found = [finding.problem for finding in checks.check(config) if "model.vocab_size" not in finding.keys]
+    named = mixture.sources_of(config.data)
+    sources = [_validated_on(source) for _, source in named]
+    looked_at = replace(config, data=mixture.with_sources(config.data, sources)) if sources else config
+    unsaid = {"model.vocab_size"}
+    for (name, source), looked in zip(named, sources, strict=True):
+        if looked is not source:  # what is wrong with these files is said of val_files
+            unsaid.add(f"data.sources.{name}.train_files" if name else "data.train_files")
+    found = [finding.problem for finding in checks.check(looked_at) if not unsaid & set(finding.keys)]
     if isinstance(config.precision, AutoPrecisionConfig):
         found.append(Problem("precision=auto measures before training", "name it: precision=fp8_hybrid, bf16 or fp32"))
     if config.micro_batch_size == "auto":

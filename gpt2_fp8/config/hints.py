@@ -105,7 +105,7 @@ def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, s
     cause = f"{key}={value}: there is no such choice"
     if (ours := other_words.choice(key, value)) in choices:
         return cause, f"{key}={ours}"
-    if key == "data" and (files := _as_files(value)):
+    if key == "data" and (files := as_files(value)):
         return f"{cause}, and files are listed", files
     choices = [choice for choice in choices if (key, choice) not in REFUSED]
     if typed := other_words.key_of_choice(key, value):
@@ -120,7 +120,7 @@ def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, s
     return cause, f"did you mean {key}={either(matches)}? ({have})" if matches else have
 
 
-def _as_files(value: str) -> str | None:
+def as_files(value: str) -> str | None:
     """Return the words that read the files that `data=value` was meant to name; None if it names none."""
     kind = {"bin": "token_files"}.get(value.rpartition(".")[2], "text_files")
     if value.rpartition("/")[2].startswith("_"):  # a file that choices of this program are built upon

@@ -36,6 +36,14 @@ CHOICES = {
         **dict.fromkeys(("fp8", "float8", "hybrid", "fp8-hybrid", "e5m2"), "fp8_hybrid"),
         "e4m3": "fp8_e4m3",
     },
+    "model": {
+        **dict.fromkeys(("small", "124m", "117m", "125m", "gpt2_small", "gpt2-small", "gpt2-124m"), "gpt2"),
+        **dict.fromkeys(("medium", "345m", "350m", "355m", "gpt2-medium"), "gpt2_medium"),
+        **dict.fromkeys(("large", "762m", "774m", "gpt2-large"), "gpt2_large"),
+        **dict.fromkeys(("xl", "1.5b", "1558m", "gpt2-xl"), "gpt2_xl"),
+        **dict.fromkeys(("1b", "llama3.2", "llama-3.2-1b", "llama3.2-1b"), "llama3_2_1b"),
+        **dict.fromkeys(("8b", "llama-3-8b", "llama3-8b"), "llama3_8b"),
+    },
     "trainer": {"cuda": "gpu", "default": "auto", "ddp_spawn": "ddp"},
     "data": {
         "shakespeare": "tinyshakespeare", "tiny_shakespeare": "tinyshakespeare", "fineweb_edu": "fineweb",

@@ -79,6 +79,21 @@ def continued(typed: Typed, folder: Path, limits: Sequence[str] = ()) -> str:
     return typed.but((*_PLACE, "init_from"), (*_placed(folder, typed.here), "ckpt_path=last", *limits))
 
 
+def going_on(folder: Path, here: Path, saved: bool, in_sweep: bool = False) -> str:
+    """Say how the run in `folder` goes on after it has ended early, with the words that name it.
+
+    `here`: where the command was typed. `saved`: whether the folder has a checkpoint. `in_sweep`: it is one of the
+    folders of a sweep, which is named.
+    """
+    if not saved:
+        return "nothing was saved, and the same command begins again"
+    if in_sweep and folder.parent.parent == here / "outputs":
+        return f"run_name={folder.parent.name} ckpt_path=last continues"
+    if in_sweep:
+        return f"hydra.sweep.dir={shlex.quote(str(as_typed(folder.parent, here)))} ckpt_path=last continues"
+    return f"{shlex.join(_placed(folder, here))} ckpt_path=last continues"
+
+
 def twice_as_long(config: RunConfig, ended_by: str | None, steps: int) -> list[str]:
     """Return the words that let a run of `steps`, which `ended_by` has ended, go on for as long again."""
     reached = [key for key, end in run_length.limits(config).items() if end <= steps]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path, PurePosixPath
 
-from gpt2_fp8.config import data_paths, hints, mixture
+from gpt2_fp8.config import data_paths, hf_check, hints, mixture, trained_folder
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import key_paths, show, value_of
 from gpt2_fp8.config.schema import RunConfig
@@ -102,3 +102,15 @@ def _checkpoints(config: RunConfig) -> Iterator[Finding]:
             yield Finding.of(key, f"{key}={show(value)}: does not exist (looked in {Path.cwd()})", remedy)
         elif not os.path.isdir(path):
             yield Finding.of(key, f"{key}={show(value)}: is a file, and checkpoints here are folders", remedy)
+        elif trained_folder.is_run(path) and not trained_folder.is_checkpoint(path):
+            newest = trained_folder.newest(path)
+            remedy = f"leave {key} out: it has saved none yet" if newest is None else f"{key}={_beside(value, newest)}"
+            yield Finding.of(key, f"{key}={show(value)}: is a run's folder, and a checkpoint's is needed", remedy)
+        elif key == "ckpt_path" and hf_check.is_folder(path):
+            cause = f"{key}={show(value)}: is a Hugging Face folder, which holds no run to continue"
+            yield Finding.of(key, cause, f"init_from={show(value)} begins a run with its weights")
+
+
+def _beside(typed: str, newest: Path) -> str:
+    """Return a checkpoint of the run's folder that was typed, as it would be typed."""
+    return show(str(Path(typed, "checkpoints", newest.name)))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from gpt2_fp8.config import hf_check
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import show
 
+_LARGEST_POINTER = 1 << 16
 Which = Literal["last", "best"]
 EXAMPLES = "ckpt_path=outputs/RUN, or a checkpoint's folder: ckpt_path=outputs/RUN/checkpoints/step-NNNNNNNN"
 
@@ -17,6 +21,48 @@ EXAMPLES = "ckpt_path=outputs/RUN, or a checkpoint's folder: ckpt_path=outputs/R
 def is_run(path: Path) -> bool:
     """Return whether a folder is a run's, with checkpoints below it."""
     return os.path.isdir(path / "checkpoints")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder may be a checkpoint's."""
+    return os.path.lexists(path / "manifest.json")
+
+
+def why_not(path: Path) -> str | None:
+    """Return why an existing folder holds no model of this program, as part of a sentence; None if it may."""
+    if is_run(path) or is_checkpoint(path):
+        return None
+    if hf_check.is_folder(path):
+        return "it is a Hugging Face folder, and no checkpoint"
+    return "it has neither checkpoints, as a run's folder, nor a manifest.json, as a checkpoint's"
+
+
+def newest(run: Path) -> Path | None:
+    """Return the checkpoint that a run's `last.json` names, or else that of the highest step; None: it has none.
+
+    The files may be a stranger's; whether it is whole is not looked at.
+    """
+    folder = run / "checkpoints"
+    there = sorted(path.parent.name for path in folder.glob("step-*/manifest.json"))
+    try:
+        with (folder / "last.json").open("rb") as file:
+            named = json.loads(file.read(_LARGEST_POINTER)).get("checkpoint")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        named = None
+    return folder / (named if named in there else there[-1]) if there else None
+
+
+def as_setting(path: str) -> str | None:
+    """Return the words for a folder that was typed without a key, by what it holds; None: no model of any kind."""
+    found = Path(path).expanduser()
+    if "\0" in path or not (is_run(found) or is_checkpoint(found)):
+        return None
+    return f"ckpt_path={show(path)}"
+
+
+def from_hugging_face(path: str) -> str:
+    """Say how a Hugging Face folder becomes a checkpoint that the programs take."""
+    return f"python -m gpt2_fp8.import_hf {shlex.quote(path)} FOLDER makes a checkpoint of it, for ckpt_path=FOLDER"
 
 
 def check(ckpt_path: str | None, which: Which) -> Iterator[Problem]:
@@ -30,8 +76,9 @@ def check(ckpt_path: str | None, which: Which) -> Iterator[Problem]:
         yield Problem(f"{said}: {what} (looked in {Path.cwd()})", EXAMPLES)
     elif is_run(path):
         return
-    elif not os.path.lexists(path / "manifest.json"):
-        what = "it has neither checkpoints, as a run's folder, nor a manifest.json, as a checkpoint's"
-        yield Problem(f"{said}: {what}", EXAMPLES)
+    elif hf_check.is_folder(path):
+        yield Problem(f"{said}: {why_not(path)}", from_hugging_face(ckpt_path))
+    elif why := why_not(path):
+        yield Problem(f"{said}: {why}", EXAMPLES)
     elif which == "best":
         yield Problem(f"checkpoint=best chooses among a run's checkpoints, and {said} is one", "leave checkpoint out")

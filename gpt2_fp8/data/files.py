@@ -78,16 +78,17 @@ def both_sides(
 ) -> tuple[list[Path], list[Path]]:
     """Return the files to train on and those to validate with, each once, without empty ones (which are logged).
 
-    `kinds` are the endings of their names. What is wrong with the patterns is added to `problems`.
+    Without any to train on, which no run may have, an evaluation looks at the others in their place. `kinds` are the
+    endings of their names. What is wrong with the patterns is added to `problems`.
     """
-    if not train_files:
+    if not train_files and not val_files:
         problems.append(
             Problem("data.train_files is empty", f"name your files: data.train_files='[/corpus/*{kinds[-1]}]'")
         )
     val = _resolve(val_files, kinds, problems)
     held_out = {path.resolve() for path in val}
     train = [path for path in _resolve(train_files, kinds, problems) if path.resolve() not in held_out]
-    return train, val
+    return (train, val) if train_files else (val, val)
 
 
 def _resolve(patterns: list[str], kinds: tuple[str, ...], problems: list[Problem]) -> list[Path]:

@@ -57,7 +57,8 @@ def check_batch(ids: npt.NDArray[np.int32], vocab_size: int, lowest: int = 0) ->
     if (odd := _beyond(ids, lowest, vocab_size)) is not None:
         raise RunError(
             f"a batch has the id {odd} of a vocabulary of {vocab_size:,}, and the text had none: this machine's memory "
-            "is not to be trusted; under the same run_name, ckpt_path=last continues, better on another machine"
+            "is not to be trusted",
+            lead="; better on another machine: ",
         )
 
 

@@ -68,8 +68,7 @@ class Steps(IterableDataset[dict[str, Any]]):
                 yield {"ids": ids, "cursor": cursor}
         except DataSourceLost as error:
             batches.close()
-            remedy = "when it answers again: under the same run_name, ckpt_path=last continues"
-            raise DataSourceLost(f"{error}\n{remedy}") from error
+            raise DataSourceLost(str(error), lead="\nwhen it answers again: ") from error
         except RunError:  # otherwise the exit would wait for workers that are in the middle of their own retries
             batches.close()
             raise

@@ -117,17 +117,21 @@ class Preparation:
     def _say_room(self) -> None:
         """Log how much is to be kept, and how much room there is for it, if the number of tokens is known."""
         needed: dict[str, int] = {}
+        read = {"training": 0, "validation": 0}
         for walk in self._walks:
             cache = walk.strand.part.reader.cache
             assert cache is not None, "there is no walk without one"
             folder = str(cache.folder)
             needed[folder] = needed.get(folder, 0) + (walk.tokens or 0)
+            read[walk.side] += max((walk.tokens or 0) - 1, 0)  # each sequence's last target is the next one's first
+        if sum(read.values()):
+            log.info("data: the run trains on %s tokens, and validates on %s", *(f"{n:,}" for n in read.values()))
         for folder, tokens in needed.items():
             size, free = tokens * self._id_bytes, shutil.disk_usage(folder).free
             if tokens:
                 level = logging.INFO if size < free else logging.WARNING
-                log.log(level, "data: the run needs %s tokens, %s MB in %s, unless its text is shorter; %s MB are free",
-                        f"{tokens:,}", f"{size / 1e6:,.1f}", folder, f"{free / 1e6:,.0f}")  # fmt: skip
+                log.log(level, "data: its tokens take %s MB in %s, unless its text is shorter; %s MB are free",
+                        f"{size / 1e6:,.1f}", folder, f"{free / 1e6:,.0f}")  # fmt: skip
 
 
 class _ProgressLog:

@@ -29,7 +29,7 @@ class Requeued(Stopped):
 
     def __init__(self, signum: int, job: str):
         super().__init__(signum)
-        self.exit_code = 0
+        self.exit_code, self.lead = 0, None
         self.args = (
             f"stopped by signal {signum}; SLURM job {job} is in the queue again and continues by ckpt_path=last",
         )

@@ -18,7 +18,7 @@ from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.compat.lightning_process import rank
 from gpt2_fp8.config import run_length
 from gpt2_fp8.config.errors import RunError, UserError
-from gpt2_fp8.config.own_words import Typed, shorter
+from gpt2_fp8.config.own_words import Typed, going_on, shorter
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.engine.pace import Pace
 from gpt2_fp8.precision.choose import Choice
@@ -102,6 +102,12 @@ class RunContext:
             self.parts.data.teardown()  # Lightning does not call it if `fit` raises
             with nullcontext() if error is None else suppress(Exception):  # a GPU that has failed does not answer
                 self._fill()
+        if isinstance(error, RunError):
+            here = self._typed.here if self._typed else Path.cwd()
+            saved = bool(pointers.steps(self.checkpointing.folder))
+            error.tell(
+                going_on(self.folder, here, saved, in_sweep=self._typed is None and bool(self._summary.overrides))
+            )
         self._summary.finish(error)
         refused = isinstance(error, UserError) and pointers.steps(self.checkpointing.folder)
         if rank() == 0 and not refused:  # a refused command line does not replace the summary of an earlier run

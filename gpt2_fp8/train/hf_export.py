@@ -23,12 +23,12 @@ from gpt2_fp8.train.trained import Trained
 _PARTS = ("precision", "TokenDataModule")  # of a checkpoint, for the model card and the tokenizer
 
 
-def export(source: Path, folder: Path, with_tokenizer: bool = True) -> str:
+def export(source: Path, folder: Path, with_tokenizer: bool = True, license_id: str | None = None) -> str:
     """Write the weights of `source` to `folder`, float32, with tokenizer and model card; returns in a line what.
 
-    `source` is a checkpoint, or a run's folder: then its last checkpoint. Raises UserError for a checkpoint that cannot
-    be read or has no weights of its model. It does so too for a model that no architecture computes, and for a
-    tokenizer that is not the run's any more. Raises OSError if the disk does not take it.
+    `source` is a checkpoint, or a run's folder: then its last checkpoint. `license_id`: for the card. Raises UserError
+    for a checkpoint that cannot be read or has no weights of its model. It does so too for a model that no architecture
+    computes, and for a tokenizer that is not the run's any more. Raises OSError if the disk does not take it.
     """
     path, config, weights, _, parts = found = trained.read(trained.find_checkpoint(source), *_PARTS)
     architecture = chosen(config.model, path)
@@ -38,7 +38,7 @@ def export(source: Path, folder: Path, with_tokenizer: bool = True) -> str:
     separator = tokenizer_file.separator(config.data.tokenizer)
     count = sum(tensor.numel() for tensor in theirs.values())
     others = _tokenizer(config, parts.get("TokenDataModule")) if with_tokenizer else {}
-    others[model_card.NAME] = _card(found, count, architecture.name).encode()
+    others[model_card.NAME] = _card(found, count, architecture.name, license_id).encode()
     hf_folder.write(folder, theirs, hf_config.to_hf(config.model, architecture, ids, separator), others)
     crossing = "; trained with document_mask=true, while transformers attends across documents"
     return f"{folder}: {architecture.name}, {count:,} parameters, from {path}{crossing if config.document_mask else ''}"
@@ -82,7 +82,7 @@ def _tokenizer(config: RunConfig, data: Any) -> dict[str, bytes]:
     return found
 
 
-def _card(found: Trained, parameters: int, architecture: str) -> str:
+def _card(found: Trained, parameters: int, architecture: str, license_id: str | None) -> str:
     manifest, precision = read_manifest(found.path), found.parts.get("precision")
     try:
         validation = pointers.noted(found.path)
@@ -96,5 +96,6 @@ def _card(found: Trained, parameters: int, architecture: str) -> str:
         precision=precision if isinstance(precision, dict) else {},
         versions=versions if isinstance(versions, dict) else {},
         begun=found.parts[saved_config.KEY].get("init_from"),
+        license_id=license_id,
     )
     return model_card.card(found.config, about, architecture)

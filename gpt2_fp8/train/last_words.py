@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8.config import hf_config, own_words
-from gpt2_fp8.config.amounts import as_typed, duration
+from gpt2_fp8.config.amounts import as_typed, counted, duration
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import ModelConfig, RunConfig
@@ -41,7 +41,7 @@ def lines(summary: Summary, config: RunConfig, folder: Path, typed: Typed | None
 
 def result(summary: Summary, first_step: int) -> str:
     """Return a run's results in one line: steps, time, losses in nats a token, speed of all GPUs together."""
-    done, now = f"{summary.steps:,} steps", summary.steps - first_step
+    done, now = counted(summary.steps, "step"), summary.steps - first_step
     took = duration(summary.duration_s or 0.0)
     done += f", {now:,} of them in {took}" if first_step else f" in {took}"
     found = []

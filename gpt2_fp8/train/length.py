@@ -32,12 +32,12 @@ class Length(NamedTuple):
     epoch_ends: list[int]
 
 
-def resolve_length(config: RunConfig, rank: int, typed: Container[str] = ()) -> Length:
+def resolve_length(config: RunConfig, rank: int, typed: Container[str] = (), drawn: bool = False) -> Length:
     """Turn the limits of a run into its number of steps. For `max_epochs` the text's tokens are counted.
 
     A warm-up that is not among the keys `typed` is fitted to that number, and the log says so. Rank 0 counts for the
     processes that Lightning starts. Under another launcher each rank counts, and finds the same number. Raises
-    UserError if what was typed does not fit, and what reading the text raises.
+    UserError if what was typed does not fit, unless it is only `drawn`, and what reading the text raises.
     """
     if config.trainer.max_epochs is None or config.trainer.fast_dev_run:
         if not run_length.limits(config):  # a single step comes to no epoch
@@ -49,7 +49,8 @@ def resolve_length(config: RunConfig, rank: int, typed: Container[str] = ()) -> 
     before, config = config.optim, run_length.fitted(config, typed, tokens)
     for line in run_length.said(before, config):
         log.info(line)
-    if found := list(run_length.check(config, tokens)):
+    allowed = list(run_length.misfits(config, tokens)) if drawn else []
+    if found := [finding for finding in run_length.check(config, tokens) if finding not in allowed]:
         raise UserError(finding.problem for finding in found)
     ends = run_length.epoch_ends(config, tokens)
     log.info("epochs     %s tokens each; they end at the steps %s", f"{tokens:,}", _listed(ends))

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.own_words import Typed
+from gpt2_fp8.config.own_words import Typed, going_on
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import memory_limits, registry, signals, slurm
 from gpt2_fp8.train import summary
@@ -20,12 +21,12 @@ Train = Callable[[RunConfig, Path, Sequence[str], Typed | None], float | None]
 LEAST_DATA_BYTES = 128 << 20  # with a smaller limit, a library that torch loads ends the process
 
 
-def training(config: RunConfig, folder: Path, here: Path, words: Sequence[str] = ()) -> Train:
+def training(config: RunConfig, folder: Path, here: Path, words: Sequence[str] = (), in_sweep: bool = False) -> Train:
     """Import and return `fit.run`, for a run of `config` in `folder`, and import its plugins.
 
     `here`: the folder where plugins are searched for. `words`: the run's overrides, for the summary of one that ends
-    here. Raises UserError if the process may not have the memory for torch, or if a plugin cannot be imported, and
-    Stopped for a signal.
+    here. `in_sweep`: it is a sweep's job. Raises UserError if the process may not have the memory for torch, or if a
+    plugin cannot be imported, and Stopped for a signal.
     """
     with signals.handled() as handlers:
         try:
@@ -36,6 +37,7 @@ def training(config: RunConfig, folder: Path, here: Path, words: Sequence[str] =
             handlers.hold()  # only the end follows
             if handlers.received is not None:  # the import may have turned the signal's error into another one
                 stopped = slurm.ended(handlers.received)
+                stopped.tell(going_on(folder, here, bool(pointers.steps(folder / "checkpoints")), in_sweep))
                 summary.write_unbegun(config, folder, stopped, words)
                 raise stopped from None
             summary.write_unbegun(config, folder, caught, words)

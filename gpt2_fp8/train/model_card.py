@@ -25,6 +25,7 @@ class About(NamedTuple):
         precision: the checkpoint's `precision`: asked, ran, recipe. Empty in one of an early version.
         versions: of the libraries that wrote it, by their names.
         begun: the weights that it began from, as `init_from`; None: from scratch.
+        license_id: the hub's identifier of the model's license; None: it has none yet.
     """
 
     step: int
@@ -33,6 +34,7 @@ class About(NamedTuple):
     precision: dict[str, Any]
     versions: dict[str, Any]
     begun: str | None = None
+    license_id: str | None = None
 
 
 def card(config: RunConfig, about: About, architecture: str) -> str:
@@ -55,7 +57,7 @@ def card(config: RunConfig, about: About, architecture: str) -> str:
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
     return f"""\
-{_metadata(config)}
+{_metadata(config, about.license_id)}
 # {_text(model.name)}
 
 A language model trained {_how(about)} with gpt2_fp8. It continues text. It was not taught to follow instructions, and
@@ -82,8 +84,9 @@ def _how(about: About) -> str:
     return "from scratch" if about.begun is None else "further"
 
 
-def _metadata(config: RunConfig) -> str:
-    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- gpt2_fp8"]
+def _metadata(config: RunConfig, license_id: str | None) -> str:
+    lines = [] if license_id is None else [f"license: {json.dumps(license_id)}"]
+    lines += ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- gpt2_fp8"]
     if repos := _repos(config):
         lines += ["datasets:", *(f"- {json.dumps(repo)}" for repo in repos)]
     return "\n".join(["---", *lines, "---"])

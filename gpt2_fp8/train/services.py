@@ -117,11 +117,13 @@ class MLflow:
         self._options, self._config, self._folder, self._identity = options, config, folder, identity
         self._uri = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _LOCAL
         self._id = remote_runs.remembered(folder, "mlflow") if resumed else None
-        for name in _TALKATIVE:
-            logging.getLogger(name).setLevel(logging.ERROR)
 
     def begin(self) -> Logger:
         """Open the run, or continue it. The parameters of a run are those it began with: MLflow changes none."""
+        import mlflow  # noqa: F401 - it sets the levels of its loggers when it is imported
+
+        for name in _TALKATIVE:
+            logging.getLogger(name).setLevel(logging.ERROR)
         own = {f"tags.{key}": str(value) for key, value in self._config.tags.items()}
         own |= {"mlflow.note.content": self._config.notes} if self._config.notes else {}
         own |= {"sweep": self._identity.group} if self._identity.group else {}

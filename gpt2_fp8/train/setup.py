@@ -16,6 +16,7 @@ from gpt2_fp8.checkpoint.find import resolve as find_checkpoint
 from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.manifest import read_manifest
 from gpt2_fp8.config import mixture
+from gpt2_fp8.config.amounts import counted
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_length import last_step, steps_to_run, tokens_a_step
@@ -133,8 +134,8 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     name = torch.cuda.get_device_name() if plan.device == "cuda" else "the CPU"
     peak = peak_bf16_flops(name)
     log.info(
-        "model      %s: %s parameters, vocabulary %d padded to %d",
-        model.name, f"{parameter_count(model, padded_vocab_size):,}", vocab_size, padded_vocab_size,
+        "model      %s: %s parameters, vocabulary %s padded to %s",
+        model.name, *(f"{n:,}" for n in (parameter_count(model, padded_vocab_size), vocab_size, padded_vocab_size)),
     )  # fmt: skip
     log.info("device     %s x %d", name, world_size)
     met = meeting.current()
@@ -155,14 +156,15 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     log.info("optimizer  %s: %.3g bytes of state a parameter", config.optimizer.name, state)
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)
     log.info(
-        "steps      %d of %d x %d = %d tokens, in micro-batches of %d sequences",
-        steps_to_run(config), config.global_batch_size, model.n_positions, tokens, config.micro_batch_size,
+        "steps      %s of %s x %s = %s tokens, in micro-batches of %s",
+        *(f"{number:,}" for number in (steps_to_run(config), config.global_batch_size, model.n_positions, tokens)),
+        counted(config.micro_batch, "sequence"),
     )  # fmt: skip
     if peak:
         per_token = flops_per_token(model, padded_vocab_size)
         log.info("mfu_bf16   %.2f GFLOP a token over %.0f TFLOP/s dense bf16", per_token / 1e9, peak / 1e12)
     if start:
-        log.info("continues  %s (step %d)", start, step_of(start))
+        log.info("continues  %s (step %s)", start, f"{step_of(start):,}")
     elif config.init_from:
         log.info("weights    from %s", config.init_from)
     log.info("folder     %s", folder)

@@ -61,16 +61,16 @@ def test_a_validation(loss, best, mark):
 class Run:
     """A run of `words` whose steps end when the test says, and its log."""
 
-    def __init__(self, caplog, *words, device="cpu", shorter=None):
+    def __init__(self, caplog, *words, device="cpu", shorter=None, rough=1e9):
         (config,) = preflight(list(words))
         self.now = 0.0
         self.pace = Pace(config.trainer.max_steps, clock=lambda: self.now)
-        self.callback = LogLine(config, self.pace, lambda: None, shorter, lambda: self.now)
+        self.callback = LogLine(config, self.pace, lambda: None, shorter, lambda: self.now, lambda step: rough)
         root = SimpleNamespace(root_device=torch.device(device))
         self.trainer = SimpleNamespace(strategy=root, global_step=0, world_size=1, sanity_checking=False)
         self.caplog = caplog
         caplog.set_level(logging.INFO, "gpt2_fp8")
-        self.callback.on_train_start(self.trainer, None)
+        self.callback.on_train_start(self.trainer, SimpleNamespace(step=None))
 
     def step(self, seconds):
         self.now += seconds
@@ -120,6 +120,30 @@ def test_on_a_slow_cpu_two_micro_batches_tell_it_and_a_shorter_command(caplog):
     run.backward(16.0)
     run.step(900.0)
     assert len(run.said) == 2
+
+
+def test_on_a_slow_cpu_it_is_guessed_before_the_first_step(caplog):
+    """256 tokens a second: 19,073 steps of 524,288 tokens take 452 days. What was measured follows, and no advice."""
+    words = ("model=gpt2", "trainer=cpu", "micro_batch_size=8", "data.tokenizer=gpt2")
+    run = Run(caplog, *words, shorter="{:.0f}".format, rough=256.0)
+    guess = ["19,073 more steps of 524,288 tokens: roughly 452 d 2 h, by one short forward",
+             "for a try of some minutes: 256"]  # fmt: skip
+    assert run.said == guess
+    run.backward(30.0)
+    run.backward(16.0)
+    assert run.said == [*guess, "19,073 more steps of 524,288 tokens at 512 tokens/s: about 226 d 1 h"]
+    run.callback.on_train_start(run.trainer, None)  # after a rollback
+    assert len(run.said) == 3
+
+
+def test_a_gpu_is_not_asked_to_guess(caplog):
+    run = Run(caplog, "model=gpt2", "data.tokenizer=gpt2", device="cuda", rough=1.0)
+    assert run.said == []
+
+
+def test_one_step_is_one(caplog):
+    run = Run(caplog, "trainer.max_steps=1", rough=100.0)
+    assert run.said == ["1 more step of 4,096 tokens: roughly 41 s, by one short forward"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -179,6 +179,20 @@ def test_warnings_of_a_loader_of_ours_are_hidden(tmp_path, recwarn):
     assert "has `__len__` defined" not in shown
 
 
+def test_what_the_machine_has_is_no_warning(tmp_path, recwarn, monkeypatch):
+    """`srun` on the PATH, and a GPU beside `trainer=cpu`."""
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(lightning.pytorch.trainer.setup.CUDAAccelerator, "is_available", lambda: True)
+    shown = []
+    for hide in (lambda: None, lightning_process.ignore_warnings):
+        hide()
+        Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
+        shown.append(sorted(str(recwarn.pop().message)[:18] for _ in range(len(recwarn))))
+    assert shown == [["GPU available but ", "The `srun` command"], []]
+
+
 def test_a_launcher_that_starts_processes_is_known_and_gives_them_in_order_of_rank(tmp_path, monkeypatch):
     several = Trainer(accelerator="cpu", devices=3, strategy="ddp", logger=False, default_root_dir=tmp_path)
     launcher = several.strategy.launcher

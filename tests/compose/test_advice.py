@@ -11,12 +11,19 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
 
+SAVED = "outputs/first/checkpoints/step-00000004"  # as last.json says, since the run was rolled back
+
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("text\n")
     (tmp_path / "a_train_1.bin").write_bytes(bytes(4096))
+    for saved in (SAVED, "outputs/first/checkpoints/step-00000008", "exported"):
+        (tmp_path / saved).mkdir(parents=True)
+        (tmp_path / saved / ("config.json" if saved == "exported" else "manifest.json")).write_text("{}")
+    (tmp_path / "outputs/first/checkpoints/last.json").write_text('{"checkpoint": "step-00000004"}')
+    (tmp_path / "outputs/none/checkpoints").mkdir(parents=True)
 
 
 def remedy(line):
@@ -45,6 +52,20 @@ TYPED = [
     ("model=gpt2,", "model=gpt2", "model=gpt2"),
     ("model==gpt2", "model=gpt2", "model=gpt2"),
     ("optim.lr=3e-4,", "optim.lr=3e-4", "optim.lr=3e-4"),
+    ("tags=[a]", "+tags.a=true", "+tags.a=true"),
+    ("tags=[a,b]", "+tags.a=true +tags.b=true", "+tags.a=true +tags.b=true"),
+    ("max_seq_len=512", "model.n_positions", "model.n_positions=512"),
+    ("model=124M", "model=gpt2", "model=gpt2"),
+    ("model=small", "model=gpt2", "model=gpt2"),
+    ("model=gpt2_small", "model=gpt2", "model=gpt2"),
+    ("model=medium", "model=gpt2_medium", "model=gpt2_medium"),
+    ("model=XL", "model=gpt2_xl", "model=gpt2_xl"),
+    ("corpus.txt", "data=text_files data.train_files='[corpus.txt]'", "data=text_files data.train_files=[corpus.txt]"),
+    ("outputs/first", f"ckpt_path={SAVED}", f"ckpt_path={SAVED} run_name=x"),
+    ("ckpt_path=outputs/first run_name=x", f"ckpt_path={SAVED}", f"ckpt_path={SAVED} run_name=x"),
+    ("ckpt_path=outputs/first/", f"ckpt_path={SAVED}", f"ckpt_path={SAVED} run_name=x"),
+    ("init_from=outputs/first", f"init_from={SAVED}", f"init_from={SAVED}"),
+    ("ckpt_path=outputs/none", "leave ckpt_path out", ""),
     ("device=cpu", "trainer=auto, cpu", "trainer=cpu"),
     ("trainer=cuda", "trainer=gpu", "trainer=gpu"),
     ("train", "leave it out", ""),
@@ -79,6 +100,12 @@ TYPED = [
 def test_advice_is_taken(line, advice, then):
     assert advice in remedy(line)
     assert len(preflight(shlex.split(then))) == 1
+
+
+@pytest.mark.parametrize("line", ["exported", "ckpt_path=exported"])
+def test_a_hugging_face_folder_is_what_a_run_begins_with(line):
+    """Whether its model is the run's is asked next, with the words for that."""
+    assert remedy(line).startswith("init_from=exported")
 
 
 def test_several_numbers_are_no_list_and_no_text():

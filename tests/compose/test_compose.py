@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from gpt2_fp8.compose import catalog, conf_dir, is_help, preflight, to_run_config
+from gpt2_fp8.compose import catalog, conf_dir, is_help, look_only, preflight, to_run_config
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import DelayedRecipe, PlainPrecisionConfig
 
@@ -322,3 +323,28 @@ def test_a_wheel_carries_every_module_and_its_settings(tmp_path):
     ours = {path.relative_to(REPOSITORY) for path in (REPOSITORY / "gpt2_fp8").rglob("*") if path.is_file()}
     settings = {"gpt2_fp8" / path.relative_to(REPOSITORY) for path in conf_dir().rglob("*.yaml")}
     assert {path for path in ours if "__pycache__" not in path.parts} | settings <= shipped
+
+
+@pytest.mark.parametrize("line", ["seed=abc", "optim.schedule=constant", "optim.lr=nan", "micro_batch_size=3"])
+def test_what_a_run_refuses_is_not_shown_as_its_configuration(line):
+    words = line.split()
+    with pytest.raises(UserError) as shown:
+        look_only([*words, "--cfg", "job"])
+    with pytest.raises(UserError) as run:
+        preflight(words)
+    assert shown.value.problems == run.value.problems
+    assert look_only([*words, "--help"])
+
+
+def test_the_help_names_a_place_of_every_key_that_a_wheel_has_too(tmp_path):
+    template = OmegaConf.load(conf_dir() / "config.yaml").hydra.help.template
+    modules = re.findall(r"python -m inspect (\S+)", template)
+    command = [sys.executable, "-m", "inspect"]
+    said = [subprocess.run([*command, name], cwd=tmp_path, capture_output=True, text=True).stdout for name in modules]
+    assert "n_positions: Count  # tokens of context" in said[0]
+    assert "cache_dir" in said[1]
+
+
+def test_a_configuration_may_be_for_another_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert look_only(["data=text_files", "data.train_files=[/elsewhere/a.txt]", "trainer.max_steps=5", "--cfg", "job"])

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8.compose import conf_dir, preflight
+from gpt2_fp8.config import own_words
+from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.config.own_words import RUN, TRY_SECONDS, TRY_STEPS, Typed, continued, shorter, twice_as_long
 from gpt2_fp8.config.run_length import last_step, limits, tokens_a_step
 from tests.test_readme import CHECKPOINTS, FP8, README, RUNS, SETTINGS
@@ -114,3 +116,28 @@ def test_every_run_of_the_readme_and_its_first_pages_has_a_shorter_one():
         (config,) = preflight(["model=gpt2"])
         (short,) = preflight(words_of(shorter(Typed(tuple(argv), Path.cwd()), config, 500.0)))
         assert last_step(short) == TRY_STEPS
+
+
+@pytest.mark.parametrize(
+    ("folder", "saved", "in_sweep", "said"),
+    [
+        ("outputs/x", True, False, "run_name=x ckpt_path=last continues"),
+        ("my runs/x", True, False, "'hydra.run.dir=my runs/x' ckpt_path=last continues"),
+        ("outputs/x", False, False, "nothing was saved, and the same command begins again"),
+        ("outputs/x/3", True, True, "run_name=x ckpt_path=last continues"),
+        ("sweeps/x/3", True, True, "hydra.sweep.dir=sweeps/x ckpt_path=last continues"),
+    ],
+)
+def test_how_a_run_that_has_ended_early_goes_on(tmp_path, folder, saved, in_sweep, said):
+    assert own_words.going_on(tmp_path / folder, tmp_path, saved, in_sweep) == said
+
+
+def test_a_stopped_run_is_told_once_how_it_goes_on():
+    stopped = Stopped(2)
+    assert str(stopped) == "stopped by signal 2"
+    for _ in range(2):
+        stopped.tell("run_name=x ckpt_path=last continues")
+    assert str(stopped) == "stopped by signal 2; run_name=x ckpt_path=last continues"
+    other = RunError("a fault")
+    other.tell("run_name=x ckpt_path=last continues")
+    assert str(other) == "a fault"

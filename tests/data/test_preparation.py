@@ -189,14 +189,16 @@ def test_it_says_how_far_it_is(
 def test_it_says_what_is_needed_and_whether_there_is_room(
     tmp_path: Path, many_units: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = cached(tmp_path, "x", files_config(many_units))
+    config = cached(tmp_path, "x", files_config(many_units, val_fraction=0.3, val_sequences=9))
     caplog.set_level("INFO", "gpt2_fp8")
     monkeypatch.setattr(preparation.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 100})())
     prepared(config, 3)
-    (record,) = (record for record in caplog.records if "the run needs" in record.getMessage())
-    assert record.levelname == "WARNING"
-    lanes = 4
-    assert f"{3 * SIZE * N + lanes:,} tokens" in record.getMessage()
+    said = [record for record in caplog.records if record.getMessage().startswith("data: ")]
+    reads, room = (record for record in said if "the run " in record.getMessage() or " MB in " in record.getMessage())
+    val = config.val_sequences * N
+    assert reads.getMessage() == f"data: the run trains on {3 * SIZE * N:,} tokens, and validates on {val:,}"
+    assert room.levelname == "WARNING"
+    assert f" MB in {config.cache_dir}, unless" in room.getMessage()
 
 
 def test_the_size_of_a_unit_that_is_not_there(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_51_a_hub_that_stays_dead_ends_in_a_checkpoint_and_4(hub: Hub, tmp_path:
         assert lost["checkpoint"]["last"].endswith(f"step-{lost['steps']:08d}")
         assert "cannot read " in stderr
         assert "after 3 attempts" in stderr
-        assert "ckpt_path=last continues" in stderr
+        assert "when it answers again: run_name=lost ckpt_path=last continues" in stderr
         assert "Traceback" not in stderr
         hub.faults.clear()
         code, stderr = program(*RUN, "run_name=lost", "ckpt_path=last")

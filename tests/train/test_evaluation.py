@@ -95,6 +95,15 @@ def test_the_figures_are_those_of_the_logits(run: Path) -> None:
     assert found["data"] == "text_files"
 
 
+def test_text_to_validate_on_is_enough(run: Path) -> None:
+    """Its loss is the one beside text to train on, which is only looked at."""
+    Path("val.txt").write_text(TEXT[: len(TEXT) // 2])
+    words = ["data=text_files", "data.val_files=[val.txt]", "data.val_sequences=5"]
+    alone, beside = (evaluated(f"ckpt_path={run}", *words, *more) for more in ([], ["data.train_files=[other.txt]"]))
+    assert alone["loss"] == beside["loss"]
+    assert alone["tokens"] == 5 * 32
+
+
 def test_ids_that_end_documents_have_no_bytes(run: Path) -> None:
     found = evaluated(f"ckpt_path={run}", "data.val_sequences=400")
     assert 0 < found["tokens"] - found["bytes"] < found["tokens"] / 100
@@ -245,8 +254,9 @@ REFUSED = [
     ("ckpt_path=gone data=stdlip", "ckpt_path=gone: does not exist", "ckpt_path=outputs/RUN"),
     ("ckpt_path=damaged", "damaged cannot be read as a checkpoint: model.safetensors", "ckpt_path=outputs/RUN"),
     ("RUN data=stdlip", "data=stdlip: there is no such choice", "data=stdlib"),
-    ("RUN data=text_files", "data.train_files is empty", "name text to train on too"),
+    ("RUN data=text_files", "data.val_files is empty: nothing to evaluate", "data.val_files='[/corpus/*.jsonl.zst]'"),
     ("RUN data=text_files data.train_files=[gone.txt]", "gone.txt", "correct the path"),
+    ("RUN data=text_files data.val_files=[gone.txt]", "data.val_files: gone.txt does not exist", "correct the path"),
     ("RUN data.val_sequences=0", "there is nothing to evaluate", "data.val_sequences=256"),
     ("RUN data.val_sequences=-1", "data.val_sequences=-1: must not be negative", "choose 0 or more"),
     ("RUN data.tokenizer=gpt2", "the model was trained on the ids of bytes", "data.tokenizer=bytes"),

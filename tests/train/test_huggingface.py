@@ -367,7 +367,7 @@ def test_paths_are_checked_all_at_once(tmp_path: Path, capsys: Any) -> None:
     assert export.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert "has no checkpoint yet" in capsys.readouterr().err
     assert export.main([str(tmp_path / "full"), str(tmp_path / "out")]) == 2
-    assert "cannot be read as a checkpoint" in capsys.readouterr().err
+    assert "it has neither checkpoints" in capsys.readouterr().err
 
 
 def test_a_run_begins_with_a_folder_and_its_checkpoint_goes_back(tmp_path: Path, capsys: Any) -> None:
@@ -460,6 +460,14 @@ def test_a_card_of_a_strangers_checkpoint_is_text_alone() -> None:
     assert '\ndatasets:\n- "HuggingFaceFW/fineweb-edu"\n---\n' in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert all(line.replace("\\|", "").count("|") == 3 for line in rows)
+
+
+def test_a_card_has_the_license_that_was_given() -> None:
+    (config,) = compose.preflight(["run_name=r"])
+    about = model_card.About(1, 2, None, {}, {})
+    assert "license" not in model_card.card(config, about, "X")
+    text = model_card.card(config, about._replace(license_id="apache-2.0"), "X")
+    assert text.startswith('---\nlicense: "apache-2.0"\nlibrary_name: transformers\n')
 
 
 def test_the_export_chooses_by_the_block() -> None:

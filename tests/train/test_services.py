@@ -2,6 +2,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -86,6 +88,19 @@ def test_each_job_of_a_sweep_is_a_run_of_its_own(tmp_path):
         assert None not in ids
     assert [len(list(folder.glob("wandb/offline-run-*"))) for folder in folders] == [1, 1]
     assert [sum("train_loss" in row for row in rows_of(folder)) for folder in folders] == [6, 6]
+
+
+def test_mlflow_is_silent_also_when_it_is_imported_for_a_run(tmp_path):
+    """It makes its tables, and says so unless it is told otherwise after its import."""
+    program = (
+        "import sys; from pathlib import Path; from gpt2_fp8.compose import preflight; "
+        "from gpt2_fp8.train.services import Identity, MLflow; "
+        "config, = preflight(['logger=mlflow', 'run_name=x']); assert 'mlflow' not in sys.modules; "
+        "MLflow(config.logger.mlflow, config, Path('.'), Identity.of(config, Path('x'), False), False).begin()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (tmp_path / "mlflow.db").exists()
 
 
 def test_mlflow_has_each_row_and_a_resumed_run_is_the_same(tmp_path):

@@ -17,7 +17,7 @@ ENDS = [
     (UserError.of("bad lr", "use another"), "refused", 2, "error: bad lr\n  fix: use another"),
     (Diverged("loss is nan"), "diverged", 3, "loss is nan"),
     (DataSourceLost("hub"), "data_lost", 4, "hub"),
-    (Stopped(15), "stopped", 143, "stopped by signal 15; under the same run_name, ckpt_path=last continues"),
+    (Stopped(15), "stopped", 143, "stopped by signal 15"),
     (RunError("disk"), "failed", 1, "disk"),
     (KeyboardInterrupt(), "interrupted", 130, "interrupted before it could save"),
     (ZeroDivisionError("x"), "failed", 1, "ZeroDivisionError: x"),
