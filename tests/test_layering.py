@@ -42,7 +42,7 @@ HOUSE = {
     # a run under Lightning
     "train": Row(
         "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
-        "torch lightning numpy wandb yaml",
+        "torch lightning numpy wandb mlflow yaml",
     ),
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning rich"),
     # whether FP8 works on a machine, and what mends it
@@ -93,6 +93,7 @@ ONLY_IN = {
     "matplotlib": ["measure.plot", "reports.sweep_plot", "reports.compare_plot", "measure.schedule_plot"],
     "yaml": ["compose", "reports.sweep_jobs", "reports.unfinished", "train.hyper_parameters"],
     "wandb": ["train.services"],
+    "mlflow": ["train.services"],
     "tensorboard": ["compat.tensorboard_hparams"],
     "rich": ["callbacks.progress"],
     "hydra": ["run", "compose", "compat.hydra_private"],
@@ -105,7 +106,7 @@ EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of late
 INSIDE_FUNCTIONS = {
     *("transformer_engine", "torchao", "flash_attn", "cuda", "matplotlib"),
     *("datasets", "huggingface_hub", "tiktoken", "tokenizers", "pyarrow", "requests", "filelock"),
-    *("wandb", "tensorboard", "joblib", "submitit"),
+    *("wandb", "mlflow", "tensorboard", "joblib", "submitit"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.
 BEFORE_TORCH = [
