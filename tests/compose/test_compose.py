@@ -199,7 +199,7 @@ def test_a_sweep_over_gpus_that_something_else_starts(monkeypatch):
     torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (torchrun | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
-    assert "start the whole sweep again" in causes("-m", "seed=1,2")[0]
+    assert "each would run the whole sweep" in causes("-m", "seed=1,2")[0]
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     assert len(preflight(["-m", "trainer=ddp", "seed=1,2"])) == 2
@@ -294,7 +294,7 @@ def test_help_says_what_there_is():
     )
     text = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=True).stdout
     for group in conf_dir().iterdir():
-        if group.is_dir():
+        if group.is_dir() and group.name != "hydra":  # Hydra lists its own groups by `--hydra-help`
             assert f"{group.name}: {', '.join(sorted(file.stem for file in group.glob('*.yaml')))}\n" in text
     assert " _" not in text, "what choices have in common is no choice"
     assert text.count("python -m gpt2_fp8.run") >= 6

@@ -41,7 +41,7 @@ def _elsewhere(tmp_path, monkeypatch):
 
 def test_the_groups_are_those_of_the_schema():
     groups = {path.partition(".")[0] for path in key_paths(RunConfig) if "." in path}
-    assert set(GROUPS) == groups | {"experiment", "debug"}
+    assert set(GROUPS) == groups | {"experiment", "debug", "hydra"}
     assert len(FILES) > 30, "no folder below a group"
 
 
