@@ -12,17 +12,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import time
 import traceback
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2_fp8.config import own_words
-from gpt2_fp8.config.errors import Problem, RunError, SharedRefusal, Stopped, UserError
+from gpt2_fp8.config.errors import Problem, RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import launcher, output, process_end, programs, signals, slurm, sweep_room
+from gpt2_fp8.runtime import last_say, launcher, output, process_end, programs, signals, slurm, sweep_room
 from gpt2_fp8.train import loading
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
@@ -32,9 +30,6 @@ if TYPE_CHECKING:  # imported in functions, while signals are handled
     from gpt2_fp8.runtime.sweep_room import Room
 
 log = logging.getLogger("gpt2_fp8.run")  # also as `__main__`
-RANK_ZERO_SECONDS = 15.0  # seconds that another rank's process waits for rank 0 to end
-AFTER_SIGNAL_SECONDS = 2.0  # the same after a signal, which rank 0 may not have got
-_AFTER_RANK_ZERO = 10.0  # and in which it is to end when rank 0 is gone
 
 
 class _Ended(BaseException):
@@ -52,7 +47,7 @@ def job(cfg: DictConfig) -> float | None:
         try:
             return _job(cfg)
         except _Ended as ended:  # it may be in the queue again: submitit gets no result
-            _say(str(ended.error))
+            last_say.say(str(ended.error))
             raise SystemExit(ended.error.exit_code) from None
 
 
@@ -107,10 +102,10 @@ def main(argv: list[str]) -> int:
         print(programs.VERSION)
         return 0
     with signals.handled() as handlers:
-        rank_zero = os.getppid() if _is_launched(argv) else None
+        rank_zero = last_say.rank_zero(argv)
         try:
             if rank_zero is not None:
-                threading.Thread(target=_end_after_rank_zero, args=(rank_zero,), daemon=True).start()
+                last_say.follow(rank_zero)
             with handlers.at_once():
                 _run(argv)
             if handlers.thrown:  # its exception was lost in a section that blocks signals
@@ -120,63 +115,8 @@ def main(argv: list[str]) -> int:
             if error is None and not isinstance(caught, Exception):
                 raise  # SystemExit, of Hydra's own answers
             handlers.ends = True
-            return _end(error, rank_zero)
+            return last_say.end(error, rank_zero)
     return 0
-
-
-def _end(error: RunError | None, rank_zero: int | None) -> int:
-    """Say how the run has ended, `error`, or None for what nobody expected and is being handled; the exit code."""
-    text = traceback.format_exc().rstrip("\n") if error is None else str(error)
-    if _is_one_of_several():
-        _end_among_ranks(error, text)
-        return 1 if error is None else error.exit_code
-    if error is None:
-        _say(text)
-    stopped = isinstance(error, Stopped)
-    ended = _rank_zero_ends(rank_zero, AFTER_SIGNAL_SECONDS if stopped else RANK_ZERO_SECONDS)
-    told = ended or (stopped and rank_zero is not None)  # by rank 0, which ends as this one did, if only later
-    if error is not None and not told:
-        _say(text)
-    return 1 if error is None else error.exit_code
-
-
-def _is_one_of_several() -> bool:
-    """Return whether a launcher has started this process among others; also if it has said so wrongly."""
-    try:
-        return launcher.current().several
-    except UserError:
-        return True
-
-
-def _end_among_ranks(error: RunError | None, text: str) -> None:
-    """Say how the run has ended, in one of the processes that a launcher has started. Rank 0 says what all would.
-
-    The others wait for that: when the first of them ends, the launcher sends the rest a signal.
-    """
-    met = None
-    if "gpt2_fp8.runtime.meeting" in sys.modules:
-        from gpt2_fp8.runtime import meeting
-
-        met = meeting.current()
-    if launcher.is_first_of_all():
-        refused_elsewhere = error is not None and error.exit_code == 2 and not isinstance(error, UserError)
-        if not refused_elsewhere:  # that rank says it
-            _say(text)
-        if met is not None:
-            met.say(text)
-        return
-    if met is not None:
-        told = met.has_said(text, RANK_ZERO_SECONDS) or isinstance(error, (SharedRefusal, Stopped))
-    else:
-        told = isinstance(error, UserError)  # of variables or a command line that rank 0 has too
-        time.sleep(AFTER_SIGNAL_SECONDS)
-    if not told:
-        _say(f"rank {os.environ.get('RANK', os.environ.get('SLURM_PROCID'))}: {text}")
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # a terminal that is gone
-        print(harmless(text), file=sys.stderr, flush=True)
 
 
 def _run(argv: list[str]) -> None:
@@ -262,9 +202,9 @@ def _end_sweep() -> None:
         for text in sweep_record.write(folder, sweep_jobs.read(folder)):
             print(harmless(text), flush=True)
         if isinstance(sys.exc_info()[1], signals.Interrupted) and (said := slurm_sweep.still_there(folder)):
-            _say(said)
+            last_say.say(said)
     except OSError as error:  # a full disk, or a terminal that is gone
-        _say(f"warning: the table of the sweep is not complete: {error}")
+        last_say.say(f"warning: the table of the sweep is not complete: {error}")
 
 
 def _run_error(caught: BaseException, handlers: signals.Signals) -> RunError | None:
@@ -297,31 +237,6 @@ def _unwritable(error: Exception) -> UserError | None:
         f"{cause.filename or 'the settings in the folder of the run'} cannot be written: {cause.strerror or cause}",
         "free space there, lift a limit (ulimit -f), or choose another folder: hydra.run.dir=FOLDER",
     )
-
-
-def _is_launched(argv: list[str]) -> bool:
-    """Whether Lightning has started this process, for another rank than 0: it says so in both places."""
-    rank = os.environ.get("LOCAL_RANK", "0")
-    return rank != "0" and f"hydra.job.name=train_ddp_process_{rank}" in argv
-
-
-def _end_after_rank_zero(rank_zero: int) -> None:
-    """Leave no process behind where rank 0 was killed before the ranks had met (then: `callbacks/rank_watchdog.py`)."""
-    while os.getppid() == rank_zero:
-        time.sleep(0.5)
-    time.sleep(_AFTER_RANK_ZERO)
-    os._exit(1)
-
-
-def _rank_zero_ends(rank_zero: int | None, patience: float) -> bool:
-    """In a process that Lightning started for another rank, wait for rank 0 to end; whether it did.
-
-    Where all ranks end alike, rank 0 is to write the summary, to say why, and to return the exit code.
-    """
-    until = time.monotonic() + patience
-    while os.getppid() == rank_zero and time.monotonic() < until:
-        time.sleep(0.1)
-    return rank_zero is not None and os.getppid() != rank_zero
 
 
 def entry() -> None:

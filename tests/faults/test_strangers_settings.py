@@ -17,6 +17,7 @@ from gpt2_fp8 import bench, run
 from gpt2_fp8.compose import look_only, preflight, sweeps
 from gpt2_fp8.compose.settings_folder import contents
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.runtime import last_say
 from tests.config.numbers import LIMITS, RANGES
 from tests.data.hub_runs import ROOT
 
@@ -452,11 +453,11 @@ def test_90_a_name_of_lightnings_makes_no_shell_a_rank(monkeypatch: pytest.Monke
     """Another rank's process waits for its parent's end: Lightning says so in its environment too."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     for name in ("x", "0", "1"):
-        assert not run._is_launched([f"hydra.job.name=train_ddp_process_{name}"])
+        assert not last_say.is_launched([f"hydra.job.name=train_ddp_process_{name}"])
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert run._is_launched(["seed=1", "hydra.job.name=train_ddp_process_1"])
-    assert not run._is_launched(["hydra.job.name=train_ddp_process_x"])
-    assert not run._is_launched(["seed=1"])
+    assert last_say.is_launched(["seed=1", "hydra.job.name=train_ddp_process_1"])
+    assert not last_say.is_launched(["hydra.job.name=train_ddp_process_x"])
+    assert not last_say.is_launched(["seed=1"])
 
 
 @pytest.mark.parametrize("words", ["", "--cfg job", "--help", "-m seed=1,2"])

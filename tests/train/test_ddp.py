@@ -234,7 +234,9 @@ def test_a_run_of_one_continues_with_two(tmp_path, one):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_ends_the_other(tmp_path, rank):
-    patch = RAISE.format(ranks=(rank,), step=3) + "run.RANK_ZERO_SECONDS = 3.0"
+    patch = (
+        RAISE.format(ranks=(rank,), step=3) + "from gpt2_fp8.runtime import last_say\nlast_say.RANK_ZERO_SECONDS = 3.0"
+    )
     code, output = run(tmp_path, *TWO, "run_name=run", patch=patch, timeout=60)
     assert code not in (0, None)
     assert "the roof fell in" in output
