@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,8 @@ class Surroundings:
             path = self.config.ckpt_path
             cause = f"ckpt_path={path}: of which run? A run without a name starts in a new, empty folder"
             yield Finding(("ckpt_path", "run_name"), Problem(cause, "add the run_name=NAME of the run to continue"))
-        alone = self.number is None and not launcher.current().starts_all
-        if self.config.trainer.num_nodes > 1 and fresh and alone:
+        own_launcher = self.number is None and not launcher.current().starts_all
+        if self.config.trainer.num_nodes > 1 and fresh and own_launcher and "MASTER_ADDR" in os.environ:
             cause = f"trainer.num_nodes={self.config.trainer.num_nodes}, and each node would give the run another name"
             yield Finding(("trainer.num_nodes", "run_name"), Problem(cause, "add run_name=NAME, the same on all nodes"))
         if self.number is not None and self._starts_processes():

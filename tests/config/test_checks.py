@@ -59,9 +59,10 @@ TABLE = [
     ("trainer.max_time=00:00:00:00", "must be a time above 0", "such as trainer.max_time="),
     ("trainer.max_time=3600", "trainer.max_time=3600: must be a time", "in a file in quotes"),
     ("global_batch_size=12", "12 sequences does not divide", "micro_batch_size=12, or global_batch_size=16"),
-    ("trainer.devices=8 micro_batch_size=16", "16 on each of 8 devices", "micro_batch_size=2, or global_batch"),
+    ("trainer.devices=8 micro_batch_size=16", "16 on each of 8 devices", "micro_batch_size=2, or glob"),
     ("trainer=ddp global_batch_size=7", "7 sequences does not divide", "micro_batch_size=7"),
-    ("trainer.num_nodes=3 run_name=x", "16 on each of 3 devices", "global_batch_size=48"),
+    ("trainer.num_nodes=3", "does not divide", "global_batch_size=48"),
+    ("trainer.num_nodes=2", "MASTER_ADDR and NODE_RANK are not set", "torchrun --nnodes 2"),
     ("data.tokenizer=gpt2 model.vocab_size=50000", "the tokenizer has 50257 tokens", "model.vocab_size=null"),
     ("model.vocab_size=256", "the tokenizer has 257 tokens", "model.vocab_size=null"),
     # a model's options
@@ -389,10 +390,7 @@ TABLE = [
 ]  # fmt: skip
 
 
-TWO_MISTAKES = [
-    "ckpt_path=last run_name=x init_from=/", "model.n_embd=100 model.n_head=3",
-    "trainer.num_nodes=3 run_name=x",  # and no address of the other nodes
-]  # fmt: skip
+TWO_MISTAKES = ["trainer.num_nodes=3", "ckpt_path=last run_name=x init_from=/", "model.n_embd=100 model.n_head=3"]
 
 
 @pytest.mark.parametrize(("line", "cause", "remedy"), TABLE, ids=[line for line, _, _ in TABLE])

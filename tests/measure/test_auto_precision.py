@@ -444,20 +444,31 @@ def test_another_rank_takes_what_rank_0_found(gpu):
     assert settle("model.n_layer=2")[0].recipe.name == "current", "rank 0 of the next run of a sweep decides itself"
 
 
-@pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_NTASKS"])
+BY_SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize("variables", [BY_HAND, BY_SRUN])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_processes_that_something_else_starts_are_refused(gpu, monkeypatch, variable, rank):
-    monkeypatch.setenv(variable, "2")
+def test_processes_that_something_else_starts_are_refused(gpu, monkeypatch, variables, rank):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value if value != "1" else str(rank))
     with pytest.raises(UserError, match=r"(?s)before the others start.*precision=NAME recipe=NAME"):
         settle("trainer=ddp", "trainer.devices=2", "global_batch_size=32", world_size=2, rank=rank)
+    for name in variables:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_NTASKS", "2")
     assert settle("trainer.devices=1")[1], "one process of an allocation of many"
 
 
 def test_several_nodes_are_refused_where_there_is_something_to_measure(gpu, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("NODE_RANK", "0")
+    nodes = ["trainer.num_nodes=2", "global_batch_size=32", "run_name=run"]
     with pytest.raises(UserError, match="several nodes"):
-        settle("trainer.num_nodes=2", "global_batch_size=32", world_size=2)
+        settle(*nodes, world_size=2)
     monkeypatch.setattr(auto_precision, "why_not_fp8", lambda: "the card is too old")
-    assert settle("trainer.num_nodes=2", "global_batch_size=32", world_size=2)[0].precision.name == "bf16"
+    assert settle(*nodes, world_size=2)[0].precision.name == "bf16"
 
 
 BF16_BY_RANK_0 = """
