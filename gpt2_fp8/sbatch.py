@@ -2,7 +2,7 @@
 
     python -m gpt2_fp8.sbatch slurm.time=24:00:00 model=gpt2 data=fineweb run_name=long > job.sh && sbatch job.sh
 
-Exit codes: 0 done; 2 the input; 141 the reader of its output has ended (`| head`).
+Exit codes: 0 done; 2 the input; 130 stopped by SIGINT; 141 the reader of its output has ended (`| head`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Examples:
   python -m gpt2_fp8.sbatch slurm.partition=gpu slurm.gpu_type=h100 trainer=ddp trainer.devices=8 trainer.num_nodes=2 \\
     model=gpt2_xl data=fineweb run_name=large > job.sh
 
-docs/slurm.md says more. Exit codes: 0 done; 2 your input; 141 stopped."""
+docs/slurm.md says more. Exit codes: 0 done; 2 your input; 130, 141 stopped."""
 _ALREADY = ("bash", "interactive")  # names of shells on a node, whose processes are no batch job's
 
 

@@ -33,6 +33,7 @@ MOST = 1 << 17  # bytes of a request
 _NOT_OURS = (
     "PYTEST_", "HYDRA_", "SLURM_", "TORCHELASTIC", "WORLD_SIZE", "RANK", "LOCAL_RANK", "PL_", "_TORCHINDUCTOR",
     "PYTORCH_NVML", "GPT2_FP8_", "GROUP_", "ROLE_", "MASTER_", "ACCELERATE_", "OMPI_", "PMI_",
+    "KMP_INIT_AT_FORK",  # of joblib, when it is imported
 )  # fmt: skip
 # A process has these from its start; they are the same for all.
 _FIXED = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}

@@ -20,7 +20,7 @@ STAMP = re.compile(r"\[\d\d:\d\d:\d\d\] ")
 BAR = re.compile(r"^([━╸╺]+ )?[\d,]+/[\d,]+  ")
 # How a line of ours begins, after the time.
 OURS = re.compile(
-    r"(gpt2_fp8 |warm-up |model |device |precision |layers |optimizer |data |data: |steps |folder "
+    r"(gpt2_fp8 |warm-up |model |device |launcher |precision |layers |optimizer |data |data: |steps |folder "
     r"|step +[\d,]+/|step \d+ waits for the checkpoint before it|sample at step "
     r"|completed |summary: |curves: |next: |[\d,]+ more steps? of )"
 )

@@ -11,6 +11,7 @@ from gpt2_fp8.checkpoint import names, pointers
 from gpt2_fp8.checkpoint.errors import CheckpointError, escaped, unreadable
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.verify import verified
+from gpt2_fp8.config.errors import Problem
 
 Check = Callable[[Path], object]
 
@@ -79,7 +80,11 @@ def _best(folder: Path, check: Check) -> Path:
         raise CheckpointError.of(
             f"{folder / 'best.json'} cannot be used: {error}", "use ckpt_path=last, or the path of a checkpoint"
         ) from None
-    _check_here(folder / pointer.checkpoint, check)
+    try:
+        _check_here(folder / pointer.checkpoint, check)
+    except CheckpointError as error:
+        told = [Problem(cause, f"use ckpt_path=last; or {fix}") for cause, fix in error.problems]
+        raise CheckpointError(told) from None
     return folder / pointer.checkpoint
 
 

@@ -45,16 +45,19 @@ def conf_dir() -> Path:
     return inside if (inside / "config.yaml").is_file() else package.parent / "conf"
 
 
-def preflight(argv: list[str], drawn: bool = False) -> list[RunConfig]:
+def preflight(argv: list[str], drawn: bool = False, elsewhere: bool = False) -> list[RunConfig]:
     """Return the configurations that a command line (without the program's name) asks for.
 
     There is one, or with `-m` one for each job. `drawn`: its schedule is only drawn, so a warm-up and a decay stay as
-    they are, also where they do not fit the run. Raises UserError with every problem of every job, each once.
+    they are, also where they do not fit the run. `elsewhere`: it is started in other surroundings, where its nodes have
+    a place to meet. Raises UserError with every problem of every job, each once.
     """
-    return [config for config, _ in planned(argv, drawn=drawn)]
+    return [config for config, _ in planned(argv, drawn=drawn, elsewhere=elsewhere)]
 
 
-def planned(argv: list[str], restarted: bool = False, drawn: bool = False) -> list[tuple[RunConfig, str | None]]:
+def planned(
+    argv: list[str], restarted: bool = False, drawn: bool = False, elsewhere: bool = False
+) -> list[tuple[RunConfig, str | None]]:
     """Return the same, each with the folder that it will write into.
 
     `restarted`: a launcher has started the run again, so that its folder may hold what it has saved. Raises UserError.
@@ -66,7 +69,7 @@ def planned(argv: list[str], restarted: bool = False, drawn: bool = False) -> li
         raise UserError(unfit)
     line, problems = commandline.read(argv)
     with open_catalog(conf_dir(), line.config_name) as catalog:
-        found = _jobs_of(line, catalog, problems, restarted, drawn)
+        found = _jobs_of(line, catalog, problems, restarted, drawn, elsewhere)
     if problems:
         raise UserError(dict.fromkeys(problems))
     return found
@@ -96,12 +99,17 @@ def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem], dra
 
 
 def _jobs_of(
-    line: CommandLine, catalog: Catalog, problems: list[Problem], restarted: bool = False, drawn: bool = False
+    line: CommandLine,
+    catalog: Catalog,
+    problems: list[Problem],
+    restarted: bool = False,
+    drawn: bool = False,
+    elsewhere: bool = False,
 ) -> list[tuple[RunConfig, str | None]]:
     catalog.variables |= {name for word in line.words for name in re.findall(r"oc\.env:\s*([^\s,}]+)", word)}
     try:
         request = request_of(line, catalog, problems)
-        return jobs.configs(request, catalog, problems, restarted, drawn)
+        return jobs.configs(request, catalog, problems, restarted, drawn, elsewhere)
     except UserError as error:  # the choices do not compose, so there is nothing to check
         problems += error.problems
         return []

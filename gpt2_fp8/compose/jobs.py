@@ -25,12 +25,17 @@ from gpt2_fp8.runtime import launcher
 
 
 def configs(
-    request: Request, catalog: Catalog, problems: list[Problem], restarted: bool = False, drawn: bool = False
+    request: Request,
+    catalog: Catalog,
+    problems: list[Problem],
+    restarted: bool = False,
+    drawn: bool = False,
+    elsewhere: bool = False,
 ) -> list[tuple[RunConfig, str | None]]:
     """Return the configuration and the folder of each job without problems, and add all problems to `problems`.
 
-    `restarted`: a launcher has started the run again. `drawn`: see `Job.check`. Raises UserError if the choices do not
-    compose.
+    `restarted`: a launcher has started the run again. `drawn`, `elsewhere`: see `Job.check`. Raises UserError if the
+    choices do not compose.
     """
     composer = Composer(request, catalog)
     whole = _whole(composer, request)
@@ -51,7 +56,7 @@ def configs(
     done, folders = [], []
     for number, words in jobs:
         job = Job(composer, [*request.hydra, *words], number, whole, restarted)
-        config, found = job.check(drawn)
+        config, found = job.check(drawn, elsewhere)
         problems += found
         done += [(config, job.folder)] if config and not found else []
         folders += [(number, job.folder)] if number is not None and job.folder is not None else []
@@ -137,10 +142,11 @@ class Job:
             if not told & set(above(word.key_or_group))
         ]
 
-    def check(self, drawn: bool = False) -> tuple[RunConfig | None, list[Problem]]:
+    def check(self, drawn: bool = False, elsewhere: bool = False) -> tuple[RunConfig | None, list[Problem]]:
         """Return the configuration, if there is one, and its problems, except those that follow from other mistakes.
 
         `drawn`: its schedule is only drawn. A warm-up and a decay that do not fit the run are then left as they are.
+        `elsewhere`: a script starts it, by which its nodes meet.
         """
         cfg, data = self.composed()
         config, found = parsing.build(RunConfig, data)
@@ -153,7 +159,7 @@ class Job:
         if config is not None:
             config = config if drawn else run_length.fitted(config, self.typed)
             allowed = list(run_length.misfits(config)) if drawn else []
-            alone = self.number is None
+            alone = self.number is None and not elsewhere
             started = list(processes.check(config, self.launcher, self.typed, os.environ, alone))
             config = processes.fitted(config, self.launcher, self.typed)
             across = [*started, *(finding for finding in checks.check(config) if finding not in allowed)]

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gpt2_fp8.config.errors import Problem, UserError
 
@@ -18,12 +18,21 @@ _KEYED = re.compile(r"[a-z_.]+=(.+)")
 class Parser(argparse.ArgumentParser):
     """A parser that raises UserError, with cause and remedy, where argparse would print its usage and end."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.flags: list[str] = []
+        super().__init__(*args, **kwargs)
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """Add an argument, and remember its flags."""
+        action = super().add_argument(*args, **kwargs)
+        self.flags += action.option_strings
+        return action
+
     def error(self, message: str) -> NoReturn:
         """Raise UserError. A flag that is none leads to the one that looks like it."""
-        flags = [flag for action in self._actions for flag in action.option_strings]
         typed = [word.partition("=")[0] for word in message.split() if word.startswith("-")]
-        wrong = [word for word in typed if word.rstrip(":") not in flags]
-        near = [flag for word in wrong for flag in difflib.get_close_matches(word, flags, n=1)]
+        wrong = [word for word in typed if word.rstrip(":") not in self.flags]
+        near = [flag for word in wrong for flag in difflib.get_close_matches(word, self.flags, n=1)]
         known = f"{self.prog} --help shows what it takes"
         raise UserError.of(message, f"did you mean {near[0]}? ({known})" if near else known)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _PEAK = re.compile(r"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
+_most = 0.0  # GiB; Linux counts in batches, so that a later reading can be a little lower
 
 
 def peak_gb() -> float:
@@ -17,6 +18,12 @@ def peak_gb() -> float:
 
     Linux's own counter is read where there is one: `ru_maxrss` includes what the parent had before this program began.
     """
+    global _most
+    _most = max(_most, _now())
+    return _most
+
+
+def _now() -> float:
     with suppress(OSError):
         if found := _PEAK.search(_STATUS.read_text(encoding="ascii", errors="replace")):
             return int(found[1]) / 2**20
@@ -26,5 +33,7 @@ def peak_gb() -> float:
 
 def reset_peak() -> None:
     """Forget the peak so far, so that a job of a sweep has its own. Only Linux can; elsewhere nothing happens."""
+    global _most
+    _most = 0.0
     with suppress(OSError):
         _CLEAR.write_text("5", encoding="ascii")

@@ -13,7 +13,7 @@ from tests.runs import assert_same_checkpoint, checkpoint, metrics, record_steps
 
 WORDS = ["model.dropout=0.1", "micro_batch_size=2", "callbacks.checkpoint_every_n_steps=0", "callbacks.sample_tokens=2"]
 END = 12
-ASIDE = {"tokens_per_second", "step_time", "data_wait"}
+ASIDE = {"tokens_per_second", "step_time", "data_wait", "memory_gb"}
 
 
 def kill():

@@ -49,7 +49,7 @@ FOLDERS = {
     "a key with a point": ("experiment/x.yaml", f"{GLOBAL}hydra.callbacks: {{x: {CALL}}}\n"),
     "a group of hydra's": ("hydra/launcher/basic.yaml", f"# @package hydra.launcher\n{CALL}\n"),
     "a package header": ("experiment/x.yaml", f"# @package hydra.callbacks\nx: {CALL}\n"),
-    "a default of hydra's": ("experiment/x.yaml", f"{GLOBAL}defaults: [override /hydra/launcher: joblib]\n"),
+    "a default of hydra's": ("experiment/x.yaml", f"{GLOBAL}defaults: [override /hydra/launcher: ray]\n"),
     "a default in hydra's place": ("experiment/x.yaml", f"{GLOBAL}defaults: [/optim@hydra.callbacks: tiny]\n"),
     "a python tag": ("experiment/x.yaml", f"{GLOBAL}seed: !!python/object/apply:os.mkdir [CANARY]\n"),
     "a python name": ("experiment/x.yaml", f"{GLOBAL}seed: !!python/name:os.mkdir\n"),

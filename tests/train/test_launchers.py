@@ -257,7 +257,7 @@ def test_a_torchrun_in_each_task_of_srun(tmp_path):
 
 
 def test_a_sweep_in_every_process(tmp_path):
-    refused(ranks(tmp_path, by_hand(), "-m", *WORDS, "seed=1,2"), "a sweep")
+    refused(ranks(tmp_path, by_hand(), "-m", *WORDS, "seed=1,2"), "each would run the whole sweep")
 
 
 def is_allowed(*command):
