@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,7 +34,7 @@ class LogLine(pl.Callback):
         best: returns the lowest validation loss before the present one and its step, or None.
         shorter: returns a command that is done soon at so many tokens a second; None: there is none.
         clock: gives seconds.
-        rough: guesses tokens a second of this process before its first step.
+        rough: guesses tokens a second of this process before its first step; None: no guess.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class LogLine(pl.Callback):
         best: Callable[[], tuple[float, int] | None],
         shorter: Callable[[float], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        rough: Callable[[TrainingStep], float] = rough_rate.tokens_per_second,
+        rough: Callable[[TrainingStep], float | None] = rough_rate.tokens_per_second,
     ):
         self.pace, self.total = pace, steps_to_run(config)
         self._micro_batch = config.micro_batch * config.model.n_positions
@@ -59,7 +60,7 @@ class LogLine(pl.Callback):
         """
         if trainer.strategy.root_device.type == "cpu" and not self._guessed:
             self._guessed = True
-            rate = self._rough(pl_module.step) * trainer.world_size
+            rate = (self._rough(pl_module.step) or math.inf) * trainer.world_size
             left = self.total - trainer.global_step
             if self._tokens / rate >= _UNTOLD_STEP and left > 0:
                 took = duration(left * self._tokens / rate)
