@@ -154,7 +154,7 @@ def _checked(argv: list[str]) -> list[str]:
 
     started = launcher.current()
     if not started.meets:
-        compose.planned(argv, restarted=started.restarts > 0)
+        compose.planned(argv, compose.Purpose(restarted=started.restarts > 0))
         return compose.flags_first(argv)
     if not started.rank:
         print(f"[{time.strftime('%H:%M:%S')}] {programs.VERSION}: loading torch, to meet the other ranks", flush=True)
@@ -163,7 +163,7 @@ def _checked(argv: list[str]) -> list[str]:
     planned: list[tuple[RunConfig, str | None]] = []
     problems: list[Problem] = []
     try:
-        planned = compose.planned(argv, restarted=met.launcher.restarts > 0)
+        planned = compose.planned(argv, compose.Purpose(restarted=met.launcher.restarts > 0))
     except UserError as error:
         problems = error.problems
     if len(planned) > 1:  # a sweep of the only process

@@ -38,7 +38,7 @@ def _show(argv: list[str]) -> None:
     picture = own.picture.expanduser()
     if problems := list(_no_picture(picture)):
         raise UserError(problems)
-    configs, typed = compose.preflight(words, drawn=True), own_words.keys(words)
+    configs, typed = compose.preflight(words, compose.Purpose(drawn=True)), own_words.keys(words)
     from gpt2_fp8.measure import schedule_plot  # after what was typed is known to be right: it loads torch
     from gpt2_fp8.train.length import resolve_length
 

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from gpt2_fp8.compose import commandline, jobs, look, processes
 from gpt2_fp8.compose.catalog import Catalog, open_catalog
 from gpt2_fp8.compose.commandline import CommandLine, flags_first, is_help, quoted
+from gpt2_fp8.compose.jobs import TO_RUN, Purpose
 from gpt2_fp8.compose.request import request_of
 from gpt2_fp8.config import checks, parsing, paths, rank_share, run_folder, run_length
 from gpt2_fp8.config.errors import Problem, UserError
@@ -24,6 +25,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import launcher
 
 __all__ = [
+    "Purpose",
     "conf_dir",
     "configs_of",
     "flags_first",
@@ -45,23 +47,16 @@ def conf_dir() -> Path:
     return inside if (inside / "config.yaml").is_file() else package.parent / "conf"
 
 
-def preflight(argv: list[str], drawn: bool = False, elsewhere: bool = False) -> list[RunConfig]:
+def preflight(argv: list[str], purpose: Purpose = TO_RUN) -> list[RunConfig]:
     """Return the configurations that a command line (without the program's name) asks for.
 
-    There is one, or with `-m` one for each job. `drawn`: its schedule is only drawn, so a warm-up and a decay stay as
-    they are, also where they do not fit the run. `elsewhere`: it is started in other surroundings, where its nodes have
-    a place to meet. Raises UserError with every problem of every job, each once.
+    There is one, or with `-m` one for each job. Raises UserError with every problem of every job, each once.
     """
-    return [config for config, _ in planned(argv, drawn=drawn, elsewhere=elsewhere)]
+    return [config for config, _ in planned(argv, purpose)]
 
 
-def planned(
-    argv: list[str], restarted: bool = False, drawn: bool = False, elsewhere: bool = False
-) -> list[tuple[RunConfig, str | None]]:
-    """Return the same, each with the folder that it will write into.
-
-    `restarted`: a launcher has started the run again, so that its folder may hold what it has saved. Raises UserError.
-    """
+def planned(argv: list[str], purpose: Purpose = TO_RUN) -> list[tuple[RunConfig, str | None]]:
+    """Return the same, each with the folder that it will write into. Raises UserError."""
     if unfit := [
         *run_folder.umask(),
         *(run_folder.current() or run_folder.temporary()),
@@ -69,7 +64,7 @@ def planned(
         raise UserError(unfit)
     line, problems = commandline.read(argv)
     with open_catalog(conf_dir(), line.config_name) as catalog:
-        found = _jobs_of(line, catalog, problems, restarted, drawn, elsewhere)
+        found = _jobs_of(line, catalog, problems, purpose)
     if problems:
         raise UserError(dict.fromkeys(problems))
     return found
@@ -90,26 +85,21 @@ def look_only(argv: list[str]) -> list[str]:
     return argv
 
 
-def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem], drawn: bool = False) -> list[RunConfig]:
+def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> list[RunConfig]:
     """Return the configurations that a command line asks for.
 
-    Problems are added to `problems`, and what they are about is left out. `drawn`: see `preflight`.
+    Problems are added to `problems`, and what they are about is left out.
     """
-    return [config for config, _ in _jobs_of(line, catalog, problems, drawn=drawn)]
+    return [config for config, _ in _jobs_of(line, catalog, problems, TO_RUN)]
 
 
 def _jobs_of(
-    line: CommandLine,
-    catalog: Catalog,
-    problems: list[Problem],
-    restarted: bool = False,
-    drawn: bool = False,
-    elsewhere: bool = False,
+    line: CommandLine, catalog: Catalog, problems: list[Problem], purpose: Purpose
 ) -> list[tuple[RunConfig, str | None]]:
     catalog.variables |= {name for word in line.words for name in re.findall(r"oc\.env:\s*([^\s,}]+)", word)}
     try:
         request = request_of(line, catalog, problems)
-        return jobs.configs(request, catalog, problems, restarted, drawn, elsewhere)
+        return jobs.configs(request, catalog, problems, purpose)
     except UserError as error:  # the choices do not compose, so there is nothing to check
         problems += error.problems
         return []

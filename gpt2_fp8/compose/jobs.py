@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
@@ -24,18 +24,23 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import launcher
 
 
+class Purpose(NamedTuple):
+    """What a configuration is wanted for, where that is not a run that begins here."""
+
+    restarted: bool = False  # a launcher has started the run again, so that its folder may hold what it has saved
+    drawn: bool = False  # its schedule is only drawn: a warm-up and a decay that do not fit stay as they are
+    elsewhere: bool = False  # it is started in other surroundings, where its nodes have a place to meet
+
+
+TO_RUN = Purpose()
+
+
 def configs(
-    request: Request,
-    catalog: Catalog,
-    problems: list[Problem],
-    restarted: bool = False,
-    drawn: bool = False,
-    elsewhere: bool = False,
+    request: Request, catalog: Catalog, problems: list[Problem], purpose: Purpose
 ) -> list[tuple[RunConfig, str | None]]:
     """Return the configuration and the folder of each job without problems, and add all problems to `problems`.
 
-    `restarted`: a launcher has started the run again. `drawn`, `elsewhere`: see `Job.check`. Raises UserError if the
-    choices do not compose.
+    Raises UserError if the choices do not compose.
     """
     composer = Composer(request, catalog)
     whole = _whole(composer, request)
@@ -55,8 +60,8 @@ def configs(
         sweeps.fix_folder(whole)
     done, folders = [], []
     for number, words in jobs:
-        job = Job(composer, [*request.hydra, *words], number, whole, restarted)
-        config, found = job.check(drawn, elsewhere)
+        job = Job(composer, [*request.hydra, *words], number, whole, purpose)
+        config, found = job.check()
         problems += found
         done += [(config, job.folder)] if config and not found else []
         folders += [(number, job.folder)] if number is not None and job.folder is not None else []
@@ -98,10 +103,10 @@ class Job:
         words: Sequence[Override],
         number: int | None = None,
         whole: DictConfig | None = None,
-        restarted: bool = False,
+        purpose: Purpose = TO_RUN,
     ):
         self.composer, self.number, self.whole = composer, number, whole
-        self.launcher, self.restarted = launcher.current(), restarted
+        self.launcher, self.purpose = launcher.current(), purpose
         self.request = composer.request
         self.words = list(words)
         self.typed = {word.key_or_group for word in self.words}
@@ -142,12 +147,8 @@ class Job:
             if not told & set(above(word.key_or_group))
         ]
 
-    def check(self, drawn: bool = False, elsewhere: bool = False) -> tuple[RunConfig | None, list[Problem]]:
-        """Return the configuration, if there is one, and its problems, except those that follow from other mistakes.
-
-        `drawn`: its schedule is only drawn. A warm-up and a decay that do not fit the run are then left as they are.
-        `elsewhere`: a script starts it, by which its nodes meet.
-        """
+    def check(self) -> tuple[RunConfig | None, list[Problem]]:
+        """Return the configuration, if there is one, and its problems, except those that follow from other mistakes."""
         cfg, data = self.composed()
         config, found = parsing.build(RunConfig, data)
         found = [*found, *self.absent(found)]
@@ -157,14 +158,14 @@ class Job:
             cfg, data = self.composed()
             config, _ = parsing.build(RunConfig, data)
         if config is not None:
-            config = config if drawn else run_length.fitted(config, self.typed)
-            allowed = list(run_length.misfits(config)) if drawn else []
-            alone = self.number is None and not elsewhere
+            config = config if self.purpose.drawn else run_length.fitted(config, self.typed)
+            allowed = list(run_length.misfits(config)) if self.purpose.drawn else []
+            alone = self.number is None and not self.purpose.elsewhere
             started = list(processes.check(config, self.launcher, self.typed, os.environ, alone))
             config = processes.fitted(config, self.launcher, self.typed)
             across = [*started, *(finding for finding in checks.check(config) if finding not in allowed)]
             bad = {key for finding in across for key in finding.keys}
-            around = surroundings.Surroundings(cfg, self.plain, config, self.number, self.given, self.restarted)
+            around = surroundings.Surroundings(cfg, self.plain, config, self.number, self.given, self.purpose.restarted)
             across += around.check(bad)
             self.folder = around.folder
             found += [finding for finding in across if not any(map(self._doubts, finding.keys))]

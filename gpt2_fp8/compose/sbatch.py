@@ -50,7 +50,7 @@ def preflight(argv: list[str]) -> Request:
     slurm = _settings(_values(overrides, problems), problems)
     config = None
     try:
-        configs = compose.preflight(words, elsewhere=True)
+        configs = compose.preflight(words, compose.Purpose(elsewhere=True))
         if len(configs) > 1 and several is None:  # a file of the user's says so
             problems.append(Problem("this is a sweep, and a script is for one run", _SWEEP))
         config = configs[0]

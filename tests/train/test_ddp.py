@@ -161,14 +161,6 @@ def run(tmp_path, *arguments, patch="", timeout=90):
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    """The run of a single process."""
-    folder = tmp_path_factory.mktemp("one") / "run"
-    train(folder, *BATCH)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """The same run of two processes, without a name; returns the folder it was typed in, and what it printed."""
     cwd = tmp_path_factory.mktemp("two")

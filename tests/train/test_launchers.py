@@ -16,7 +16,7 @@ from functools import partial
 import pytest
 
 from tests import forkserver
-from tests.runs import SMALL, checkpoint, metrics, summary, train, train_until
+from tests.runs import SMALL, checkpoint, metrics, summary, train_until
 from tests.train.test_ddp import (
     ALONE,
     BATCH,
@@ -119,14 +119,6 @@ def srun(nodes=1, count=2):
         "SLURM_STEP_TASKS_PER_NODE": f"{count // nodes}(x{nodes})" if nodes > 1 else str(count),
         "SLURM_STEP_NODELIST": "127.0.0.1", "MASTER_PORT": port,
     }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    """The run of a single process."""
-    folder = tmp_path_factory.mktemp("one") / "run"
-    train(folder, *BATCH)
-    return folder
 
 
 @pytest.fixture(scope="module")
