@@ -24,7 +24,7 @@ from gpt2_fp8.runtime.gpu_meter import GPUMeter
 class Throughput(pl.Callback):
     """Logs every `trainer.log_every_n_steps` steps, to the loggers and to its readers.
 
-    `train_loss` (the cross-entropy, this rank's mean over the interval's steps that were not skipped), `penalty` (what
+    `train_loss` (the cross-entropy, mean over all ranks and those steps that were not skipped), `penalty` (what
     was added to it, likewise, if anything was), `lr`, `grad_norm`, `clip_ratio`,
     `skipped_steps` and `bf16_reruns` (so far), `tokens`, `tokens_per_second` (all ranks), `step_time` (s), `data_wait`
     (the part of the time spent waiting for the loader), `mfu_bf16` (`model/flops.py`; for GPUs whose peak is known),

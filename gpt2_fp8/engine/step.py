@@ -30,13 +30,13 @@ class Verdict(NamedTuple):
 class StepResult:
     """The result of a step. Its tensors are float32 scalars on the device: reading one waits for the GPU."""
 
-    loss: Tensor  # the cross-entropy, mean over this rank's tokens, before the update
+    loss: Tensor  # the cross-entropy, mean over all ranks' tokens, before the update
     grad_norm: Tensor  # global L2 norm before clipping
     clip_ratio: Tensor  # the factor by which the gradients were multiplied; 1 without clipping
     lr: float  # of the update
     skipped: Tensor  # 1 if the update did nothing, else 0
     sent: _Sent
-    penalty: Tensor | None = None  # what was added to the loss; None if nothing was
+    penalty: Tensor | None = None  # what was added to the loss, mean over all ranks; None if nothing was
     first: Verdict | None = None  # the verdict on the FP8 attempt before this one, if the step was run again
 
     def read(self) -> Verdict:
@@ -91,25 +91,28 @@ def update(
     clip_ratio = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     cross_entropy, penalty = penalties.parts(loss)
     seen = _agreed(cross_entropy, penalty, grad_norm, absurd)
-    skipped = seen[1].clamp(max=1.0)
-    verdict = _Sent(seen)  # before the update: the host learns it while the device still computes that
+    skipped = seen[0].clamp(max=1.0)
+    verdict = _Sent(seen[:3])  # before the update: the host learns it while the device still computes that
     skip_where(optimizer, skipped)
     apply()
     optimizer.zero_grad(set_to_none=True)
     lr = optimizer.param_groups[0]["lr"]
-    return StepResult(cross_entropy, grad_norm, clip_ratio, lr, skipped, verdict, penalty)
+    added = None if penalty is None else seen[3]
+    return StepResult(seen[1], grad_norm, clip_ratio, lr, skipped, verdict, added)
 
 
 def _agreed(loss: Tensor, penalty: Tensor | None, grad_norm: Tensor, absurd: Tensor | None) -> Tensor:
-    """Return float32 [3] on the device: the ranks' mean loss, how many ranks are not finite, and `absurd`."""
+    """Return float32 [4] on the device: how many ranks are not finite, and their mean loss, `absurd` and penalty."""
     bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
+    none = torch.zeros_like(loss)
     if penalty is not None:
         bad = bad | ~torch.isfinite(penalty)
-    seen = torch.stack([loss.detach().float(), bad.float(), torch.zeros_like(loss) if absurd is None else absurd])
+    means = [loss.detach(), none if absurd is None else absurd, none if penalty is None else penalty.detach()]
+    seen = torch.stack([value.float() for value in (bad, *means)])
     if collectives.is_distributed():
         collectives.enter()
         torch.distributed.all_reduce(seen)
-        seen[::2] /= torch.distributed.get_world_size()
+        seen[1:] /= torch.distributed.get_world_size()
     return seen
 
 
@@ -130,6 +133,6 @@ class _Sent:
         if self._read is None:
             if self._event is not None:
                 self._event.synchronize()
-            loss, bad, absurd = self._values.tolist()
+            bad, loss, absurd = self._values.tolist()
             self._read = Verdict(loss, bad > 0, round(absurd))
         return self._read
