@@ -232,7 +232,9 @@ def test_every_launched_run_composes(tmp_path, monkeypatch):
     for words in launched:
         place = words.index("gpt2_fp8.run")
         assert words[place - 1] == "-m"
-        assert len(preflight(words[place + 1 :])) == 1
+        of_run = words[place + 1 :]
+        stand_ins(of_run)
+        assert len(preflight(of_run)) == 1
         if words[0] == "torchrun":
             options = torchrun_options().parse_args(words[1:])
             assert (options.module, options.training_script) == (True, "gpt2_fp8.run")

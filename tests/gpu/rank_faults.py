@@ -123,6 +123,22 @@ def stopped():
     _before(Gradients, "of_step", lambda: _is_time(5) and os.kill(os.getpid(), signal.SIGTERM))
 
 
+def stopped_alone():
+    """SIGTERM in step 5 of the only rank."""
+    _before(Gradients, "of_step", lambda: _here["step"] == 5 and os.kill(os.getpid(), signal.SIGTERM))
+
+
+def killed_once():
+    """SIGKILL in step 30, and no more after a restart."""
+
+    def kill():
+        if _is_time(30) and not Path("killed").exists():
+            Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _before(Gradients, "of_step", kill)
+
+
 def killed_before_its_gradients():
     """SIGKILL in step 3: for the other rank a connection between the hosts breaks."""
     rank_watchdog.LIFE_SECONDS = 20.0

@@ -118,15 +118,22 @@ WIDE = [
 
 @pytest.fixture
 def room():
-    """A function that leaves torch so many GiB of the GPU. What other tests left there is no part of a run's memory."""
-    whole = torch.cuda.mem_get_info()[1] / 2**30
-    gc.collect()
+    """`room(share, peak)` leaves torch a part of the memory that a run needed, and returns the limit in GiB.
 
-    def leave(gib):
+    peak: GiB that were allocated at once in that run. What was there without the run (other tests' objects, cuBLAS's
+    workspaces) is no part of what it needed, and stays beside the share.
+    """
+
+    def leave(share, peak):
         gc.collect()
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(gib / whole)
+        there, kept = (read() / 2**30 for read in (torch.cuda.memory_allocated, torch.cuda.memory_reserved))
+        limit = kept + share * (peak - there)
+        torch.cuda.set_per_process_memory_fraction(limit / (torch.cuda.mem_get_info()[1] / 2**30))
+        return limit
 
+    gc.collect()
+    torch.cuda.empty_cache()
     yield leave
     torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -137,21 +144,20 @@ def test_64_what_does_not_fit_is_done_in_smaller_micro_batches(tmp_path, monkeyp
     run(tmp_path / "clean", road, *WIDE)
     clean = list(steps)
     steps.clear()
-    memory = summary(tmp_path / "clean")["training_memory_gb"]
-    room(0.75 * memory)
+    limit = room(0.75, summary(tmp_path / "clean")["training_memory_gb"])
     run(tmp_path / "run", road, *WIDE)
     said = [record.message for record in caplog.records if "out of memory: micro_batch_size" in record.message]
     assert said
     assert said[0].startswith("out of memory: micro_batch_size 24 instead of 48")
     assert [tokens for _, tokens, _ in steps] == [tokens for _, tokens, _ in clean]
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "clean"), rel=2e-3)
-    assert summary(tmp_path / "run")["training_memory_gb"] < 0.75 * memory
+    assert summary(tmp_path / "run")["training_memory_gb"] < limit
 
 
 @pytest.mark.parametrize("road", EVERY_ROAD)
 def test_64_auto_finds_the_largest_part_that_fits(tmp_path, caplog, room, road):
     run(tmp_path / "clean", road, *WIDE)
-    room(0.85 * summary(tmp_path / "clean")["training_memory_gb"])
+    room(0.85, summary(tmp_path / "clean")["training_memory_gb"])
     caplog.clear()
     caplog.set_level(logging.WARNING)
     run(tmp_path / "run", road, *WIDE, "global_batch_size=144", "micro_batch_size=auto")
@@ -179,7 +185,7 @@ def test_70_the_way_to_bf16_has_a_size_of_its_own(tmp_path, monkeypatch, caplog,
     words = [*WIDE, "callbacks.fp8_health=false"]  # its pass over a few sequences may take more than a step of these
     run(tmp_path / "clean", road, *words)
     needed = torch.cuda.max_memory_allocated() / 2**30, summary(tmp_path / "clean")["training_memory_gb"]
-    room(0.8 * max(needed))
+    room(0.8, max(needed))
     caplog.clear()
     run(tmp_path / "run", road, *words)
     said = [record.message for record in caplog.records if "out of memory" in record.message]

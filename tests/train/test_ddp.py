@@ -198,6 +198,21 @@ def test_two_processes_compute_what_one_does(one, two):
     assert_equal_but_for_rounding(the_run(two[0]), one)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_two_processes_compute_in_fp8_what_one_does(tmp_path, recipe):
+    """At a low rate: at a high one a run leaves its like exponentially, whatever makes the first bit of difference."""
+    fp8 = [
+        "precision=fp8_hybrid", "precision.backend=emulated", f"recipe={recipe}", "trainer.max_steps=50",
+        "trainer.val_check_interval=50", "optim.lr=1e-4",
+    ]  # fmt: skip
+    train(tmp_path / "one", *BATCH, *fp8)
+    code, output = run(tmp_path, *TWO, *fp8, "run_name=two")
+    assert code == 0, output
+    one, two = (metrics(folder)["train_loss"] for folder in (tmp_path / "one", tmp_path / "outputs/two"))
+    assert list(two) == list(one) == list(range(1, 51))
+    assert list(two.values()) == pytest.approx(list(one.values()), rel=5e-4)
+
+
 def test_gradients_are_exchanged_once_a_step(two):
     for rank in (0, 1):
         assert (two[0] / f"exchanges-{rank}").read_text().split() == ["once"] * 12

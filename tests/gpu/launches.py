@@ -1,0 +1,110 @@
+"""Whole runs on several GPUs, started as a person starts them: by Lightning, torchrun, srun or accelerate."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tests.train.test_ddp import SCRIPT, finish
+from tests.train.test_launchers import free_port, srun
+
+SECONDS = 150  # that a launch may take; most of it is start-up
+PATHS = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, PATHS))}
+AGENT = ["-m", "torch.distributed.run", "--max-restarts", "1"]
+
+
+class Launch(NamedTuple):
+    """A run, or a part of one.
+
+    Attributes:
+        words: what is typed.
+        launcher: what it is started by.
+        gpus: processes. "two nodes" are two agents with half of the GPUs each.
+        faults: what of `rank_faults` is called in its processes.
+    """
+
+    words: list[str]
+    launcher: str = "Lightning"
+    gpus: int = 2
+    faults: tuple[str, ...] = ()
+
+
+class Run(NamedTuple):
+    """What became of the launches of a run, one after the other in one folder."""
+
+    ends: list[tuple[list[int], str]]  # of each launch: its processes' exit codes, and what they printed
+    gpus: int
+    folder: Path
+
+    @property
+    def codes(self):
+        return self.ends[-1][0]
+
+    @property
+    def output(self):
+        return self.ends[-1][1]
+
+    def steps(self):
+        """{column: its values} of the notes of all steps, each as it was computed last. They have to be the same on
+        all ranks: losses, scales and weights bit for bit, and the sizes of micro-batches."""
+        files = sorted(self.folder.parents[1].glob("rank-*"))
+        assert len(files) == self.gpus
+        noted = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
+        last = [{note["step"]: note for note in notes} for notes in noted]
+        assert all(notes == last[0] for notes in last)
+        return {column: [note[column] for note in last[0].values()] for column in noted[0][0]}
+
+
+def run(cwd, launches):
+    """Run the launches in a new folder. Fails where a process is left running."""
+    cwd.mkdir()
+    ends = []
+    for launch in launches:
+        calls = "".join(f"rank_faults.{name}()\n" for name in ("note", *launch.faults))
+        (cwd / "patched.py").write_text(SCRIPT.format(patch="from tests.gpu import rank_faults\n" + calls))
+        processes = [_start(cwd, *command) for command in _commands(launch)]
+        ended = [finish(process, SECONDS) for process in processes]
+        ends.append(([code for code, _ in ended], "".join(output for _, output in ended)))
+    return Run(ends, max(launch.gpus for launch in launches), cwd / "outputs/run")
+
+
+def _commands(launch):
+    """The commands of a launch, each with the variables that are its own."""
+    own, gpus = ["patched.py", *launch.words, "run_name=run"], str(launch.gpus)
+    match launch.launcher:
+        case "Lightning":
+            return [([*own, f"trainer.devices={gpus}"], {})]
+        case "torchrun":
+            return [([*AGENT, "--standalone", "--nproc-per-node", gpus, *own], {})]
+        case "two nodes":
+            half, place = launch.gpus // 2, f"127.0.0.1:{free_port()}"
+            agent = [*AGENT, "--nnodes", "2", "--nproc-per-node", str(half), "--rdzv-backend", "c10d"]
+            command = [*agent, "--rdzv-endpoint", place, "--rdzv-id", place, *own]
+            seen = [_visible(range(half * node, half * (node + 1))) for node in range(2)]
+            return [(command, {"CUDA_VISIBLE_DEVICES": gpus}) for gpus in seen]
+        case "srun":
+            variables = srun(count=launch.gpus)
+            return [(own, variables(rank)) for rank in range(launch.gpus)]
+        case "accelerate":
+            options = ["--multi_gpu", f"--num_processes={gpus}", "--num_machines=1", "--mixed_precision=no"]
+            options += ["--dynamo_backend=no", f"--main_process_port={free_port()}"]
+            return [(["-m", "accelerate.commands.launch", *options, *own], {})]
+    raise ValueError(launch.launcher)
+
+
+def _visible(numbers):
+    """CUDA_VISIBLE_DEVICES with the GPUs of these numbers, of those that are seen here."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return ",".join(names.split(",")[number] for number in numbers)
+
+
+def _start(cwd, words, variables):
+    return subprocess.Popen(
+        [sys.executable, *words], cwd=cwd, env=os.environ | ENVIRONMENT | variables, text=True,
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
