@@ -128,6 +128,26 @@ def test_only_a_whole_run_has_a_result(study, tmp_path, found, loss):
     assert job.loss == loss
 
 
+def test_the_figure_of_a_window_is_its_mean_training_loss(study, tmp_path):
+    jobs = study("jobs")
+    job = jobs.Job(tmp_path, "bf16", 1, jobs.Leg.parse("precision=bf16"), (), 8, after=2)
+    job.folder.mkdir(parents=True)
+    rows = ["step,train_loss", "2,9.0", "4,3.0", "5,", "6,2.0", "8,1.0", "10,9.0"]
+    (job.folder / "metrics.csv").write_text("\n".join(rows))
+    (job.folder / "summary.json").write_text(json.dumps({"status": "completed", "steps": 6}))
+    assert job.loss is None
+    (job.folder / "summary.json").write_text(json.dumps({"status": "completed", "steps": 8}))
+    assert job.loss == 2.0
+
+
+@pytest.mark.parametrize("steps", [("5", "5"), ("100", "400"), ("-1", "20"), ("100", "105")])
+def test_a_window_lies_in_the_run_and_has_a_row(study, tmp_path, capsys, steps):
+    (tmp_path / "rows.txt").write_text("a: precision=bf16")
+    argv = [str(tmp_path / "study"), "--conditions", str(tmp_path / "rows.txt"), "--steps", *steps, "--", "trainer=cpu"]
+    assert study("fp8_gap").main(argv) == 2
+    assert f"error: a: --steps {' '.join(steps)} of 300" in capsys.readouterr().err
+
+
 WRONG = {
     "no colon": ("precision=bf16", [], "is no new condition"),
     "twice": ("a: precision=bf16\na: precision=fp32", [], "is no new condition"),
@@ -152,10 +172,10 @@ def test_what_cannot_be_run_is_refused_before_anything_is(study, tmp_path, capsy
 # Real runs
 
 
-def start(folder, rows, *words, seeds=("1",)):
+def start(folder, rows, *words, options=()):
     (folder / "rows.txt").write_text(rows)
     command = [sys.executable, str(STUDIES / "fp8_gap.py"), str(folder / "study"), "--at-once", "2"]
-    command += ["--conditions", str(folder / "rows.txt"), "--seeds", *seeds, "--", *WORDS, *words]
+    command += ["--conditions", str(folder / "rows.txt"), "--seeds", "1", *options, "--", *WORDS, *words]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -216,6 +236,21 @@ def test_a_study_that_was_stopped_continues(tmp_path):
     other = start(tmp_path, f"fp8: {FP8}", *words, "optim.lr=1e-4")
     out, _ = other.communicate(timeout=100)
     assert (other.returncode, "holds runs that were given other words" in out) == (2, True), out
+
+
+@pytest.mark.whole
+def test_a_window_ends_runs_before_their_schedule(tmp_path):
+    rows = "fp32: precision=fp32\nchanged: precision=fp32 @3 precision=bf16"
+    study = start(tmp_path, rows, "data.val_sequences=0", options=["--steps", "2", "6"])
+    out, _ = study.communicate(timeout=200)
+    assert study.returncode == 0, out
+    plain, changed = (metrics(tmp_path / "study" / name / "seed-1") for name in ("fp32", "changed"))
+    assert list(plain["train_loss"]) == list(changed["train_loss"]) == list(range(1, 7))
+    assert plain["lr"] == changed["lr"]
+    assert plain["lr"][6] > 0.2 * max(plain["lr"].values()), "the schedule is that of 8 steps"
+    means = [sum(run["train_loss"][step] for step in range(3, 7)) / 4 for run in (plain, changed)]
+    assert f"fp32, seed 1: {means[0]:.4f}" in out
+    assert f"changed, seed 1: {means[1]:.4f}" in out
 
 
 @pytest.mark.whole

@@ -12,6 +12,9 @@ each line of the file is a condition, `NAME: WORDS`, and the table compares ever
 
 `@350` ends a leg after 350 steps; the words behind it continue the run. The words after `--` are every run's.
 
+`--steps 100 300` ends every run after step 300 of its schedule. Its figure is the mean training loss of steps 101 to 300,
+not its validation loss. So many short runs can be compared, by a figure that hardly depends on the last step.
+
 The same command continues where it was stopped: runs that are done are skipped, others go on from their last
 checkpoint. It ends with 0 if every run is done, 1 if one has failed, 2 if the request is at fault, 130 if interrupted.
 """
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from factorial import EMULATED, FACTORS, condition, main_effects, settings
@@ -39,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     options, words = _parser().parse_args(argv[:mark]), argv[mark + 1 :]
     try:
         rows = _rows(options.conditions)
-        jobs = _jobs(options.folder, rows, options.seeds, words)
+        jobs = _jobs(options.folder, rows, options.seeds, words, options.steps)
         _same_study(options.folder, words)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -58,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, help="the study's folder; each run has one in it")
     parser.add_argument("--conditions", type=Path, help="a file of lines NAME: WORDS; without it, the factorial")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, nargs=2, metavar=("FROM", "TO"), help="end after TO; mean training loss")
     parser.add_argument("--gpus", nargs="+", default=[], help="as CUDA_VISIBLE_DEVICES names them; none: no change")
     parser.add_argument("--at-once", type=int, help="runs at a time; one for each GPU if left out")
     return parser
@@ -80,9 +85,15 @@ def _rows(conditions: Path | None) -> dict[str, tuple[Leg, ...]]:
     return rows
 
 
-def _jobs(folder: Path, rows: dict[str, tuple[Leg, ...]], seeds: list[int], words: list[str]) -> list[Job]:
-    """Return every job, all seeds of a condition after each other. Raises UserError for words that are refused."""
+def _jobs(
+    folder: Path, rows: dict[str, tuple[Leg, ...]], seeds: list[int], words: list[str], window: list[int] | None = None
+) -> list[Job]:
+    """Return every job, all seeds of a condition after each other. Raises UserError for words that are refused.
+
+    `window`: the steps of `--steps`.
+    """
     jobs = []
+    after, until = window or (None, None)
     for name, legs in rows.items():
         configs = [compose.preflight([*words, *leg.words])[0] for leg in legs]
         if configs[-1].trainer.max_epochs is not None:
@@ -90,12 +101,18 @@ def _jobs(folder: Path, rows: dict[str, tuple[Leg, ...]], seeds: list[int], word
                 f"{name}: trainer.max_epochs, and no epochs are counted here", "trainer.max_steps=NUMBER"
             )
         steps = last_step(configs[-1])
-        if any(config.data.val_sequences == 0 for config in configs):
+        if after is not None and until is not None:
+            if not 0 <= after < until <= steps or until - after < configs[-1].trainer.log_every_n_steps:
+                every = configs[-1].trainer.log_every_n_steps
+                cause = f"{name}: --steps {after} {until} of {steps}, logged every {every} steps"
+                raise UserError.of(cause, "name two steps of the run with a row of the log between them")
+            legs, steps = (*legs[:-1], replace(legs[-1], until=until)), until
+        elif any(config.data.val_sequences == 0 for config in configs):
             raise UserError.of(f"{name}: data.val_sequences=0, and the table is of validation losses", "leave it out")
         marks = [leg.until for leg in legs[:-1] if leg.until is not None]
         if marks != sorted(set(marks)) or any(not 0 < mark < steps for mark in marks):
             raise UserError.of(f"{name}: @{marks} of {steps} steps", "each @N is later than the one before, and no end")
-        jobs += [Job(folder, name, seed, legs, tuple(words), steps) for seed in dict.fromkeys(seeds)]
+        jobs += [Job(folder, name, seed, legs, tuple(words), steps, after) for seed in dict.fromkeys(seeds)]
     return jobs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from gpt2_fp8.checkpoint import pointers
@@ -47,7 +49,10 @@ class Leg:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a study: a condition with one seed, of `steps` optimizer steps."""
+    """One run of a study: a condition with one seed, of `steps` optimizer steps.
+
+    `after`: its figure is the mean training loss of the steps after this one; None: the last validation loss.
+    """
 
     study: Path
     name: str
@@ -55,6 +60,7 @@ class Job:
     legs: tuple[Leg, ...]
     words: tuple[str, ...]
     steps: int
+    after: int | None = None
 
     @property
     def folder(self) -> Path:
@@ -63,10 +69,14 @@ class Job:
 
     @property
     def loss(self) -> float | None:
-        """The last validation loss; None unless the run is done."""
+        """The run's figure; None unless the run is done."""
         summary = self._summary()
         done = summary.get("status") == "completed" and summary.get("steps") == self.steps
-        return summary.get("last_val_loss") if done else None
+        if self.after is None or not done:
+            return summary.get("last_val_loss") if done else None
+        with (self.folder / "metrics.csv").open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["train_loss"]]
+        return fmean(float(row["train_loss"]) for row in rows if self.after < int(row["step"]) <= self.steps)
 
     @property
     def step(self) -> int:
