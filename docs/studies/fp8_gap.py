@@ -12,8 +12,8 @@ each line of the file is a condition, `NAME: WORDS`, and the table compares ever
 
 `@350` ends a leg after 350 steps; the words behind it continue the run. The words after `--` are every run's.
 
-`--steps 100 300` ends every run after step 300 of its schedule. Its figure is the mean training loss of steps 101 to 300,
-not its validation loss. So many short runs can be compared, by a figure that hardly depends on the last step.
+`--steps 100 300` ends every run after step 300 of its schedule. Its figure is then the mean training loss of steps 101
+to 300, not its validation loss. So short runs can be compared, by a figure that hardly depends on the last step.
 
 The same command continues where it was stopped: runs that are done are skipped, others go on from their last
 checkpoint. It ends with 0 if every run is done, 1 if one has failed, 2 if the request is at fault, 130 if interrupted.
