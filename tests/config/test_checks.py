@@ -395,7 +395,7 @@ TWO_MISTAKES = ["trainer.num_nodes=3", "ckpt_path=last run_name=x init_from=/", 
 
 @pytest.mark.parametrize(("line", "cause", "remedy"), TABLE, ids=[line for line, _, _ in TABLE])
 def test_refused(line, cause, remedy):
-    """One mistake is one problem of two lines, whatever was typed."""
+    """One mistake is one problem of two lines, whatever was typed; its remedy can be pasted into a shell."""
     problems = refusals(line)
     (told,) = [problem for problem in problems if cause in problem.cause]
     assert remedy in told.remedy
@@ -403,6 +403,8 @@ def test_refused(line, cause, remedy):
     assert str(told).count("\n") == 1
     assert told.cause.isprintable()
     assert told.remedy.isprintable()
+    plain = [re.sub(r"<\|\w+\|>", "", problem.remedy) for problem in problems]
+    assert not any(re.search(r"=\S*\|", remedy) for remedy in plain), "a shell takes a bar for a pipe"
 
 
 # Lines with a remedy that is a word to type.
@@ -515,12 +517,6 @@ def with_words(bases, chosen):
     )
     graphs = {"auto": "auto", "true": True}[chosen["cuda_graphs"]]
     return replace(config, precision=precision, attention=chosen["attention"], cuda_graphs=graphs)
-
-
-def test_a_remedy_can_be_pasted_into_a_shell():
-    """No word to type has a bar in it, which a shell takes for a pipe."""
-    remedies = [problem.remedy for line, *_ in TABLE for problem in refusals(line)]
-    assert [remedy for remedy in remedies if re.search(r"=\S*\|\S*", re.sub(r"<\|\w+\|>", "", remedy))] == []
 
 
 def test_what_other_programs_say_for_a_value_is_a_value_here():
