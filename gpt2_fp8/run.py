@@ -64,6 +64,8 @@ def _job(cfg: DictConfig) -> float | None:
         base = here if HydraConfig.get().job.chdir else None
         again = folder if _is_started_again() else None
         config = compose.to_run_config(cfg, base, own_words.keys(words), again)
+        if launcher.turns_before() and config.ckpt_path == "last" and cfg.ckpt_path != "last":
+            log.info("SLURM has started this job again: it continues as by ckpt_path=last")
         if (room := sweep_room.entered()) is not None:
             return _beside_others(config, folder, here, words, room)
         if "torch" not in sys.modules and launcher.is_first_rank():
@@ -137,6 +139,7 @@ def _run(argv: list[str]) -> None:
         hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")(job)()
     except (Exception, KeyboardInterrupt) as error:
         if sweep_start.is_parallel() and (signum := signals.received()) is not None:
+            slurm.note_step()  # its jobs may have
             raise slurm.ended(signum) from None  # its jobs, and perhaps joblib, have ended for it
         if isinstance(error, Exception) and (folder := sweep_start.begun()) is not None:
             slurm_sweep.wait(folder)  # the table is to have every job
@@ -154,7 +157,7 @@ def _checked(argv: list[str]) -> list[str]:
 
     started = launcher.current()
     if not started.meets:
-        compose.planned(argv, compose.Purpose(restarted=started.restarts > 0))
+        compose.planned(argv)
         return compose.flags_first(argv)
     if not started.rank:
         print(f"[{time.strftime('%H:%M:%S')}] {programs.VERSION}: loading torch, to meet the other ranks", flush=True)
@@ -163,7 +166,7 @@ def _checked(argv: list[str]) -> list[str]:
     planned: list[tuple[RunConfig, str | None]] = []
     problems: list[Problem] = []
     try:
-        planned = compose.planned(argv, compose.Purpose(restarted=met.launcher.restarts > 0))
+        planned = compose.planned(argv, compose.Purpose(restarted=met.launcher.again))
     except UserError as error:
         problems = error.problems
     if len(planned) > 1:  # a sweep of the only process
@@ -179,14 +182,14 @@ def _checked(argv: list[str]) -> list[str]:
 
 
 def _is_started_again() -> bool:
-    """Return whether this process's launcher has started this run before."""
+    """Return whether this process's launcher, or SLURM, has started this run before."""
     started = launcher.current()
-    if not started.meets:
-        return started.restarts > 0
-    from gpt2_fp8.runtime import meeting
+    if "gpt2_fp8.runtime.meeting" in sys.modules:
+        from gpt2_fp8.runtime import meeting
 
-    met = meeting.current()
-    return met is not None and met.launcher.restarts > 0
+        met = meeting.current()
+        started = started if met is None else met.launcher
+    return started.again
 
 
 def _end_sweep() -> None:

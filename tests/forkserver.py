@@ -46,6 +46,7 @@ READ_LATE = {
     "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "HYDRA_FULL_ERROR",
     "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",  # torchrun's agent does, whenever processes are started
 }  # fmt: skip
 _LATE = ("GPT2_FP8_", "TORCHELASTIC_", "SLURM_", "ACCELERATE_", "OMPI_")  # a run's or a launcher's word to its ranks
 _of_ranks: ForkServer | None = None  # in a forked run: where its ranks come from

@@ -20,7 +20,7 @@ from gpt2_fp8.compat import lightning_logging
 from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped
 from gpt2_fp8.engine.divergence import RollBack
-from gpt2_fp8.runtime import collectives, signals, slurm
+from gpt2_fp8.runtime import collectives, launcher, signals, slurm
 from gpt2_fp8.runtime.signals import Interrupted
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class GracefulStop(Checkpoint):
         if self._signals.thrown and error is not None and not isinstance(error, Stopped):
             assert self._signals.received is not None
             raise slurm.ended(self._signals.received) from None  # the signal's error may have become another one
-        if type(error) is Stopped and slurm.is_batch_job():  # rank 0 may have got another signal, or none
+        if type(error) is Stopped and launcher.is_batch_job():  # rank 0 may have got another signal, or none
             raise slurm.ended(error.exit_code - 128) from None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -96,6 +96,7 @@ class GracefulStop(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stop here, after the step, if a signal came."""
+        slurm.note_step()
         if signum := self._agreed():
             self._save(trainer)
             lightning_logging.log_last_step(trainer)

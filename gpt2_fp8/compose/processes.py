@@ -24,7 +24,7 @@ def fitted(config: RunConfig, launcher: Launcher, typed: Container[str]) -> RunC
         )
         config = replace(config, trainer=options)
     known = 1 if config.trainer.devices == "auto" else config.trainer.devices * config.trainer.num_nodes
-    return rank_share.fitted(config, known, typed)
+    return rank_share.fitted(config, known, typed, alone=not launcher.starts_all)
 
 
 def continued(config: RunConfig, folder: Path) -> RunConfig:

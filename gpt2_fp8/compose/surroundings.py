@@ -16,7 +16,7 @@ from gpt2_fp8.config import hydra_policy, output_folder, run_folder
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import launcher, slurm
+from gpt2_fp8.runtime import launcher
 
 
 class Surroundings:
@@ -26,7 +26,7 @@ class Surroundings:
         plain: its configuration, with `${...}` as written.
         number: its place in a sweep; None if it is the only job.
         given: tells whether a word sets a key.
-        restarted: whether a launcher has started the run again, whose folder then is its own.
+        restarted: whether the processes know that they are started again: the run's folder then is its own.
         folder: where it will write; None until that is known.
     """
 
@@ -55,6 +55,9 @@ class Surroundings:
             path = self.config.ckpt_path
             cause = f"ckpt_path={path}: of which run? A run without a name starts in a new, empty folder"
             yield Finding(("ckpt_path", "run_name"), Problem(cause, "add the run_name=NAME of the run to continue"))
+        if fresh and self.number is None and launcher.current().forgets:
+            cause = "TORCHELASTIC_USE_AGENT_STORE is not True: started again, the processes would not find this run"
+            yield Finding(("run_name",), Problem(cause, "add run_name=NAME"))
         own_launcher = self.number is None and not launcher.current().starts_all
         if self.config.trainer.num_nodes > 1 and fresh and own_launcher and "MASTER_ADDR" in os.environ:
             cause = f"trainer.num_nodes={self.config.trainer.num_nodes}, and each node would give the run another name"
@@ -82,7 +85,7 @@ class Surroundings:
         if self.number is not None:
             problems += run_folder.check_sweep(Path(str(OmegaConf.select(self.cfg, setting))))
         yield from (Finding((key,), problem) for problem in problems)
-        if self.config.ckpt_path is None and not wrong and not self.restarted and not slurm.is_restarted():
+        if self.config.ckpt_path is None and not wrong and not self.restarted and not launcher.current().again:
             yield from output_folder.check_untaken(own)
 
     def _resolved(self, setting: str) -> str:

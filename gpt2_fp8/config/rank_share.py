@@ -9,13 +9,14 @@ from gpt2_fp8.config.model_checks import largest_divisor
 from gpt2_fp8.config.schema import RunConfig
 
 
-def fitted(config: RunConfig, world_size: int, typed: Container[str]) -> RunConfig:
+def fitted(config: RunConfig, world_size: int, typed: Container[str], alone: bool = True) -> RunConfig:
     """Return the configuration with a micro-batch that divides a rank's share of a step, unless the key is `typed`.
 
-    It is only ever lowered. What the ranks cannot share at all is left, for `checks.check_batch` to refuse.
+    It is only ever lowered. What the ranks cannot share at all is left, for `checks.check_batch` to refuse, and so is
+    the micro-batch of a run of one process that is `alone`: no launcher may have started others before.
     """
     micro, whole = config.micro_batch_size, config.global_batch_size
-    if micro == "auto" or world_size == 1 or whole % world_size or "micro_batch_size" in typed:
+    if micro == "auto" or (alone and world_size == 1) or whole % world_size or "micro_batch_size" in typed:
         return config
     fits = largest_divisor(whole // world_size, micro)
     return config if fits == micro else replace(config, micro_batch_size=fits)

@@ -26,7 +26,7 @@ class Launcher(NamedTuple):
         name: as it is typed.
         node, nodes: which machine this is, and how many there are, as the launcher counts.
         address, port: where rank 0 or its agent listens; None where nobody else is to be met.
-        restarts: how often torchrun's agent has started the processes again after a failure.
+        restarts: how often SLURM has started the job again, and torchrun's agent the processes after a failure.
         agent_listens: whether the launcher listens at the port; else rank 0 has to.
     """
 
@@ -57,6 +57,19 @@ class Launcher(NamedTuple):
         """Whether there is a store to meet in: also a single process of torchrun's may have been one of several."""
         return self.several or self.agent_listens
 
+    @property
+    def forgets(self) -> bool:
+        """Whether nothing outlives the processes that torchrun's agents start: it has no store, and counts failures.
+
+        It counts neither a node that joins nor one that has left, after which all processes are started again.
+        """
+        return self.name in (TORCHRUN, ACCELERATE) and not self.agent_listens
+
+    @property
+    def again(self) -> bool:
+        """Whether the processes have been started again, or may have been."""
+        return self.restarts > 0 or self.forgets
+
     def __str__(self) -> str:
         """Return a line of the log."""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
@@ -67,6 +80,20 @@ class Launcher(NamedTuple):
 def current() -> Launcher:
     """Return what has started this process. Raises UserError if the variables contradict each other, or one lacks."""
     return recognised(os.environ)
+
+
+def is_batch_job(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether `srun` started this process in a batch job, by the rule of Lightning's SLURMEnvironment.
+
+    A shell on a node (`srun --pty bash`) is not a batch job: what is started there is treated as anywhere else.
+    """
+    return "SLURM_NTASKS" in environment and environment.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+
+
+def turns_before(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how often SLURM has started this batch job before."""
+    count = environment.get("SLURM_RESTART_COUNT", "0")
+    return int(count) if is_batch_job(environment) and count.isascii() and count.isdigit() else 0
 
 
 def is_first_rank() -> bool:
@@ -87,6 +114,7 @@ def recognised(environment: Mapping[str, str]) -> Launcher:
     """
     read = _Variables(environment)
     found = read.launcher()
+    found = found._replace(restarts=found.restarts + turns_before(environment))
     if read.problems:
         raise UserError(dict.fromkeys(read.problems))
     return found
@@ -177,7 +205,6 @@ class _Variables:
             address=self.environment.get("MASTER_ADDR") or self._first_node(nodes),
             # Jobs on one node get different ports, and all tasks of a job the same one.
             port=self._number("MASTER_PORT", 15000 + int(job[-4:] if job.isdigit() else 0)),
-            restarts=self._number("SLURM_RESTART_COUNT", 0),
         )
 
     def _first_node(self, nodes: int) -> str:

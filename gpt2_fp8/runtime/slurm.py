@@ -17,11 +17,14 @@ import signal
 import subprocess
 
 from gpt2_fp8.config.errors import Stopped
+from gpt2_fp8.runtime.launcher import is_batch_job, is_first_rank, turns_before
 
 log = logging.getLogger(__name__)
 
 REQUEUE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _SCONTROL_SECONDS = 60.0  # the longest that `scontrol` may take
+
+_has_trained = False  # whether this process has trained a step
 
 
 class Requeued(Stopped):
@@ -44,12 +47,16 @@ class LeftToRankZero(Stopped):
         self.args = (f"stopped by signal {signum}, after saving; rank 0 says how it goes on",)
 
 
-def is_batch_job() -> bool:
-    """Return whether `srun` started this process in a batch job, by the rule of Lightning's SLURMEnvironment.
+class NoProgress(Stopped):
+    """Stopped before a step was trained, in a job that SLURM had started again. The next turn would end like it."""
 
-    A shell on a node (`srun --pty bash`) is not a batch job: what is started there is treated as anywhere else.
-    """
-    return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    def __init__(self, signum: int, job: str):
+        super().__init__(signum)
+        self.args = (
+            f"stopped by signal {signum}, before a step was trained: SLURM job {job}, which was started again, is at "
+            "its time limit again, and is not put into the queue once more\n"
+            "  fix: a longer limit (slurm.time, sbatch --time), or its signal later (slurm.signal_delay_s, --signal)",
+        )
 
 
 def is_submitted_call() -> bool:
@@ -57,21 +64,25 @@ def is_submitted_call() -> bool:
     return os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
 
 
-def is_restarted() -> bool:
-    """Return whether SLURM has started this batch job before."""
-    return is_batch_job() and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+def note_step() -> None:
+    """Note that this process has trained a step, or that it is not known whether it has."""
+    global _has_trained
+    _has_trained = True
 
 
 def ended(signum: int) -> Stopped:
     """Return how a run ends that stopped for `signum`. In a batch job, rank 0 requeues it first if SLURM asks for that.
 
-    Call it once, when everything is saved.
+    A job that was started again and comes to its time limit before a step is not requeued: that would never end. Call
+    it once, when everything is saved.
     """
     if not is_batch_job() or signum not in (*REQUEUE_SIGNALS, signal.SIGTERM):
         return Stopped(signum)
-    if os.environ.get("SLURM_PROCID", "0") != "0":
+    if not is_first_rank():
         return LeftToRankZero(signum)
     job = job_id()
+    if signum in REQUEUE_SIGNALS and turns_before() and not _has_trained:
+        return NoProgress(signum, job)
     asked = signum in REQUEUE_SIGNALS or is_preempted(job)
     return Requeued(signum, job) if asked and _requeue(job) else Stopped(signum)
 

@@ -25,7 +25,7 @@ from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
-from gpt2_fp8.runtime import launcher, meeting, slurm
+from gpt2_fp8.runtime import launcher, meeting
 from gpt2_fp8.train.footprint import check_step, fitted
 from gpt2_fp8.train.resume import refuse_longer, refuse_other_optimizer
 
@@ -100,13 +100,10 @@ def checkpoint(config: RunConfig, folder: Path) -> Path | None:
     """Return the checkpoint to continue from, or None for a fresh start. The log says so if `last` found nothing.
 
     Its files' digests are checked, and whether it holds a run's state. Raises UserError if none is whole, or if it does
-    not fit the run. A job that SLURM starts again continues what it has saved, whatever `ckpt_path` says.
+    not fit the run.
     """
     own = folder / "checkpoints"
     asked = config.ckpt_path
-    if asked != "last" and slurm.is_restarted() and any(own.glob("*/manifest.json")):
-        log.info("SLURM has started this job again: it continues as by ckpt_path=last")
-        asked = "last"
     if asked is None:
         return None
     found = find_checkpoint(asked, own, run_state.check)

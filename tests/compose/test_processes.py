@@ -9,6 +9,7 @@ from gpt2_fp8.config.errors import UserError
 TWO_BY_FOUR = {
     "TORCHELASTIC_RUN_ID": "none", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
     "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }  # fmt: skip
 
 
@@ -62,3 +63,34 @@ def test_a_run_that_is_started_again_continues_only_what_is_saved(tmp_path):
     (tmp_path / "checkpoints/step-00000004").mkdir(parents=True)
     (tmp_path / "checkpoints/step-00000004/manifest.json").touch()
     assert continued(config, tmp_path).ckpt_path == "last"
+
+
+def test_agents_without_a_store_need_a_name(torchrun, monkeypatch, tmp_path):
+    """What they start again could not find a run without one, and cannot know that it is started again."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="would begin another run") as refused:
+        preflight([])
+    (problem,) = refused.value.problems
+    assert problem.remedy == "add run_name=NAME"
+    saved = tmp_path / "outputs/NAME/checkpoints/step-00000004"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").touch()
+    preflight(["run_name=NAME"])
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(UserError, match="already holds a run"):
+        preflight(["run_name=NAME"])
+
+
+def test_the_only_process_of_a_launcher_may_be_left_of_several(torchrun, monkeypatch):
+    """Two processes take the group's micro-batch in part, so one of them alone does, too."""
+    words = ["global_batch_size=8"]
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.setenv(name, "0")
+    (config,) = preflight(words)
+    assert config.micro_batch_size == 8
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    with pytest.raises(UserError, match="a step of 8 sequences does not divide into forward passes of 16"):
+        preflight(words)

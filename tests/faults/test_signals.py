@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint import files, find
-from gpt2_fp8.config.errors import Stopped, UserError
+from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.data import prefetch as workers_module
 from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.runtime import signals, slurm
@@ -26,6 +25,7 @@ from tests.runs import (
     assert_equal,
     assert_same_checkpoint,
     checkpoint,
+    forked,
     record_steps,
     summary,
     train,
@@ -131,6 +131,7 @@ def scontrol(tmp_path, monkeypatch):
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "_has_trained", False)
     return calls
 
 
@@ -174,6 +175,38 @@ def test_44_a_scontrol_that_fails_is_said(scontrol, caplog):
     (scontrol.parent / "bin/scontrol").write_text("#!/bin/sh\necho no such job >&2; exit 1\n")
     assert slurm.ended(signal.SIGUSR1).exit_code == 128 + signal.SIGUSR1
     assert "no such job" in caplog.text
+
+
+def test_44_a_job_that_comes_to_its_limit_again_before_a_step_is_not_requeued(tmp_path, scontrol, monkeypatch):
+    """It would do so for ever. Its first turn may have been slow: it had to compile, or to read text."""
+    early = At("on_train_start", 0, kill(signal.SIGUSR1))
+    with pytest.raises(slurm.Requeued):
+        run(tmp_path, callbacks=[early])
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with pytest.raises(slurm.NoProgress) as stopped:
+        run(tmp_path, callbacks=[early])
+    assert stopped.value.exit_code == 128 + signal.SIGUSR1
+    assert "SLURM job 4242, which was started again, is at its time limit again" in str(stopped.value)
+    assert "fix: a longer limit" in str(stopped.value)
+    assert scontrol.read_text() == "requeue 4242\n"
+    with pytest.raises(slurm.Requeued):
+        requeue_at(1, tmp_path)
+    assert scontrol.read_text() == "requeue 4242\n" * 2
+
+
+def test_44_a_job_that_is_preempted_before_a_step_is_requeued(scontrol, monkeypatch):
+    """Its time limit has nothing to do with it."""
+    says(scontrol, PREEMPTED)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    assert slurm.ended(signal.SIGTERM).exit_code == 0
+
+
+def test_44_one_process_of_a_task_requeues_it(scontrol, monkeypatch):
+    """The others are of a launcher that was started in the task."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    assert slurm.ended(signal.SIGUSR1).exit_code == 0
+    assert not scontrol.exists()
 
 
 PREEMPTED = "JobId=4242 JobState=RUNNING Requeue=1 Restarts=0 PreemptTime=2026-11-23T06:32:51 Command=/job.sh"
@@ -224,17 +257,20 @@ def test_44_submitits_signal_is_ours(tmp_path, whole, scontrol):
     continues_like(whole, tmp_path)
 
 
-def test_44_a_job_that_slurm_starts_again_continues_by_itself(tmp_path, scontrol, monkeypatch):
+def test_44_a_job_that_slurm_starts_again_continues_by_itself(tmp_path):
     """As a job of a sweep, whose words submitit has stored: they have no `ckpt_path`."""
     for name in ("killed", "whole"):
         (tmp_path / name).mkdir()
-    words = [*SMALL, f"hydra.run.dir={tmp_path / 'killed'}"]
     train_until(6, tmp_path / "killed")
-    with pytest.raises(UserError, match="already holds a run"):
-        compose.preflight(words)
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    compose.preflight(words)
-    train(tmp_path / "killed")
+    again = forked(*SMALL, f"hydra.run.dir={tmp_path / 'killed'}", cwd=tmp_path, **SLURM)
+    assert again.returncode == 2
+    assert "already holds a run" in again.stderr
+    again = forked(
+        *SMALL, f"hydra.run.dir={tmp_path / 'killed'}", cwd=tmp_path, **SLURM, SLURM_RESTART_COUNT="1"
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert "SLURM has started this job again: it continues as by ckpt_path=last" in again.stdout
+    assert "step-00000005 (step 5)" in again.stdout
     train(tmp_path / "whole")
     assert_same_checkpoint(*(checkpoint(tmp_path / name, 12) for name in ("killed", "whole")))
 

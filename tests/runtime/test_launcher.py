@@ -45,6 +45,19 @@ KNOWN = {
         SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "8"},
         SLURMS._replace(address="127.0.0.1", local_world_size=8, node=0, nodes=1),
     ),
+    "srun, in a job that SLURM has started again": (SRUN | {"SLURM_RESTART_COUNT": "2"}, SLURMS._replace(restarts=2)),
+    "one task, likewise": (
+        SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_RESTART_COUNT": "1"},
+        Launcher("Lightning", restarts=1),
+    ),
+    "torchrun, likewise": (
+        BATCH_SCRIPT | TORCHRUN | {"SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RESTART_COUNT": "1"},
+        AGENT._replace(restarts=2),
+    ),
+    "a shell on a node": (
+        BATCH_SCRIPT | {"SLURM_JOB_NAME": "bash", "SLURM_RESTART_COUNT": "1"},
+        Launcher("Lightning"),
+    ),
     "srun of one task": (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Launcher("Lightning")),
     "a batch script": (BATCH_SCRIPT, Launcher("Lightning")),
     "by hand": (BY_HAND, HAND),
@@ -89,6 +102,16 @@ def test_variables_that_cannot_be_are_refused(case):
 )
 def test_the_first_node_of_a_list(listed, first):
     assert recognised(SRUN | {"SLURM_STEP_NODELIST": listed}).address == first
+
+
+def test_what_may_have_been_started_again():
+    """An agent without a store counts failures, and neither nodes that join nor nodes that have left."""
+    assert not AGENT.again
+    assert AGENT._replace(restarts=1).again
+    assert AGENT._replace(agent_listens=False).again
+    assert not SLURMS.again
+    assert not HAND.again
+    assert not Launcher("Lightning").again
 
 
 def test_it_is_said_in_a_line():

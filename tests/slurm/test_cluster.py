@@ -3,9 +3,11 @@
 Marked slow, and skipped where Debian's packages are not, or where this is not root (`.ci/extras` installs them).
 """
 
+import contextlib
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -142,6 +144,47 @@ def test_a_cancelled_run_is_saved_and_not_requeued(slurm, tmp_path):
     assert "is requeued" not in log.read_text()
     until((tmp_path / "outputs/gone/summary.json").exists, "the summary")
     assert json.loads((tmp_path / "outputs/gone/summary.json").read_text())["status"] == "stopped"
+
+
+def process_of(job, rank):
+    """The id of the Python process that is `rank` of a job, or None."""
+    wanted = {f"SLURM_JOB_ID={job}", f"SLURM_PROCID={rank}", "SLURM_STEP_ID=0"}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_python = b"gpt2_fp8.run" in (process / "cmdline").read_bytes().split(b"\0")[:4]
+            if is_python and wanted <= set((process / "environ").read_text(errors="replace").split("\0")):
+                return int(process.name)
+    return None
+
+
+def test_a_killed_task_ends_its_job_as_failed_and_is_named(slurm, tmp_path):
+    words = [*TWO_TASKS, *SMALL, f"trainer.max_steps={10 * LONG}", "run_name=killed", "slurm.time=30"]
+    job, log = sent(slurm, tmp_path, *words)
+    until(lambda: steps_logged(tmp_path / "outputs/killed") > 20, "the run")
+    os.kill(process_of(job, 1), signal.SIGKILL)
+    until(lambda: shown(slurm, job)["JobState"] == "FAILED", "the end", patience=90.0)
+    assert shown(slurm, job)["Restarts"] == "0"
+    assert "task 1: Killed" in log.read_text()
+    assert "rank 1 is gone" in log.read_text()
+    assert json.loads((tmp_path / "outputs/killed/summary.json").read_text())["status"] == "failed"
+    assert process_of(job, 0) is None
+
+
+def test_a_limit_shorter_than_the_start_ends_after_a_second_turn(slurm, tmp_path):
+    """SLURM's signal comes while torch is imported, in both turns."""
+    words = ["trainer=cpu", *SMALL, f"trainer.max_steps={LONG}", "run_name=short", "slurm.time=30"]
+    job, log = sent(slurm, tmp_path, *words)
+    for turn in (1, 2):
+        until(lambda turn=turn: log.exists() and log.read_text().count("loading torch") == turn, f"turn {turn}")
+        said(slurm, "scancel", "--signal=USR1", job)
+        if turn == 1:
+            start_again_now(slurm, job)
+    until(lambda: shown(slurm, job)["JobState"] == "FAILED", "the end")
+    text = log.read_text()
+    assert text.count("is requeued") == 1
+    assert f"SLURM job {job}, which was started again, is at its time limit again" in text
+    assert "fix: a longer limit" in text
+    assert "Traceback" not in text
 
 
 def test_two_nodes_train_as_two_tasks_of_one_do(slurm, tmp_path):

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from functools import partial
 
 import pytest
@@ -169,6 +170,79 @@ def test_two_nodes_are_two_agents(tmp_path, own):
     said = "".join(output for _, output in ends)
     assert re.search(r"launcher   torchrun: 2 processes on 2 nodes, started again", said), said
     assert_equal_but_for_rounding(tmp_path / "outputs/run", own)
+
+
+# The only process waits in the step after 5 for the signal that its agent sends when another joins.
+WAIT_FOR_ANOTHER = """
+import os
+from gpt2_fp8.runtime import signals
+
+def training_step(self, batch, batch_idx):
+    if os.environ["WORLD_SIZE"] == "1" and self.global_step == 5:
+        Path("alone").touch()
+        while signals.received() is None:
+            time.sleep(0.1)
+    original(self, batch, batch_idx)
+
+GPT2Module.training_step = training_step
+"""
+# Rank 1 and its agent are killed together in the step after 7, as when a machine is lost.
+LEAVE = """
+import os, signal
+
+def training_step(self, batch, batch_idx):
+    if self.global_rank == 1 and self.global_step == 7:
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(self, batch, batch_idx)
+
+GPT2Module.training_step = training_step
+"""
+FITTED = [*(word for word in WORDS if not word.startswith("micro_batch_size=")), "run_name=run"]
+
+
+def elastic(cwd, port, first, patch):
+    """An agent of one process, of a run that one or two agents make; the first of them can be left last."""
+    conf = f"is_host={int(first)},last_call_timeout=4,keep_alive_interval=1"
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "few", "--rdzv-conf", conf]
+    program = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", *place, patched(cwd, patch)]
+    command = ["-m", "torch.distributed.run", *program, *FITTED]
+    return start(cwd, *command, popen=forked_with_ranks, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+
+def test_a_node_joins(tmp_path, one):
+    """The agent ends the running process by SIGTERM, which saves; both then go on as two, without `ckpt_path`."""
+    port = free_port()
+    first = elastic(tmp_path, port, True, WAIT_FOR_ANOTHER)
+    until = time.monotonic() + 60
+    while not (tmp_path / "alone").exists():
+        assert first.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    second = elastic(tmp_path, port, False, WAIT_FOR_ANOTHER)
+    ends = [finish(process) for process in (first, second)]
+    assert [code for code, _ in ends] == [0, 0], ends
+    said = "".join(output for _, output in ends)
+    assert said.count("launcher   torchrun: 1 process\n") == 1
+    assert said.count("launcher   torchrun: 2 processes on 2 nodes\n") == 1
+    assert said.count("/checkpoints/step-00000005 (step 5)") == 1
+    assert said.index("micro-batch 8 instead of 16") < said.index("micro-batch 4 instead of 16")
+    assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
+
+
+def test_a_node_leaves(tmp_path, one):
+    """What is left goes on from the last checkpoint as a single process."""
+    port = free_port()
+    first, second = (elastic(tmp_path, port, is_first, LEAVE) for is_first in (True, False))
+    code, said = finish(first)
+    assert finish(second)[0] == -signal.SIGKILL
+    assert code == 0, said
+    assert said.count("rank 1 is gone") == 1
+    assert said.index("launcher   torchrun: 2 processes on 2 nodes") < said.index(
+        "torchrun: 1 process, started again\n"
+    )
+    assert said.count("/checkpoints/step-00000005 (step 5)") == 1
+    assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
 
 
 def test_srun_continues_what_one_process_has_begun(tmp_path, one):
