@@ -25,7 +25,7 @@ import os, resource, signal
 import torch
 from gpt2_fp8.callbacks import rank_watchdog
 from gpt2_fp8.engine.gradients import Gradients
-rank_watchdog.LIFE_SECONDS, rank_watchdog.STUCK_SECONDS = 6.0, 8.0
+rank_watchdog.GRACE_SECONDS, rank_watchdog.LIFE_SECONDS, rank_watchdog.STUCK_SECONDS = 2.0, 6.0, 8.0
 here = dict(rank=0, step=0)
 
 def once(rank, step):
