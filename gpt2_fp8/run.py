@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import Problem, RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import last_say, launcher, output, process_end, programs, signals, slurm, sweep_room
+from gpt2_fp8.runtime import agent, last_say, launcher, output, process_end, programs, signals, slurm, sweep_room
 from gpt2_fp8.train import loading
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
@@ -105,6 +105,7 @@ def main(argv: list[str]) -> int:
         return 0
     with signals.handled() as handlers:
         rank_zero = last_say.rank_zero(argv)
+        agent.follow()
         try:
             if rank_zero is not None:
                 last_say.follow(rank_zero)

@@ -114,7 +114,7 @@ def test_what_became_of_each_is_a_row(swept):
     assert "the training text is too short" in rows["0"]["note"]
     assert code == 2, "of the first job that failed, as when they run one after the other"
     assert "Sweep of 4 jobs: 2 completed, 1 " in output
-    assert "sweep: 2 jobs at a time, a GPU each of 0, 1; CPU threads of a job: " in output
+    assert "sweep: 2 jobs at a time, a GPU each: GPU 0, GPU 1; CPU threads of a job: " in output
 
 
 def test_logs_are_apart(swept):

@@ -21,14 +21,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from gpt2_fp8.compat import lightning_process, torch_private
-from gpt2_fp8.config.errors import RunError, Stopped, UserError
+from gpt2_fp8.config.errors import Diverged, RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import collectives, process_end
+from gpt2_fp8.runtime import collectives, peer, process_end
 from gpt2_fp8.runtime.heartbeats import BEAT_SECONDS, Heartbeats
 from gpt2_fp8.runtime.stragglers import Place, Stragglers
 
 LIFE_SECONDS = 60.0  # without a beat, after which a rank counts as lost
-STUCK_SECONDS = 600.0  # that the others may wait for a rank in the middle of a step: it may be compiling
+STUCK_SECONDS = 540.0  # that the others may wait for a rank in the middle of a step: it may be compiling
 GRACE_SECONDS = 5.0  # for this rank to end by itself, as all ranks do that see the same error
 ON_LOST_SECONDS = 10.0  # for `on_lost`
 STOPPED = {128 + number: number for number in (signal.SIGINT, signal.SIGTERM)}  # {exit code: the signal behind it}
@@ -36,13 +36,21 @@ _START_BEAT_SECONDS = 0.2
 
 
 class RankLost(RunError):
-    """Another rank has ended, or shows no life. `exit_code` is that rank's if it is known, else 1."""
+    """Another rank has ended, or shows no life. `exit_code` is that rank's if it is known, else 1.
 
-    def __init__(self, message: str, exit_code: int = 1):
-        self.cause, self.exit_code = message, exit_code
+    Attributes:
+        rank: which; None: a launcher's process, not a rank.
+        silent: whether its process may still be there.
+    """
+
+    def __init__(self, rank: int | None, how: str, exit_code: int = 1, silent: bool = False):
+        self.rank, self.silent, self.exit_code = rank, silent, exit_code
+        self.teller = 1 if rank == 0 else 0  # the first that is not lost
+        self.cause = how if rank is None else f"rank {rank} {how}"
         if exit_code in STOPPED:
             self.status = Stopped.status
-        super().__init__(f"{message}; under the same run_name, ckpt_path=last continues")
+        # A run that was refused, or has diverged, does not go on by the same words.
+        super().__init__(self.cause, lead=None if exit_code in (UserError.exit_code, Diverged.exit_code) else "; ")
 
 
 class RankWatchdog(Callback):
@@ -50,13 +58,14 @@ class RankWatchdog(Callback):
 
     Args:
         on_lost: called with the error before a thread ends the process, whose main thread hangs in a collective. It
-            writes the summary, within `ON_LOST_SECONDS`.
+            tells how the run goes on, and writes the summary, within `ON_LOST_SECONDS`.
+        of_agent: whether the store in which the ranks meet is that of torchrun's agent, not rank 0's.
 
     After `fit` has raised, the caller asks `explain` for the error that counts.
     """
 
-    def __init__(self, on_lost: Callable[[RunError], Any] = lambda error: None) -> None:
-        self.on_lost = on_lost
+    def __init__(self, on_lost: Callable[[RunError], Any] = lambda error: None, of_agent: bool = False) -> None:
+        self.on_lost, self._of_agent = on_lost, of_agent
         self.children: list[subprocess.Popen[bytes]] = []  # the ranks that Lightning has started from this one
         self._ranks: Heartbeats | None = None  # while they are watched
         self._rank = 0
@@ -116,8 +125,6 @@ class RankWatchdog(Callback):
             code = error.exit_code if isinstance(error, RunError) else 1
             words = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
             ranks.tell(words.splitlines()[0], code)
-        elif self._rank:  # rank 0 prints its error itself; this process may soon be ended
-            print(harmless(f"rank {self._rank}: {lost}"), file=sys.stderr, flush=True)
         self.close()
         return lost or error
 
@@ -168,7 +175,7 @@ class RankWatchdog(Callback):
                 return
             self._leave(Stopped(signal.SIGTERM if signum in process_end.LIKE_SIGTERM else signum))
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self._leave(RankLost(f"rank {rank} (process {process}) {how}", max(code, 1)))
+        self._leave(RankLost(rank, f"(process {process}) {how}", max(code, 1)))
 
     def _place(self) -> Place:
         """Return where this main thread is."""
@@ -189,26 +196,32 @@ class RankWatchdog(Callback):
             before = counts
             lost = self._lost(ranks)
             waited = 0.0 if lost is None else waited + BEAT_SECONDS
-            if lost is not None and waited > (LIFE_SECONDS if self._ending else GRACE_SECONDS):
+            saves = self._ending or (lost is not None and lost.rank is None)  # without an agent, ranks can still save
+            if lost is not None and waited > (LIFE_SECONDS if saves else GRACE_SECONDS):
                 self._leave(lost)
             if ranks.places and (stuck := stragglers.look(ranks.places, BEAT_SECONDS)) is not None:
                 where = f"stuck in step {ranks.places[stuck].step} for {STUCK_SECONDS:.0f} s"
-                self._leave(RankLost(f"rank {stuck} has been {where}, and the others wait for it"))
-            # If the store does not answer, all ranks seem silent: then it is rank 0, which holds the store.
-            if lost is None and max(silence) > LIFE_SECONDS:
-                self._leave(RankLost(f"rank {silence.index(max(silence))} has shown no life for {LIFE_SECONDS:.0f} s"))
+                self._leave(RankLost(stuck, f"has been {where}, and the others wait for it"))
+            if lost is None and (longest := max(silence)) > LIFE_SECONDS:
+                how = f"has shown no life for {LIFE_SECONDS:.0f} s"
+                if silence[self._rank] == longest:  # all ranks seem silent: the store does not answer
+                    self._leave(self._lost_with_store(how, silent=True))
+                self._leave(RankLost(silence.index(longest), how, silent=True))
 
     def _lost(self, ranks: Heartbeats | None) -> RankLost | None:
         """Return a rank that is known to have failed, or to be failing; None: none is."""
         for i, child in enumerate(self.children):
             if (code := child.poll()) is not None and code < 0:
-                return RankLost(f"rank {self._rank + 1 + i} (process {child.pid}) was killed by signal {-code}")
+                return RankLost(self._rank + 1 + i, f"(process {child.pid}) was killed by signal {-code}")
         if ranks is not None and (told := ranks.failure):
-            return RankLost(f"rank {told.rank} failed: {told.message}", told.exit_code)
+            return RankLost(told.rank, f"failed: {told.message}", told.exit_code)
         for i, child in enumerate(self.children):
             if code := child.poll():
-                return RankLost(f"rank {self._rank + 1 + i} (process {child.pid}) ended with exit code {code}")
-        return RankLost("rank 0 is gone") if ranks is not None and ranks.lost else None
+                return RankLost(self._rank + 1 + i, f"(process {child.pid}) ended with exit code {code}")
+        return self._lost_with_store("is gone") if ranks is not None and ranks.lost else None
+
+    def _lost_with_store(self, how: str, silent: bool = False) -> RankLost:
+        return RankLost(None, f"torchrun's agent {how}") if self._of_agent else RankLost(0, how, silent=silent)
 
     def _lost_with_connection(self, ranks: Heartbeats) -> RankLost | None:
         """Return the rank whose end has broken a connection. It is known in a moment, or not at all."""
@@ -218,19 +231,28 @@ class RankWatchdog(Callback):
             time.sleep(0.1)
         quiet = [rank for rank, (new, old) in enumerate(zip(ranks.counts, before, strict=False)) if new == old > 0]
         if lost is None and quiet:
-            lost = RankLost(f"rank {quiet[0]} is gone")
+            lost = RankLost(quiet[0], "is gone")
         return lost
 
     def _leave(self, error: RunError) -> None:
-        if error.exit_code != UserError.exit_code:  # the rank that refuses its input says so itself
-            print(harmless(f"rank {self._rank}: {error}"), file=sys.stderr, flush=True)
         if self._ranks is not None and isinstance(error, RankLost):  # else they only learn that this one is gone
             self._ranks.tell(error.cause, error.exit_code)
         writer = threading.Thread(target=self.on_lost, args=(error,), daemon=True)
         writer.start()
         writer.join(ON_LOST_SECONDS)
+        # A rank that refuses its input says so itself.
+        if error.exit_code != UserError.exit_code and error.teller in (None, self._rank):
+            print(harmless(f"rank {self._rank}: {error}"), file=sys.stderr, flush=True)
+        self._end_silent(error)
         self.end_children()
         os._exit(error.exit_code)
+
+    def _end_silent(self, error: RunError) -> None:
+        """Kill a rank without a sign of life, if it is on this host: its launcher would wait for it."""
+        if isinstance(error, RankLost) and error.silent and error.rank is not None and self._ranks is not None:
+            process = self._ranks.peers[error.rank] if self._ranks.peers else None
+            if process is not None:
+                peer.kill(process)
 
 
 def _is_connection(error: BaseException) -> bool:

@@ -82,11 +82,12 @@ def begin(config: DictConfig, words: Sequence[Sequence[str]] | None) -> OpenRoom
     with read_write(config), open_dict(config):
         config.hydra.launcher.n_jobs = at_once
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus // at_once))
-    where = f"a GPU each of {', '.join(gpus)}" if gpus else "on the CPU"
+    called = slots.shown(gpus)
+    where = f"a GPU each: {', '.join(called.values())}" if gpus else "on the CPU"
     jobs = "1 job" if at_once == 1 else f"{at_once:,} jobs"
     print(f"sweep: {jobs} at a time, {where}; CPU threads of a job: {threads} (OMP_NUM_THREADS)", flush=True)
     shared = sorted(set.intersection(*map(set, words))) if words is not None and len(words) > 1 else []
-    return OpenRoom(gpus, at_once, max(1, cpus // at_once), shared)
+    return OpenRoom(called, at_once, max(1, cpus // at_once), shared)
 
 
 def job_logging(settings: Any, folder: Path) -> tuple[dict[str, Any], Path]:

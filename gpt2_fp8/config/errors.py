@@ -46,11 +46,15 @@ class RunError(Exception):
     Args:
         message: what has happened.
         lead: what stands between that and how the run goes on, which its end knows (`tell`); None: it does not.
+
+    Attributes:
+        teller: the only rank that says it; None: rank 0, or whichever has this error alone.
     """
 
     exit_code = 1
     status = "failed"
     lead: str | None = None
+    teller: int | None = None
 
     def __init__(self, message: str, lead: str | None = None):
         super().__init__(message)

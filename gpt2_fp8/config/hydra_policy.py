@@ -85,7 +85,11 @@ def lacks(group: str, name: str, installed: Sequence[str]) -> Problem | None:
 
 
 def missing_plugin(group: str, name: str, installed: Sequence[str]) -> Problem:
-    """Say which package brings a plug-in that is not installed: a choice of one of Hydra's groups."""
+    """Say which package brings a plug-in that is not installed: a choice of one of Hydra's groups.
+
+    `installed`: the choices that there are files of; those that lack a package of their own are left out.
+    """
+    installed = [choice for choice in installed if lacks(group, choice, installed) is None]
     known = PACKAGES.get(group, {})
     cause, remedy = hints.unknown_choice(group, name, sorted({*installed, *known}))
     if package := known.get(name):

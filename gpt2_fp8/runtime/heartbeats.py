@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from gpt2_fp8.runtime import peer
+from gpt2_fp8.runtime.peer import Peer
 from gpt2_fp8.runtime.stragglers import Place
 
 BEAT_SECONDS = 1.0
@@ -40,6 +42,7 @@ class Heartbeats:
         counts: each rank's beats, as last read: 0 before its first, below 0 once it has ended; [] before the first
             read.
         places: each rank's, as last read; [] until every rank has told its own.
+        peers: each rank's process, None for one that could not name itself; [] until every rank has told its own.
         failure: what another rank has told of its end; None: nothing.
         lost: whether the store no longer answers. Rank 0 holds it.
         over: set once the beats have stopped.
@@ -49,12 +52,14 @@ class Heartbeats:
         self.rank, self.world_size, self._place = rank, world_size, place
         self.counts: list[int] = []
         self.places: list[Place] = []
+        self.peers: list[Peer | None] = []
         self.failure: Failure | None = None
         self.lost = False
         self.over = threading.Event()
         self._own: Failure | None = None
         # A second connection: a wait may hold the main thread's for its whole duration.
         self._store = dist.PrefixStore("ranks", store.clone())
+        self._store.set(f"peer-{rank}", json.dumps(peer.own()))
         self._store.set(str(rank), "1")
         threading.Thread(target=self._beat, name="ranks beat", daemon=True).start()
 
@@ -97,6 +102,12 @@ class Heartbeats:
     def _share_place(self) -> None:
         """Write where this main thread is, and read where the others' are."""
         self._store.set(f"place-{self.rank}", json.dumps(self._place()))
-        keys = [f"place-{rank}" for rank in range(self.world_size)]
-        if self._store.check(keys):
-            self.places = [Place(*json.loads(self._store.get(key))) for key in keys]
+        if places := self._everyones("place"):
+            self.places = [Place(*place) for place in places]
+        if not self.peers:  # early: the store may be a frozen process's
+            self.peers = [told and Peer(*told) for told in self._everyones("peer")]
+
+    def _everyones(self, topic: str) -> list[Any]:
+        """Return what every rank has written of a topic; [] if one has not."""
+        keys = [f"{topic}-{rank}" for rank in range(self.world_size)]
+        return [json.loads(self._store.get(key)) for key in keys] if self._store.check(keys) else []

@@ -43,6 +43,9 @@ def end(error: RunError | None, rank_zero: int | None) -> int:
         return 1 if error is None else error.exit_code
     if error is None:
         say(text)
+    elif error.teller is not None:
+        _tell(error, text)
+        return error.exit_code
     stopped = isinstance(error, Stopped)
     ended = _rank_zero_ends(rank_zero, AFTER_SIGNAL_SECONDS if stopped else RANK_ZERO_SECONDS)
     told = ended or (stopped and rank_zero is not None)  # by rank 0, which ends as this one did, if only later
@@ -69,10 +72,13 @@ def _end_among_ranks(error: RunError | None, text: str) -> None:
         from gpt2_fp8.runtime import meeting
 
         met = meeting.current()
+    if error is not None and error.teller is not None:
+        _tell(error, text)
+        if met is not None and launcher.is_first_of_all():
+            met.say(text)
+        return
     if launcher.is_first_of_all():
-        refused_elsewhere = error is not None and error.exit_code == 2 and not isinstance(error, UserError)
-        if not refused_elsewhere:  # that rank says it
-            say(text)
+        say(text)
         if met is not None:
             met.say(text)
         return
@@ -83,6 +89,13 @@ def _end_among_ranks(error: RunError | None, text: str) -> None:
         time.sleep(AFTER_SIGNAL_SECONDS)
     if not told:
         say(f"rank {os.environ.get('RANK', os.environ.get('SLURM_PROCID'))}: {text}")
+
+
+def _tell(error: RunError, text: str) -> None:
+    """Say an error that every rank may have, if it is this rank that says it."""
+    rank = launcher.current().rank
+    if rank == error.teller and error.exit_code != UserError.exit_code:  # a rank that refuses its input says so itself
+        say(f"rank {rank}: {text}" if rank else text)
 
 
 def say(text: str) -> None:

@@ -27,6 +27,7 @@ class Launcher(NamedTuple):
         node, nodes: which machine this is, and how many there are, as the launcher counts.
         address, port: where rank 0 or its agent listens; None where nobody else is to be met.
         restarts: how often SLURM has started the job again, and torchrun's agent the processes after a failure.
+        restarts_left: how often torchrun's agent will yet.
         agent_listens: whether the launcher listens at the port; else rank 0 has to.
     """
 
@@ -40,6 +41,7 @@ class Launcher(NamedTuple):
     address: str | None = None
     port: int | None = None
     restarts: int = 0
+    restarts_left: int = 0
     agent_listens: bool = False
 
     @property
@@ -155,10 +157,12 @@ class _Variables:
                 f"two launchers at once: srun has started {tasks} tasks, and in each of them {name}, {several}",
                 f"srun python ... without {name}; or one {name} a node, with --nnodes {tasks} and --rdzv-endpoint",
             )
+        restarts = self._number("TORCHELASTIC_RESTART_COUNT", 0)
         return self._world(name)._replace(
             nodes=agents,
             node=self._number("GROUP_RANK", 0),
-            restarts=self._number("TORCHELASTIC_RESTART_COUNT", 0),
+            restarts=restarts,
+            restarts_left=max(self._number("TORCHELASTIC_MAX_RESTARTS", 0) - restarts, 0),
             agent_listens=self.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             local_world_size=self._number("LOCAL_WORLD_SIZE"),
         )

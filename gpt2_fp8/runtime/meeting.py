@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gpt2_fp8.config.errors import RunError
-from gpt2_fp8.runtime import signals
+from gpt2_fp8.runtime import agent, signals
 from gpt2_fp8.runtime.launcher import Launcher
 
 # Processes are started together, but one may still import its packages from a slow disk while the others wait.
@@ -79,6 +79,8 @@ class Meeting:
 
         Raises nothing: the agent, which may have the store, may be gone.
         """
+        if agent.is_gone():  # asking a store that is gone, torch prints where it was asked
+            return
         others = [f"heard/{rank}" for rank in range(1, self.launcher.world_size)]
         until = time.monotonic() + HEARD_SECONDS
         with suppress(RuntimeError):
@@ -90,7 +92,7 @@ class Meeting:
         """Return whether rank 0 has printed this last word too, or will within `seconds`."""
         until = time.monotonic() + seconds
         with suppress(RuntimeError):  # the store is gone, with rank 0 or with the agent
-            while time.monotonic() < until:
+            while time.monotonic() < until and not agent.is_gone():
                 if self.store.check(["said"]):
                     said = self.store.get("said").decode()
                     self.store.set(f"heard/{self.launcher.rank}", "")

@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_DEVICE = re.compile(r"^(\s*)(?:GPU|MIG)\b.*\(UUID: ((?:GPU|MIG)-[\w/-]+)\)\s*$", re.MULTILINE)
+_DEVICE = re.compile(
+    r"^(\s*)(?:GPU (\d+):|MIG\b.*\bDevice\s+(\d+):).*\(UUID: ((?:GPU|MIG)-[\w/-]+)\)\s*$", re.MULTILINE
+)
 _SECONDS = 30.0  # the longest that nvidia-smi may take
 
 
@@ -58,21 +60,41 @@ def gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
         names = [name.strip() for name in visible.split(",")]
         end = next((at for at, name in enumerate(names) if not name or name.startswith("-")), len(names))
         return list(dict.fromkeys(names[:end]))  # CUDA, too, reads no further than the first that is none
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return named(listed.stdout)
+    return list(named(_listed()))
 
 
-def named(listed: str) -> list[str]:
-    """Return the devices in the text of `nvidia-smi -L`. A GPU that is cut into MIG devices is these, not itself."""
-    found: list[str] = []
-    for indent, name in _DEVICE.findall(listed):
-        if indent and found and found[-1].startswith("GPU-"):
-            found.pop()
-        found.append(name)
+def shown(names: Sequence[str]) -> dict[str, str]:
+    """Return what a person calls the places `names`: `GPU 0`, as nvidia-smi numbers them, or the name itself."""
+    known = named(_listed()) if any(name.startswith(("GPU-", "MIG-")) for name in names) else {}
+    called = {}
+    for name in names:
+        whole = [uuid for uuid in known if uuid.startswith(name)]  # CUDA_VISIBLE_DEVICES may have a shortened one
+        called[name] = known[whole[0]] if len(whole) == 1 else f"GPU {name}" if name.isdecimal() else name
+    return called
+
+
+def named(listed: str) -> dict[str, str]:
+    """Return {UUID: `GPU 0` or `GPU 0 MIG 1`} of the devices in the text of `nvidia-smi -L`.
+
+    A GPU that is cut into MIG devices is these, not itself.
+    """
+    found: dict[str, str] = {}
+    gpu = ""
+    for indent, number, part, uuid in _DEVICE.findall(listed):
+        if indent and found and next(reversed(found)).startswith("GPU-"):
+            found.popitem()
+        if not indent:
+            gpu = f"GPU {number}"
+        found[uuid] = f"{gpu} MIG {part}" if indent else gpu
     return found
+
+
+def _listed() -> str:
+    """Return the text of `nvidia-smi -L`; empty if there is none."""
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def shared_folder() -> Path:

@@ -27,7 +27,7 @@ LOOK_SECONDS = 0.2  # between two looks for a request to stop
 class Plan:
     """What holds for all jobs of a parallel sweep."""
 
-    gpus: list[str]  # as CUDA_VISIBLE_DEVICES names them
+    gpus: dict[str, str]  # as CUDA_VISIBLE_DEVICES names them, and as people do
     at_once: int  # jobs at the same time
     threads: int  # CPU threads of each
     first: int  # the process that has opened the room
@@ -45,7 +45,7 @@ class Room:
         """Take a free place for a job, or return None if there is none now. Raises OSError."""
         if on_cpu or not self.plan.gpus:
             return slots.take([f"CPU {number}" for number in range(self.plan.at_once)], self.folder)
-        return slots.take(self.plan.gpus, slots.shared_folder())
+        return slots.take(list(self.plan.gpus), slots.shared_folder())
 
     def stop(self, signum: int) -> None:
         """Ask all jobs to save and end, as `signum` would. Raises OSError."""
@@ -72,7 +72,7 @@ def entered() -> Room | None:
     if VARIABLE not in os.environ:
         return None
     folder = Path(os.environ[VARIABLE])
-    plan = Plan([], 1, 1, -1)  # of a room that is closed, since the first process has left at once
+    plan = Plan({}, 1, 1, -1)  # of a room that is closed, since the first process has left at once
     with suppress(OSError, ValueError, TypeError):
         plan = Plan(**json.loads((folder / _PLAN).read_text()))
     if plan.first != os.getpid():
@@ -87,7 +87,7 @@ class OpenRoom:
     A signal no longer interrupts this process. It is noted, and passed on to the jobs.
     """
 
-    def __init__(self, gpus: list[str], at_once: int, threads: int, shared: list[str]):
+    def __init__(self, gpus: dict[str, str], at_once: int, threads: int, shared: list[str]):
         self._spool = Spool()
         self.room = Room(Path(self._spool.path), Plan(gpus, at_once, threads, os.getpid(), shared))
         (self.room.folder / _PLAN).write_text(json.dumps(asdict(self.room.plan)))

@@ -12,7 +12,7 @@ from pathlib import Path
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.log_line import LogLine
-from gpt2_fp8.callbacks.rank_watchdog import RankWatchdog
+from gpt2_fp8.callbacks.rank_watchdog import RankLost, RankWatchdog
 from gpt2_fp8.callbacks.time_limit import TimeLimit
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.compat.lightning_process import rank
@@ -22,7 +22,7 @@ from gpt2_fp8.config.own_words import Typed, going_on, shorter
 from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.engine.pace import Pace
 from gpt2_fp8.precision.choose import Choice
-from gpt2_fp8.runtime import meeting
+from gpt2_fp8.runtime import agent, meeting
 from gpt2_fp8.train import last_words
 from gpt2_fp8.train.build import Parts
 from gpt2_fp8.train.outcome import fill
@@ -47,8 +47,10 @@ class RunContext:
         self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save, penalties, folder)
         limit = config.trainer.max_time
         self.time_limit = TimeLimit(None if limit is None else run_length.seconds(limit))
-        self.watchdog = RankWatchdog(self._write_lost)
         self._met = meeting.current()
+        self.watchdog = RankWatchdog(
+            self._write_lost, of_agent=self._met is not None and self._met.launcher.agent_listens
+        )
         if (
             self._met is not None and self._met.launcher.several
         ):  # a launcher has started the others: they prepare themselves at the same time
@@ -60,6 +62,7 @@ class RunContext:
             notes=config.notes, overrides=list(words), config=asdict(config),
         )  # fmt: skip
         self._launcher: object = None
+        self._goes_on = False  # without anybody's doing
 
     def log_line(self, config: RunConfig, first_step: int) -> LogLine:
         """Build what writes the log's lines, for a run of these final settings that continues from `first_step`."""
@@ -103,11 +106,7 @@ class RunContext:
             with nullcontext() if error is None else suppress(Exception):  # a GPU that has failed does not answer
                 self._fill()
         if isinstance(error, RunError):
-            here = self._typed.here if self._typed else Path.cwd()
-            saved = bool(pointers.steps(self.checkpointing.folder))
-            error.tell(
-                going_on(self.folder, here, saved, in_sweep=self._typed is None and bool(self._summary.overrides))
-            )
+            self._tell(error)
         self._summary.finish(error)
         refused = isinstance(error, UserError) and pointers.steps(self.checkpointing.folder)
         if rank() == 0 and not refused:  # a refused command line does not replace the summary of an earlier run
@@ -119,8 +118,22 @@ class RunContext:
         self.watchdog.close()
         clean_up()
 
+    def _tell(self, error: RunError) -> None:
+        """Add to an error how the run goes on: by a command, or by torchrun's agent."""
+        self._goes_on = isinstance(error, RankLost) and self._is_started_again()
+        if self._goes_on and self._met is not None:
+            error.tell(f"{self._met.launcher.name} starts all processes again")
+            return
+        here = self._typed.here if self._typed else Path.cwd()
+        saved = bool(pointers.steps(self.checkpointing.folder))
+        error.tell(going_on(self.folder, here, saved, in_sweep=self._typed is None and bool(self._summary.overrides)))
+
+    def _is_started_again(self) -> bool:
+        return self._met is not None and self._met.launcher.restarts_left > 0 and not agent.is_gone()
+
     def _write_lost(self, lost: RunError) -> None:
         """Write the summary of a run whose main thread hangs in a collective."""
+        self._tell(lost)
         self._fill()
         self._summary.finish(lost)
         if rank() == 0:
@@ -135,7 +148,8 @@ class RunContext:
             log.error("%s; the summary cannot be written: %s", self._summary.status, error)
             return
         for line in last_words.lines(self._summary, self._config, self.folder, self._typed, self._first_step):
-            log.info(line)
+            if not (self._goes_on and line.startswith("next: ")):  # there is nothing to type
+                log.info(line)
 
     def _fill(self) -> None:
         if (parts := self.parts) is not None:  # a thread of the watchdog reads it too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -60,6 +61,8 @@ def _imported() -> Train:
     try:
         if 0 <= resource.getrlimit(resource.RLIMIT_DATA)[0] < LEAST_DATA_BYTES:
             raise MemoryError("it takes more")
+        # When a process is gone, torch warns of each connection to it by a page of its own stack.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         with _collected_never():
             from gpt2_fp8.train.fit import run
     except (ImportError, MemoryError, OSError) as error:

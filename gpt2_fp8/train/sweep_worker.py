@@ -60,7 +60,7 @@ def run(job: Job, room: Room) -> float | None:
     """Run a job when a place is free, and return its last validation loss. Raises JobError if it ends otherwise."""
     try:
         slot = _wait_for_slot(job, room)
-        name = f"GPU {slot.name}" if slot.name.isdecimal() else slot.name
+        name = room.plan.gpus.get(slot.name, slot.name)
         words = " ".join(word for word in job.words if word not in room.plan.shared)
         log.info("job %d on %s: %s; its log: %s", job.number, name, words, os.path.relpath(job.output))
         began = time.monotonic()

@@ -121,14 +121,14 @@ def cpus(monkeypatch):
 def test_jobs_at_a_time_and_their_threads(asked, at_once, threads, capsys):
     plan = begun(capsys, **asked)
     assert (plan.at_once, plan.threads) == (at_once, threads)
-    assert plan.gpus == ([] if asked.get("accelerator") else ["0", "1", "2", "3"])
+    assert list(plan.gpus) == ([] if asked.get("accelerator") else ["0", "1", "2", "3"])
 
 
 @pytest.mark.usefixtures("cpus")
 def test_a_machine_without_gpus(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     plan = begun(capsys, jobs=3)
-    assert (plan.gpus, plan.at_once, plan.threads) == ([], 3, 5)
+    assert (plan.gpus, plan.at_once, plan.threads) == ({}, 3, 5)
 
 
 def test_threads_that_were_chosen_stay(monkeypatch, capsys):
@@ -143,7 +143,7 @@ def test_threads_that_were_chosen_stay(monkeypatch, capsys):
 
 def test_a_job_on_the_cpu_takes_no_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(slots.tempfile, "gettempdir", lambda: str(tmp_path))
-    room = sweep_room.Room(tmp_path, sweep_room.Plan(["0", "1"], 2, 1, os.getpid()))
+    room = sweep_room.Room(tmp_path, sweep_room.Plan({"0": "GPU 0", "1": "GPU 1"}, 2, 1, os.getpid()))
     held = [room.slot(on_cpu) for on_cpu in (False, True, True, False)]
     assert [slot.name for slot in held] == ["0", "CPU 0", "CPU 1", "1"]
     assert room.slot(False) is None
@@ -154,18 +154,18 @@ def test_a_job_on_the_cpu_takes_no_gpu(tmp_path, monkeypatch):
 
 
 def test_a_worker_is_told_to_stop_by_the_room_or_by_its_parents_end(tmp_path):
-    room = sweep_room.Room(tmp_path, sweep_room.Plan([], 1, 1, os.getpid()))
+    room = sweep_room.Room(tmp_path, sweep_room.Plan({}, 1, 1, os.getpid()))
     assert room.stopped_by() is None
     room.stop(2)
     assert room.stopped_by() == 2
-    orphan = sweep_room.Room(tmp_path / "gone", sweep_room.Plan([], 1, 1, 2**22 + 1))
+    orphan = sweep_room.Room(tmp_path / "gone", sweep_room.Plan({}, 1, 1, 2**22 + 1))
     assert orphan.stopped_by() == 15
     assert orphan.is_orphan()
 
 
 def test_a_signal_reaches_the_room_and_interrupts_nothing(monkeypatch):
     with signals.handled() as handlers, handlers.at_once():
-        room = sweep_room.OpenRoom([], 1, 1, [])
+        room = sweep_room.OpenRoom({}, 1, 1, [])
         try:
             os.kill(os.getpid(), 2)
             for _ in range(100):

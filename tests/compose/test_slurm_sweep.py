@@ -108,6 +108,10 @@ def test_without_the_plug_in_it_is_said_what_to_install():
     assert 'pip install -e ".[slurm]"' in problem.remedy
     assert hydra_policy.lacks("hydra/launcher", NAME, ["basic", NAME, BASE]) is None
     assert hydra_policy.lacks("hydra/launcher", "basic", ["basic"]) is None
+    missing = hydra_policy.missing_plugin("hydra/launcher", "joblib", ["basic", NAME])
+    assert missing.remedy == "pip install hydra-joblib-launcher; installed are basic"
+    missing = hydra_policy.missing_plugin("hydra/launcher", "joblib", ["basic", NAME, BASE])
+    assert missing.remedy == f"pip install hydra-joblib-launcher; installed are basic, {NAME}, {BASE}"
 
 
 def test_the_same_is_said_before_hydra_looks_for_it(monkeypatch):

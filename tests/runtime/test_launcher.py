@@ -24,14 +24,14 @@ BY_HAND = {
 }  # fmt: skip
 LIGHTNINGS = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 PLACE = {"rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4, "node": 1, "nodes": 2}
-AGENT = Launcher("torchrun", address="node1", port=41234, agent_listens=True, **PLACE)
+AGENT = Launcher("torchrun", address="node1", port=41234, agent_listens=True, restarts_left=3, **PLACE)
 SLURMS = Launcher("srun", address="gpu07", port=19567, **PLACE)
 HAND = Launcher("RANK and WORLD_SIZE", 1, 2, 1, 2, 0, 1, "127.0.0.1", 29501)
 KNOWN = {
     "nothing": ({}, Launcher("Lightning")),
     "a rank of Lightning's": (LIGHTNINGS, Launcher("Lightning", rank=1, local_rank=1)),
     "torchrun": (TORCHRUN, AGENT),
-    "torchrun, again": (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}, AGENT._replace(restarts=2)),
+    "torchrun, again": (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}, AGENT._replace(restarts=2, restarts_left=1)),
     "a rank that listens": (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, AGENT._replace(agent_listens=False)),
     "accelerate": (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, AGENT._replace(name="accelerate launch")),
     "an agent on each node, by srun": (SRUN | {"SLURM_STEP_NUM_TASKS": "2"} | TORCHRUN, AGENT),

@@ -93,8 +93,24 @@ GPU 2: NVIDIA H200 (UUID: GPU-2f5d-3)
 
 
 def test_otherwise_the_driver_says_it():
-    assert slots.named(LISTED) == ["GPU-2f5d-1", "MIG-7c-8", "MIG-7c-9", "GPU-2f5d-3"]
-    assert slots.named("No devices found.\n") == []
+    assert slots.named(LISTED) == {
+        "GPU-2f5d-1": "GPU 0", "MIG-7c-8": "GPU 1 MIG 0", "MIG-7c-9": "GPU 1 MIG 1", "GPU-2f5d-3": "GPU 2",
+    }  # fmt: skip
+    assert slots.named("No devices found.\n") == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "called"),
+    [
+        (["GPU-2f5d-3", "MIG-7c-8"], ["GPU 2", "GPU 1 MIG 0"]),
+        (["MIG-7c-9", "GPU-ffff"], ["GPU 1 MIG 1", "GPU-ffff"]),  # of another machine
+        (["GPU-2f5d"], ["GPU-2f5d"]),  # two begin so
+        (["3", "1"], ["GPU 3", "GPU 1"]),
+    ],
+)
+def test_people_are_told_the_numbers_of_nvidia_smi(names, called, monkeypatch):
+    monkeypatch.setattr(slots.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, LISTED))
+    assert slots.shown(names) == dict(zip(names, called, strict=True))
 
 
 @pytest.mark.parametrize(
