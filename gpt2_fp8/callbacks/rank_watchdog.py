@@ -71,6 +71,7 @@ class RankWatchdog(Callback):
         self._rank = 0
         self._met = threading.Event()  # the ranks have met, or never will
         self._ending = False
+        self._leaving = threading.Event()  # a thread is ending this process, and says why
         self._step = 0  # the step that the main thread is in; 0: between two
 
     def expect(self, launcher: object) -> None:
@@ -121,6 +122,8 @@ class RankWatchdog(Callback):
             return error
         self._ending = True
         lost = self._lost_with_connection(ranks) if _is_connection(error) else None
+        while self._leaving.is_set():  # until the thread is done: the same end is not to be told twice
+            time.sleep(BEAT_SECONDS)
         if lost is None:
             code = error.exit_code if isinstance(error, RunError) else 1
             words = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
@@ -235,17 +238,21 @@ class RankWatchdog(Callback):
         return lost
 
     def _leave(self, error: RunError) -> None:
-        if self._ranks is not None and isinstance(error, RankLost):  # else they only learn that this one is gone
-            self._ranks.tell(error.cause, error.exit_code)
-        writer = threading.Thread(target=self.on_lost, args=(error,), daemon=True)
-        writer.start()
-        writer.join(ON_LOST_SECONDS)
-        # A rank that refuses its input says so itself.
-        if error.exit_code != UserError.exit_code and error.teller in (None, self._rank):
-            print(harmless(f"rank {self._rank}: {error}"), file=sys.stderr, flush=True)
-        self._end_silent(error)
-        self.end_children()
-        os._exit(error.exit_code)
+        """End this process, whatever its main thread does. Does not return."""
+        self._leaving.set()
+        try:
+            if self._ranks is not None and isinstance(error, RankLost):  # else they only learn that this one is gone
+                self._ranks.tell(error.cause, error.exit_code)
+            writer = threading.Thread(target=self.on_lost, args=(error,), daemon=True)
+            writer.start()
+            writer.join(ON_LOST_SECONDS)
+            # A rank that refuses its input says so itself.
+            if error.exit_code != UserError.exit_code and error.teller in (None, self._rank):
+                print(harmless(f"rank {self._rank}: {error}"), file=sys.stderr, flush=True)
+            self._end_silent(error)
+        finally:
+            self.end_children()
+            os._exit(error.exit_code)
 
     def _end_silent(self, error: RunError) -> None:
         """Kill a rank without a sign of life, if it is on this host: its launcher would wait for it."""

@@ -69,7 +69,7 @@ def test_agents_without_a_store_need_a_name(torchrun, monkeypatch, tmp_path):
     """What they start again could not find a run without one, and cannot know that it is started again."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="would begin another run") as refused:
+    with pytest.raises(UserError, match="would not find this run") as refused:
         preflight([])
     (problem,) = refused.value.problems
     assert problem.remedy == "add run_name=NAME"

@@ -52,7 +52,7 @@ KNOWN = {
     ),
     "torchrun, likewise": (
         BATCH_SCRIPT | TORCHRUN | {"SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RESTART_COUNT": "1"},
-        AGENT._replace(restarts=2),
+        AGENT._replace(restarts=2, restarts_left=2),
     ),
     "a shell on a node": (
         BATCH_SCRIPT | {"SLURM_JOB_NAME": "bash", "SLURM_RESTART_COUNT": "1"},
