@@ -59,7 +59,7 @@ if __name__ == "__main__":
     print("STEPS", json.dumps(steps), flush=True)
 """
 TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.val_check_interval=4"]
-TIMES = {"tokens_per_second", "step_time", "data_wait"}
+TIMES = {"tokens_per_second", "step_time", "data_wait", "memory_gb"}  # and what a process happens to hold
 NEW = {"hyper_parameters", "config", "optimizer"}  # keys of the state that only later trees write
 
 
