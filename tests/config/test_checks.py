@@ -4,6 +4,7 @@ import itertools
 import re
 import shlex
 from dataclasses import fields, replace
+from functools import cache
 
 import pytest
 
@@ -13,7 +14,7 @@ from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.checks import check, check_batch, value_of
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.keys import key_paths
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from tests.config.numbers import RANGES, ranges
 
 
@@ -162,7 +163,17 @@ TABLE = [
     ("precision=auto precision.backend=te", "backend belongs to precision=", "choose precision=fp8_hybrid, or"),
     # how it computes
     ("precision.backend=fuse", "must be auto, fused, te, torchao, reference or emulated", "precision.backend=fused"),
-    ("precision.backend=reference", "plain torch has no FP8 GEMMs", "precision.backend=auto"),
+    ("precision.backend=reference", "plain torch has no FP8 GEMMs", "precision.backend=auto, or precision=bf16, or"),
+    ("precision.backend=reference model=llama3_small", "plain torch has no FP8 GEMMs", "auto, or precision=bf16"),
+    ("precision.backend=reference precision.fallback=error", "no FP8 GEMMs", "precision.backend=auto, or precision.b"),
+    ("precision.backend=fused model=gpt2_optimized", "they have no RMSNorm, no grouped", "precision.backend=auto"),
+    ("precision.backend=emulated model=llama3_small", "they have no RMSNorm, no SwiGLU", "precision.backend=auto"),
+    ("precision.emulate=[weight] model.n_kv_head=2", "this is precision.backend=auto", "leave precision.emulate out"),
+    (
+        "precision.backend=emulated precision.emulate=[weight] model.positions=rope",
+        "they have no RoPE",
+        "precision.backend=auto precision.emulate=null",
+    ),
     ("precision=bf16 precision.backend=fused", "its kernels are for FP8", "precision.backend=auto"),
     ("precision=fp32 precision.backend=te", "for FP8 and bf16 here", "precision.backend=auto"),
     ("precision.backend=fused recipe=current", "delayed scaling alone, not recipe=current", "precision.backend=auto"),
@@ -486,26 +497,39 @@ BACKEND_CHOICES = {
     "attention": ("auto", "te"),
     "precision.emulate": ("null", "[weight]"),
     "cuda_graphs": ("auto", "true"),
+    "model": ("tiny", "llama"),
 }
+MODELS = {"tiny": {}, "llama": {"n_kv_head": 2, "norm": "rms_norm", "mlp": "swiglu", "positions": "rope"}}
 
 
 def test_every_way_out_of_every_combination_is_taken():
     """All of the product: each remedy of a backend's refusal names ways, and each leaves no problem that is new."""
     bases = {name: preflight([f"recipe={name}"])[0] for name in BACKEND_CHOICES["recipe"]}
-    refused = 0
+
+    @cache
+    def found_in(words):
+        return list(backend_check.check(with_words(bases, dict(words))))
+
+    refused = dict.fromkeys(MODELS, 0)
     for values in itertools.product(*BACKEND_CHOICES.values()):
         chosen = dict(zip(BACKEND_CHOICES, values, strict=True))
-        found = list(backend_check.check(with_words(bases, chosen)))
-        about = [one for one in found if "cannot run" in one.problem.cause or "no backend" in one.problem.cause]
-        for one in about:
-            refused += 1
-            assert ways(one.problem.remedy), chosen
+        found = found_in(tuple(chosen.items()))
+        for one in found:
+            of_backend = is_about_a_backend(one.problem.cause)
+            refused[chosen["model"]] += of_backend
+            assert ways(one.problem.remedy) or not of_backend, chosen
             for words in ways(one.problem.remedy):
-                changed = chosen | dict(word.split("=") for word in words)
-                causes = [f.problem.cause for f in backend_check.check(with_words(bases, changed))]
-                assert not any("cannot run" in cause or "no backend" in cause for cause in causes), (chosen, words)
-                assert len(causes) <= len(found) - len(about), (chosen, words, causes)
-    assert refused > 400
+                changed = chosen | dict(word.split("=", 1) for word in words)
+                left = found_in(tuple(changed.items()))
+                causes = [other.problem.cause for other in left]
+                assert not of_backend or not any(map(is_about_a_backend, causes)), (chosen, words)
+                assert one.problem.cause not in causes, (chosen, words)
+                assert {other.keys[0] for other in left} <= {other.keys[0] for other in found}, (chosen, words, causes)
+    assert min(refused.values()) > 400
+
+
+def is_about_a_backend(cause):
+    return "cannot run" in cause or "no backend" in cause
 
 
 def with_words(bases, chosen):
@@ -515,8 +539,12 @@ def with_words(bases, chosen):
     precision = replace(
         config.precision, backend=chosen["precision.backend"], backward=chosen["precision.backward"], emulate=emulate
     )
+    if "precision" in chosen:
+        assert precision == replace(config.precision, backend=precision.backend), "a key of FP8's alone would be left"
+        precision = PlainPrecisionConfig(name=chosen["precision"], backend=precision.backend)
     graphs = {"auto": "auto", "true": True}[chosen["cuda_graphs"]]
-    return replace(config, precision=precision, attention=chosen["attention"], cuda_graphs=graphs)
+    model = replace(config.model, **MODELS[chosen["model"]])
+    return replace(config, precision=precision, attention=chosen["attention"], cuda_graphs=graphs, model=model)
 
 
 def test_what_other_programs_say_for_a_value_is_a_value_here():
