@@ -23,19 +23,54 @@ def check(config: RunConfig) -> Iterator[Finding]:
     if model.n_embd % model.n_head and model.head_size is None:
         yield _unequal_heads(model, multiple)
     if model.n_head % (model.n_kv_head or model.n_head):
-        assert model.n_kv_head is not None
-        fits = largest_divisor(model.n_head, min(model.n_kv_head, model.n_head))
         reason = "each key-value head serves the same number of heads"
-        yield _finding(model, "n_head n_kv_head", reason, f"model.n_kv_head={fits}")
+        yield _finding(model, "n_head n_kv_head", reason, f"model.n_kv_head={_key_value_heads(model, multiple)}")
     yield from _rope(model, multiple)
     yield from _widths(config, multiple)
 
 
 def _unequal_heads(model: ModelConfig, multiple: int) -> Finding:
-    width = nearest(model.n_embd, math.lcm(model.n_head, multiple))
-    heads = largest_divisor(model.n_embd, model.n_head)
-    remedy = f"model.n_embd={width}, or model.n_head={heads}"
-    return _finding(model, "n_embd n_head", "the heads share n_embd in equal parts", remedy)
+    ways = [f"model.n_embd={_fitting_width(model, multiple)}"]
+    kept = model.n_kv_head and _key_value_heads(model, multiple)
+    fitting = [
+        heads
+        for heads in _divisors(model.n_embd, model.n_head)
+        if heads % (kept or heads) == 0 and model.n_embd // heads % _size_step(model, multiple, heads, kept) == 0
+    ]
+    if fitting and model.n_embd % multiple == 0:
+        ways.append(f"model.n_head={max(fitting)}")
+    return _finding(model, "n_embd n_head", "the heads share n_embd in equal parts", ", or ".join(ways))
+
+
+def _key_value_heads(model: ModelConfig, multiple: int) -> int:
+    """Return the number of key-value heads that a model has, or the nearest that its heads can share."""
+    asked = model.n_kv_head or model.n_head
+    if model.n_head % asked == 0:
+        return asked
+    size = _head_size(model)
+    able = _divisors(model.n_head, model.n_head)
+    turns = size and (size % 2 == 0 or model.positions != "rope")
+    if size and turns and model.n_head * size % multiple == 0:  # otherwise the size is what must change
+        able = [heads for heads in able if 2 * heads * size % multiple == 0]
+    return max((heads for heads in able if heads <= asked), default=min(able))
+
+
+def _size_step(model: ModelConfig, multiple: int, n_head: int, n_kv_head: int | None) -> int:
+    """Return what a head's size must be a multiple of, for RoPE and for the widths that attention projects to."""
+    steps = [multiple // math.gcd(multiple, heads) for heads in (n_head, 2 * (n_kv_head or n_head))]
+    return math.lcm(*steps, 2 if model.positions == "rope" else 1)
+
+
+def _fitting_size(model: ModelConfig, multiple: int, size: int) -> int:
+    return nearest(size, _size_step(model, multiple, model.n_head, _key_value_heads(model, multiple)))
+
+
+def _fitting_width(model: ModelConfig, multiple: int) -> int:
+    """Return the nearest width of the residual stream that fits, with heads that share it if they do."""
+    if model.head_size is not None:
+        return nearest(model.n_embd, multiple)
+    step = _size_step(model, multiple, model.n_head, _key_value_heads(model, multiple))
+    return nearest(model.n_embd, math.lcm(multiple, model.n_head * step))
 
 
 def _rope(model: ModelConfig, multiple: int) -> Iterator[Finding]:
@@ -50,7 +85,7 @@ def _rope(model: ModelConfig, multiple: int) -> Iterator[Finding]:
     if size and size % 2:
         keys = "positions n_embd n_head" if model.head_size is None else "positions head_size"
         reason = f"RoPE turns pairs of channels, and a head has {size}"
-        yield _finding(model, keys, reason, f"model.head_size={nearest(size, max(2, multiple))}")
+        yield _finding(model, keys, reason, f"model.head_size={_fitting_size(model, multiple, size)}")
     given = [key for key in _BANDS if getattr(model, key) is not None]
     if missing := [key for key in (*_BANDS, "rope_scaling") if given and getattr(model, key) is None]:
         reason = f"Llama 3's scaling also needs {' and '.join(f'model.{key}' for key in missing)}"
@@ -67,21 +102,20 @@ def _widths(config: RunConfig, multiple: int) -> Iterator[Finding]:
     model = config.model
     reason = f"{products(config)} need a multiple of {multiple}"
     if model.n_embd % multiple:
-        width = nearest(model.n_embd, math.lcm(multiple, model.n_head))
-        yield _finding(model, "n_embd", reason, f"model.n_embd={width}, or precision=bf16")
-        return
+        remedy = f"model.n_embd={_fitting_width(model, multiple)}, or precision=bf16"
+        yield _finding(model, "n_embd", reason, remedy)
     if (model.mlp_width or multiple) % multiple:
         assert model.mlp_width is not None
         remedy = f"model.mlp_width={nearest(model.mlp_width, multiple)}, or precision=bf16"
         yield _finding(model, "mlp_width", reason, remedy)
-    size, n_kv_head = _head_size(model), model.n_kv_head or model.n_head
-    if size and size % 2 and model.positions == "rope":
+    size = model.head_size if model.n_embd % multiple else _head_size(model)  # else the width decides it
+    if not size or (size % 2 and model.positions == "rope"):
         return
-    for channels, of in ((model.n_head, "queries"), (2 * n_kv_head, "keys and values")):
-        if size and channels * size % multiple:
+    for heads, of in ((model.n_head, "queries"), (2 * _key_value_heads(model, multiple), "keys and values")):
+        if heads * size % multiple:
             keys = "n_head head_size" if of == "queries" else "n_kv_head head_size"
-            remedy = f"model.head_size={nearest(size, multiple)}, or precision=bf16"
-            yield _finding(model, keys, f"{reason}, and the {of} have {channels * size} channels", remedy)
+            remedy = f"model.head_size={_fitting_size(model, multiple, size)}, or precision=bf16"
+            yield _finding(model, keys, f"{reason}, and the {of} have {heads * size} channels", remedy)
             return
 
 
@@ -113,8 +147,12 @@ def nearest(value: int, multiple: int) -> int:
 
 def largest_divisor(number: int, most: int) -> int:
     """Return the largest divisor up to `most`; of a number beyond 10^12, of those with a factor up to a million."""
+    return max(_divisors(number, most))
+
+
+def _divisors(number: int, most: int) -> list[int]:
     small = [d for d in range(1, min(math.isqrt(number), 10**6) + 1) if number % d == 0]
-    return max(d for one in small for d in (one, number // one) if d <= most)
+    return [d for one in small for d in (one, number // one) if d <= most]
 
 
 def _finding(model: ModelConfig, keys: str, reason: str, remedy: str) -> Finding:
