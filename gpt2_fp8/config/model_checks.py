@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.keys import finding
@@ -12,9 +14,7 @@ from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
 FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)
 _MULTIPLES = {"mxfp8": 32}  # its casts want whole blocks of 32, along rows and columns (TE mxfp8_tensor.py)
 _BANDS = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
-_EXAMPLES = {  # Llama 3.2's
-    "rope_low_freq_factor": "1", "rope_high_freq_factor": "4", "rope_original_positions": "8192", "rope_scaling": "32",
-}  # fmt: skip
+_ORIGINAL, _SCALING = 8192, 32.0  # Llama 3.2's rope_original_positions and rope_scaling
 
 
 def check(config: RunConfig) -> Iterator[Finding]:
@@ -76,10 +76,7 @@ def _fitting_width(model: ModelConfig, multiple: int) -> int:
 def _rope(model: ModelConfig, multiple: int) -> Iterator[Finding]:
     """Find keys of RoPE that do nothing, or not enough."""
     if model.positions != "rope":
-        given = [key for key in ("rope_base", "rope_scaling", *_BANDS) if getattr(model, key) is not None]
-        for key in given:
-            reason = f"model.positions={model.positions} has no rotations"
-            yield _finding(model, key, reason, f"model.positions=rope, or leave model.{key} out")
+        yield from _no_rotations(model, multiple)
         return
     size = _head_size(model)
     if size and size % 2:
@@ -87,14 +84,40 @@ def _rope(model: ModelConfig, multiple: int) -> Iterator[Finding]:
         reason = f"RoPE turns pairs of channels, and a head has {size}"
         yield _finding(model, keys, reason, f"model.head_size={_fitting_size(model, multiple, size)}")
     given = [key for key in _BANDS if getattr(model, key) is not None]
-    if missing := [key for key in (*_BANDS, "rope_scaling") if given and getattr(model, key) is None]:
+    if missing := _missing(model):
         reason = f"Llama 3's scaling also needs {' and '.join(f'model.{key}' for key in missing)}"
-        remedy = f"add {' '.join(f'model.{key}={_EXAMPLES[key]}' for key in missing)}, or leave these out"
-        yield _finding(model, " ".join(given), reason, remedy)
+        yield _finding(model, " ".join(given), reason, f"add {_words(missing)}, or {_words(dict.fromkeys(given))}")
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
     if low is not None and high is not None and low >= high:
         keys, remedy = "rope_low_freq_factor rope_high_freq_factor", f"model.rope_high_freq_factor={4 * low:g}"
         yield _finding(model, keys, "the low factor is below the high one", remedy)
+
+
+def _no_rotations(model: ModelConfig, multiple: int) -> Iterator[Finding]:
+    """Find the keys of RoPE in a model without it. The model's file may have set them, so what unsets them is told."""
+    given = [key for key in ("rope_base", "rope_scaling", *_BANDS) if getattr(model, key) is not None]
+    if not given:
+        return
+    missing, ways = _missing(model), [_words(dict.fromkeys(given))]
+    if not any(_rope(replace(model, positions="rope", **missing), multiple)):
+        ways.insert(0, f"model.positions=rope {_words(missing)}".strip())
+    reason = f"model.positions={model.positions} has no rotations"
+    yield _finding(model, " ".join(given), reason, ", or ".join(ways))
+
+
+def _missing(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys that Llama 3's scaling lacks, with values that fit the others; none if no other is given."""
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    low = low or (high / 4 if high else 1.0)
+    fits = (low, high or 4 * low, _ORIGINAL, _SCALING)
+    wanted = dict(zip((*_BANDS, "rope_scaling"), fits, strict=True))
+    begun = any(getattr(model, key) is not None for key in _BANDS)
+    return {key: value for key, value in wanted.items() if begun and getattr(model, key) is None}
+
+
+def _words(values: Mapping[str, float | None]) -> str:
+    """Return what sets a model's keys to these values; None unsets one."""
+    return " ".join(f"model.{key}={'null' if value is None else f'{value:g}'}" for key, value in values.items())
 
 
 def _widths(config: RunConfig, multiple: int) -> Iterator[Finding]:

@@ -73,10 +73,11 @@ TABLE = [
     ("model.positions=rope model.head_size=7 precision=bf16", "a head has 7", "model.head_size=8"),
     ("model.positions=rope model.n_embd=12 precision=bf16", "n_head=4: RoPE turns pairs", "model.head_size=4"),
     ("model.positions=rope model.head_size=33", "RoPE turns pairs of channels, and a head has 33", "head_size=32"),
-    ("model.rope_base=1e6", "model.positions=learned has no rotations", "model.positions=rope, or leave model.rope_b"),
-    ("model.rope_scaling=8", "model.positions=learned has no rotations", "leave model.rope_scaling out"),
+    ("model.rope_base=1e6", "learned has no rotations", "model.positions=rope, or model.rope_base=null"),
+    ("model.rope_scaling=8", "model.positions=learned has no rotations", "or model.rope_scaling=null"),
     ("model=llama3_small model.rope_low_freq_factor=1", "also needs model.rope_high_freq_factor and", "add model.rope"),
-    ("model=llama3_2_1b model.rope_scaling=null", "Llama 3's scaling also needs model.rope_scaling", "rope_scaling=32"),
+    ("model=llama3_2_1b model.rope_scaling=null", "scaling also needs model.rope_scaling", "rope_scaling=32, or m"),
+    ("model=llama3_2_1b model.positions=learned", "learned has no rotations", "or model.rope_base=null model.rope_sc"),
     ("model=llama3_2_1b model.rope_low_freq_factor=4", "low factor is below the high", "rope_high_freq_factor=16"),
     ("model.positions=rope model.rope_scaling=0.5", "model.rope_scaling=0.5: must be at least 1", "choose 1 or more"),
     ("model.positions=rope model.rope_base=0", "model.rope_base=0.0: must be above 0", "choose a value above 0"),
@@ -630,7 +631,7 @@ def test_every_problem_of_a_models_options_is_told_at_once():
     ):
         assert word in causes
     told = [p for p in refusals(ALL_OPTIONS_WRONG) if "model." in p.cause]
-    fixed = " ".join(word.strip(",") for p in told for word in p.remedy.split() if word.startswith("model."))
+    fixed = " ".join(word for p in told for word in p.remedy.split(", or ")[0].split() if word.startswith("model."))
     assert "model.n_kv_head=4" in fixed
     preflight(shlex.split(f"{ALL_OPTIONS_WRONG} {fixed} precision.backend=te"))  # what is proposed works
 
