@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from gpt2_fp8.config.backend_support import asked
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.keys import finding
 from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
@@ -125,11 +126,11 @@ def _widths(config: RunConfig, multiple: int) -> Iterator[Finding]:
     model = config.model
     reason = f"{products(config)} need a multiple of {multiple}"
     if model.n_embd % multiple:
-        remedy = f"model.n_embd={_fitting_width(model, multiple)}, or precision=bf16"
+        remedy = f"model.n_embd={_fitting_width(model, multiple)}, or {in_bf16(config)}"
         yield _finding(model, "n_embd", reason, remedy)
     if (model.mlp_width or multiple) % multiple:
         assert model.mlp_width is not None
-        remedy = f"model.mlp_width={nearest(model.mlp_width, multiple)}, or precision=bf16"
+        remedy = f"model.mlp_width={nearest(model.mlp_width, multiple)}, or {in_bf16(config)}"
         yield _finding(model, "mlp_width", reason, remedy)
     size = model.head_size if model.n_embd % multiple else _head_size(model)  # else the width decides it
     if not size or (size % 2 and model.positions == "rope"):
@@ -137,7 +138,7 @@ def _widths(config: RunConfig, multiple: int) -> Iterator[Finding]:
     for heads, of in ((model.n_head, "queries"), (2 * _key_value_heads(model, multiple), "keys and values")):
         if heads * size % multiple:
             keys = "n_head head_size" if of == "queries" else "n_kv_head head_size"
-            remedy = f"model.head_size={_fitting_size(model, multiple, size)}, or precision=bf16"
+            remedy = f"model.head_size={_fitting_size(model, multiple, size)}, or {in_bf16(config)}"
             yield _finding(model, keys, f"{reason}, and the {of} have {heads * size} channels", remedy)
             return
 
@@ -161,6 +162,12 @@ def products(config: RunConfig) -> str:
     """Name the matrix products of a run in FP8, with the recipe if it needs more than the others."""
     name = config.recipe.name
     return f"the FP8 matrix products of recipe={name}" if name in _MULTIPLES else "FP8 matrix products"
+
+
+def in_bf16(config: RunConfig) -> str:
+    """Return what is typed for bf16 in place of FP8; layers that are for FP8 alone are not kept."""
+    only_fp8 = asked(config) in ("fused", "torchao", "emulated")
+    return f"precision=bf16{' precision.backend=auto' if only_fp8 else ''}"
 
 
 def nearest(value: int, multiple: int) -> int:

@@ -98,6 +98,8 @@ TABLE = [
     # FP8
     ("precision=fp8_e5m2", "E5M2 x E5M2", "precision=fp8_hybrid"),
     ("model.n_embd=100", "FP8 matrix products need a multiple of 16", "model.n_embd=96, or precision=bf16"),
+    ("model.n_embd=100 precision.backend=torchao", "need a multiple of 16", "or precision=bf16 precision.backend=auto"),
+    ("model.n_positions=100 precision.backend=fused", "multiple of 16", "or precision=bf16 precision.backend=auto"),
     ("model.n_positions=100 micro_batch_size=1", "multiple of 16", "model.n_positions=96, or precision=bf16"),
     ("recipe=mxfp8 model.n_embd=144 model.n_head=3", "of recipe=mxfp8 need a multiple of 32", "n_embd=192, or"),
     ("recipe=mxfp8 model.n_embd=112", "n_embd=112: the FP8 matrix products of recipe=mxfp8", "model.n_embd=128"),
