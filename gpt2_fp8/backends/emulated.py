@@ -10,7 +10,6 @@ from typing_extensions import override
 from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
 from gpt2_fp8.backends.twin import bf16_loss
 from gpt2_fp8.config import backend_support
-from gpt2_fp8.config.block_spec import block_spec, why_not
 from gpt2_fp8.config.schema import EMULATED, IN_BACKWARD, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
 from gpt2_fp8.layers import Family, emulated, emulated_head
 from gpt2_fp8.layers.emulated_gemm import Emulation
@@ -44,8 +43,7 @@ class Emulated(Backend):
     def why_not(cls, config: RunConfig) -> str | None:
         if config.compile is True and (reason := cls._why_not_compiled(config)):
             return f"compile=true, and {reason}"
-        lacking = why_not(block_spec(config.model), emulated.NAME, emulated.OFFERS)
-        return backend_support.why_not_emulated(config) or lacking
+        return backend_support.why_not_emulated(config)
 
     @staticmethod
     def _why_not_compiled(config: RunConfig) -> str | None:

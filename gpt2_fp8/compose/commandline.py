@@ -168,7 +168,7 @@ def _no_flag(word: str, key: str, value: str, program: Program) -> Problem:
     key = key.replace("-", "_")
     known = key_paths(program.schema)
     leaves = {path.rpartition(".")[2]: path for path in reversed(known)}
-    told = foreign_keys.advice(key)
+    told = foreign_keys.advice(key, value or None)
     groups = {path.partition(".")[0] for path in known if "." in path} | {"experiment", "debug"}
     path = key if key in known or key in groups else leaves.get(key)
     if path:

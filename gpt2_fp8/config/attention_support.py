@@ -6,7 +6,9 @@ What only the machine can tell is asked when the backend is known (`backends/att
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.schema import AttentionKernel, AutoPrecisionConfig, RunConfig
 
@@ -43,15 +45,33 @@ def _why_not(config: RunConfig) -> tuple[str, str, str] | None:
         )
     if config.trainer.accelerator == "cpu":
         return "trainer.accelerator", "its kernels are a GPU's, and this is trainer.accelerator=cpu", "attention=auto"
+    held = "sdpa" if config.trainer.deterministic else "cudnn"  # cuDNN's is not deterministic in torch
     if precision.name == "fp32":
-        return "precision", "its kernels take bfloat16, and this is precision=fp32", "attention=sdpa, or precision=bf16"
+        in_bf16 = ", or precision=bf16" if kernel == "flash" or kernel == held else ""
+        return "precision", "its kernels take bfloat16, and this is precision=fp32", f"attention=sdpa{in_bf16}"
     if kernel == "te" and has_plain_layers(config):
-        reason = "only the FP8 layers and precision.backend=te have it, and this run has plain-torch layers"
-        return "precision.backend", reason, "attention=cudnn, or leave attention out"
+        plain = "this run has plain-torch layers, which call torch's attention alone"
+        reason = f"only the FP8 layers and precision.backend=te have it; {plain}"
+        same = f"attention={held}"
+        if held == "cudnn":
+            same += " (torch's call of cuDNN, which Transformer Engine calls too)"
+        others = ", or precision.backend=te" if _may_have_te(config) else ""
+        return "precision.backend", reason, f"{same}{others}, or leave attention out"
     if kernel in ("te", "flash") and isinstance(precision, AutoPrecisionConfig):
         reason = "the layers that precision=auto compares do not all have it"
-        return "precision", reason, "attention=cudnn, or a precision by name"
+        return (
+            "precision",
+            reason,
+            f"attention={held}, or {'precision=fp8_hybrid' if kernel == 'te' else 'a precision by name'}",
+        )
     if kernel == "cudnn" and config.trainer.deterministic:
         reason = "torch's cuDNN kernel is not deterministic, and this is trainer.deterministic=true"
         return "trainer.deterministic", reason, "attention=auto, or leave trainer.deterministic=true out"
     return None
+
+
+def _may_have_te(config: RunConfig) -> bool:
+    """Return whether Transformer Engine's layers have everything that a run of plain layers asks for."""
+    assert not isinstance(config.precision, AutoPrecisionConfig)
+    changed = replace(config, precision=replace(config.precision, backend="te"))
+    return backend_support.why_not_asked(changed) is None and not any(backend_support.options(changed))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from gpt2_fp8.config import attention_support, backend_support
 from gpt2_fp8.config.backend_support import asked, why_not_asked
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.config.schema import IN_BACKWARD, FP8PrecisionConfig, PlainPrecisionConfig, RunConfig, StatelessRecipe
 
 _OF_PRECISION = "precision.name", "recipe", "precision.keep_bf16", "precision.backward"
 _OF_LAYERS = "precision.backend", "model.dropout", "document_mask", "penalty"
@@ -31,6 +31,7 @@ _EMULATED = _Change("precision.backend=emulated, which is slow", {"backend": "em
 _IN_FP8 = _Change("precision.backward=fp8", {"backward": "fp8"}, {})
 _CURRENT = _Change("recipe=current", {}, {"recipe": StatelessRecipe(name="current")})
 _ROWWISE = _Change("recipe=rowwise", {}, {"recipe": StatelessRecipe(name="rowwise")})
+_EMULATE_ALL = _Change("precision.emulate=null", {"emulate": None}, {})
 _NO_GRAPHS = _Change("cuda_graphs=auto", {}, {"cuda_graphs": "auto"})
 
 
@@ -43,7 +44,30 @@ def check(config: RunConfig) -> Iterator[Finding]:
             cause = f"no backend can do this in FP8 on a GPU: Transformer Engine: {reason}"
         keys = _OF_PRECISION if name == "auto" else (*_OF_PRECISION, *_OF_LAYERS)
         yield Finding(keys, Problem(cause, _remedy(config)))
+    yield from _options(config)
+
+
+def _options(config: RunConfig) -> Iterator[Finding]:
+    yield from _emulate(config)
     yield from backend_support.options(config)
+
+
+def _emulate(config: RunConfig) -> Iterator[Finding]:
+    precision = config.precision
+    if not isinstance(precision, FP8PrecisionConfig) or precision.emulate is None:
+        return
+    if precision.backend != "emulated":
+        cause = (
+            f"precision.emulate says what the emulated layers cast, and this is precision.backend={precision.backend}"
+        )
+        changed = replace(config, precision=replace(precision, backend="emulated"))
+        able = why_not_asked(changed) is None and not _refused(changed)
+        ways = f"{'add precision.backend=emulated, or ' if able else ''}leave precision.emulate out"
+        yield Finding(("precision.emulate",), Problem(cause, ways))
+    elif in_vain := [name for name in precision.emulate if name in IN_BACKWARD[precision.backward]]:
+        cause = f"precision.emulate names {in_vain[0]}, which precision.backward={precision.backward} keeps in bf16"
+        remedy = f"leave {', '.join(in_vain)} out of precision.emulate, or add precision.backward=fp8"
+        yield Finding(("precision.emulate", "precision.backward"), Problem(cause, remedy))
 
 
 def _remedy(config: RunConfig) -> str:
@@ -55,7 +79,22 @@ def _remedy(config: RunConfig) -> str:
             found.append(words)
     ways = [words for words in found if _EMULATED not in words][:_MOST] or found
     ways += [words for words in found if words == (_EMULATED,)][: _MOST - len(ways)]
-    return ", or ".join(_typed(config, words) for words in ways[:_MOST])
+    named = [_typed(config, words) for words in ways]
+    if _is_plain_in_bf16(config):
+        named.insert(1, "precision=bf16")
+    return ", or ".join(named[:_MOST])
+
+
+def _is_plain_in_bf16(config: RunConfig) -> bool:
+    """Return whether precision=bf16 is enough: plain torch is asked for, and no key of FP8's alone differs."""
+    precision = config.precision
+    if asked(config) != "reference" or not isinstance(precision, FP8PrecisionConfig):
+        return False
+    plain = FP8PrecisionConfig(
+        name=precision.name, backend="reference", keep_bf16=[], fast_accumulation=False, fallback="allow"
+    )
+    changed = replace(config, precision=PlainPrecisionConfig(name="bf16", backend="reference"))
+    return precision == plain and why_not_asked(changed) is None and _refused(changed) <= _refused(config)
 
 
 def _changes(config: RunConfig) -> list[_Change]:
@@ -66,7 +105,8 @@ def _changes(config: RunConfig) -> list[_Change]:
     graphs = [_NO_GRAPHS] if config.cuda_graphs is True else []
     if not isinstance(config.precision, FP8PrecisionConfig):
         return [*backends, *graphs]
-    return [*recipes, _IN_FP8, *graphs, _EMULATED]
+    cast = [] if config.precision.emulate is None else [_EMULATE_ALL]
+    return [*recipes, _IN_FP8, *graphs, *cast, _EMULATED]
 
 
 def _changed(config: RunConfig, words: tuple[_Change, ...]) -> RunConfig:
@@ -86,7 +126,7 @@ def _accepts(config: RunConfig, words: tuple[_Change, ...]) -> bool:
 
 def _refused(config: RunConfig) -> set[str]:
     """Return the keys that are refused beside the backend."""
-    return {found.keys[0] for found in (*backend_support.options(config), *attention_support.check(config))}
+    return {found.keys[0] for found in (*_options(config), *attention_support.check(config))}
 
 
 def _typed(config: RunConfig, words: tuple[_Change, ...]) -> str:

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 
-from gpt2_fp8.config.block_spec import FUSED_OPTIONS, Option, block_spec, why_not
+from gpt2_fp8.config.block_spec import EMULATED_OPTIONS, FUSED_OPTIONS, Option, block_spec, why_not
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.kept_layers import Kept, kept, partly, split_mlp
-from gpt2_fp8.config.schema import IN_BACKWARD, AutoPrecisionConfig, FP8PrecisionConfig, ModelConfig, RunConfig
+from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, ModelConfig, RunConfig
 
 
 def why_not_fused(config: RunConfig) -> str | None:
@@ -28,7 +28,7 @@ def why_not_fused(config: RunConfig) -> str | None:
         return f"their backward is in FP8, and this is precision.backward={backward}"
     if block := partly(_kept(config)):
         return f"they keep whole blocks in bf16, and precision.keep_bf16 names a part of {block}"
-    return _lacking(config.model)
+    return _lacking(config.model, FUSED_OPTIONS | {Option.DROPOUT})
 
 
 def splits_mlp(config: RunConfig) -> bool:
@@ -68,13 +68,13 @@ def why_not_torchao(config: RunConfig) -> str | None:
     return None
 
 
-def _lacking(model: ModelConfig) -> str | None:
-    """Name the options of a model that the fused layers lack; None if there are none, or if its keys do not fit."""
+def _lacking(model: ModelConfig, offers: Set[Option]) -> str | None:
+    """Name the options of a model that layers with `offers` lack; None if there are none, or if its keys do not fit."""
     try:
         spec = block_spec(model)
     except ValueError:  # which `model_checks` tells
         return None
-    return why_not(spec, "they", FUSED_OPTIONS | {Option.DROPOUT})
+    return why_not(spec, "they", offers)
 
 
 def _only_fp8(config: RunConfig) -> str | None:
@@ -93,7 +93,7 @@ def why_not_emulated(config: RunConfig) -> str | None:
         return f"it emulates FP8, and this is precision={config.precision.name}"
     if config.recipe.name in ("mxfp8", "rowwise"):
         return f"it has the recipes delayed, current and block, not recipe={config.recipe.name}"
-    return None
+    return _lacking(config.model, EMULATED_OPTIONS)
 
 
 WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {
@@ -131,7 +131,6 @@ def is_multi_process(config: RunConfig) -> bool:
 def options(config: RunConfig) -> Iterator[Finding]:
     """Find options that the layers of a run do not have, whichever layers these are."""
     precision = config.precision
-    yield from _emulated(config, asked(config))
     fast = isinstance(precision, FP8PrecisionConfig) and precision.fast_accumulation
     if fast and (reason := _only_fused(config, "that choice")):
         remedy = "leave precision.fast_accumulation out"
@@ -160,22 +159,6 @@ def why_not_recorded(config: RunConfig) -> str | None:
         reason = "what a graph draws is not known to be what an uninterrupted run draws"
         return f"{reason}, and this is model.dropout={config.model.dropout:g}"
     return None
-
-
-def _emulated(config: RunConfig, asked: str) -> Iterator[Finding]:
-    precision = config.precision
-    if not isinstance(precision, FP8PrecisionConfig) or precision.emulate is None:
-        return
-    if asked != "emulated":
-        cause = f"precision.emulate says what the emulated layers cast, and this is precision.backend={asked}"
-        ways = "leave precision.emulate out"
-        if why_not_emulated(config) is None:
-            ways = f"add precision.backend=emulated, or {ways}"
-        yield Finding(("precision.emulate",), Problem(cause, ways))
-    elif in_vain := [name for name in precision.emulate if name in IN_BACKWARD[precision.backward]]:
-        cause = f"precision.emulate names {in_vain[0]}, which precision.backward={precision.backward} keeps in bf16"
-        remedy = f"leave {', '.join(in_vain)} out of precision.emulate, or add precision.backward=fp8"
-        yield Finding(("precision.emulate", "precision.backward"), Problem(cause, remedy))
 
 
 def _only_fused(config: RunConfig, what: str) -> str | None:

@@ -35,7 +35,9 @@ class Option(StrEnum):
 
 GPT2_OPTIONS = frozenset({Option.LAYER_NORM, Option.GELU, Option.LEARNED_POSITIONS, Option.BIAS, Option.DROPOUT})
 ALL_OPTIONS = frozenset(Option)
-FUSED_OPTIONS = GPT2_OPTIONS - {Option.DROPOUT}  # here, since a configuration is refused before the layers are imported
+# here, since a configuration is refused before the layers are imported
+FUSED_OPTIONS = GPT2_OPTIONS - {Option.DROPOUT}
+EMULATED_OPTIONS = GPT2_OPTIONS
 
 ROPE_BASE = 10000.0  # where a configuration names none (Su et al. 2021)
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from gpt2_fp8.config import foreign_values
+
 _INTERVAL = ("Transformer Engine dropped it, and scales are updated every step now", "remove the key")
 _GROUP = "precision is a group"
-_KEPT = "layers are named"
+_KEPT = "layers are named, all of them in one list"
 _OPTIMIZER = ("optimizer is a group", "optimizer=adamw, adamw_bf16, adamw8bit or muon")
 _SCHEDULE, _SCHEDULES = "it has a shorter name", "optim.schedule=cosine, linear, constant or warmup_stable_decay"
 _ATTENTION = ("it has a shorter name", "attention=auto, sdpa, math, cudnn, flash or te")
 _ATTENTION_OF_TE = (
     "it is Transformer Engine's, and stands in the environment",
-    "attention=flash, cudnn, sdpa or te; or NAME=1 in front of the command, for attention=te",
+    "attention=flash, cudnn, sdpa or te; or NAME=VALUE in front of the command, for attention=te",
 )
 _Z_LOSS = ("it is a penalty", "penalty.z_loss=1e-4")
 _L1 = ("it is a penalty", "penalty.activation_l1=1e-4")
+_FOLDER = ("a run's folder is outputs/RUN_NAME", "run_name=NAME, or hydra.run.dir=FOLDER for elsewhere")
+_NOT_SHARDED = ("every GPU has the whole model and a share of each step's sequences", "trainer=ddp, or remove the key")
+_NOT_GATHERED = ("every GPU has all weights, in float32, so none are gathered", "remove the key")
 _WANDB = ("W&B is a choice of logger", "logger=[default,wandb]")
 _MLFLOW = ("MLflow is a choice of logger", "logger=[default,mlflow]")
 _DOCUMENTS = ("it has another name", "document_mask=true")
@@ -50,7 +55,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "muon_momentum": ("it has another name", "optimizer=muon optimizer.momentum=0.95"),
     "learning_rate": ("it has a shorter name", "optim.lr"),
     "max_lr": ("it has a shorter name", "optim.lr"),
-    "min_lr": ("it is given as a part of the peak", "optim.min_lr_ratio=0.1"),
+    "min_lr": ("it is given as a part of the peak", "optim.min_lr_ratio=NUMBER, min_lr divided by optim.lr"),
     "betas": ("the two have a key each", "optim.beta1 and optim.beta2"),
     "wd": ("it has a longer name", "optim.weight_decay"),
     "lr_schedule": (_SCHEDULE, _SCHEDULES),
@@ -94,9 +99,12 @@ KEYS: dict[str, tuple[str, str]] = {
     "resume_from_checkpoint": ("it has Lightning's name", "ckpt_path=last with the run_name to continue"),
     "checkpoint": ("two keys do this", "ckpt_path=FOLDER continues a run, init_from=FOLDER takes its weights alone"),
     "task_name": ("a run has one name", "run_name"),
-    "output_dir": ("a run's folder is outputs/RUN_NAME", "run_name=NAME, or hydra.run.dir=FOLDER for elsewhere"),
-    "paths": ("a run's folder is outputs/RUN_NAME", "run_name=NAME, or hydra.run.dir=FOLDER for elsewhere"),
-    "out_dir": ("a run's folder is outputs/RUN_NAME", "run_name=NAME, or hydra.run.dir=FOLDER for elsewhere"),
+    "output_dir": _FOLDER,
+    "paths": _FOLDER,
+    "out_dir": _FOLDER,
+    "checkpoint_dir": ("checkpoints are in the run's folder", _FOLDER[1]),
+    "checkpoints_dir": ("checkpoints are in the run's folder", _FOLDER[1]),
+    "save_dir": _FOLDER,
     "block_size": ("it has GPT-2's name", "model.n_positions"),
     "seq_len": ("it has GPT-2's name", "model.n_positions"),
     "seq_length": ("it has GPT-2's name", "model.n_positions"),
@@ -139,12 +147,18 @@ KEYS: dict[str, tuple[str, str]] = {
     "layers": ("it has been renamed", "precision.backend=auto, fused, te, torchao, reference or emulated"),
     "use_fast_accum": ("it has another name", "precision.fast_accumulation=true"),
     "split_accumulator": ("it has another name", "precision.fast_accumulation=false"),
+    **dict.fromkeys(("fp8_param_gather", "fp8_params", "fp8_param", "fp8_primary_weights"), _NOT_GATHERED),
+    **dict.fromkeys(("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size", "tp_size"), _NOT_SHARDED),
+    **dict.fromkeys(("pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size"), _NOT_SHARDED),
+    **dict.fromkeys(("sequence_parallel", "context_parallel_size", "use_distributed_optimizer"), _NOT_SHARDED),
+    **dict.fromkeys(("fsdp", "use_fsdp", "zero_stage"), _NOT_SHARDED),
     "input_bin": ("files are listed", "data=token_files data.train_files='[FOLDER/*_train_*.bin]'"),
     "input_val_bin": ("files are listed", "data.val_files='[FOLDER/*_val_*.bin]'"),
     "data_dir": ("files are listed", "data=text_files data.train_files='[FOLDER/*.txt]'"),
     "dataset": ("it is a group", "data=NAME"),
     "val_ratio": ("it has another name", "data.val_fraction"),
     "gradient_checkpointing": ("it has another name", "activation_checkpointing=full (whole blocks) or mlp"),
+    "use_pytorch_sdpa": ("it is a kernel of attention", "attention=sdpa"),
     "use_flash_attention": _ATTENTION,
     "use_flash_attn": _ATTENTION,
     "flash_attention": _ATTENTION,
@@ -171,6 +185,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "report_to": ("loggers are a group", "logger=[default,wandb], of csv, tensorboard, wandb and mlflow"),
     "wandb_project": ("it has a longer name", "logger=[default,wandb] logger.wandb.project=NAME"),
     "wandb_entity": ("it has a longer name", "logger=[default,wandb] logger.wandb.entity=NAME"),
+    "wandb_name": ("every logger has the same", "run_name=NAME"),
     "wandb_run_name": ("every logger has the same", "run_name=NAME"),
     "logger.wandb.name": ("every logger has the same", "run_name=NAME"),
     "logger.wandb.id": ("a resumed run has that of the first", "run_name=NAME ckpt_path=last"),
@@ -195,22 +210,10 @@ KEYS: dict[str, tuple[str, str]] = {
     "use_rms_norm": _RMS_NORM,
 }
 
-_RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "tensorwise", "blockwise")
-_CHOSEN_BY = {"fp8_recipe": "recipe"}  # keys whose value is a choice of a group
-_COUNTED_BY = {name: "model.n_kv_head" for name, told in KEYS.items() if told is _KV_HEADS}
-
 
 def advice(path: str, typed: object = None) -> tuple[str, str] | None:
     """Return cause and remedy for a key of another program, or None. `typed`: the value that it was given."""
     plain = path.replace("-", "_")
     leaf = plain.rpartition(".")[2]
     found = KEYS.get(plain) or KEYS.get(leaf)
-    return found and (f"there is no key {path}: {found[0]}", _with_value(leaf, typed) or found[1])
-
-
-def _with_value(name: str, typed: object) -> str | None:
-    """Return what to type for a key that is none here, with the value that was typed; None if that does not fit."""
-    if name in _CHOSEN_BY and typed in _RECIPES:
-        return f"{_CHOSEN_BY[name]}={typed}"
-    counted = isinstance(typed, int) and not isinstance(typed, bool) and typed > 0
-    return f"{_COUNTED_BY[name]}={typed}" if name in _COUNTED_BY and counted else None
+    return found and (f"there is no key {path}: {found[0]}", foreign_values.kept(leaf, typed) or found[1])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
+from gpt2_fp8.config.backend_support import asked
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.keys import finding
 from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
@@ -12,9 +15,7 @@ from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
 FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)
 _MULTIPLES = {"mxfp8": 32}  # its casts want whole blocks of 32, along rows and columns (TE mxfp8_tensor.py)
 _BANDS = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
-_EXAMPLES = {  # Llama 3.2's
-    "rope_low_freq_factor": "1", "rope_high_freq_factor": "4", "rope_original_positions": "8192", "rope_scaling": "32",
-}  # fmt: skip
+_ORIGINAL, _SCALING = 8192, 32.0  # Llama 3.2's rope_original_positions and rope_scaling
 
 
 def check(config: RunConfig) -> Iterator[Finding]:
@@ -23,43 +24,101 @@ def check(config: RunConfig) -> Iterator[Finding]:
     if model.n_embd % model.n_head and model.head_size is None:
         yield _unequal_heads(model, multiple)
     if model.n_head % (model.n_kv_head or model.n_head):
-        assert model.n_kv_head is not None
-        fits = largest_divisor(model.n_head, min(model.n_kv_head, model.n_head))
         reason = "each key-value head serves the same number of heads"
-        yield _finding(model, "n_head n_kv_head", reason, f"model.n_kv_head={fits}")
+        yield _finding(model, "n_head n_kv_head", reason, f"model.n_kv_head={_key_value_heads(model, multiple)}")
     yield from _rope(model, multiple)
     yield from _widths(config, multiple)
 
 
 def _unequal_heads(model: ModelConfig, multiple: int) -> Finding:
-    width = nearest(model.n_embd, math.lcm(model.n_head, multiple))
-    heads = largest_divisor(model.n_embd, model.n_head)
-    remedy = f"model.n_embd={width}, or model.n_head={heads}"
-    return _finding(model, "n_embd n_head", "the heads share n_embd in equal parts", remedy)
+    ways = [f"model.n_embd={_fitting_width(model, multiple)}"]
+    kept = model.n_kv_head and _key_value_heads(model, multiple)
+    fitting = [
+        heads
+        for heads in _divisors(model.n_embd, model.n_head)
+        if heads % (kept or heads) == 0 and model.n_embd // heads % _size_step(model, multiple, heads, kept) == 0
+    ]
+    if fitting and model.n_embd % multiple == 0:
+        ways.append(f"model.n_head={max(fitting)}")
+    return _finding(model, "n_embd n_head", "the heads share n_embd in equal parts", ", or ".join(ways))
+
+
+def _key_value_heads(model: ModelConfig, multiple: int) -> int:
+    """Return the number of key-value heads that a model has, or the nearest that its heads can share."""
+    asked = model.n_kv_head or model.n_head
+    if model.n_head % asked == 0:
+        return asked
+    size = _head_size(model)
+    able = _divisors(model.n_head, model.n_head)
+    turns = size and (size % 2 == 0 or model.positions != "rope")
+    if size and turns and model.n_head * size % multiple == 0:  # otherwise the size is what must change
+        able = [heads for heads in able if 2 * heads * size % multiple == 0]
+    return max((heads for heads in able if heads <= asked), default=min(able))
+
+
+def _size_step(model: ModelConfig, multiple: int, n_head: int, n_kv_head: int | None) -> int:
+    """Return what a head's size must be a multiple of, for RoPE and for the widths that attention projects to."""
+    steps = [multiple // math.gcd(multiple, heads) for heads in (n_head, 2 * (n_kv_head or n_head))]
+    return math.lcm(*steps, 2 if model.positions == "rope" else 1)
+
+
+def _fitting_size(model: ModelConfig, multiple: int, size: int) -> int:
+    return nearest(size, _size_step(model, multiple, model.n_head, _key_value_heads(model, multiple)))
+
+
+def _fitting_width(model: ModelConfig, multiple: int) -> int:
+    """Return the nearest width of the residual stream that fits, with heads that share it if they do."""
+    if model.head_size is not None:
+        return nearest(model.n_embd, multiple)
+    step = _size_step(model, multiple, model.n_head, _key_value_heads(model, multiple))
+    return nearest(model.n_embd, math.lcm(multiple, model.n_head * step))
 
 
 def _rope(model: ModelConfig, multiple: int) -> Iterator[Finding]:
     """Find keys of RoPE that do nothing, or not enough."""
     if model.positions != "rope":
-        given = [key for key in ("rope_base", "rope_scaling", *_BANDS) if getattr(model, key) is not None]
-        for key in given:
-            reason = f"model.positions={model.positions} has no rotations"
-            yield _finding(model, key, reason, f"model.positions=rope, or leave model.{key} out")
+        yield from _no_rotations(model, multiple)
         return
     size = _head_size(model)
     if size and size % 2:
         keys = "positions n_embd n_head" if model.head_size is None else "positions head_size"
         reason = f"RoPE turns pairs of channels, and a head has {size}"
-        yield _finding(model, keys, reason, f"model.head_size={nearest(size, max(2, multiple))}")
+        yield _finding(model, keys, reason, f"model.head_size={_fitting_size(model, multiple, size)}")
     given = [key for key in _BANDS if getattr(model, key) is not None]
-    if missing := [key for key in (*_BANDS, "rope_scaling") if given and getattr(model, key) is None]:
+    if missing := _missing(model):
         reason = f"Llama 3's scaling also needs {' and '.join(f'model.{key}' for key in missing)}"
-        remedy = f"add {' '.join(f'model.{key}={_EXAMPLES[key]}' for key in missing)}, or leave these out"
-        yield _finding(model, " ".join(given), reason, remedy)
+        yield _finding(model, " ".join(given), reason, f"add {_words(missing)}, or {_words(dict.fromkeys(given))}")
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
     if low is not None and high is not None and low >= high:
         keys, remedy = "rope_low_freq_factor rope_high_freq_factor", f"model.rope_high_freq_factor={4 * low:g}"
         yield _finding(model, keys, "the low factor is below the high one", remedy)
+
+
+def _no_rotations(model: ModelConfig, multiple: int) -> Iterator[Finding]:
+    """Find the keys of RoPE in a model without it. The model's file may have set them, so what unsets them is told."""
+    given = [key for key in ("rope_base", "rope_scaling", *_BANDS) if getattr(model, key) is not None]
+    if not given:
+        return
+    missing, ways = _missing(model), [_words(dict.fromkeys(given))]
+    if not any(_rope(replace(model, positions="rope", **missing), multiple)):
+        ways.insert(0, f"model.positions=rope {_words(missing)}".strip())
+    reason = f"model.positions={model.positions} has no rotations"
+    yield _finding(model, " ".join(given), reason, ", or ".join(ways))
+
+
+def _missing(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys that Llama 3's scaling lacks, with values that fit the others; none if no other is given."""
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    low = low or (high / 4 if high else 1.0)
+    fits = (low, high or 4 * low, _ORIGINAL, _SCALING)
+    wanted = dict(zip((*_BANDS, "rope_scaling"), fits, strict=True))
+    begun = any(getattr(model, key) is not None for key in _BANDS)
+    return {key: value for key, value in wanted.items() if begun and getattr(model, key) is None}
+
+
+def _words(values: Mapping[str, float | None]) -> str:
+    """Return what sets a model's keys to these values; None unsets one."""
+    return " ".join(f"model.{key}={'null' if value is None else f'{value:g}'}" for key, value in values.items())
 
 
 def _widths(config: RunConfig, multiple: int) -> Iterator[Finding]:
@@ -67,21 +126,20 @@ def _widths(config: RunConfig, multiple: int) -> Iterator[Finding]:
     model = config.model
     reason = f"{products(config)} need a multiple of {multiple}"
     if model.n_embd % multiple:
-        width = nearest(model.n_embd, math.lcm(multiple, model.n_head))
-        yield _finding(model, "n_embd", reason, f"model.n_embd={width}, or precision=bf16")
-        return
+        remedy = f"model.n_embd={_fitting_width(model, multiple)}, or {in_bf16(config)}"
+        yield _finding(model, "n_embd", reason, remedy)
     if (model.mlp_width or multiple) % multiple:
         assert model.mlp_width is not None
-        remedy = f"model.mlp_width={nearest(model.mlp_width, multiple)}, or precision=bf16"
+        remedy = f"model.mlp_width={nearest(model.mlp_width, multiple)}, or {in_bf16(config)}"
         yield _finding(model, "mlp_width", reason, remedy)
-    size, n_kv_head = _head_size(model), model.n_kv_head or model.n_head
-    if size and size % 2 and model.positions == "rope":
+    size = model.head_size if model.n_embd % multiple else _head_size(model)  # else the width decides it
+    if not size or (size % 2 and model.positions == "rope"):
         return
-    for channels, of in ((model.n_head, "queries"), (2 * n_kv_head, "keys and values")):
-        if size and channels * size % multiple:
+    for heads, of in ((model.n_head, "queries"), (2 * _key_value_heads(model, multiple), "keys and values")):
+        if heads * size % multiple:
             keys = "n_head head_size" if of == "queries" else "n_kv_head head_size"
-            remedy = f"model.head_size={nearest(size, multiple)}, or precision=bf16"
-            yield _finding(model, keys, f"{reason}, and the {of} have {channels * size} channels", remedy)
+            remedy = f"model.head_size={_fitting_size(model, multiple, size)}, or {in_bf16(config)}"
+            yield _finding(model, keys, f"{reason}, and the {of} have {heads * size} channels", remedy)
             return
 
 
@@ -106,6 +164,12 @@ def products(config: RunConfig) -> str:
     return f"the FP8 matrix products of recipe={name}" if name in _MULTIPLES else "FP8 matrix products"
 
 
+def in_bf16(config: RunConfig) -> str:
+    """Return what is typed for bf16 in place of FP8; layers that are for FP8 alone are not kept."""
+    only_fp8 = asked(config) in ("fused", "torchao", "emulated")
+    return f"precision=bf16{' precision.backend=auto' if only_fp8 else ''}"
+
+
 def nearest(value: int, multiple: int) -> int:
     """Return the multiple that is nearest to a value, and not 0."""
     return max(1, round(value / multiple)) * multiple
@@ -113,8 +177,12 @@ def nearest(value: int, multiple: int) -> int:
 
 def largest_divisor(number: int, most: int) -> int:
     """Return the largest divisor up to `most`; of a number beyond 10^12, of those with a factor up to a million."""
+    return max(_divisors(number, most))
+
+
+def _divisors(number: int, most: int) -> list[int]:
     small = [d for d in range(1, min(math.isqrt(number), 10**6) + 1) if number % d == 0]
-    return max(d for one in small for d in (one, number // one) if d <= most)
+    return [d for one in small for d in (one, number // one) if d <= most]
 
 
 def _finding(model: ModelConfig, keys: str, reason: str, remedy: str) -> Finding:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gpt2_fp8.config.block_spec import GPT2_OPTIONS, MLP, BlockSpec, Heads, Norm, why_not
+from gpt2_fp8.config.block_spec import EMULATED_OPTIONS, MLP, BlockSpec, Heads, Norm, why_not
 from gpt2_fp8.config.kept_layers import Part
 from gpt2_fp8.config.schema import AttentionKernel, Recompute
 from gpt2_fp8.layers import block, reference
@@ -33,7 +33,7 @@ from gpt2_fp8.layers.emulated_head import Head
 from gpt2_fp8.layers.emulated_scales import EmulatedScales
 
 NAME = "the emulated layers"
-OFFERS = GPT2_OPTIONS
+OFFERS = EMULATED_OPTIONS
 
 
 class Emulated:

@@ -28,23 +28,21 @@ _has_trained = False  # whether this process has trained a step
 
 
 class Requeued(Stopped):
-    """Stopped, saved, and in the queue again: nothing is wrong, so the exit code is 0."""
+    """Stopped, and in the queue again: nothing is wrong, so the exit code is 0. The run's end knows what is saved."""
 
     def __init__(self, signum: int, job: str):
         super().__init__(signum)
-        self.exit_code, self.lead = 0, None
-        self.args = (
-            f"stopped by signal {signum}; SLURM job {job} is in the queue again and continues by ckpt_path=last",
-        )
+        self.exit_code, self.lead = 0, ": "
+        self.args = (f"stopped by signal {signum}; SLURM job {job} is in the queue again",)
 
 
 class LeftToRankZero(Stopped):
-    """Stopped and saved, in a process of another rank. Rank 0 tells SLURM, so this exit code must end no other task."""
+    """Stopped, in a process of another rank. Rank 0 tells SLURM, so this exit code must end no other task."""
 
     def __init__(self, signum: int):
         super().__init__(signum)
-        self.exit_code = 0
-        self.args = (f"stopped by signal {signum}, after saving; rank 0 says how it goes on",)
+        self.exit_code, self.lead = 0, None
+        self.args = (f"stopped by signal {signum}; rank 0 says how it goes on",)
 
 
 class NoProgress(Stopped):

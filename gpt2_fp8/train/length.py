@@ -53,7 +53,8 @@ def resolve_length(config: RunConfig, rank: int, typed: Container[str] = (), dra
     if found := [finding for finding in run_length.check(config, tokens) if finding not in allowed]:
         raise UserError(finding.problem for finding in found)
     ends = run_length.epoch_ends(config, tokens)
-    log.info("epochs     %s tokens each; they end at the steps %s", f"{tokens:,}", _listed(ends))
+    when = f"they end at the steps {_listed(ends)}" if ends else "none ends within this run"
+    log.info("epochs     %s tokens each; %s", f"{tokens:,}", when)
     return _shortest(config, tokens, ends if config.callbacks.keep_epochs else [])
 
 

@@ -375,6 +375,9 @@ def test_torchao_is_taken_for_what_transformer_engine_has_not(config, monkeypatc
     problem = refusal(wgrad(config(recipe="auto")))
     assert problem.cause.endswith("they cannot here: torchao is not installed")
     assert ".[torchao]" in problem.remedy
+    assert "or precision.backend=emulated" in problem.remedy
+    run = wgrad(config(recipe="auto"))
+    assert "emulated" not in refusal(replace(run, model=replace(run.model, positions="rope"))).remedy
 
 
 # CUDA graphs

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config import foreign_keys, other_words
+from gpt2_fp8.config import foreign_keys, foreign_values, other_words
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
@@ -156,6 +156,30 @@ def advised():
             key, _, value = word.rstrip(",.)").replace("'", "").partition("=")
             if not re.search("[A-Z]", value) and (key in known or "." not in key):
                 yield f"{key}={value.rstrip(',')}"
+
+
+VALUED = [
+    *[(name, value) for name in foreign_values._FLAGS for value in ("true", "false")],
+    *[(name, value) for name in foreign_values._NUMBERS for value in ("2", "0.5")],
+    *[(name, "abc") for name in foreign_values._NAMES],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), VALUED)
+def test_a_foreign_key_keeps_its_value_in_words_that_compose(name, value):
+    told = remedy(f"{name}={value}")
+    assert told == remedy(f"--{name}={value}").removeprefix("keys have no dashes; here it is ")
+    words = shlex.split(re.sub(r"\(.*?\)", "", re.split(", | or ", told)[0]))
+    if "=" in told:
+        assert len(preflight(words)) == 1
+
+
+def test_no_foreign_key_is_told_with_another_number():
+    """A number in an advice is the one that was typed, as a whole number or as a part."""
+    for name in foreign_keys.KEYS:
+        told = [foreign_keys.advice(name, typed)[1] for typed in (3, 0.5)]
+        if any(re.search(r"[=:][0-9]", text) for text in told) and name != "enable_checkpointing":
+            assert "3" in told[0] or "0.5" in told[1], name
 
 
 @pytest.mark.parametrize("word", sorted(set(advised())))

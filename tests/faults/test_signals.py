@@ -180,8 +180,9 @@ def test_44_a_scontrol_that_fails_is_said(scontrol, caplog):
 def test_44_a_job_that_comes_to_its_limit_again_before_a_step_is_not_requeued(tmp_path, scontrol, monkeypatch):
     """It would do so for ever. Its first turn may have been slow: it had to compile, or to read text."""
     early = At("on_train_start", 0, kill(signal.SIGUSR1))
-    with pytest.raises(slurm.Requeued):
+    with pytest.raises(slurm.Requeued) as requeued:
         run(tmp_path, callbacks=[early])
+    assert str(requeued.value) == "stopped by signal 10; SLURM job 4242 is in the queue again", "nothing is saved"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     with pytest.raises(slurm.NoProgress) as stopped:
         run(tmp_path, callbacks=[early])

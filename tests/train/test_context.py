@@ -5,10 +5,12 @@ import pytest
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import DataSourceLost, RunError, Stopped
 from gpt2_fp8.config.own_words import Typed
+from gpt2_fp8.runtime.slurm import LeftToRankZero, Requeued
 from gpt2_fp8.train.context import RunContext
 from tests.runs import summary
 
 NOTHING = "nothing was saved, and the same command begins again"
+QUEUED = "stopped by signal 10; SLURM job 4242 is in the queue again"
 NAMED = "run_name=2026-11-23_07 ckpt_path=last continues"
 
 
@@ -19,8 +21,11 @@ NAMED = "run_name=2026-11-23_07 ckpt_path=last continues"
         (Stopped(2), True, f"stopped by signal 2; {NAMED}"),
         (DataSourceLost("gone", lead="\nwhen it answers: "), True, f"gone\nwhen it answers: {NAMED}"),
         (RunError("a fault"), True, "a fault"),
+        (Requeued(10, "4242"), False, f"{QUEUED}: {NOTHING}"),
+        (Requeued(10, "4242"), True, f"{QUEUED}: {NAMED}"),
+        (LeftToRankZero(10), False, "stopped by signal 10; rank 0 says how it goes on"),
     ],
-    ids=["nothing", "saved", "lost", "a fault"],
+    ids=["nothing", "saved", "lost", "a fault", "requeued, nothing", "requeued, saved", "another rank"],
 )  # fmt: skip
 def test_an_early_end_says_what_was_saved_and_of_which_run(tmp_path, monkeypatch, error, saved, said):
     """The run has no name of its own: its folder has one."""

@@ -62,6 +62,13 @@ def test_other_ranks_take_the_first_ones_count(text, monkeypatch, caplog):
     assert length(*text, "trainer.max_epochs=1", rank=1) == counted
 
 
+def test_a_run_that_ends_within_its_first_epoch_says_so(text, caplog):
+    caplog.set_level("INFO")
+    counted = length(*text, "trainer.max_epochs=2", "trainer.max_tokens=1024", "callbacks.keep_epochs=true")
+    assert (counted.limit, counted.epoch_ends) == ("trainer.max_tokens", [])
+    assert "epochs     1,641 tokens each; none ends within this run" in caplog.messages
+
+
 def test_a_warm_up_beyond_the_epochs_is_refused(text):
     with pytest.raises(UserError, match="the warm-up is longer than the run"):
         length(*text, "trainer.max_epochs=1", "optim.warmup_steps=8")
