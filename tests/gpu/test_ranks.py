@@ -138,17 +138,22 @@ def test_43_a_run_that_is_stopped_moves_to_another_launcher_and_number_of_gpus(r
     assert losses[0] == pytest.approx(losses[1], rel=5e-4)
 
 
-@pytest.mark.parametrize("case", ["delayed, faults", *(pytest.param(f"fused, faults{launcher}", marks=hopper) for
-                                                       launcher in ("", ", srun"))])  # fmt: skip
-def test_65_out_of_memory_and_nan_on_one_gpu_are_met_by_both(runs, case):
-    """Memory runs out in a backward of step 3, and half of the micro-batch is enough; step 6 is run again in bf16."""
+FAULTY = ["delayed, faults", *(pytest.param(f"fused, faults{by}", marks=hopper) for by in ("", ", srun"))]
+
+
+@pytest.mark.parametrize("case", FAULTY)
+def test_65_out_of_memory_in_a_backward_on_one_gpu_halves_on_both(runs, case):
     steps, one = completed(runs, case), completed(runs, f"{case.partition(',')[0]}, short, one GPU")
     assert steps["size"] == [4] * 2 + [2] * 6
     assert "micro_batch_size 2 instead of 4 from here on (another rank ran out of memory)" in runs(case).output
-    assert steps["again"] == [False] * 5 + [True] + [False] * 2
-    assert happened(runs(case).folder) == [(6, "rerun")]
     assert steps["step"] == one["step"] == list(range(1, 9))
     assert steps["loss"] == pytest.approx(one["loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize("case", FAULTY)
+def test_37_a_loss_that_is_not_finite_on_one_gpu_is_run_again_on_both(runs, case):
+    assert completed(runs, case)["again"] == [False] * 5 + [True] + [False] * 2
+    assert happened(runs(case).folder) == [(6, "rerun")]
 
 
 @hopper
