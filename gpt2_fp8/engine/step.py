@@ -102,12 +102,12 @@ def update(
 
 
 def _agreed(loss: Tensor, penalty: Tensor | None, grad_norm: Tensor, absurd: Tensor | None) -> Tensor:
-    """Return float32 [4] on the device: how many ranks are not finite, and their mean loss, `absurd` and penalty."""
+    """Return float32 on the device: how many ranks are not finite, then the mean loss, `absurd` and any penalty."""
     bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
-    none = torch.zeros_like(loss)
+    means = [loss.detach(), torch.zeros_like(loss) if absurd is None else absurd]
     if penalty is not None:
         bad = bad | ~torch.isfinite(penalty)
-    means = [loss.detach(), none if absurd is None else absurd, none if penalty is None else penalty.detach()]
+        means.append(penalty.detach())
     seen = torch.stack([value.float() for value in (bad, *means)])
     if collectives.is_distributed():
         collectives.enter()
