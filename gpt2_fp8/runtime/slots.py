@@ -8,6 +8,7 @@ the job that had it is gone. Standard library only.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -89,8 +90,9 @@ def named(listed: str) -> dict[str, str]:
     return found
 
 
+@functools.cache
 def _listed() -> str:
-    """Return the text of `nvidia-smi -L`; empty if there is none."""
+    """Return the text of `nvidia-smi -L`; empty if there is none. A sweep asks for each of its jobs."""
     try:
         return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -11,6 +11,14 @@ import pytest
 from gpt2_fp8.runtime import slots
 
 
+@pytest.fixture(autouse=True)
+def asked_anew():
+    """nvidia-smi is asked once in a process."""
+    slots._listed.cache_clear()
+    yield
+    slots._listed.cache_clear()
+
+
 def names(held):
     return [slot.name for slot in held]
 
