@@ -9,7 +9,7 @@ import torch
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import launcher
-from gpt2_fp8.runtime.launcher import SRUN, Launcher
+from gpt2_fp8.runtime.launched import SRUN, Launcher
 
 
 def device(config: RunConfig) -> Literal["cuda", "cpu"]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.runtime import agent, signals
-from gpt2_fp8.runtime.launcher import Launcher
+from gpt2_fp8.runtime.launched import Launcher
 
 # Processes are started together, but one may still import its packages from a slow disk while the others wait.
 PATIENCE_SECONDS = 300.0

@@ -3,7 +3,8 @@
 import pytest
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.runtime.launcher import Launcher, is_first_of_all, is_first_rank, recognised
+from gpt2_fp8.runtime.launched import Launcher
+from gpt2_fp8.runtime.launcher import is_first_of_all, is_first_rank, recognised
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "ROLE_RANK": "5",

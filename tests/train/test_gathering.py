@@ -4,7 +4,7 @@ import pytest
 
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.runtime import devices
-from gpt2_fp8.runtime.launcher import Launcher
+from gpt2_fp8.runtime.launched import Launcher
 from gpt2_fp8.train.gathering import told, unequal
 
 H200, H100 = {"name": "NVIDIA H200", "memory": "140 GiB"}, {"name": "NVIDIA H100", "memory": "79 GiB"}
