@@ -10,13 +10,37 @@ import os
 from collections.abc import Mapping
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.runtime.launched import Launcher
-from gpt2_fp8.runtime.launcher_variables import Variables
+from gpt2_fp8.runtime.launched import OWN, SRUN, Launcher
+from gpt2_fp8.runtime.launcher_variables import MPI_RANKS, Variables
 
 
 def current() -> Launcher:
     """Return what has started this process. Raises UserError if the variables contradict each other, or one lacks."""
     return recognised(os.environ)
+
+
+def of_run() -> Launcher:
+    """Return what has started this process, which is to train.
+
+    Raises UserError as `current` does, and if variables say that it is one of several processes, but not which.
+    """
+    return recognised(os.environ, trains=True)
+
+
+def forget_leftovers() -> None:
+    """Take RANK, WORLD_SIZE and LOCAL_RANK out of the environment where another launcher counts.
+
+    A container leaves RANK=0 of WORLD_SIZE=1 to the processes in it. Lightning reads them before it asks who they are,
+    and the processes that it starts would take RANK for their own. Call it once, before Lightning starts any.
+    """
+    try:
+        found = current()
+    except UserError:
+        return
+    single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    for name, value in single.items():
+        if found.name == SRUN or (found.name == OWN and os.environ.get(name) == value):
+            os.environ.pop(name, None)
 
 
 def is_batch_job(environment: Mapping[str, str] = os.environ) -> bool:
@@ -40,17 +64,20 @@ def is_first_rank() -> bool:
 
 
 def is_first_of_all() -> bool:
-    """Return whether this process is the first by every variable: of two launchers, too."""
-    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+    """Return whether this process is the first by every variable: of two launchers, too, and of mpirun."""
+    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", *MPI_RANKS))
 
 
-def recognised(environment: Mapping[str, str]) -> Launcher:
+def recognised(environment: Mapping[str, str], trains: bool = False) -> Launcher:
     """Return the launcher that an environment is of.
 
     Raises UserError if two launchers have each started several processes, or if a variable is missing or no number.
+    `trains`: a process that trains is also refused where only some of the variables are set.
     """
     read = Variables(environment)
     found = read.launcher()
+    if trains and found.name == OWN and not read.problems:
+        read.refuse_halves()
     found = found._replace(restarts=found.restarts + turns_before(environment))
     if read.problems:
         raise UserError(dict.fromkeys(read.problems))

@@ -12,6 +12,7 @@ from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.runtime.launched import ACCELERATE, OWN, SRUN, TORCHRUN, VARIABLES, Launcher
 
 _COUNTS = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # SLURM's 4(x2),3: four tasks on each of two nodes, three on another
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # Open MPI, MPICH and Intel MPI, MVAPICH
 
 
@@ -32,13 +33,38 @@ class Variables:
         if tasks > 1:
             return self._srun(tasks)
         for name in _MPI:
-            if self._has_several(name):
+            if (count := self.environment.get(name, "")).isdigit() and int(count) > 1:
                 self._refuse(
-                    f"mpirun has started {self.environment[name]} processes ({name}), and it is no launcher here: each "
-                    "of them would be a run of its own",
+                    f"mpirun has started {count} processes ({name}), and it is no launcher here: each of them would be "
+                    "a run of its own",
                     "start them with torchrun --nproc-per-node N, or with srun",
                 )
         return Launcher(OWN, rank=self._number("LOCAL_RANK", 0), local_rank=self._number("LOCAL_RANK", 0))
+
+    def refuse_halves(self) -> None:
+        """Note variables that say one of several processes, where the others that belong to them lack.
+
+        Lightning's own processes, and one that it is started in on each of several nodes, have NODE_RANK. What a
+        container or a scheduler leaves to a single process says rank 0, or one process.
+        """
+        rank, count, local = (self.environment.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        lightnings = "NODE_RANK" in self.environment
+        one = count in (None, "1")
+        if one and (rank not in (None, "0") or (rank and not count and not lightnings and self._has("MASTER_ADDR"))):
+            self._refuse_half("RANK", "WORLD_SIZE")
+        elif rank is None and not one and not lightnings:
+            self._refuse_half("WORLD_SIZE", "RANK")
+        elif rank is None and one and local not in (None, "0") and not lightnings:
+            self._refuse_half("LOCAL_RANK", "WORLD_SIZE")
+
+    def _refuse_half(self, name: str, other: str) -> None:
+        value = self.environment.get(other)
+        lacks = "is not set" if value is None else f"is {value}"
+        self._refuse(
+            f"{name}={self.environment[name]}, which one of several processes has, and {other} {lacks}",
+            "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process, as torchrun does; or "
+            f"unset {name}, for a run of one",
+        )
 
     def _torchrun(self) -> Launcher:
         """Read what torchrun's agent has set. Source: torch/distributed/run.py, "Environment Variables"."""
@@ -130,9 +156,8 @@ class Variables:
         port = self._number("MASTER_PORT", 29500)
         return Launcher(name, rank, world_size, local_rank, address=address, port=port)
 
-    def _has_several(self, name: str) -> bool:
-        value = self.environment.get(name, "")
-        return value.isdigit() and int(value) > 1
+    def _has(self, name: str) -> bool:
+        return bool(self.environment.get(name))
 
     def _number(self, name: str, default: int | None = None) -> int:
         """Return a variable's number, and note if it lacks or is none."""

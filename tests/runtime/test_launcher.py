@@ -4,7 +4,7 @@ import pytest
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.runtime.launched import Launcher
-from gpt2_fp8.runtime.launcher import is_first_of_all, is_first_rank, recognised
+from gpt2_fp8.runtime.launcher import forget_leftovers, is_first_of_all, is_first_rank, recognised
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "ROLE_RANK": "5",
@@ -97,6 +97,58 @@ def test_variables_that_cannot_be_are_refused(case):
     assert cause in problem.cause
 
 
+WHOLE = {
+    "a container's leftovers": {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "pod-0"},
+    "half of them": {"WORLD_SIZE": "1"},
+    "the other half": {"RANK": "0"},
+    "one of Lightning's": LIGHTNINGS,
+    "one of Lightning's, whose group is gone": {k: v for k, v in LIGHTNINGS.items() if k != "WORLD_SIZE"},
+    "Lightning on one of two nodes": {"NODE_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+}
+HALVES = {
+    "no number of processes": ({"RANK": "1"}, "RANK=1, which one of several processes has, and WORLD_SIZE is not set"),
+    "the first of them": ({"RANK": "0", "MASTER_ADDR": "a"}, "RANK=0, which one of several processes has, and WORLD_S"),
+    "too few processes": ({"RANK": "1", "WORLD_SIZE": "1"}, "and WORLD_SIZE is 1"),
+    "no rank": ({"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "WORLD_SIZE=2, which one of several processes has, and RANK"),
+    "a script that forgets srun": (BATCH_SCRIPT | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8"),
+    "only a local rank": ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1, which one of several processes has, and WORLD_SIZE"),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_run_of_one_process_needs_no_variables(case):
+    assert recognised(WHOLE[case], trains=True).name == "Lightning"
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_one_of_several_processes_is_no_run_of_its_own(case):
+    environment, cause = HALVES[case]
+    with pytest.raises(UserError) as refused:
+        recognised(environment, trains=True)
+    (problem,) = refused.value.problems
+    assert cause in problem.cause
+    assert recognised(environment).name == "Lightning"  # for what trains nothing
+
+
+LEFT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "left"),
+    [
+        (LEFT, {}),
+        (LIGHTNINGS, LIGHTNINGS),
+        (SRUN | LEFT, SRUN),
+        (BY_HAND, BY_HAND),
+        (TORCHRUN | LEFT, TORCHRUN | LEFT),
+    ],
+)
+def test_what_is_left_of_another_launcher_is_forgotten(monkeypatch, environment, left):
+    monkeypatch.setattr("gpt2_fp8.runtime.launcher.os.environ", given := dict(environment))
+    forget_leftovers()
+    assert given == left
+
+
 @pytest.mark.parametrize(
     ("listed", "first"),
     [("gpu07", "gpu07"), ("gpu[07,09-11]", "gpu07"), ("a3,b[1-2]", "a3"), ("r[1-2]n[5-6]", "r1n5"), ("n[10]", "n10")],
@@ -131,6 +183,7 @@ def test_it_is_said_in_a_line():
         (SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, True, True),
         (SRUN | TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, True, False),  # the agent may be on any node
         (BATCH_SCRIPT | LIGHTNINGS, False, False),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, True, False),
     ],
 )
 def test_one_process_speaks_for_all(monkeypatch, environment, first, of_all):

@@ -124,9 +124,11 @@ def srun(nodes=1, count=2):
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """The run of two processes by Lightning's own launcher."""
+    """The run of two processes by Lightning's own launcher, in a container that sets variables for one."""
     cwd = tmp_path_factory.mktemp("own")
-    code, output = run(cwd, *WORDS, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "run_name=run")
+    words = [*WORDS, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "run_name=run"]
+    container = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    code, output = run(cwd, *words, environment=ALONE | container)
     assert code == 0, output
     assert "launcher   Lightning: 2 processes" in output
     return cwd / "outputs/run"
@@ -313,6 +315,16 @@ def test_no_place_to_meet(tmp_path):
     variables = by_hand()
     ends = ranks(tmp_path, lambda rank: variables(rank) | {"MASTER_ADDR": ""}, *WORDS)
     refused(ends, "MASTER_ADDR is not set")
+
+
+def test_mpirun_is_refused_once(tmp_path):
+    mpirun = {"OMPI_COMM_WORLD_SIZE": "2"}
+    ends = ranks(tmp_path, lambda rank: mpirun | {"OMPI_COMM_WORLD_RANK": str(rank)}, *WORDS)
+    refused(ends, "mpirun has started 2 processes")
+
+
+def test_one_of_two_processes_without_the_other_variables(tmp_path):
+    refused(ranks(tmp_path, lambda rank: {"RANK": "1"}, *WORDS, count=1), "RANK=1, .* WORLD_SIZE is not set")
 
 
 def test_a_torchrun_in_each_task_of_srun(tmp_path):
