@@ -12,6 +12,7 @@ from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.runtime.launched import ACCELERATE, OWN, SRUN, TORCHRUN, VARIABLES, Launcher
 
 _COUNTS = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # SLURM's 4(x2),3: four tasks on each of two nodes, three on another
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # Open MPI, MPICH and Intel MPI, MVAPICH
 
@@ -70,11 +71,11 @@ class Variables:
         """Read what torchrun's agent has set. Source: torch/distributed/run.py, "Environment Variables"."""
         name = ACCELERATE if "ACCELERATE_MIXED_PRECISION" in self.environment else TORCHRUN
         agents, tasks = self._number("GROUP_WORLD_SIZE", 1), self._tasks()
-        if tasks > 1 and tasks != agents:
-            several = "each a run of its own" if agents == 1 else f"which form a group of {agents}"
+        if tasks > 1 and agents == 1 and self._is_agent_alone():
             self._refuse(
-                f"two launchers at once: srun has started {tasks} tasks, and in each of them {name}, {several}",
-                f"srun python ... without {name}; or one {name} a node, with --nnodes {tasks} and --rdzv-endpoint",
+                f"two launchers at once: srun has started {tasks} tasks, and in each of them {name} a run of its own",
+                f"srun python ... without {name}; or one {name} a node, with --nnodes {tasks} --rdzv-backend c10d "
+                "--rdzv-endpoint HOST:29500 --rdzv-id NAME",
             )
         restarts = self._number("TORCHELASTIC_RESTART_COUNT", 0)
         return self._world(name)._replace(
@@ -85,6 +86,15 @@ class Variables:
             agent_listens=self.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             local_world_size=self._number("LOCAL_WORLD_SIZE"),
         )
+
+    def _is_agent_alone(self) -> bool:
+        """Return whether torchrun's only agent was started alone, not left by others of an elastic group.
+
+        In torch 2.13 an agent alone makes up an id, or with `--master-port` its store is at 127.0.0.1. A group has the
+        id that was typed for all, and the name of a host.
+        """
+        made_up = _UUID.fullmatch(self.environment["TORCHELASTIC_RUN_ID"]) is not None
+        return made_up or self.environment.get("MASTER_ADDR") == "127.0.0.1"
 
     def _variables(self, tasks: int) -> Launcher:
         """Read what a person, or a launcher that is not known here, has set for each process."""

@@ -11,6 +11,7 @@ TORCHRUN = {
     "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "41234", "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
 }  # fmt: skip
+ALONE = TORCHRUN | {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "7ff8a8cf-fb60-4fa8-a7a2-ec2d56ba8f7b"}
 SRUN = {
     "SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8",
     "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2",
@@ -36,6 +37,11 @@ KNOWN = {
     "a rank that listens": (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, AGENT._replace(agent_listens=False)),
     "accelerate": (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, AGENT._replace(name="accelerate launch")),
     "an agent on each node, by srun": (SRUN | {"SLURM_STEP_NUM_TASKS": "2"} | TORCHRUN, AGENT),
+    "what is left of an agent on each node": (
+        SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"},
+        AGENT._replace(nodes=1, node=0),
+    ),
+    "likewise, of more than two": (SRUN | TORCHRUN, AGENT),
     "torchrun in a batch script": (BATCH_SCRIPT | TORCHRUN, AGENT),
     "srun": (SRUN, SLURMS),
     "srun, with a place to meet": (
@@ -75,7 +81,11 @@ REFUSED = {
     "no number": (BY_HAND | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
     "a rank too many": (BY_HAND | {"RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
     "unequal nodes": (BY_HAND | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2 does not divide"),
-    "a run in each task": (SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "srun has started 8 tasks, and in each"),
+    "a run in each task": (SRUN | ALONE, "srun has started 8 tasks, and in each"),
+    "a run in each task, at a port": (
+        SRUN | ALONE | {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1"},
+        "srun has started 8 tasks, and in each",
+    ),
     "other ranks than srun's": (SRUN | BY_HAND, "RANK=1 of WORLD_SIZE=2, and srun says task 5 of 8"),
     "mpirun": ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 processes"),
     "other tasks on each node": (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, "not as many on each"),

@@ -204,12 +204,13 @@ FITTED = [*(word for word in WORDS if not word.startswith("micro_batch_size=")),
 
 
 def elastic(cwd, port, first, patch):
-    """An agent of one process, of a run that one or two agents make; the first of them can be left last."""
+    """An agent of one process in a task of srun, of a run that one or two agents make; the first can be left last."""
     conf = f"is_host={int(first)},last_call_timeout=4,keep_alive_interval=1"
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "few", "--rdzv-conf", conf]
     program = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", *place, patched(cwd, patch)]
     command = ["-m", "torch.distributed.run", *program, *FITTED]
-    return start(cwd, *command, popen=forked_with_ranks, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    task = srun()(int(not first)) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return start(cwd, *command, popen=forked_with_ranks, **task)
 
 
 def test_a_node_joins(tmp_path, one):
