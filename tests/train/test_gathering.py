@@ -51,7 +51,14 @@ def test_each_process_of_a_node_has_the_gpu_of_its_place():
     assert [devices.place(started("srun", local_rank, 4), 1) for local_rank in range(4)] == [0, 0, 0, 0]  # its own
 
 
-@pytest.mark.parametrize(("name", "option"), [("torchrun", "--nproc-per-node 4"), ("srun", "--ntasks-per-node 4")])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("torchrun", "--nproc-per-node 4"),
+        ("srun", "--ntasks-per-node 4"),
+        ("RANK and WORLD_SIZE", "LOCAL_WORLD_SIZE=4"),
+    ],
+)
 def test_more_processes_than_gpus(name, option):
     with pytest.raises(UserError) as refused:
         devices.place(started(name, 0, 8), 4)
