@@ -247,12 +247,12 @@ def test_a_node_leaves(tmp_path, one):
     assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
 
 
-def test_srun_continues_what_one_process_has_begun(tmp_path, one):
+def test_four_tasks_of_srun_continue_what_one_process_has_begun(tmp_path, one):
     train_until(4, tmp_path / "outputs/run", *BATCH)
-    ends = ranks(tmp_path, srun(), *WORDS, "run_name=run", "ckpt_path=last")
-    assert [code for code, _ in ends] == [0, 0], ends
-    assert "launcher   srun: 2 processes\n" in ends[0][1]
-    assert ends[1][1] == ""
+    ends = ranks(tmp_path, srun(4), *WORDS, "run_name=run", "ckpt_path=last", count=4)
+    assert [code for code, _ in ends] == [0] * 4, ends
+    assert "launcher   srun: 4 processes\n" in ends[0][1]
+    assert [output for _, output in ends[1:]] == [""] * 3
     assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
 
 
