@@ -81,6 +81,8 @@ def _end_among_ranks(error: RunError | None, text: str) -> None:
         from gpt2_fp8.runtime import meeting
 
         met = meeting.current()
+        if met is not None:
+            met.leave(error if error is not None else RunError(text.splitlines()[-1]))
     if error is not None and error.teller is not None:
         _tell(error, text)
         if met is not None and _is_first():

@@ -16,6 +16,7 @@ class Launcher(NamedTuple):
         address, port: where rank 0 or its agent listens; None where nobody else is to be met.
         restarts: how often SLURM has started the job again, and torchrun's agent the processes after a failure.
         restarts_left: how often torchrun's agent will yet.
+        step: SLURM's job and step, if srun has started the processes.
         agent_listens: whether the launcher listens at the port; else rank 0 has to.
     """
 
@@ -31,6 +32,7 @@ class Launcher(NamedTuple):
     restarts: int = 0
     restarts_left: int = 0
     agent_listens: bool = False
+    step: str = ""
 
     @property
     def starts_all(self) -> bool:

@@ -126,7 +126,8 @@ class Variables:
                 f"SLURM_STEP_TASKS_PER_NODE={self.environment.get('SLURM_STEP_TASKS_PER_NODE')}",
                 "srun --ntasks-per-node N",
             )
-        job = self.environment.get("SLURM_JOB_ID", "0")
+        job, step = self.environment.get("SLURM_JOB_ID", "0"), self.environment["SLURM_STEP_ID"]
+        number = int(job[-4:] if job.isdigit() else 0) + 1009 * int(step if step.isdigit() else 0)
         return Launcher(
             SRUN,
             rank=self._number("SLURM_PROCID"),
@@ -136,8 +137,9 @@ class Variables:
             node=self._number("SLURM_NODEID", 0),
             nodes=nodes,
             address=self.environment.get("MASTER_ADDR") or self._first_node(nodes),
-            # Jobs on one node get different ports, and all tasks of a job the same one.
-            port=self._number("MASTER_PORT", 15000 + int(job[-4:] if job.isdigit() else 0)),
+            # Jobs on one node, and steps of a job, get different ports, and all tasks of a step the same one.
+            port=self._port(15000 + number % 10000),
+            step=f"{job}.{step}",
         )
 
     def _first_node(self, nodes: int) -> str:
@@ -163,8 +165,14 @@ class Variables:
         if not self.problems and rank >= world_size:
             self._refuse(f"RANK={rank} is not below WORLD_SIZE={world_size}", "number the processes from 0")
         local_rank = self._number("LOCAL_RANK", 0 if world_size == 1 else None)
-        port = self._number("MASTER_PORT", 29500)
+        port = self._port(29500)
         return Launcher(name, rank, world_size, local_rank, address=address, port=port)
+
+    def _port(self, default: int) -> int:
+        port = self._number("MASTER_PORT", default)
+        if not 0 < port < 65536:
+            self._refuse(f"MASTER_PORT={port} is no port", "a number from 1024 to 65535, the same for every process")
+        return port
 
     def _has(self, name: str) -> bool:
         return bool(self.environment.get(name))

@@ -48,6 +48,7 @@ def agree(meeting: Meeting, config: RunConfig | None, folder: str | None, proble
         refuse(_unshared(meeting, agreed, [rank["host"] for rank in ranks]))
     if meeting.launcher.rank == 0:
         meeting.keep_folder(str(agreed))
+    meeting.gathered = True
     return agreed
 
 

@@ -27,7 +27,7 @@ BY_HAND = {
 LIGHTNINGS = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 PLACE = {"rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4, "node": 1, "nodes": 2}
 AGENT = Launcher("torchrun", address="node1", port=41234, agent_listens=True, restarts_left=3, **PLACE)
-SLURMS = Launcher("srun", address="gpu07", port=19567, **PLACE)
+SLURMS = Launcher("srun", address="gpu07", port=19567, step="1234567.0", **PLACE)
 HAND = Launcher("RANK and WORLD_SIZE", 1, 2, 1, 2, 0, 1, "127.0.0.1", 29501)
 KNOWN = {
     "nothing": ({}, Launcher("Lightning")),
@@ -47,6 +47,10 @@ KNOWN = {
     "srun, with a place to meet": (
         SRUN | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"},
         SLURMS._replace(address="10.0.0.7", port=29500),
+    ),
+    "another step of the job": (
+        SRUN | {"SLURM_STEP_ID": "1"},
+        SLURMS._replace(port=20576, step="1234567.1"),
     ),
     "srun on one node": (
         SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "8"},
@@ -79,6 +83,7 @@ REFUSED = {
     "no address": ({**BY_HAND, "MASTER_ADDR": ""}, "MASTER_ADDR is not set, and 2 processes (WORLD_SIZE)"),
     "no local rank": ({k: v for k, v in BY_HAND.items() if k != "LOCAL_RANK"}, "LOCAL_RANK is not set"),
     "no number": (BY_HAND | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
+    "no port": (BY_HAND | {"MASTER_PORT": "80000"}, "MASTER_PORT=80000 is no port"),
     "a rank too many": (BY_HAND | {"RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
     "unequal nodes": (BY_HAND | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2 does not divide"),
     "a run in each task": (SRUN | ALONE, "srun has started 8 tasks, and in each"),
