@@ -31,8 +31,8 @@ class Attendance:
     def wait(self, store: dist.Store, missing: Callable[[], list[int]], grace: float = 0.0) -> None:
         """Wait until no rank is `missing`; rank 0 says now and then which is.
 
-        Raises NotMet if one does not come, and also SharedRefusal if one has left word in `store` that it ends, and no
-        other process has come in its place for `grace` seconds.
+        A rank may leave word in `store` that it ends. For `grace` seconds, another process may come in its place.
+        Raises NotMet if a rank does not come, and for such a word NotMet or SharedRefusal.
         """
         heard: list[float] = []
 

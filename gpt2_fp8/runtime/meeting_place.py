@@ -18,7 +18,7 @@ from gpt2_fp8.runtime.launched import Launcher
 from gpt2_fp8.runtime.patience import NotMet
 
 NAME_SECONDS = 45.0  # in which the name of a host is to resolve: it may be that of a machine that is just starting
-ANSWER_SECONDS = 15.0  # in which a store answers; torch tries twice, with a break
+ANSWER_SECONDS = 15.0  # in which a store answers; torch tries twice
 _PROBE_SECONDS = 5.0
 
 
@@ -109,7 +109,7 @@ def _store(launcher: Launcher, listens: bool) -> dist.Store | None:
     threading.Thread(target=connect, name="meeting", daemon=True).start()
     with signals.interruptible():
         try:
-            found = done.get(timeout=3 * ANSWER_SECONDS)
+            found = done.get(timeout=2 * ANSWER_SECONDS)
         except queue.Empty:
             return None
     if isinstance(found, Exception):
