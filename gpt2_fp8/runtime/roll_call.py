@@ -6,8 +6,11 @@ its agent counts the ranks. Rank 0's store is new, but anybody may come there wh
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
+import sys
+import time
 import uuid
 
 import torch.distributed as dist
@@ -18,6 +21,7 @@ from gpt2_fp8.runtime.meeting_place import place
 from gpt2_fp8.runtime.patience import NotMet
 
 GRACE_SECONDS = 20.0  # in which another process may come in the place of one that has left
+STRANGER_SECONDS = 10.0  # in which a process with rank 0's own command line is preferred to one with another
 _OWN_RANK = "RANK=0, 1, ..., each for one process"
 _OWN_PORT = "another MASTER_PORT for another run"
 
@@ -43,6 +47,10 @@ class _Hello:
     def __init__(self, launcher: Launcher, store: dist.Store, attendance: Attendance) -> None:
         self._launcher, self._store, self._attendance = launcher, store, attendance
         self._word = uuid.uuid4().hex
+        self._began = time.monotonic()
+        # Of two runs that begin at one port at the same moment, each rank 1 is to come to its own rank 0, or to none.
+        words = [] if launcher.agent_listens else sys.argv[1:]
+        self._command = hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
     def open(self) -> None:
         """Have rank 0 say whose store this is, and the others see whether it is theirs."""
@@ -69,7 +77,9 @@ class _Hello:
     def answer(self) -> str:
         """Say hello, and take the name from the answer."""
         rank = self._launcher.rank
-        self._store.set(f"hello/{rank}", json.dumps([self._word, socket.gethostname()]))
+        hello = json.dumps([self._word, socket.gethostname()])
+        self._store.set(f"hello/{rank}/{self._command}", hello)
+        self._store.set(f"hello/{rank}", hello)
         self._attendance.wait(self._store, self._unanswered, GRACE_SECONDS)
         name = self._store.get(f"answer/{self._word}").decode()
         if self._store.compare_set(f"{name}/here/{rank}", "", self._word).decode() != self._word:
@@ -82,9 +92,13 @@ class _Hello:
     def _missing(self) -> list[int]:
         others = range(1, self._launcher.world_size)
         for other in others:
-            if self._store.check([f"hello/{other}"]):
-                word, self._attendance.hosts[other] = json.loads(self._store.get(f"hello/{other}"))
-                self._store.set(f"answer/{word}", self._word)
+            keys = [f"hello/{other}/{self._command}"]
+            if time.monotonic() - self._began > STRANGER_SECONDS:
+                keys.append(f"hello/{other}")
+            for key in keys:
+                if self._store.check([key]):
+                    word, self._attendance.hosts[other] = json.loads(self._store.get(key))
+                    self._store.set(f"answer/{word}", self._word)
         return [other for other in others if not self._store.check([f"{self._word}/here/{other}"])]
 
     def _unanswered(self) -> list[int]:
@@ -95,7 +109,7 @@ class _Hello:
         if complete:
             cause = f"the processes that meet at {place(self._launcher)} are complete, with another rank {rank}"
             raise NotMet.refused(cause, f"{_OWN_RANK}; {_OWN_PORT}")
-        if json.loads(self._store.get(f"hello/{rank}"))[0] != self._word:
+        if json.loads(self._store.get(f"hello/{rank}/{self._command}"))[0] != self._word:
             raise self._twice()
         return [0]
 

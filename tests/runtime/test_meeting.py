@@ -17,6 +17,7 @@ from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.runtime import launcher, meeting, meeting_place, patience, roll_call
 
 patience.NOTICE_SECONDS, patience.PATIENCE_SECONDS = 0.5, 2.0 if "short" in sys.argv else 30.0
+roll_call.STRANGER_SECONDS = 4.0 if "this" in sys.argv else 1.0
 roll_call.GRACE_SECONDS, meeting_place.ANSWER_SECONDS, meeting_place.NAME_SECONDS = 1.0, 1.0, 1.0
 try:
     met = meeting.join(launcher.current())
@@ -40,15 +41,17 @@ def port():
 
 
 def join(tmp_path, port, *processes, words=(), address="127.0.0.1"):
-    """What each process prints that joins. A process is its rank, or its variables."""
+    """What each process prints that joins. A process is its rank, or its variables; WORD is a word of its own."""
     (tmp_path / "join.py").write_text(JOIN)
     common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     started = []
     for process in processes:
         own = process if isinstance(process, dict) else {"RANK": str(process)}
+        word = [own["WORD"]] if "WORD" in own else []
         started.append(
             forkserver.Popen(
-                [sys.executable, "join.py", *words], cwd=tmp_path, text=True, env=os.environ | common | own,
+                [sys.executable, "join.py", *words, *word], cwd=tmp_path, text=True,
+                env=os.environ | common | {name: value for name, value in own.items() if name != "WORD"},
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
         )  # fmt: skip
@@ -105,6 +108,21 @@ def test_two_steps_of_a_job_at_one_port(tmp_path, port):
     assert other[0].startswith("NotMet 2: error: rank 0 cannot listen at port")
     assert "fix: MASTER_PORT=NUMBER" in other[0]
     assert "2 processes by srun in step 7." in other[1]
+
+
+def test_two_runs_by_variables_at_one_port(tmp_path, port):
+    """Rank 1 of the other run is there before this run's own."""
+    both = [{"RANK": rank, "WORD": word} for word, rank in (("other", "1"), ("this", "0"), ("this", "1"))]
+    other, *this = join(tmp_path, port, *both)
+    assert this == ["met [0, 1]\n"] * 2
+    assert "are complete, with another rank 1" in other
+    assert "another MASTER_PORT for another run" in other
+
+
+def test_a_rank_with_another_command_line_comes_too(tmp_path, port):
+    """What differs, the run says."""
+    said = join(tmp_path, port, 0, {"RANK": "1", "WORD": "another"})
+    assert [text.splitlines()[-1] for text in said] == ["met [0, 1]"] * 2
 
 
 def test_a_rank_that_is_there_twice(tmp_path, port):

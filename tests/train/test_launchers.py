@@ -42,8 +42,14 @@ def training_step(self, batch, batch_idx):
 
 GPT2Module.training_step = training_step
 """
-OTHER_RATE = """
+# Rank 1 types other words: rank 0 waits a moment for one that does not.
+OTHER_WORDS = """
 import os
+from gpt2_fp8.runtime import roll_call
+roll_call.STRANGER_SECONDS = 0.5
+"""
+OTHER_RATE = f"""
+{OTHER_WORDS}
 sys.argv += ["optim.lr=1e-4"] * (os.environ["RANK"] == "1")
 """
 OTHER_VERSION = """
@@ -52,10 +58,12 @@ from gpt2_fp8.train import summary
 versions = summary.versions
 summary.versions = lambda: versions() | ({"numpy": "1.0"} if os.environ["RANK"] == "1" else {"numpy": "2.0"})
 """
-OTHER_TEXT = """
-import os
+OTHER_TEXT = (
+    OTHER_WORDS
+    + """
 sys.argv += [f"data.train_files=[text-{os.environ['RANK']}.txt]"]
 """
+)
 NO_TEXT = """
 import os
 from gpt2_fp8.config.errors import UserError
@@ -307,7 +315,7 @@ def test_a_step_that_three_processes_cannot_share(tmp_path):
 
 
 def test_what_one_rank_alone_refuses_is_said_of_it(tmp_path):
-    patch = "import os\nsys.argv += ['optim.lr=fast'] * (os.environ['RANK'] == '1')\n"
+    patch = f"{OTHER_WORDS}\nsys.argv += ['optim.lr=fast'] * (os.environ['RANK'] == '1')\n"
     refused(ranks(tmp_path, by_hand(), *WORDS, "run_name=run", patch=patch), r"error: rank 1 on \S+: optim.lr")
 
 
