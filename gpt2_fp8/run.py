@@ -104,6 +104,7 @@ def main(argv: list[str]) -> int:
         print(programs.VERSION)
         return 0
     with signals.handled() as handlers:
+        launcher.forget_leftovers()
         rank_zero = last_say.rank_zero(argv)
         agent.follow()
         try:
@@ -156,7 +157,7 @@ def _checked(argv: list[str]) -> list[str]:
     """
     from gpt2_fp8 import compose
 
-    started = launcher.current()
+    started = launcher.of_run()
     if not started.meets:
         compose.planned(argv)
         return compose.flags_first(argv)

@@ -10,7 +10,7 @@ from gpt2_fp8.config import rank_share
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime.launcher import Launcher
+from gpt2_fp8.runtime.launched import Launcher
 
 _MEETING_PLACE = ("MASTER_ADDR", "NODE_RANK")
 

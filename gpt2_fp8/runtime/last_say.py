@@ -62,6 +62,15 @@ def _is_one_of_several() -> bool:
         return True
 
 
+def _is_first() -> bool:
+    """Return whether this process is rank 0, or the first by every variable where these contradict each other."""
+    try:
+        found = launcher.current()
+    except UserError:
+        return launcher.is_first_of_all()
+    return found.rank == 0
+
+
 def _end_among_ranks(error: RunError | None, text: str) -> None:
     """Say how the run has ended, in one of the processes that a launcher has started. Rank 0 says what all would.
 
@@ -72,12 +81,14 @@ def _end_among_ranks(error: RunError | None, text: str) -> None:
         from gpt2_fp8.runtime import meeting
 
         met = meeting.current()
+        if met is not None:
+            met.leave(error if error is not None else RunError(text.splitlines()[-1]))
     if error is not None and error.teller is not None:
         _tell(error, text)
-        if met is not None and launcher.is_first_of_all():
+        if met is not None and _is_first():
             met.say(text)
         return
-    if launcher.is_first_of_all():
+    if _is_first():
         say(text)
         if met is not None:
             met.say(text)

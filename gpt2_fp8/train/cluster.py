@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import collectives, launcher, meeting
 from gpt2_fp8.runtime import devices as present
-from gpt2_fp8.runtime.launcher import Launcher
+from gpt2_fp8.runtime.launched import Launcher
 
 
 class LaunchedEnvironment(ClusterEnvironment):

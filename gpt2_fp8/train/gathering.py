@@ -44,10 +44,11 @@ def agree(meeting: Meeting, config: RunConfig | None, folder: str | None, proble
     ranks = meeting.exchange("start", own)
     refuse([*told(ranks), *unequal(ranks)])
     agreed = Path(meeting.folder or ranks[0]["folder"])
-    if meeting.launcher.nodes > 1:
+    if meeting.launcher.several:  # variables need not tell how many nodes there are, and two containers are one host
         refuse(_unshared(meeting, agreed, [rank["host"] for rank in ranks]))
     if meeting.launcher.rank == 0:
         meeting.keep_folder(str(agreed))
+    meeting.gathered = True
     return agreed
 
 

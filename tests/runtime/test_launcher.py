@@ -3,13 +3,15 @@
 import pytest
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.runtime.launcher import Launcher, is_first_of_all, is_first_rank, recognised
+from gpt2_fp8.runtime.launched import Launcher
+from gpt2_fp8.runtime.launcher import forget_leftovers, is_first_of_all, is_first_rank, recognised
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "ROLE_RANK": "5",
     "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "41234", "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
 }  # fmt: skip
+ALONE = TORCHRUN | {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "7ff8a8cf-fb60-4fa8-a7a2-ec2d56ba8f7b"}
 SRUN = {
     "SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8",
     "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2",
@@ -25,7 +27,7 @@ BY_HAND = {
 LIGHTNINGS = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 PLACE = {"rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4, "node": 1, "nodes": 2}
 AGENT = Launcher("torchrun", address="node1", port=41234, agent_listens=True, restarts_left=3, **PLACE)
-SLURMS = Launcher("srun", address="gpu07", port=19567, **PLACE)
+SLURMS = Launcher("srun", address="gpu07", port=19567, step="1234567.0", **PLACE)
 HAND = Launcher("RANK and WORLD_SIZE", 1, 2, 1, 2, 0, 1, "127.0.0.1", 29501)
 KNOWN = {
     "nothing": ({}, Launcher("Lightning")),
@@ -35,11 +37,20 @@ KNOWN = {
     "a rank that listens": (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, AGENT._replace(agent_listens=False)),
     "accelerate": (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, AGENT._replace(name="accelerate launch")),
     "an agent on each node, by srun": (SRUN | {"SLURM_STEP_NUM_TASKS": "2"} | TORCHRUN, AGENT),
+    "what is left of an agent on each node": (
+        SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"},
+        AGENT._replace(nodes=1, node=0),
+    ),
+    "likewise, of more than two": (SRUN | TORCHRUN, AGENT),
     "torchrun in a batch script": (BATCH_SCRIPT | TORCHRUN, AGENT),
     "srun": (SRUN, SLURMS),
     "srun, with a place to meet": (
         SRUN | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"},
         SLURMS._replace(address="10.0.0.7", port=29500),
+    ),
+    "another step of the job": (
+        SRUN | {"SLURM_STEP_ID": "1"},
+        SLURMS._replace(port=20576, step="1234567.1"),
     ),
     "srun on one node": (
         SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "8"},
@@ -72,9 +83,14 @@ REFUSED = {
     "no address": ({**BY_HAND, "MASTER_ADDR": ""}, "MASTER_ADDR is not set, and 2 processes (WORLD_SIZE)"),
     "no local rank": ({k: v for k, v in BY_HAND.items() if k != "LOCAL_RANK"}, "LOCAL_RANK is not set"),
     "no number": (BY_HAND | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
+    "no port": (BY_HAND | {"MASTER_PORT": "80000"}, "MASTER_PORT=80000 is no port"),
     "a rank too many": (BY_HAND | {"RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
     "unequal nodes": (BY_HAND | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2 does not divide"),
-    "a run in each task": (SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "srun has started 8 tasks, and in each"),
+    "a run in each task": (SRUN | ALONE, "srun has started 8 tasks, and in each"),
+    "a run in each task, at a port": (
+        SRUN | ALONE | {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1"},
+        "srun has started 8 tasks, and in each",
+    ),
     "other ranks than srun's": (SRUN | BY_HAND, "RANK=1 of WORLD_SIZE=2, and srun says task 5 of 8"),
     "mpirun": ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 processes"),
     "other tasks on each node": (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, "not as many on each"),
@@ -94,6 +110,58 @@ def test_variables_that_cannot_be_are_refused(case):
         recognised(environment)
     (problem,) = refused.value.problems
     assert cause in problem.cause
+
+
+WHOLE = {
+    "a container's leftovers": {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "pod-0"},
+    "half of them": {"WORLD_SIZE": "1"},
+    "the other half": {"RANK": "0"},
+    "one of Lightning's": LIGHTNINGS,
+    "one of Lightning's, whose group is gone": {k: v for k, v in LIGHTNINGS.items() if k != "WORLD_SIZE"},
+    "Lightning on one of two nodes": {"NODE_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+}
+HALVES = {
+    "no number of processes": ({"RANK": "1"}, "RANK=1, which one of several processes has, and WORLD_SIZE is not set"),
+    "the first of them": ({"RANK": "0", "MASTER_ADDR": "a"}, "RANK=0, which one of several processes has, and WORLD_S"),
+    "too few processes": ({"RANK": "1", "WORLD_SIZE": "1"}, "and WORLD_SIZE is 1"),
+    "no rank": ({"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "WORLD_SIZE=2, which one of several processes has, and RANK"),
+    "a script that forgets srun": (BATCH_SCRIPT | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8"),
+    "only a local rank": ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1, which one of several processes has, and WORLD_SIZE"),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_run_of_one_process_needs_no_variables(case):
+    assert recognised(WHOLE[case], trains=True).name == "Lightning"
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_one_of_several_processes_is_no_run_of_its_own(case):
+    environment, cause = HALVES[case]
+    with pytest.raises(UserError) as refused:
+        recognised(environment, trains=True)
+    (problem,) = refused.value.problems
+    assert cause in problem.cause
+    assert recognised(environment).name == "Lightning"  # for what trains nothing
+
+
+LEFT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "left"),
+    [
+        (LEFT, {}),
+        (LIGHTNINGS, LIGHTNINGS),
+        (SRUN | LEFT, SRUN),
+        (BY_HAND, BY_HAND),
+        (TORCHRUN | LEFT, TORCHRUN | LEFT),
+    ],
+)
+def test_what_is_left_of_another_launcher_is_forgotten(monkeypatch, environment, left):
+    monkeypatch.setattr("gpt2_fp8.runtime.launcher.os.environ", given := dict(environment))
+    forget_leftovers()
+    assert given == left
 
 
 @pytest.mark.parametrize(
@@ -130,6 +198,7 @@ def test_it_is_said_in_a_line():
         (SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, True, True),
         (SRUN | TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, True, False),  # the agent may be on any node
         (BATCH_SCRIPT | LIGHTNINGS, False, False),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, True, False),
     ],
 )
 def test_one_process_speaks_for_all(monkeypatch, environment, first, of_all):

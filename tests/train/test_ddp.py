@@ -156,8 +156,8 @@ def _is_alive(group):
     return True
 
 
-def run(tmp_path, *arguments, patch="", timeout=90):
-    return finish(start(tmp_path, *arguments, patch=patch), timeout)
+def run(tmp_path, *arguments, patch="", timeout=90, environment=ALONE):
+    return finish(start(tmp_path, *arguments, patch=patch, environment=environment), timeout)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.runtime import devices
-from gpt2_fp8.runtime.launcher import Launcher
+from gpt2_fp8.runtime.launched import Launcher
 from gpt2_fp8.train.gathering import told, unequal
 
 H200, H100 = {"name": "NVIDIA H200", "memory": "140 GiB"}, {"name": "NVIDIA H100", "memory": "79 GiB"}
@@ -51,7 +51,14 @@ def test_each_process_of_a_node_has_the_gpu_of_its_place():
     assert [devices.place(started("srun", local_rank, 4), 1) for local_rank in range(4)] == [0, 0, 0, 0]  # its own
 
 
-@pytest.mark.parametrize(("name", "option"), [("torchrun", "--nproc-per-node 4"), ("srun", "--ntasks-per-node 4")])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("torchrun", "--nproc-per-node 4"),
+        ("srun", "--ntasks-per-node 4"),
+        ("RANK and WORLD_SIZE", "LOCAL_WORLD_SIZE=4"),
+    ],
+)
 def test_more_processes_than_gpus(name, option):
     with pytest.raises(UserError) as refused:
         devices.place(started(name, 0, 8), 4)

@@ -42,8 +42,14 @@ def training_step(self, batch, batch_idx):
 
 GPT2Module.training_step = training_step
 """
-OTHER_RATE = """
+# Rank 1 types other words: rank 0 waits a moment for one that does not.
+OTHER_WORDS = """
 import os
+from gpt2_fp8.runtime import roll_call
+roll_call.STRANGER_SECONDS = 0.5
+"""
+OTHER_RATE = f"""
+{OTHER_WORDS}
 sys.argv += ["optim.lr=1e-4"] * (os.environ["RANK"] == "1")
 """
 OTHER_VERSION = """
@@ -52,10 +58,12 @@ from gpt2_fp8.train import summary
 versions = summary.versions
 summary.versions = lambda: versions() | ({"numpy": "1.0"} if os.environ["RANK"] == "1" else {"numpy": "2.0"})
 """
-OTHER_TEXT = """
-import os
+OTHER_TEXT = (
+    OTHER_WORDS
+    + """
 sys.argv += [f"data.train_files=[text-{os.environ['RANK']}.txt]"]
 """
+)
 NO_TEXT = """
 import os
 from gpt2_fp8.config.errors import UserError
@@ -111,22 +119,23 @@ def by_hand(count=2):
     }  # fmt: skip
 
 
-def srun(nodes=1, count=2):
+def srun(count=2):
     port = str(free_port())
     return lambda rank: {
         "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(count),
-        "SLURM_NTASKS": str(count), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % (count // nodes)),
-        "SLURM_NODEID": str(rank // (count // nodes)), "SLURM_STEP_NUM_NODES": str(nodes),
-        "SLURM_STEP_TASKS_PER_NODE": f"{count // nodes}(x{nodes})" if nodes > 1 else str(count),
-        "SLURM_STEP_NODELIST": "127.0.0.1", "MASTER_PORT": port,
+        "SLURM_NTASKS": str(count), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": str(count), "SLURM_STEP_NODELIST": "127.0.0.1",
+        "MASTER_PORT": port,
     }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """The run of two processes by Lightning's own launcher."""
+    """The run of two processes by Lightning's own launcher, in a container that sets variables for one."""
     cwd = tmp_path_factory.mktemp("own")
-    code, output = run(cwd, *WORDS, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "run_name=run")
+    words = [*WORDS, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "run_name=run"]
+    container = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    code, output = run(cwd, *words, environment=ALONE | container)
     assert code == 0, output
     assert "launcher   Lightning: 2 processes" in output
     return cwd / "outputs/run"
@@ -202,12 +211,13 @@ FITTED = [*(word for word in WORDS if not word.startswith("micro_batch_size=")),
 
 
 def elastic(cwd, port, first, patch):
-    """An agent of one process, of a run that one or two agents make; the first of them can be left last."""
+    """An agent of one process in a task of srun, of a run that one or two agents make; the first can be left last."""
     conf = f"is_host={int(first)},last_call_timeout=4,keep_alive_interval=1"
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "few", "--rdzv-conf", conf]
     program = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", *place, patched(cwd, patch)]
     command = ["-m", "torch.distributed.run", *program, *FITTED]
-    return start(cwd, *command, popen=forked_with_ranks, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    task = srun()(int(not first)) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return start(cwd, *command, popen=forked_with_ranks, **task)
 
 
 def test_a_node_joins(tmp_path, one):
@@ -245,12 +255,12 @@ def test_a_node_leaves(tmp_path, one):
     assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
 
 
-def test_srun_continues_what_one_process_has_begun(tmp_path, one):
+def test_four_tasks_of_srun_continue_what_one_process_has_begun(tmp_path, one):
     train_until(4, tmp_path / "outputs/run", *BATCH)
-    ends = ranks(tmp_path, srun(), *WORDS, "run_name=run", "ckpt_path=last")
-    assert [code for code, _ in ends] == [0, 0], ends
-    assert "launcher   srun: 2 processes\n" in ends[0][1]
-    assert ends[1][1] == ""
+    ends = ranks(tmp_path, srun(4), *WORDS, "run_name=run", "ckpt_path=last", count=4)
+    assert [code for code, _ in ends] == [0] * 4, ends
+    assert "launcher   srun: 4 processes\n" in ends[0][1]
+    assert [output for _, output in ends[1:]] == [""] * 3
     assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
 
 
@@ -305,7 +315,7 @@ def test_a_step_that_three_processes_cannot_share(tmp_path):
 
 
 def test_what_one_rank_alone_refuses_is_said_of_it(tmp_path):
-    patch = "import os\nsys.argv += ['optim.lr=fast'] * (os.environ['RANK'] == '1')\n"
+    patch = f"{OTHER_WORDS}\nsys.argv += ['optim.lr=fast'] * (os.environ['RANK'] == '1')\n"
     refused(ranks(tmp_path, by_hand(), *WORDS, "run_name=run", patch=patch), r"error: rank 1 on \S+: optim.lr")
 
 
@@ -313,6 +323,16 @@ def test_no_place_to_meet(tmp_path):
     variables = by_hand()
     ends = ranks(tmp_path, lambda rank: variables(rank) | {"MASTER_ADDR": ""}, *WORDS)
     refused(ends, "MASTER_ADDR is not set")
+
+
+def test_mpirun_is_refused_once(tmp_path):
+    mpirun = {"OMPI_COMM_WORLD_SIZE": "2"}
+    ends = ranks(tmp_path, lambda rank: mpirun | {"OMPI_COMM_WORLD_RANK": str(rank)}, *WORDS)
+    refused(ends, "mpirun has started 2 processes")
+
+
+def test_one_of_two_processes_without_the_other_variables(tmp_path):
+    refused(ranks(tmp_path, lambda rank: {"RANK": "1"}, *WORDS, count=1), "RANK=1, .* WORLD_SIZE is not set")
 
 
 def test_a_torchrun_in_each_task_of_srun(tmp_path):
@@ -331,11 +351,11 @@ def is_allowed(*command):
 
 
 def test_a_folder_that_nodes_do_not_share(tmp_path):
-    """The second node has a file system of its own in the same place."""
+    """The second node has a file system of its own in the same place. No variable says that there are two."""
     if not is_allowed("mount", "-t", "tmpfs", "none", str(tmp_path)):
         pytest.skip("needs the right to mount")
     (tmp_path / "outputs").mkdir()
-    program, variables = patched(tmp_path, ""), srun(nodes=2)
+    program, variables = patched(tmp_path, ""), by_hand()
     first = start(tmp_path, program, *WORDS, "run_name=run", **variables(0))
     words = [sys.executable, program, *WORDS, "run_name=run"]
     mounted = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none outputs && exec "$@"', "sh", *words]
