@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 
 from gpt2_fp8.compat.torch_private import divide_all
 
-# Not for noticing a lost rank: that takes less than a minute (`callbacks/rank_watchdog.py`). The timeout must be longer
+# Not for noticing a lost rank: that takes less than a minute (`runtime/rank_watch.py`). The timeout must be longer
 # than anything that one rank may do while the others wait. That is to compile, to save, or to read data from a source
 # that does not answer. It equals the timeout for gradients, which Lightning sets to half an hour.
 GROUP_TIMEOUT = timedelta(minutes=30)

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from gpt2_fp8.callbacks import rank_watchdog
 from gpt2_fp8.config.errors import DataSourceLost, RunError
-from gpt2_fp8.runtime import collectives
+from gpt2_fp8.runtime import collectives, rank_watch
 
-rank_watchdog.LIFE_SECONDS, rank_watchdog.GRACE_SECONDS, rank_watchdog.STUCK_SECONDS = 6.0, 3.0, 5.0
+rank_watch.LIFE_SECONDS, rank_watch.GRACE_SECONDS, rank_watch.STUCK_SECONDS = 6.0, 3.0, 5.0
 STEPS, HARM_AT = 60, 20  # of a twentieth of a second at least
 
 
@@ -36,7 +36,7 @@ def harm(what):
     if what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if what == "busy":  # a compilation, a download, a save of one rank: the others wait for it, and it is alive
-        time.sleep(1.5 * rank_watchdog.LIFE_SECONDS)
+        time.sleep(1.5 * rank_watch.LIFE_SECONDS)
     if what == "hang":
         time.sleep(1000)
 
@@ -74,7 +74,7 @@ def one(case, rank, port):
     finally:
         watch.close()
     if what == "slow" and rank == int(harmed):
-        time.sleep(1.5 * rank_watchdog.LIFE_SECONDS)  # its part is done; what it still does alone is nobody's affair
+        time.sleep(1.5 * rank_watch.LIFE_SECONDS)  # its part is done; what it still does alone is nobody's affair
     return 0
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2_fp8.callbacks import rank_watchdog
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.data import worker_pool
 from gpt2_fp8.data.reader import UnitReader
+from gpt2_fp8.runtime.rank_end import RankEnd
 from gpt2_fp8.runtime.stragglers import Place, Stragglers
 from tests import forkserver
 from tests.data.corpora import files_config, items, module, write_jsonl
@@ -226,10 +226,11 @@ def test_49_who_is_behind_in_a_step(looks, found):
 
 
 def test_49_a_child_that_was_killed_is_named():
-    watch = rank_watchdog.RankWatchdog()
+    end = RankEnd(lambda error: None)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    watch.children = [child]
-    assert watch._lost(None) is None
-    watch.end_children()
+    end.children = [child]
+    assert end.failed_child(killed=True) is None
+    end.kill_children()
     child.wait()
-    assert f"rank 1 (process {child.pid}) was killed by signal 9" in str(watch._lost(None))
+    assert f"rank 1 (process {child.pid}) was killed by signal 9" in str(end.failed_child(killed=True))
+    assert end.failed_child(killed=False) is None

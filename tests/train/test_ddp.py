@@ -258,8 +258,8 @@ def training_step(self, batch, batch_idx):
     original(self, batch, batch_idx)
 
 GPT2Module.training_step = training_step
-from gpt2_fp8.callbacks import rank_watchdog
-rank_watchdog.LIFE_SECONDS = 6.0
+from gpt2_fp8.runtime import rank_watch
+rank_watch.LIFE_SECONDS = 6.0
 """
 
 

@@ -23,9 +23,9 @@ LONG = [*(word for word in WORDS if not word.startswith("trainer.max_steps")), "
 PATCH = """
 import os, resource, signal
 import torch
-from gpt2_fp8.callbacks import rank_watchdog
+from gpt2_fp8.runtime import rank_watch
 from gpt2_fp8.engine.gradients import Gradients
-rank_watchdog.GRACE_SECONDS, rank_watchdog.LIFE_SECONDS, rank_watchdog.STUCK_SECONDS = 2.0, 6.0, 8.0
+rank_watch.GRACE_SECONDS, rank_watch.LIFE_SECONDS, rank_watch.STUCK_SECONDS = 2.0, 6.0, 8.0
 here = dict(rank=0, step=0)
 
 def once(rank, step):
