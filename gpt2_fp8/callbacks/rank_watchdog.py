@@ -13,11 +13,10 @@ from lightning.pytorch.callbacks import Callback
 
 from gpt2_fp8.compat import lightning_process, torch_private
 from gpt2_fp8.config.errors import RunError
-from gpt2_fp8.runtime import collectives
+from gpt2_fp8.runtime import activity
 from gpt2_fp8.runtime.rank_end import RankEnd
 from gpt2_fp8.runtime.rank_start import RankStart
 from gpt2_fp8.runtime.rank_watch import RankWatch
-from gpt2_fp8.runtime.stragglers import Place
 
 
 class RankWatchdog(Callback):
@@ -36,7 +35,6 @@ class RankWatchdog(Callback):
         self._launcher: object = None  # which starts the other ranks of this machine, if anything of ours does
         self._start = RankStart(self._end, lambda: self.take_over(self._launcher))
         self._watch: RankWatch | None = None  # while the ranks are watched
-        self._step = 0  # the step that the main thread is in; 0: between two
 
     def expect(self, launcher: object) -> None:
         """Watch the processes that a Trainer's launcher is about to start, until the ranks have met."""
@@ -45,7 +43,11 @@ class RankWatchdog(Callback):
             self._start.watch()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start watching. The process group exists now."""
+        """Start watching, if the strategy has not said before that the ranks have met."""
+        self.have_met(trainer)
+
+    def have_met(self, trainer: Trainer) -> None:
+        """Start watching: the process group exists now. The data may not be read yet."""
         self._start.met.set()
         if self._watch is not None:
             self._watch.ending = False  # a rollback gives the run a new trainer
@@ -56,23 +58,27 @@ class RankWatchdog(Callback):
     def watch(self, store: Any, rank: int, world_size: int) -> None:
         """Watch the ranks that have met in `store`, a `torch.distributed.Store`, from now on."""
         self._end.rank = rank
-        self._watch = RankWatch(store, rank, world_size, self._place, self._end, self._of_agent)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop watching: this rank's part is done."""
-        self.close()
+        self._watch = RankWatch(store, rank, world_size, self._end, self._of_agent)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Note that the step begins: its data has come."""
-        self._step = trainer.global_step + 1
+        activity.begin(f"in step {trainer.global_step + 1}")
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Note that the step is over. A save, a validation or the wait for data may follow, for any time."""
-        self._step = 0
+        """Note that the step is over. A save, a validation or the wait for data may follow."""
+        activity.begin(f"after step {trainer.global_step}")
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Note that a batch of a validation begins."""
+        activity.begin(f"in the validation after step {trainer.global_step}")
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        """Note that a validation is over."""
+        activity.begin(f"after step {trainer.global_step}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Note that this rank is ending, and may need time to save."""
-        self._step = 0
+        activity.begin(f"at its end, after step {trainer.global_step}")
         if self._watch is not None:
             self._watch.ending = True
 
@@ -102,7 +108,3 @@ class RankWatchdog(Callback):
     def end_children(self) -> None:
         """Kill the ranks that this one has started."""
         self._end.kill_children()
-
-    def _place(self) -> Place:
-        """Return where this main thread is."""
-        return Place(self._step, collectives.entered())

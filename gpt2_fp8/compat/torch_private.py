@@ -35,6 +35,14 @@ def default_store() -> Any:
     return distributed.distributed_c10d._get_default_store()
 
 
+def entered_collectives(group: Any) -> int:
+    """Return how many collectives this process has entered on a process group: the same on ranks at the same place.
+
+    Any thread may ask while the main thread waits in one. torch has it for its own reports of a hang.
+    """
+    return int(group._get_sequence_number_for_group())
+
+
 def start_compile_workers() -> None:
     """Start the processes in which Inductor compiles. Inductor itself starts them in the middle of the first compile.
 

@@ -2,25 +2,25 @@
 
 A rank that waits in a collective for a lost one waits until the process group's timeout, half an hour. NCCL's wait
 cannot be interrupted. So every rank has a thread that gives signs of life (`runtime.heartbeats`), and one that judges
-those of the others. The positions of the main threads show one that hangs in a step (`runtime.stragglers`).
+those of the others. The places of the main threads show one that hangs (`runtime.stragglers`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.runtime import activity, collectives
 from gpt2_fp8.runtime.heartbeats import BEAT_SECONDS, Heartbeats
 from gpt2_fp8.runtime.rank_end import RankEnd, RankLost
 from gpt2_fp8.runtime.stragglers import Place, Stragglers
 
 LIFE_SECONDS = 60.0  # without a beat, after which a rank counts as lost
-STUCK_SECONDS = 540.0  # that the others may wait for a rank in the middle of a step: it may be compiling
+STUCK_SECONDS = 540.0  # that the others may wait for a rank that does not move: it may be compiling
 GRACE_SECONDS = 5.0  # for this rank to end by itself, as all ranks do that see the same error
 
 
@@ -30,7 +30,6 @@ class RankWatch:
     Args:
         store: a `torch.distributed.Store`.
         rank, world_size: of this process, and how many there are.
-        place: called in a thread; where this rank's main thread is.
         end: ends this process.
         of_agent: whether the store is that of torchrun's agent, not rank 0's.
 
@@ -38,12 +37,10 @@ class RankWatch:
         ending: whether this rank is ending by itself, and may need time to save.
     """
 
-    def __init__(
-        self, store: Any, rank: int, world_size: int, place: Callable[[], Place], end: RankEnd, of_agent: bool
-    ) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, end: RankEnd, of_agent: bool) -> None:
         self.ending = False
         self._rank, self._end, self._of_agent = rank, end, of_agent
-        self._ranks = Heartbeats(store, rank, world_size, place)
+        self._ranks = Heartbeats(store, rank, world_size, _place)
         threading.Thread(target=self._watch, name="ranks watch", daemon=True).start()
 
     def explain(self, error: BaseException) -> RankLost | None:
@@ -91,7 +88,7 @@ class RankWatch:
             if lost is not None and waited > (LIFE_SECONDS if saves else GRACE_SECONDS):
                 self._leave(lost)
             if ranks.places and (stuck := stragglers.look(ranks.places, BEAT_SECONDS)) is not None:
-                where = f"stuck in step {ranks.places[stuck].step} for {STUCK_SECONDS:.0f} s"
+                where = f"stuck {ranks.places[stuck].where} for {STUCK_SECONDS:.0f} s"
                 self._leave(RankLost(stuck, f"has been {where}, and the others wait for it"))
             if lost is None and (longest := max(silence)) > LIFE_SECONDS:
                 how = f"has shown no life for {LIFE_SECONDS:.0f} s"
@@ -126,6 +123,11 @@ class RankWatch:
         if lost is None and quiet:
             lost = RankLost(quiet[0], "is gone")
         return lost
+
+
+def _place() -> Place:
+    """Return where this main thread is."""
+    return Place(collectives.entered(), activity.moves(), activity.where())
 
 
 def _is_connection(error: BaseException) -> bool:

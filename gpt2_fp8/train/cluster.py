@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
+from gpt2_fp8.callbacks.rank_watchdog import RankWatchdog
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import collectives, launcher, meeting
 from gpt2_fp8.runtime import devices as present
@@ -72,11 +73,14 @@ class LaunchedEnvironment(ClusterEnvironment):
         return self._started.node
 
 
-class LaunchedStrategy(DDPStrategy):
-    """DDP whose process group is formed where the processes have met (`runtime.meeting` says why)."""
+class WatchedStrategy(DDPStrategy):
+    """DDP whose ranks watch each other from the moment at which they form a group: reading the data comes after that.
+
+    Where the processes have met already, the group is formed there (`runtime.meeting` says why).
+    """
 
     def setup_environment(self) -> None:
-        """Form the group, if there is none yet, before Lightning would."""
+        """Form the group, if there is none yet, before Lightning would; then have its ranks watched."""
         met = meeting.current()
         if met is not None and not torch.distributed.is_initialized():
             on_gpu = self.root_device.type == "cuda"
@@ -89,6 +93,10 @@ class LaunchedStrategy(DDPStrategy):
                 device_id=self.root_device if on_gpu else None,
             )
         super().setup_environment()
+        assert self.lightning_module is not None
+        for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RankWatchdog):
+                callback.have_met(self.lightning_module.trainer)
 
 
 def environment(on: Literal["cuda", "cpu"]) -> ClusterEnvironment:
@@ -111,9 +119,10 @@ def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
     return present.devices(config, on)
 
 
-def strategy(config: RunConfig) -> Any:
+def strategy(config: RunConfig, on: Literal["cuda", "cpu"]) -> Any:
     """Return how the ranks train together, for Lightning."""
-    return LaunchedStrategy() if launcher.current().several else config.trainer.strategy
+    several = launcher.current().several or present.devices(config, on) * config.trainer.num_nodes > 1
+    return WatchedStrategy() if several else config.trainer.strategy
 
 
 def _place(started: Launcher, on: Literal["cuda", "cpu"]) -> int:

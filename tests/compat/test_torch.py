@@ -52,6 +52,20 @@ def test_the_ranks_store_is_the_one_they_met_by():
         distributed.destroy_process_group()
 
 
+def test_a_group_says_how_many_collectives_were_entered():
+    """That a waiting one counts, and is read from another thread, is tried by the hanging pairs of `tests/faults`."""
+    store = distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        group = distributed.group.WORLD
+        before = torch_private.entered_collectives(group)
+        distributed.all_reduce(torch.ones(2))
+        distributed.barrier()
+        assert torch_private.entered_collectives(group) == before + 2
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_inductors_workers_can_be_started_ahead():
     """That they survive a signal is tried in `tests/engine/test_compile.py`, by `start_compile_workers`."""
     from torch._inductor.async_compile import AsyncCompile
