@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from gpt2_fp8.compat import lightning_process, torch_private
+from gpt2_fp8.compat import lightning_process
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.runtime import activity
 from gpt2_fp8.runtime.rank_end import RankEnd
@@ -42,18 +42,17 @@ class RankWatchdog(Callback):
         if lightning_process.starts_processes(launcher):
             self._start.watch()
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start watching, if the strategy has not said before that the ranks have met."""
-        self.have_met(trainer)
-
-    def have_met(self, trainer: Trainer) -> None:
-        """Start watching: the process group exists now. The data may not be read yet."""
+    def have_met(self, launcher: object, store: Any, rank: int, world_size: int) -> None:
+        """Watch the ranks that have met in `store`, if nobody does yet. `launcher` may have started some from here."""
         self._start.met.set()
+        if self._watch is None:
+            self.take_over(launcher)
+            self.watch(store, rank, world_size)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Note that this rank is not ending: a rollback gives the run a new trainer."""
         if self._watch is not None:
-            self._watch.ending = False  # a rollback gives the run a new trainer
-        elif trainer.world_size > 1:
-            self.take_over(trainer.strategy.launcher)
-            self.watch(torch_private.default_store(), trainer.global_rank, trainer.world_size)
+            self._watch.ending = False
 
     def watch(self, store: Any, rank: int, world_size: int) -> None:
         """Watch the ranks that have met in `store`, a `torch.distributed.Store`, from now on."""

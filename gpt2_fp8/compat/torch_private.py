@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import _muon as muon
 
@@ -28,11 +28,6 @@ def _public_stream(device: int) -> int:
 # The address of a device's current stream without a Stream object, which costs more than a launch. Triton and Inductor
 # use the same function. A torch without CUDA does not have it.
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
-
-
-def default_store() -> Any:
-    """Return the store through which the ranks have met. torch does not expose it, and a second one needs a port."""
-    return distributed.distributed_c10d._get_default_store()
 
 
 def entered_collectives(group: Any) -> int:

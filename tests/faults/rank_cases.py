@@ -60,13 +60,12 @@ def train(what, harmed, rank, watch):
 def one(case, rank, port):
     """A rank's process, as `run` and `train` make it; returns the exit code."""
     what, harmed = case.rsplit("-", 1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=40))  # in a run: half an hour
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=timedelta(seconds=40))
+    # In a run: half an hour.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=40))
     watch = rank_watchdog.RankWatchdog(lambda error: Path(f"{case}.farewell-{rank}").write_text(str(error)))
-    trainer = SimpleNamespace(
-        world_size=2, global_rank=rank, global_step=HARM_AT, strategy=SimpleNamespace(launcher=None)
-    )
-    watch.setup(trainer, None, "fit")
+    trainer = SimpleNamespace(global_step=HARM_AT)
+    watch.have_met(None, store, rank, 2)
     try:
         train(what, int(harmed), rank, watch)
     except Exception as caught:

@@ -148,7 +148,17 @@ def test_an_agent_that_is_killed_leaves_no_rank_behind(tmp_path):
 
 def test_the_agent_of_one_of_two_nodes_is_killed(tmp_path):
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two"]
-    options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", *place, "--rdzv-conf", "join_timeout=15"]
+    options = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "3",
+        *place,
+        "--rdzv-conf",
+        "join_timeout=15",
+    ]
     patch = faults(killed(1, 6, whom="os.getppid()"))
     both = [agent(tmp_path, options, *LONG, "run_name=run", patch=patch) for _ in range(2)]
     ends = [ended(process, tmp_path) for process in both]
