@@ -67,7 +67,7 @@ HOUSE = {
     "layers": Row("kernels compat config", "torch transformer_engine"),
     "kernels": Row("compat", "torch triton cuda"),
     # a run's files
-    "checkpoint": Row("config", "torch safetensors filelock"),
+    "checkpoint": Row("runtime config", "torch safetensors filelock"),
     # from settings to checked settings, before torch is there
     "compose": Row("runtime compat config", "hydra omegaconf yaml joblib submitit"),
     # what everything stands on

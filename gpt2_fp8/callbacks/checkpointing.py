@@ -27,6 +27,7 @@ from gpt2_fp8.checkpoint.writer import Writer, finite
 from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import CallbacksConfig
+from gpt2_fp8.runtime import activity
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class Checkpointing(Checkpoint):
         self.intervals.begin()
         self._validation_due = self.validated_step != step and loops.is_validation_due(trainer)
         path = self.folder / pointers.folder_name(step)
-        with self._stalled():
+        with self._stalled(), activity.within(f"in the save of step {step}"):
             try:
                 trainer.save_checkpoint(path, weights_only=False, storage_options=partial(self._hand_over, trainer))
             except BaseException:  # settling the step may have asked for a rollback
@@ -126,8 +127,9 @@ class Checkpointing(Checkpoint):
         """Save and wait for the disk, at the end of a run. Collective. Returns whether the step is there."""
         if not self.save(trainer):
             return False
-        self.writer.wait()
-        self.ledger.sync(trainer.strategy.broadcast)
+        with activity.within(f"in the save of step {trainer.global_step}"):
+            self.writer.wait()
+            self.ledger.sync(trainer.strategy.broadcast)
         return self.saved_step == trainer.global_step
 
     # ---- when ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.model.generate import generate
-from gpt2_fp8.runtime import signals
+from gpt2_fp8.runtime import activity, signals
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Samples(pl.Callback):
             with pl_module.step.evaluation():
                 ids = generate(
                     pl_module.model, prompt, self.tokens, pl_module.vocab_size, n_positions, self.seed,
-                    stopped=signals.pending,
+                    stopped=_is_stopping,
                 )  # fmt: skip
         except Exception as error:
             if not is_out_of_memory(error):
@@ -46,3 +46,9 @@ class Samples(pl.Callback):
         for logger in trainer.loggers:
             if log_text := getattr(logger, "log_text", None):  # loggers.EventFile
                 log_text("sample", text, trainer.global_step)
+
+
+def _is_stopping() -> bool:
+    """Return whether to leave before the next token. The other ranks wait meanwhile: each token is a move."""
+    activity.moved()
+    return signals.pending()

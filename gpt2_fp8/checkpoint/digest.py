@@ -8,6 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gpt2_fp8.checkpoint.bounded import regular_file
+from gpt2_fp8.runtime import activity
+
+_PART_BYTES = 4 << 20
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -22,5 +25,9 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 def _sha256(path: Path) -> str:
     regular_file(path)
+    digest, part = hashlib.sha256(), memoryview(bytearray(_PART_BYTES))
     with open(path, "rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while size := file.readinto(part):
+            digest.update(part[:size])
+            activity.moved()
+    return digest.hexdigest()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import _muon as muon
 
@@ -30,9 +30,12 @@ def _public_stream(device: int) -> int:
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
 
 
-def default_store() -> Any:
-    """Return the store through which the ranks have met. torch does not expose it, and a second one needs a port."""
-    return distributed.distributed_c10d._get_default_store()
+def entered_collectives(group: Any) -> int:
+    """Return how many collectives this process has entered on a process group: the same on ranks at the same place.
+
+    Any thread may ask while the main thread waits in one. torch has it for its own reports of a hang.
+    """
+    return int(group._get_sequence_number_for_group())
 
 
 def start_compile_workers() -> None:

@@ -20,6 +20,7 @@ from gpt2_fp8.data.ids import Tokens, dtype_of, little_endian
 from gpt2_fp8.data.tokenizer import encode
 from gpt2_fp8.data.tokenizer_files import Tokenizer
 from gpt2_fp8.data.units import DocumentCounts, Unit
+from gpt2_fp8.runtime import activity
 
 PIECE_CHARACTERS = 1 << 20  # characters encoded in one go: bounds the memory and the time that one document can take
 
@@ -70,6 +71,7 @@ def tokenise(
         counts.long += len(text) > PIECE_CHARACTERS
         for piece in cut(text):
             pieces.append(encode(encoding, piece, unit.name))
+            activity.moved()
             length += len(pieces[-1])
         pieces.append(end_of_text)
         length += 1

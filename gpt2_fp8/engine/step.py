@@ -110,7 +110,6 @@ def _agreed(loss: Tensor, penalty: Tensor | None, grad_norm: Tensor, absurd: Ten
         means.append(penalty.detach())
     seen = torch.stack([value.float() for value in (bad, *means)])
     if collectives.is_distributed():
-        collectives.enter()
         torch.distributed.all_reduce(seen)
         seen[1:] /= torch.distributed.get_world_size()
     return seen

@@ -8,30 +8,30 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 from torch import Tensor, distributed
 
-from gpt2_fp8.compat.torch_private import divide_all
+from gpt2_fp8.compat.torch_private import divide_all, entered_collectives
 
-# Not for noticing a lost rank: that takes less than a minute (`callbacks/rank_watchdog.py`). The timeout must be longer
+# Not for noticing a lost rank: that takes less than a minute (`runtime/rank_watch.py`). The timeout must be longer
 # than anything that one rank may do while the others wait. That is to compile, to save, or to read data from a source
 # that does not answer. It equals the timeout for gradients, which Lightning sets to half an hour.
 GROUP_TIMEOUT = timedelta(minutes=30)
 
-_entered = 0
-
 
 def entered() -> int:
-    """Return how many collectives within steps this process has entered: equal on ranks at the same place."""
-    return _entered
+    """Return how many collectives this process has entered in the whole run, Lightning's too; any thread may ask.
 
-
-def enter() -> None:
-    """Count a collective that this process is about to enter. Every rank does so at the same places of a step."""
-    global _entered
-    _entered += 1
+    Equal on ranks at the same place. On a GPU, one counts as soon as it is queued.
+    """
+    with suppress(RuntimeError):  # the groups are being destroyed
+        return sum(
+            entered_collectives(group) for group in (distributed.group.WORLD, _Hosts.made()) if group is not None
+        )
+    return 0
 
 
 def is_distributed() -> bool:
@@ -47,9 +47,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def any_rank(flag: bool) -> bool:
-    """Return whether the flag is set on any rank. Collective, asked within steps: see `largest`."""
-    if is_distributed():
-        enter()
+    """Return whether the flag is set on any rank. Collective: see `largest`."""
     return bool(largest(int(flag)))
 
 
@@ -94,11 +92,17 @@ class _Hosts:
         assert default is not None
         if distributed.get_backend() == "gloo":
             return default
-        made = cls._made() if cls._made and cls._default and cls._default() is default else None
+        made = cls.made()
         if made is None:
             made = distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
             cls._default, cls._made = weakref.ref(default), weakref.ref(made)
         return made
+
+    @classmethod
+    def made(cls) -> distributed.ProcessGroup | None:
+        """Return the group that was made beside the present default group; None: there is none."""
+        default = distributed.group.WORLD
+        return cls._made() if cls._made and cls._default and cls._default() is default else None
 
 
 def average(parameters: Iterable[Tensor]) -> None:
@@ -110,7 +114,6 @@ def average(parameters: Iterable[Tensor]) -> None:
     """
     if not is_distributed():
         return
-    enter()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     works = [distributed.all_reduce(gradient, async_op=True) for gradient in gradients]
     for work in works:

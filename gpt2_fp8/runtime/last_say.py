@@ -31,7 +31,7 @@ def is_launched(argv: Sequence[str]) -> bool:
 
 
 def follow(rank_zero: int) -> None:
-    """Leave no process behind where rank 0 was killed before the ranks had met (then: `callbacks/rank_watchdog.py`)."""
+    """Leave no process behind where rank 0 was killed before the ranks had met (then: `runtime/rank_watch.py`)."""
     threading.Thread(target=_end_after, args=(rank_zero,), daemon=True).start()
 
 

@@ -1,8 +1,7 @@
-"""Which rank keeps the others waiting in the middle of a step. Plain Python; once a second it gets each rank's place.
+"""Which rank keeps the others waiting. Plain Python; once a second it gets each rank's place.
 
-Time does not tell a main thread that hangs from one that compiles. But another rank may have waited for long in a
-collective of the same step that this rank has not entered. Within a step nothing waits for data, disk or network. So
-the reason can only be computing or compiling, and all ranks do the same of that.
+Time does not tell a main thread that hangs from one that compiles, saves or waits for data. But another rank may have
+waited for long in a collective that this rank has not entered, while nothing here has moved (`runtime.activity`).
 """
 
 from __future__ import annotations
@@ -12,28 +11,29 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where a rank's main thread is. `step` is 0 between two steps."""
+    """Where a rank's main thread is."""
 
-    step: int
-    collectives: int  # entered so far in the whole run (`runtime.collectives.entered`)
+    collectives: int  # entered so far in the whole run
+    moves: int  # changes whenever this rank gets on between two of them
+    where: str  # in words, as "in step 12"
 
 
 class Stragglers:
-    """Measures for how long each of `world_size` ranks has been behind another one."""
+    """Measures for how long each of `world_size` ranks has kept another one waiting without a move."""
 
     def __init__(self, world_size: int, seconds: float):
         self.seconds = seconds
         self._behind = [0.0] * world_size
-        self._places: list[Place] = [Place(0, 0)] * world_size
+        self._places = [Place(0, 0, "")] * world_size
 
     def look(self, places: Sequence[Place], seconds: float) -> int | None:
         """Return the rank that has been behind for longer than allowed; None if there is none.
 
         `seconds`: the time since the last look.
         """
+        foremost = max(place.collectives for place in places)
         for rank, place in enumerate(places):
-            others = (other.collectives for other in places if other.step == place.step)
-            waited_for = place.step > 0 and place == self._places[rank] and place.collectives < max(others)
+            waited_for = place == self._places[rank] and place.collectives < foremost
             self._behind[rank] = self._behind[rank] + seconds if waited_for else 0.0
         self._places = list(places)
         longest = max(self._behind)

@@ -159,7 +159,7 @@ def build_trainer(
         accelerator=plan.device,
         devices=cluster.devices(config, plan.device),
         num_nodes=options.num_nodes,
-        strategy=cluster.strategy(config),
+        strategy=cluster.strategy(config, plan.device),
         max_steps=steps_to_run(config),
         max_epochs=-1,
         val_check_interval=min(options.val_check_interval, last_step(config)),

@@ -8,10 +8,12 @@ import torch
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
+from gpt2_fp8.callbacks.rank_watchdog import RankWatchdog
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import collectives, launcher, meeting
 from gpt2_fp8.runtime import devices as present
 from gpt2_fp8.runtime.launched import Launcher
+from gpt2_fp8.runtime.meeting import Meeting
 
 
 class LaunchedEnvironment(ClusterEnvironment):
@@ -72,23 +74,50 @@ class LaunchedEnvironment(ClusterEnvironment):
         return self._started.node
 
 
-class LaunchedStrategy(DDPStrategy):
-    """DDP whose process group is formed where the processes have met (`runtime.meeting` says why)."""
+class WatchedStrategy(DDPStrategy):
+    """DDP whose ranks meet before they form a process group, and watch each other from then on.
+
+    Lightning's own launcher leaves the meeting to the process group, which waits for a rank for half an hour, and names
+    none. `runtime.meeting` says why a group is formed where its ranks have met.
+    """
 
     def setup_environment(self) -> None:
-        """Form the group, if there is none yet, before Lightning would."""
-        met = meeting.current()
-        if met is not None and not torch.distributed.is_initialized():
-            on_gpu = self.root_device.type == "cuda"
-            torch.distributed.init_process_group(
-                "nccl" if on_gpu else "gloo",
-                store=met.group_store(),
-                rank=met.launcher.rank,
-                world_size=met.launcher.world_size,
-                timeout=collectives.GROUP_TIMEOUT,
-                device_id=self.root_device if on_gpu else None,
-            )
+        """Meet, unless the ranks have done so, have them watched, and form the group.
+
+        Raises NotMet if a rank does not come.
+        """
+        if not torch.distributed.is_initialized():
+            met = meeting.current()
+            store = self._gathered() if met is None else self._form(met)
+            assert self.lightning_module is not None
+            for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, RankWatchdog):
+                    callback.have_met(self.launcher, store, self.global_rank, self.world_size)
         super().setup_environment()
+
+    def _gathered(self) -> Any:
+        """Meet the ranks of Lightning's own launcher; returns their store. The group comes to the same port."""
+        self.set_world_ranks()
+        place = self.cluster_environment
+        assert place is not None
+        own = Launcher(
+            launcher.OWN, self.global_rank, self.world_size, address=place.main_address, port=place.main_port
+        )
+        self._met = Meeting(own)  # kept: rank 0 has the store
+        return self._met.store
+
+    def _form(self, met: Meeting) -> Any:
+        """Form the group where the ranks have met; returns their store."""
+        on_gpu = self.root_device.type == "cuda"
+        torch.distributed.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=met.group_store(),
+            rank=met.launcher.rank,
+            world_size=met.launcher.world_size,
+            timeout=collectives.GROUP_TIMEOUT,
+            device_id=self.root_device if on_gpu else None,
+        )
+        return met.store
 
 
 def environment(on: Literal["cuda", "cpu"]) -> ClusterEnvironment:
@@ -111,9 +140,10 @@ def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
     return present.devices(config, on)
 
 
-def strategy(config: RunConfig) -> Any:
+def strategy(config: RunConfig, on: Literal["cuda", "cpu"]) -> Any:
     """Return how the ranks train together, for Lightning."""
-    return LaunchedStrategy() if launcher.current().several else config.trainer.strategy
+    several = launcher.current().several or present.devices(config, on) * config.trainer.num_nodes > 1
+    return WatchedStrategy() if several else config.trainer.strategy
 
 
 def _place(started: Launcher, on: Literal["cuda", "cpu"]) -> int:

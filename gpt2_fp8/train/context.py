@@ -12,7 +12,7 @@ from pathlib import Path
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.log_line import LogLine
-from gpt2_fp8.callbacks.rank_watchdog import RankLost, RankWatchdog
+from gpt2_fp8.callbacks.rank_watchdog import RankWatchdog
 from gpt2_fp8.callbacks.time_limit import TimeLimit
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.compat.lightning_process import rank
@@ -23,6 +23,7 @@ from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
 from gpt2_fp8.engine.pace import Pace
 from gpt2_fp8.precision.choose import Choice
 from gpt2_fp8.runtime import agent, meeting
+from gpt2_fp8.runtime.rank_end import RankLost
 from gpt2_fp8.train import last_words
 from gpt2_fp8.train.build import Parts
 from gpt2_fp8.train.outcome import fill

@@ -40,14 +40,16 @@ def test_a_torch_without_cuda_has_the_public_stream():
     assert torch_private.current_raw_stream is torch_private._public_stream
 
 
-def test_the_ranks_store_is_the_one_they_met_by():
+def test_a_group_says_how_many_collectives_were_entered():
+    """That a waiting one counts, and is read from another thread, is tried by the hanging pairs of `tests/faults`."""
     store = distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        found = torch_private.default_store()
-        own = distributed.PrefixStore("ranks", found.clone())  # a connection of its own
-        assert own.add("beats", 2) == 2
-        assert distributed.PrefixStore("ranks", found).add("beats", 1) == 3
+        group = distributed.group.WORLD
+        before = torch_private.entered_collectives(group)
+        distributed.all_reduce(torch.ones(2))
+        distributed.barrier()
+        assert torch_private.entered_collectives(group) == before + 2
     finally:
         distributed.destroy_process_group()
 

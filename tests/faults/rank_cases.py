@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from gpt2_fp8.callbacks import rank_watchdog
 from gpt2_fp8.config.errors import DataSourceLost, RunError
-from gpt2_fp8.runtime import collectives
+from gpt2_fp8.runtime import activity, collectives, rank_watch
 
-rank_watchdog.LIFE_SECONDS, rank_watchdog.GRACE_SECONDS, rank_watchdog.STUCK_SECONDS = 6.0, 3.0, 5.0
+rank_watch.LIFE_SECONDS, rank_watch.GRACE_SECONDS, rank_watch.STUCK_SECONDS = 6.0, 3.0, 8.0
 STEPS, HARM_AT = 60, 20  # of a twentieth of a second at least
 
 
@@ -35,33 +35,37 @@ def harm(what):
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if what == "busy":  # a compilation, a download, a save of one rank: the others wait for it, and it is alive
-        time.sleep(1.5 * rank_watchdog.LIFE_SECONDS)
+    if what == "busy":  # a download, a save of one rank: the others wait for it, and it gets on
+        until = time.monotonic() + 1.5 * rank_watch.LIFE_SECONDS
+        while time.monotonic() < until:
+            time.sleep(0.5)
+            activity.moved()
     if what == "hang":
         time.sleep(1000)
 
 
 def train(what, harmed, rank, watch):
-    """`hang` is in the midst of a step, the others' harm between two."""
+    """Rank 0's `hang` is in the midst of a step, all other harm between two."""
     for step in range(STEPS):
-        if step == HARM_AT and rank == harmed and what != "hang":
+        if step == HARM_AT and rank == harmed and what + str(rank) != "hang0":
             harm(what)
         watch.on_train_batch_start(SimpleNamespace(global_step=step))
-        if step == HARM_AT and rank == harmed and what == "hang":
+        if step == HARM_AT and rank == harmed and what + str(rank) == "hang0":
             harm(what)
         collectives.any_rank(False)
-        watch.on_train_batch_end(None)
+        watch.on_train_batch_end(SimpleNamespace(global_step=step + 1))
         time.sleep(0.05)
 
 
 def one(case, rank, port):
     """A rank's process, as `run` and `train` make it; returns the exit code."""
     what, harmed = case.rsplit("-", 1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=40))  # in a run: half an hour
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=timedelta(seconds=40))
+    # In a run: half an hour.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=40))
     watch = rank_watchdog.RankWatchdog(lambda error: Path(f"{case}.farewell-{rank}").write_text(str(error)))
-    trainer = SimpleNamespace(world_size=2, global_rank=rank, strategy=SimpleNamespace(launcher=None))
-    watch.setup(trainer, None, "fit")
+    trainer = SimpleNamespace(global_step=HARM_AT)
+    watch.have_met(None, store, rank, 2)
     try:
         train(what, int(harmed), rank, watch)
     except Exception as caught:
@@ -74,7 +78,7 @@ def one(case, rank, port):
     finally:
         watch.close()
     if what == "slow" and rank == int(harmed):
-        time.sleep(1.5 * rank_watchdog.LIFE_SECONDS)  # its part is done; what it still does alone is nobody's affair
+        time.sleep(1.5 * rank_watch.LIFE_SECONDS)  # its part is done; what it still does alone is nobody's affair
     return 0
 
 

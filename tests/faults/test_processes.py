@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2_fp8.callbacks import rank_watchdog
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.data import worker_pool
 from gpt2_fp8.data.reader import UnitReader
+from gpt2_fp8.runtime.rank_end import RankEnd
 from gpt2_fp8.runtime.stragglers import Place, Stragglers
 from tests import forkserver
 from tests.data.corpora import files_config, items, module, write_jsonl
@@ -195,41 +195,43 @@ def test_49_a_rank_that_is_busy_or_done_is_left_in_peace(pairs, case):
     assert pairs[0][case] == [[0, ""], [0, ""]]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_49_a_rank_whose_main_thread_hangs_in_a_step_is_named_once(pairs, rank):
+@pytest.mark.parametrize(("rank", "where"), [(0, "in step 21"), (1, "after step 20")])
+def test_49_a_rank_whose_main_thread_hangs_is_named_once(pairs, rank, where):
     """Its own thread that watches knows it as well."""
     ends = pairs[0][f"hang-{rank}"]
     assert [code for code, _ in ends] == [1, 1]
-    words = f"rank {rank} has been stuck in step 21 for 5 s, and the others wait for it"
+    words = f"rank {rank} has been stuck {where} for 8 s, and the others wait for it"
     assert [words in output for _, output in ends] == [rank == 1, rank == 0], ends
     assert all((pairs[1] / f"hang-{rank}.farewell-{each}").read_text() == words for each in (0, 1))
 
 
-STEP = [Place(7, 20), Place(7, 21)]
+def places(*entered):
+    return [Place(each, 7, "in step 3") for each in entered]
 
 
 @pytest.mark.parametrize(
     ("looks", "found"),
     [
-        ([STEP] * 5, [None, None, None, None, 0]),
-        ([STEP[::-1]] * 5, [None, None, None, None, 1]),
-        ([[Place(7, 21), Place(7, 21)]] * 9, [None] * 9),  # all of them wait for the device, or compute
-        ([[Place(0, 20), Place(7, 21)]] * 9, [None] * 9),  # it waits for its data
-        ([[Place(7, 20), Place(0, 21)]] * 9, [None] * 9),  # the other one saves
-        ([STEP, STEP, STEP, [Place(7, 21), Place(7, 22)], STEP, STEP, STEP], [None] * 7),  # slow, and it moves
+        ([places(20, 21)] * 5, [None, None, None, None, 0]),
+        ([places(21, 20)] * 5, [None, None, None, None, 1]),
+        ([places(21, 21)] * 9, [None] * 9),  # all of them wait for the device, or compute
+        ([[Place(20, move, "saves"), Place(21, 7, "waits")] for move in range(9)], [None] * 9),  # it gets on
+        ([*[places(20, 21)] * 3, places(21, 22), *[places(20, 21)] * 3], [None] * 7),  # it has entered the next one
+        ([places(21, 20, 21, 20)] * 5, [None, None, None, None, 1]),
     ],
-    ids=["first", "second", "level", "data", "saving", "slow"],
+    ids=["first", "second", "level", "moves", "slow", "four"],
 )
-def test_49_who_is_behind_in_a_step(looks, found):
-    watch = Stragglers(2, seconds=3.0)
+def test_49_who_is_behind(looks, found):
+    watch = Stragglers(len(looks[0]), seconds=3.0)
     assert [watch.look(places, 1.0) for places in looks] == found
 
 
 def test_49_a_child_that_was_killed_is_named():
-    watch = rank_watchdog.RankWatchdog()
+    end = RankEnd(lambda error: None)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    watch.children = [child]
-    assert watch._lost(None) is None
-    watch.end_children()
+    end.children = [child]
+    assert end.failed_child(killed=True) is None
+    end.kill_children()
     child.wait()
-    assert f"rank 1 (process {child.pid}) was killed by signal 9" in str(watch._lost(None))
+    assert f"rank 1 (process {child.pid}) was killed by signal 9" in str(end.failed_child(killed=True))
+    assert end.failed_child(killed=False) is None

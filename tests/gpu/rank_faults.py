@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from gpt2_fp8.callbacks import rank_watchdog
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.precision import state
-from gpt2_fp8.runtime import collectives
+from gpt2_fp8.runtime import collectives, rank_watch
 from gpt2_fp8.train.module import GPT2Module
 
 _here = {"step": 0, "parts": 0}  # from 1; the losses that were asked for in it
@@ -141,11 +140,11 @@ def killed_once():
 
 def killed_before_its_gradients():
     """SIGKILL in step 3: for the other rank a connection between the hosts breaks."""
-    rank_watchdog.LIFE_SECONDS = 20.0
+    rank_watch.LIFE_SECONDS = 20.0
     _before(Gradients, "of_step", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))
 
 
 def killed_in_the_exchange():
     """SIGKILL in step 3, when the other rank's GPU waits for gradients that do not come."""
-    rank_watchdog.LIFE_SECONDS = 20.0
+    rank_watch.LIFE_SECONDS = 20.0
     _before(collectives, "average", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))

@@ -258,9 +258,25 @@ def training_step(self, batch, batch_idx):
     original(self, batch, batch_idx)
 
 GPT2Module.training_step = training_step
-from gpt2_fp8.callbacks import rank_watchdog
-rank_watchdog.LIFE_SECONDS = 6.0
+from gpt2_fp8.runtime import rank_watch
+rank_watch.LIFE_SECONDS = 6.0
 """
+
+
+NEVER_THERE = """
+import os
+from gpt2_fp8.runtime import meeting
+meeting.PATIENCE_SECONDS = 8.0
+if os.environ.get("LOCAL_RANK") == "1":
+    time.sleep(1000)
+"""
+
+
+def test_a_rank_that_hangs_before_the_ranks_have_met_is_named(tmp_path):
+    code, output = run(tmp_path, *TWO, "run_name=run", patch=NEVER_THERE, timeout=60)
+    assert code == 1, output
+    assert output.count("rank 0 has waited 8 s for rank 1") == 1, output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])

@@ -23,9 +23,9 @@ LONG = [*(word for word in WORDS if not word.startswith("trainer.max_steps")), "
 PATCH = """
 import os, resource, signal
 import torch
-from gpt2_fp8.callbacks import rank_watchdog
+from gpt2_fp8.runtime import rank_watch
 from gpt2_fp8.engine.gradients import Gradients
-rank_watchdog.GRACE_SECONDS, rank_watchdog.LIFE_SECONDS, rank_watchdog.STUCK_SECONDS = 2.0, 6.0, 8.0
+rank_watch.GRACE_SECONDS, rank_watch.LIFE_SECONDS, rank_watch.STUCK_SECONDS = 2.0, 6.0, 8.0
 here = dict(rank=0, step=0)
 
 def once(rank, step):
@@ -148,11 +148,22 @@ def test_an_agent_that_is_killed_leaves_no_rank_behind(tmp_path):
 
 def test_the_agent_of_one_of_two_nodes_is_killed(tmp_path):
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two"]
-    options = ["--nnodes", "2", "--nproc-per-node", "1", *place]
+    options = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "3",
+        *place,
+        "--rdzv-conf",
+        "join_timeout=15",
+    ]
     patch = faults(killed(1, 6, whom="os.getppid()"))
     both = [agent(tmp_path, options, *LONG, "run_name=run", patch=patch) for _ in range(2)]
     ends = [ended(process, tmp_path) for process in both]
     assert sorted(code for code, _ in ends) == [-signal.SIGKILL, 1], ends
+    assert any("RendezvousTimeoutError" in output for _, output in ends), "it may start again, and nobody joins"
     report = summary(tmp_path / "outputs/run")
     assert report["status"] == "stopped", ends
     assert checkpoint(tmp_path / "outputs/run", report["steps"]).is_dir()

@@ -368,8 +368,8 @@ def test_a_folder_that_nodes_do_not_share(tmp_path):
 
 STOP = """
 import os, signal
-from gpt2_fp8.callbacks import rank_watchdog
-rank_watchdog.LIFE_SECONDS = 6.0
+from gpt2_fp8.runtime import rank_watch
+rank_watch.LIFE_SECONDS = 6.0
 
 def training_step(self, batch, batch_idx):
     if self.global_rank == 1 and self.global_step == 3:
