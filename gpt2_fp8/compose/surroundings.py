@@ -19,6 +19,15 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import launcher
 
 
+def is_named_by_time(plain: dict[str, Any], in_sweep: bool) -> bool:
+    """Return whether the folder of a run, or of a sweep, is by its name, and the name by the time.
+
+    plain: its configuration, with `${...}` as written.
+    """
+    folder = lookup(plain, "hydra.sweep.dir" if in_sweep else "hydra.run.dir")[1]
+    return "${run_name}" in str(folder) and "${now:" in str(plain["run_name"])
+
+
 class Surroundings:
     """Checks where a job will write, and whether it can run among others.
 
@@ -50,7 +59,7 @@ class Surroundings:
         by_name = "${run_name}" in str(lookup(self.plain, setting)[1])
         if not (by_name and "run_name" in bad):
             yield from self._folder(setting, "run_name" if by_name else setting)
-        fresh = by_name and not self.given("run_name") and "${now:" in str(self.plain["run_name"])
+        fresh = is_named_by_time(self.plain, self.number is not None) and not self.given("run_name")
         if self.config.ckpt_path in ("last", "best") and fresh:
             path = self.config.ckpt_path
             cause = f"ckpt_path={path}: of which run? A run without a name starts in a new, empty folder"

@@ -10,11 +10,13 @@ which leaves there without saving. Ours replace both (`runtime/signals.py`), so 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
 import signal
 import subprocess
+from collections.abc import Sequence
 
 from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.runtime.launcher import is_batch_job, is_first_rank, turns_before
@@ -22,6 +24,7 @@ from gpt2_fp8.runtime.launcher import is_batch_job, is_first_rank, turns_before
 log = logging.getLogger(__name__)
 
 REQUEUE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+_AGENTS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # which torchrun sets for itself, and its ranks inherit
 _SCONTROL_SECONDS = 60.0  # the longest that `scontrol` may take
 
 _has_trained = False  # whether this process has trained a step
@@ -60,6 +63,29 @@ class NoProgress(Stopped):
 def is_submitted_call() -> bool:
     """Return whether submitit has started this process for a call that it has stored, as for a job of a sweep."""
     return os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+
+
+def lasting_name(words: Sequence[str]) -> str | None:
+    """Return a name for a run of `words` that has none, the same whenever SLURM starts this batch job again.
+
+    Runs of other words in the same job have other names. None outside of a batch script, where somebody types at a
+    terminal, and in what submitit calls, which is a job of a sweep with a name.
+    """
+    if os.environ.get("ENVIRONMENT") != "BATCH" or not job_id() or is_submitted_call() or any(map(os.isatty, range(3))):
+        return None
+    told = sorted(word for word in words if not word.startswith("run_name="))
+    return f"slurm-{job_id()}-{hashlib.sha256(repr(told).encode()).hexdigest()[:6]}"
+
+
+def unheard() -> str | None:
+    """Return what to say where torchrun, started by `srun` in a batch job, would die of SIGUSR1; None elsewhere."""
+    handled = os.environ.get(_AGENTS_SIGNALS)
+    if handled is None or "SIGUSR1" in handled or "SLURM_STEP_ID" not in os.environ or not is_batch_job():
+        return None
+    return (
+        "SLURM's signal before the time limit (sbatch --signal=USR1@120) would end torchrun before this run is saved; "
+        "torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 120 waits for it"
+    )
 
 
 def note_step() -> None:
