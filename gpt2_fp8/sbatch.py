@@ -94,7 +94,7 @@ def _header(request: Request, argv: list[str]) -> Iterator[str]:
 
 def _place(request: Request) -> Iterator[str]:
     """Yield the environment in which this command line was understood."""
-    yield "set -euo pipefail"
+    yield "set -eo pipefail"
     yield "# The same Python, and the programs beside it."
     if (Path(sys.prefix) / "bin/activate").is_file():
         yield f". {shlex.quote(f'{sys.prefix}/bin/activate')}"
@@ -103,6 +103,7 @@ def _place(request: Request) -> Iterator[str]:
     if source := os.environ.get("PYTHONPATH"):
         yield f"export PYTHONPATH={shlex.quote(source)}"
     yield from request.slurm.setup
+    yield "set -u # from here on: modules, and what conda runs, read variables that are not set"
     yield "# srun does not take over the cores of a task by itself (SLURM 22.05 and later)."
     yield 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"'
     if request.config.trainer.num_nodes == 1:

@@ -112,7 +112,7 @@ def test_a_settings_folder_comes_before_the_words(tmp_path, capsys):
 SCRIPTS = [
     (),
     (*NODE, "trainer.num_nodes=2", "slurm.scratch=/local/$USER"),
-    ("slurm.setup=[module load cuda,'export A=\"b c\"']", "data.cache_dir=a b", "slurm.copy_tokens=true"),
+    ("slurm.setup=[module load cuda,': $PS1 $NOBODY','export A=\"b c\"']", "data.cache_dir=a b", "slurm.copy_tokens=true"),
     ("notes='$(touch canary) `touch canary`; it\\'s'", "run_name=one"),
 ]
 
@@ -128,7 +128,7 @@ def test_the_shell_takes_it(words, tmp_path, capsys):
         (folder / name).chmod(0o755)
     before = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_CPUS_PER_TASK": "2", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
     done = subprocess.run(
-        ["bash", "-c", script.replace("set -euo pipefail", 'set -euo pipefail; PS1=""')],
+        ["bash", "-c", script],
         env=before | {"SLURM_JOB_NODELIST": "node[1-2]", "HOME": str(tmp_path), "USER": "me"},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
