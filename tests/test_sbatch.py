@@ -112,7 +112,11 @@ def test_a_settings_folder_comes_before_the_words(tmp_path, capsys):
 SCRIPTS = [
     (),
     (*NODE, "trainer.num_nodes=2", "slurm.scratch=/local/$USER"),
-    ("slurm.setup=[module load cuda,': $PS1 $NOBODY','export A=\"b c\"']", "data.cache_dir=a b", "slurm.copy_tokens=true"),
+    (
+        "slurm.setup=[module load cuda,': $PS1 $NOBODY','export A=\"b c\"']",
+        "data.cache_dir=a b",
+        "slurm.copy_tokens=true",
+    ),
     ("notes='$(touch canary) `touch canary`; it\\'s'", "run_name=one"),
 ]
 

@@ -32,6 +32,7 @@ class Plan:
     threads: int  # CPU threads of each
     first: int  # the process that has opened the room
     shared: list[str] = field(default_factory=list)  # words that do not tell jobs apart
+    devices: dict[str, str] = field(default_factory=dict)  # GPUs as nvidia-smi tells them apart, where it does
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Room:
         """Take a free place for a job, or return None if there is none now. Raises OSError."""
         if on_cpu or not self.plan.gpus:
             return slots.take([f"CPU {number}" for number in range(self.plan.at_once)], self.folder)
-        return slots.take(list(self.plan.gpus), slots.shared_folder())
+        return slots.take(list(self.plan.gpus), slots.shared_folder(), self.plan.devices)
 
     def stop(self, signum: int) -> None:
         """Ask all jobs to save and end, as `signum` would. Raises OSError."""
@@ -89,7 +90,8 @@ class OpenRoom:
 
     def __init__(self, gpus: dict[str, str], at_once: int, threads: int, shared: list[str]):
         self._spool = Spool()
-        self.room = Room(Path(self._spool.path), Plan(gpus, at_once, threads, os.getpid(), shared))
+        plan = Plan(gpus, at_once, threads, os.getpid(), shared, slots.devices(list(gpus)) if gpus else {})
+        self.room = Room(Path(self._spool.path), plan)
         (self.room.folder / _PLAN).write_text(json.dumps(asdict(self.room.plan)))
         os.environ[VARIABLE] = str(self.room.folder)
         self._closing = threading.Event()
