@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from gpt2_fp8.runtime import process_end, signals, slots
+from gpt2_fp8.runtime import launcher, process_end, signals, slots, slurm
 from gpt2_fp8.runtime.spool import Spool
 
 VARIABLE = "GPT2_FP8_SWEEP"  # the room's folder, for the workers
@@ -85,7 +85,8 @@ def entered() -> Room | None:
 class OpenRoom:
     """The room of this process' sweep, until it is closed. Raises OSError.
 
-    A signal no longer interrupts this process. It is noted, and passed on to the jobs.
+    A signal no longer interrupts this process. It is noted, and passed on to the jobs. SLURM sends its signal before a
+    time limit to every process of a job, and joblib's would die of it: they are started with it blocked.
     """
 
     def __init__(self, gpus: dict[str, str], at_once: int, threads: int, shared: list[str]):
@@ -98,10 +99,14 @@ class OpenRoom:
         signals.hold()
         self._watcher = threading.Thread(target=self._watch, name="sweep", daemon=True)
         self._watcher.start()
+        if launcher.is_batch_job():  # what is started from here on inherits it, the watcher does not
+            signal.pthread_sigmask(signal.SIG_BLOCK, slurm.REQUEUE_SIGNALS)
 
     def close(self) -> None:
         """End the room. Raises nothing."""
         self._closing.set()
+        if launcher.is_batch_job():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, slurm.REQUEUE_SIGNALS)
         self._watcher.join()
         os.environ.pop(VARIABLE, None)
         self._spool.remove()
