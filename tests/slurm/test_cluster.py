@@ -293,3 +293,20 @@ def test_a_sweep_that_is_left_says_what_goes_on(slurm, tmp_path):
     assert shown(slurm, jobs[0])["JobState"] == "RUNNING"
     said(slurm, "scancel", array)
     assert Path(tmp_path / "outputs/sweep/sweep.csv").exists()
+
+
+def test_a_sweep_on_a_cluster_without_accounts_ends_with_a_killed_job(tmp_path):
+    """submitit asks sacct, which knows nothing there, and waited for ever for a job that left no result."""
+    (tmp_path / "cluster").mkdir()
+    with cluster.started(tmp_path / "cluster", accounting=False) as environment:
+        slurm = environment | {"OMP_NUM_THREADS": "1"}
+        sweep = launched(slurm, tmp_path, "trainer=cpu", "trainer.max_steps=300,30000")
+        jobs = until(lambda: len(found := numbers(tmp_path)) == 2 and found, "the jobs")
+        until(lambda: steps_logged(tmp_path / "outputs/sweep/1") > 2, "the second job")
+        said(slurm, "scancel", "--signal=KILL", jobs[1])
+        assert sweep.wait(PATIENCE) == 1
+    text = (tmp_path / "said.txt").read_text()
+    assert "so the ends of jobs are seen by squeue" in text
+    assert f"error: Job {jobs[1]}" in text
+    rows = list(csv.DictReader((tmp_path / "outputs/sweep/sweep.csv").open()))
+    assert [row["status"] for row in rows] == ["completed", "stopped"]
