@@ -16,6 +16,7 @@ from pathlib import Path
 from gpt2_fp8.compose import sbatch
 from gpt2_fp8.compose.sbatch import Request
 from gpt2_fp8.config import sbatch_schema
+from gpt2_fp8.config.amounts import duration
 from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.data_schema import TextData
 from gpt2_fp8.config.keys import show
@@ -83,7 +84,7 @@ def _header(request: Request, argv: list[str]) -> Iterator[str]:
     yield _option("cpus-per-task", cores)
     for key in ("time", "partition", "account", "qos", "constraint", "mem"):
         if (value := getattr(slurm, key)) is not None:
-            yield _option(key, value)
+            yield _option(key, value, f"a turn: {duration(sbatch_schema.in_seconds(value))}" if key == "time" else "")
     said = "before the limit: the run saves, and queues again"
     yield _option("signal", f"USR1@{slurm.signal_delay_s}", said)
     yield _option("requeue", None, "also after a node has failed")

@@ -166,6 +166,13 @@ REFUSED = [
     (["modle=gpt2"], "there is no key modle", "did you mean model?"),
     (["-m", "seed=1,2"], "-m: a script is for one run", "-m hydra/launcher=slurm"),
     (["hydra.mode=MULTIRUN"], "a script is for one run", "-m hydra/launcher=slurm"),
+    (["seed=1,2"], "seed=1,2 is several values, and this is a single run", "choose one"),
+    (["model=tiny,gpt2"], "is several values", "-m hydra/launcher=slurm"),
+    (["partition=gpu"], "there is no key partition", "slurm.partition=gpu"),
+    (["+time=24:00:00"], "there is no key time", "slurm.time=24:00:00"),
+    (["--partition=gpu"], "--partition=gpu is not a flag", "slurm.partition=gpu"),
+    (['slurm.options=["--array=0-3"]'], "is set by the script itself", "-m hydra/launcher=slurm"),
+    (['slurm.options=["--gpus=3"]'], "is set by the script itself", "trainer.devices=N"),
     (["slurm.tme=60"], "there is no key slurm.tme", "slurm.time"),
     (["slurm.time=soon"], "slurm.time=soon: is no time of SLURM's", "slurm.time=24:00:00"),
     (["slurm.time=1"], "asked to save before it has begun", "60 seconds now"),
@@ -198,6 +205,12 @@ def test_what_is_refused(words, cause, remedy, capsys):
     assert cause in said.err
     assert remedy in said.err
     assert said.err.count("error: ") == said.err.count("  fix: ") == 1
+
+
+def test_a_limit_is_also_told_in_words(capsys):
+    """What SLURM takes for minutes is easily meant as hours."""
+    assert "#SBATCH --time=24:00 # a turn: 24 min 0 s\n" in printed(capsys, "slurm.time=24:00")
+    assert "#SBATCH --time=1-12 # a turn: 1 d 12 h\n" in printed(capsys, "slurm.time=1-12")
 
 
 def test_every_mistake_is_told_at_once(capsys):
