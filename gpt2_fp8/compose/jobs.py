@@ -18,7 +18,7 @@ from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.composer import Composer, above, lookup
 from gpt2_fp8.compose.override_parser import parse, parsed
 from gpt2_fp8.compose.request import Request, take
-from gpt2_fp8.config import checks, parsing, run_length
+from gpt2_fp8.config import checks, parsing, run_length, slurm_launcher
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import launcher
@@ -87,7 +87,8 @@ def _whole(composer: Composer, request: Request) -> tuple[DictConfig, dict[str, 
 def _is_named_by_time(plain: dict[str, Any], request: Request, multirun: bool) -> bool:
     """Return whether what is written has a folder by its name, and a name by the time, which no word sets."""
     given = any(word.key_or_group == "run_name" for word in request.task)
-    return not given and surroundings.is_named_by_time(plain, multirun)
+    sent = slurm_launcher.is_chosen(lookup(plain, "hydra.launcher._target_")[1])  # each turn would send the jobs again
+    return not given and not sent and surroundings.is_named_by_time(plain, multirun)
 
 
 def _params(settings: DictConfig, request: Request, catalog: Catalog, problems: list[Problem]) -> list[Override]:

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compose import parallel
 from gpt2_fp8.compose.composer import lookup
-from gpt2_fp8.config import hydra_policy, output_folder, run_folder
+from gpt2_fp8.config import hydra_policy, output_folder, run_folder, slurm_launcher
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
@@ -94,7 +94,10 @@ class Surroundings:
         if self.number is not None:
             problems += run_folder.check_sweep(Path(str(OmegaConf.select(self.cfg, setting))))
         yield from (Finding((key,), problem) for problem in problems)
-        if self.config.ckpt_path is None and not wrong and not self.restarted and not launcher.current().again:
+        again = self.restarted or launcher.current().again
+        if slurm_launcher.is_chosen(self.cfg.hydra.launcher.get("_target_")):  # its jobs are new, and begin afresh
+            again = False
+        if self.config.ckpt_path is None and not wrong and not again:
             yield from output_folder.check_untaken(own)
 
     def _resolved(self, setting: str) -> str:
