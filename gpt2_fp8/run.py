@@ -186,7 +186,8 @@ def _named(argv: list[str], lasting: str | None, planned: list[tuple[RunConfig, 
     from gpt2_fp8 import compose
 
     words = compose.flags_first(argv)
-    if lasting is None or not any(config.run_name == lasting for config, _ in planned):
+    given = "run_name" in own_words.keys(argv)  # by Lightning's launcher too, to the ranks that it starts
+    if given or lasting is None or not any(config.run_name == lasting for config, _ in planned):
         return words
     if launcher.is_first_rank():
         when = time.strftime("%H:%M:%S")
