@@ -125,7 +125,7 @@ def _caches(request: Request) -> Iterator[str]:
         yield "# shellcheck disable=SC2016 # the inner shell expands these"
         yield (
             'srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --gpus-per-node=0 '
-            f"""bash -c 'mkdir -p "$2" && cp -Ru "$1"/. "$2"' copy {folder} "$caches/tokens\""""
+            f"""bash -c 'mkdir -p "$2" && flock "$2.lock" cp -Ru "$1"/. "$2"' copy {folder} "$caches/tokens\""""
         )
 
 

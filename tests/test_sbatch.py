@@ -207,6 +207,23 @@ def test_what_is_refused(words, cause, remedy, capsys):
     assert said.err.count("error: ") == said.err.count("  fix: ") == 1
 
 
+def test_jobs_that_copy_tokens_to_one_disk_at_the_same_time_do_not_collide(tmp_path, capsys):
+    """Two jobs of one user on a node, or nodes that share their scratch: `cp` fails where another makes the file."""
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/a.u16").write_bytes(b"tokens")
+    alone = f"{tmp_path}/only"
+    (tmp_path / "cp").write_text(f'#!/bin/sh\nmkdir {alone} || exit 1\nsleep 0.2\n/bin/cp "$@"; rmdir {alone}\n')
+    (tmp_path / "cp").chmod(0o755)
+    script = printed(capsys, "data.cache_dir=kept", "slurm.copy_tokens=true")
+    (line,) = [line for line in script.splitlines() if " copy " in line]
+    words = shlex.split(line.replace("$caches", str(tmp_path / "disk")))
+    words = words[words.index("bash") :]
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    copies = [subprocess.Popen(words, stderr=subprocess.PIPE, env=path) for _ in range(3)]
+    assert [(one.communicate(timeout=60)[1], one.returncode) for one in copies] == [(b"", 0)] * 3
+    assert (tmp_path / "disk/tokens/a.u16").read_bytes() == b"tokens"
+
+
 def test_a_limit_is_also_told_in_words(capsys):
     """What SLURM takes for minutes is easily meant as hours."""
     assert "#SBATCH --time=24:00 # a turn: 24 min 0 s\n" in printed(capsys, "slurm.time=24:00")
