@@ -64,7 +64,7 @@ def _job(cfg: DictConfig) -> float | None:
         base = here if HydraConfig.get().job.chdir else None
         again = folder if _is_started_again() else None
         config = compose.to_run_config(cfg, base, own_words.keys(words), again)
-        if launcher.turns_before() and config.ckpt_path == "last" and cfg.ckpt_path != "last":
+        if launcher.turns_before() and config.ckpt_path == "last" != cfg.ckpt_path and launcher.is_first_rank():
             log.info("SLURM has started this job again: it continues as by ckpt_path=last")
         if (room := sweep_room.entered()) is not None:
             return _beside_others(config, folder, here, words, room)
@@ -157,10 +157,9 @@ def _checked(argv: list[str]) -> list[str]:
     """
     from gpt2_fp8 import compose
 
-    started = launcher.of_run()
+    started, lasting = launcher.of_run(), slurm.lasting_name(argv)
     if not started.meets:
-        compose.planned(argv)
-        return compose.flags_first(argv)
+        return _named(argv, lasting, compose.planned(argv, compose.Purpose(name=lasting)))
     if not started.rank:
         print(f"[{time.strftime('%H:%M:%S')}] {programs.VERSION}: loading torch, to meet the other ranks", flush=True)
     gathering = loading.gathering()
@@ -168,19 +167,33 @@ def _checked(argv: list[str]) -> list[str]:
     planned: list[tuple[RunConfig, str | None]] = []
     problems: list[Problem] = []
     try:
-        planned = compose.planned(argv, compose.Purpose(restarted=met.launcher.again))
+        planned = compose.planned(argv, compose.Purpose(restarted=met.launcher.again, name=lasting))
     except UserError as error:
         problems = error.problems
     if len(planned) > 1:  # a sweep of the only process
-        return compose.flags_first(argv)
+        return _named(argv, lasting, planned)
     config, own = planned[0] if planned else (None, None)
     folder = gathering.agree(met, config, own, problems)
-    words = compose.flags_first(argv)
-    if started.rank or not own_words.keys(argv) & {"run_name", "hydra.run.dir"}:
+    words = _named(argv, lasting, planned)
+    if started.rank or not own_words.keys(words) & {"run_name", "hydra.run.dir"}:
         words.append(f"hydra.run.dir={compose.quoted(str(folder))}")
     if started.rank:  # rank 0 writes the log and the settings
         words += [f"hydra.job.name=rank_{started.rank}", "hydra.output_subdir=null"]
     return words
+
+
+def _named(argv: list[str], lasting: str | None, planned: list[tuple[RunConfig, str | None]]) -> list[str]:
+    """Return a command line as Hydra takes it, and with its name, if `planned` took it from this batch job."""
+    from gpt2_fp8 import compose
+
+    words = compose.flags_first(argv)
+    given = "run_name" in own_words.keys(argv)  # by Lightning's launcher too, to the ranks that it starts
+    if given or lasting is None or not any(config.run_name == lasting for config, _ in planned):
+        return words
+    if launcher.is_first_rank():
+        when = time.strftime("%H:%M:%S")
+        print(f"[{when}] SLURM may start this job again: run_name={lasting}, which lasts as long as it", flush=True)
+    return [*words, f"run_name={lasting}"]
 
 
 def _is_started_again() -> bool:

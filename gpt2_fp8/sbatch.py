@@ -16,6 +16,7 @@ from pathlib import Path
 from gpt2_fp8.compose import sbatch
 from gpt2_fp8.compose.sbatch import Request
 from gpt2_fp8.config import sbatch_schema
+from gpt2_fp8.config.amounts import duration
 from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.data_schema import TextData
 from gpt2_fp8.config.keys import show
@@ -83,7 +84,7 @@ def _header(request: Request, argv: list[str]) -> Iterator[str]:
     yield _option("cpus-per-task", cores)
     for key in ("time", "partition", "account", "qos", "constraint", "mem"):
         if (value := getattr(slurm, key)) is not None:
-            yield _option(key, value)
+            yield _option(key, value, f"a turn: {duration(sbatch_schema.in_seconds(value))}" if key == "time" else "")
     said = "before the limit: the run saves, and queues again"
     yield _option("signal", f"USR1@{slurm.signal_delay_s}", said)
     yield _option("requeue", None, "also after a node has failed")
@@ -94,7 +95,7 @@ def _header(request: Request, argv: list[str]) -> Iterator[str]:
 
 def _place(request: Request) -> Iterator[str]:
     """Yield the environment in which this command line was understood."""
-    yield "set -euo pipefail"
+    yield "set -eo pipefail"
     yield "# The same Python, and the programs beside it."
     if (Path(sys.prefix) / "bin/activate").is_file():
         yield f". {shlex.quote(f'{sys.prefix}/bin/activate')}"
@@ -103,6 +104,7 @@ def _place(request: Request) -> Iterator[str]:
     if source := os.environ.get("PYTHONPATH"):
         yield f"export PYTHONPATH={shlex.quote(source)}"
     yield from request.slurm.setup
+    yield "set -u # from here on: modules, and what conda runs, read variables that are not set"
     yield "# srun does not take over the cores of a task by itself (SLURM 22.05 and later)."
     yield 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"'
     if request.config.trainer.num_nodes == 1:
@@ -123,7 +125,7 @@ def _caches(request: Request) -> Iterator[str]:
         yield "# shellcheck disable=SC2016 # the inner shell expands these"
         yield (
             'srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --gpus-per-node=0 '
-            f"""bash -c 'mkdir -p "$2" && cp -Ru "$1"/. "$2"' copy {folder} "$caches/tokens\""""
+            f"""bash -c 'mkdir -p "$2" && flock "$2.lock" cp -Ru "$1"/. "$2"' copy {folder} "$caches/tokens\""""
         )
 
 

@@ -41,7 +41,7 @@ _FIXED = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED"
 # Only these may differ from one process to the next: they are read when they are needed.
 READ_LATE = {
     "HOME", "TMPDIR", "XDG_CACHE_HOME", "TIKTOKEN_CACHE_DIR", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "SECRET",
-    "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "SEEN",
+    "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "SEEN", "ENVIRONMENT",
     "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY",
     # A rank's, which Lightning reads when it builds a Trainer.
     "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",

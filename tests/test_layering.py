@@ -98,7 +98,7 @@ ONLY_IN = {
     "rich": ["callbacks.progress"],
     "hydra": ["run", "compose", "compat.hydra_private"],
     "joblib": ["compose.parallel"],
-    "submitit": ["compose.slurm_sweep"],
+    "submitit": ["compose.slurm_sweep", "compose.slurm_ends"],
 }
 
 EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of later Pythons

@@ -3,6 +3,7 @@
 `CUDA_VISIBLE_DEVICES=0,1` stands for two GPUs. torch sees none behind them, so the jobs train on the CPU.
 """
 
+import contextlib
 import csv
 import itertools
 import json
@@ -164,14 +165,37 @@ def wait_for(condition, seconds=120):
 LONG = ["trainer.max_steps=4000", "callbacks.checkpoint_every_n_steps=2000", "trainer.val_check_interval=4000"]
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_jobs_save_when_the_sweep_is_stopped_or_killed(tmp_path, killed):
-    folder = tmp_path / "outputs/sweep"
-    process = start(tmp_path, *WORDS, *LONG, "seed=1,2,3", "hydra.launcher.n_jobs=2")
+def processes(of):
+    """Every process of a sweep: of which it is the parent, or the parent's parent, and so on."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+    found = [of]
+    for process in found:
+        found += [child for child, parent in parents.items() if parent == process]
+    return found
+
+
+@pytest.mark.parametrize("how", ["interrupted", "killed", "at SLURM's time limit"])
+def test_jobs_save_when_the_sweep_is_stopped_or_killed(tmp_path, how):
+    folder, killed, in_slurm, variables = tmp_path / "outputs/sweep", how == "killed", "SLURM" in how, {}
+    if in_slurm:
+        (tmp_path / "bin").mkdir()
+        calls = f'echo "$@" $(ls {folder}/*/checkpoints/last.json | wc -l) >> {tmp_path}/calls'
+        (tmp_path / "bin/scontrol").write_text(f"#!/bin/sh\n{calls}\n")
+        (tmp_path / "bin/scontrol").chmod(0o755)
+        path = f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}"
+        variables = {"PATH": path, "ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "4242", "SLURM_JOB_NAME": "train"}
+    process = start(tmp_path, *WORDS, *LONG, "seed=1,2,3", "hydra.launcher.n_jobs=2", **variables)
     try:
         wait_for(lambda: all((folder / f"{job}/metrics.csv").exists() for job in (0, 1)) or process.poll() is not None)
         if killed:
             process.kill()
+        elif in_slurm:  # to every process of the job, again and again
+            for one in processes(process.pid) * 2:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGUSR1)
         else:
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everything in the foreground
         output, _ = process.communicate(timeout=90)
@@ -186,8 +210,11 @@ def test_jobs_save_when_the_sweep_is_stopped_or_killed(tmp_path, killed):
         assert 0 < report["steps"] < 4000
         assert checkpoint(folder / str(job), report["steps"]).is_dir()
     assert slots.take(["0"], tmp_path / f"gpt2_fp8-gpus-{os.geteuid()}").name == "0", "nobody has it"
+    if in_slurm:
+        assert (tmp_path / "calls").read_text() == "requeue 4242 2\n", "once, when both have saved"
+        assert "SLURM job 4242 is in the queue again" in output
     if not killed:
-        assert process.returncode == 130, output
+        assert process.returncode == (0 if in_slurm else 130), output
         assert "Traceback" not in output
         rows = rows_of(folder)
         assert {row["status"] for row in rows.values()} == {"stopped"}

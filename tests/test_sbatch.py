@@ -112,7 +112,11 @@ def test_a_settings_folder_comes_before_the_words(tmp_path, capsys):
 SCRIPTS = [
     (),
     (*NODE, "trainer.num_nodes=2", "slurm.scratch=/local/$USER"),
-    ("slurm.setup=[module load cuda,'export A=\"b c\"']", "data.cache_dir=a b", "slurm.copy_tokens=true"),
+    (
+        "slurm.setup=[module load cuda,': $PS1 $NOBODY','export A=\"b c\"']",
+        "data.cache_dir=a b",
+        "slurm.copy_tokens=true",
+    ),
     ("notes='$(touch canary) `touch canary`; it\\'s'", "run_name=one"),
 ]
 
@@ -128,7 +132,7 @@ def test_the_shell_takes_it(words, tmp_path, capsys):
         (folder / name).chmod(0o755)
     before = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_CPUS_PER_TASK": "2", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
     done = subprocess.run(
-        ["bash", "-c", script.replace("set -euo pipefail", 'set -euo pipefail; PS1=""')],
+        ["bash", "-c", script],
         env=before | {"SLURM_JOB_NODELIST": "node[1-2]", "HOME": str(tmp_path), "USER": "me"},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
@@ -162,6 +166,13 @@ REFUSED = [
     (["modle=gpt2"], "there is no key modle", "did you mean model?"),
     (["-m", "seed=1,2"], "-m: a script is for one run", "-m hydra/launcher=slurm"),
     (["hydra.mode=MULTIRUN"], "a script is for one run", "-m hydra/launcher=slurm"),
+    (["seed=1,2"], "seed=1,2 is several values, and this is a single run", "choose one"),
+    (["model=tiny,gpt2"], "is several values", "-m hydra/launcher=slurm"),
+    (["partition=gpu"], "there is no key partition", "slurm.partition=gpu"),
+    (["+time=24:00:00"], "there is no key time", "slurm.time=24:00:00"),
+    (["--partition=gpu"], "--partition=gpu is not a flag", "slurm.partition=gpu"),
+    (['slurm.options=["--array=0-3"]'], "is set by the script itself", "-m hydra/launcher=slurm"),
+    (['slurm.options=["--gpus=3"]'], "is set by the script itself", "trainer.devices=N"),
     (["slurm.tme=60"], "there is no key slurm.tme", "slurm.time"),
     (["slurm.time=soon"], "slurm.time=soon: is no time of SLURM's", "slurm.time=24:00:00"),
     (["slurm.time=1"], "asked to save before it has begun", "60 seconds now"),
@@ -194,6 +205,29 @@ def test_what_is_refused(words, cause, remedy, capsys):
     assert cause in said.err
     assert remedy in said.err
     assert said.err.count("error: ") == said.err.count("  fix: ") == 1
+
+
+def test_jobs_that_copy_tokens_to_one_disk_at_the_same_time_do_not_collide(tmp_path, capsys):
+    """Two jobs of one user on a node, or nodes that share their scratch: `cp` fails where another makes the file."""
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/a.u16").write_bytes(b"tokens")
+    alone = f"{tmp_path}/only"
+    (tmp_path / "cp").write_text(f'#!/bin/sh\nmkdir {alone} || exit 1\nsleep 0.2\n/bin/cp "$@"; rmdir {alone}\n')
+    (tmp_path / "cp").chmod(0o755)
+    script = printed(capsys, "data.cache_dir=kept", "slurm.copy_tokens=true")
+    (line,) = [line for line in script.splitlines() if " copy " in line]
+    words = shlex.split(line.replace("$caches", str(tmp_path / "disk")))
+    words = words[words.index("bash") :]
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    copies = [subprocess.Popen(words, stderr=subprocess.PIPE, env=path) for _ in range(3)]
+    assert [(one.communicate(timeout=60)[1], one.returncode) for one in copies] == [(b"", 0)] * 3
+    assert (tmp_path / "disk/tokens/a.u16").read_bytes() == b"tokens"
+
+
+def test_a_limit_is_also_told_in_words(capsys):
+    """What SLURM takes for minutes is easily meant as hours."""
+    assert "#SBATCH --time=24:00 # a turn: 24 min 0 s\n" in printed(capsys, "slurm.time=24:00")
+    assert "#SBATCH --time=1-12 # a turn: 1 d 12 h\n" in printed(capsys, "slurm.time=1-12")
 
 
 def test_every_mistake_is_told_at_once(capsys):

@@ -16,9 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 from gpt2_fp8.compose import parallel, processes, slurm_sweep, surroundings, sweeps
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.composer import Composer, above, lookup
-from gpt2_fp8.compose.override_parser import parse
+from gpt2_fp8.compose.override_parser import parse, parsed
 from gpt2_fp8.compose.request import Request, take
-from gpt2_fp8.config import checks, parsing, run_length
+from gpt2_fp8.config import checks, parsing, run_length, slurm_launcher
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import launcher
@@ -30,6 +30,7 @@ class Purpose(NamedTuple):
     restarted: bool = False  # a launcher has started the run again, so that its folder may hold what it has saved
     drawn: bool = False  # its schedule is only drawn: a warm-up and a decay that do not fit stay as they are
     elsewhere: bool = False  # it is started in other surroundings, where its nodes have a place to meet
+    name: str | None = None  # for a run, or a sweep, whose own name would be the time
 
 
 TO_RUN = Purpose()
@@ -43,9 +44,12 @@ def configs(
     Raises UserError if the choices do not compose.
     """
     composer = Composer(request, catalog)
-    whole = _whole(composer, request)
-    jobs: list[tuple[int | None, list[Override]]] = [(None, request.task)]
+    whole, plain = _whole(composer, request)
     multirun = request.multirun or str(whole.hydra.mode).endswith("MULTIRUN")
+    if purpose.name is not None and _is_named_by_time(plain, request, multirun):
+        request.task.append(parsed(f"run_name={purpose.name}"))
+        whole, _ = _whole(composer, request)
+    jobs: list[tuple[int | None, list[Override]]] = [(None, request.task)]
     if multirun:
         if inside := list(parallel.inside_ranks()):
             problems += inside
@@ -70,13 +74,21 @@ def configs(
     return [] if composer.found else done
 
 
-def _whole(composer: Composer, request: Request) -> DictConfig:
-    """Compose what holds for all jobs: the words without those that are swept over."""
+def _whole(composer: Composer, request: Request) -> tuple[DictConfig, dict[str, Any]]:
+    """Compose what holds for all jobs: the words without those that are swept over. The second is as plain values."""
     swept = {word.key_or_group for word in request.task if word.is_sweep_override()}
     words = [word for word in request.task if word.key_or_group not in swept]
     if "optim" in swept:  # a model of the user's own may have no file of that name in `optim`
         words = [word for word in words if word.key_or_group != "model"]
-    return composer.compose([*request.hydra, *words])[0].cfg
+    composed = composer.compose([*request.hydra, *words])[0]
+    return composed.cfg, composed.plain
+
+
+def _is_named_by_time(plain: dict[str, Any], request: Request, multirun: bool) -> bool:
+    """Return whether what is written has a folder by its name, and a name by the time, which no word sets."""
+    given = any(word.key_or_group == "run_name" for word in request.task)
+    sent = slurm_launcher.is_chosen(lookup(plain, "hydra.launcher._target_")[1])  # each turn would send the jobs again
+    return not given and not sent and surroundings.is_named_by_time(plain, multirun)
 
 
 def _params(settings: DictConfig, request: Request, catalog: Catalog, problems: list[Problem]) -> list[Override]:

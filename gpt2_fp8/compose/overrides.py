@@ -25,6 +25,7 @@ _CHOSEN_BY_GROUP = {
 _CHOSEN_SOURCE = re.compile(r"(data\.sources\.\w+)\.kind")
 _PLACES = {"data": re.compile(r"data\.sources\.\w+")}  # where a group may be chosen for, beside its own place
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+SINGLE = "and this is a single run"  # the end of a cause, for who cannot sweep
 _BASIC_SWEEPER = "the sweeper goes through lists: optim.lr=1e-4,3e-4 or trainer.max_steps=range(100,500,100)"
 
 
@@ -69,7 +70,7 @@ def _sweep_problems(override: Override, group: bool, multirun: bool, own_sweeper
     key, line = override.key_or_group, str(override.input_line)
     value = line.partition("=")[2]
     if not multirun:
-        cause = f"{line} is several values, and this is a single run"
+        cause = f"{line} is several values, {SINGLE}"
         if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and not group:
             return [Problem(cause, "; ".join(["-m runs each", *_as_one(key, value)]))]
         return [Problem(cause, "choose one, or put -m in front to run each")]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from hydra.core.override_parser.types import Override
 
 from gpt2_fp8 import compose
+from gpt2_fp8.compose import overrides as words_of_run
 from gpt2_fp8.compose.commandline import Program, read
 from gpt2_fp8.compose.override_parser import parse
 from gpt2_fp8.config import checks, own_words, parsing, sbatch_schema
@@ -37,8 +38,10 @@ class Request(NamedTuple):
 def preflight(argv: list[str]) -> Request:
     """Return what a command line (without the program's name) asks for. Raises UserError with every problem."""
     own = [word for word in argv if word.lstrip("+~").startswith((f"{PREFIX}.", f"{PREFIX}="))]
-    words = [word for word in argv if word not in own]
-    problems: list[Problem] = []
+    bare = [word for word in argv if word.lstrip("+").partition("=")[0] in SlurmConfig.__dataclass_fields__]
+    words = [word for word in argv if word not in (*own, *bare)]
+    said = [word.lstrip("+") for word in bare]
+    problems = [Problem(f"there is no key {word.partition('=')[0]}", f"{PREFIX}.{word}") for word in said]
     several = "-m" if read(words)[0].multirun else next((word for word in words if "hydra.mode=" in word), None)
     if several is not None:
         problems.append(Problem(f"{several}: a script is for one run", _SWEEP))
@@ -58,11 +61,20 @@ def preflight(argv: list[str]) -> Request:
         if config.trainer.devices != "auto":
             checks.check_batch(config, sbatch_schema.tasks(config) * config.trainer.num_nodes)
     except UserError as error:
-        problems += error.problems
+        told = {problem.cause for problem in problems}
+        problems += [_for_script(problem) for problem in error.problems if problem.cause not in told]
     if problems:
         raise UserError(dict.fromkeys(problems))
     assert config is not None
     return Request(slurm, config, compose.flags_first(words))
+
+
+def _for_script(problem: Problem) -> Problem:
+    """Return a problem of the run's words, with a remedy that a script for one run can follow."""
+    if not problem.cause.endswith(words_of_run.SINGLE):
+        return problem
+    as_text = problem.remedy.partition("; ")[2]
+    return Problem(problem.cause, "; ".join(filter(None, ["choose one", as_text, _SWEEP])))
 
 
 def _values(overrides: list[Override], problems: list[Problem]) -> dict[str, Any]:

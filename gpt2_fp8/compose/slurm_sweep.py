@@ -64,6 +64,15 @@ def require_commands(argv: Sequence[str]) -> None:
         raise UserError.of(cause, f"type it where the cluster takes jobs; without {_CHOICE}, they run here")
 
 
+def begin(settings: DictConfig) -> None:
+    """See to it that the ends of jobs are seen, if SLURM is to run them. `settings`: Hydra's own node."""
+    if slurm_launcher.is_chosen(settings.launcher.get("_target_")):
+        from gpt2_fp8.compose import slurm_ends
+
+        if said := slurm_ends.watch():
+            print(said, flush=True)
+
+
 def wait(folder: Path) -> None:
     """Wait until every job of the sweep in `folder` has ended; at once if SLURM has none of it.
 

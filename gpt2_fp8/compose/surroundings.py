@@ -12,11 +12,20 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compose import parallel
 from gpt2_fp8.compose.composer import lookup
-from gpt2_fp8.config import hydra_policy, output_folder, run_folder
+from gpt2_fp8.config import hydra_policy, output_folder, run_folder, slurm_launcher
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import launcher
+
+
+def is_named_by_time(plain: dict[str, Any], in_sweep: bool) -> bool:
+    """Return whether the folder of a run, or of a sweep, is by its name, and the name by the time.
+
+    plain: its configuration, with `${...}` as written.
+    """
+    folder = lookup(plain, "hydra.sweep.dir" if in_sweep else "hydra.run.dir")[1]
+    return "${run_name}" in str(folder) and "${now:" in str(plain["run_name"])
 
 
 class Surroundings:
@@ -50,7 +59,7 @@ class Surroundings:
         by_name = "${run_name}" in str(lookup(self.plain, setting)[1])
         if not (by_name and "run_name" in bad):
             yield from self._folder(setting, "run_name" if by_name else setting)
-        fresh = by_name and not self.given("run_name") and "${now:" in str(self.plain["run_name"])
+        fresh = is_named_by_time(self.plain, self.number is not None) and not self.given("run_name")
         if self.config.ckpt_path in ("last", "best") and fresh:
             path = self.config.ckpt_path
             cause = f"ckpt_path={path}: of which run? A run without a name starts in a new, empty folder"
@@ -85,7 +94,10 @@ class Surroundings:
         if self.number is not None:
             problems += run_folder.check_sweep(Path(str(OmegaConf.select(self.cfg, setting))))
         yield from (Finding((key,), problem) for problem in problems)
-        if self.config.ckpt_path is None and not wrong and not self.restarted and not launcher.current().again:
+        again = self.restarted or launcher.current().again
+        if slurm_launcher.is_chosen(self.cfg.hydra.launcher.get("_target_")):  # its jobs are new, and begin afresh
+            again = False
+        if self.config.ckpt_path is None and not wrong and not again:
             yield from output_folder.check_untaken(own)
 
     def _resolved(self, setting: str) -> str:

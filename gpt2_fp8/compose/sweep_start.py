@@ -15,7 +15,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.compose import parallel
+from gpt2_fp8.compose import parallel, slurm_sweep
 from gpt2_fp8.compose.override_parser import parsed
 from gpt2_fp8.config import sweep_plan
 from gpt2_fp8.config.shown import line
@@ -54,6 +54,7 @@ class SweepStart(Callback):
             sweep_plan.write(folder, words)
         except OSError as error:
             print(line(f"warning: {folder} cannot be written: {error}"), file=sys.stderr)
+        slurm_sweep.begin(config.hydra)
         if parallel.is_chosen(config.hydra):
             _rooms.append(parallel.begin(config, words))
 

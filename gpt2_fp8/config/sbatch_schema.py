@@ -27,6 +27,12 @@ OWN = (
     "no-requeue", "array", "wrap",
 )  # fmt: skip
 
+_INSTEAD = {  # of sbatch's words, a run's
+    "array": "-m hydra/launcher=slurm sends several runs, in an array",
+    "nodes": "trainer.num_nodes=N",
+    **dict.fromkeys(("ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "gpus-per-task"), "trainer.devices=N"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
@@ -67,9 +73,9 @@ def check(slurm: SlurmConfig) -> Iterator[Finding]:
             yield _finding(slurm, key, "is no name that SLURM has", f"{PREFIX}.{key}=NAME, as `sinfo` shows it")
     if slurm.time is not None and not _TIME.fullmatch(slurm.time):
         yield _finding(slurm, "time", "is no time of SLURM's", f"{PREFIX}.time=24:00:00, or 1-12 for a day and a half")
-    elif slurm.time is not None and (seconds := _seconds(slurm.time)) <= slurm.signal_delay_s:
+    elif slurm.time is not None and (length := in_seconds(slurm.time)) <= slurm.signal_delay_s:
         reason = "the run would be asked to save before it has begun"
-        yield _finding(slurm, "time signal_delay_s", reason, f"a longer time; it is {seconds:,} seconds now")
+        yield _finding(slurm, "time signal_delay_s", reason, f"a longer time; it is {length:,} seconds now")
     if slurm.mem is not None and not _MEMORY.fullmatch(slurm.mem):
         yield _finding(slurm, "mem", "is no amount of memory", f"{PREFIX}.mem=64G, or 0 for all of a node's")
     if not _FOLDER.fullmatch(slurm.scratch) and slurm.scratch != SlurmConfig().scratch:
@@ -113,11 +119,12 @@ def _option(option: str) -> tuple[str, str] | None:
     if name in OWN:
         key = name.replace("-", "_")
         own = key in SlurmConfig.__dataclass_fields__
-        return "is set by the script itself", f"{PREFIX}.{key}=VALUE" if own else "leave it out"
+        remedy = f"{PREFIX}.{key}=VALUE" if own else _INSTEAD.get(name, "leave it out")
+        return "is set by the script itself", remedy
     return None
 
 
-def _seconds(time: str) -> int:
+def in_seconds(time: str) -> int:
     """Return a time of SLURM's form in seconds."""
     days, _, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]

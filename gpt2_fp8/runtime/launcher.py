@@ -44,10 +44,13 @@ def forget_leftovers() -> None:
 
 
 def is_batch_job(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether `srun` started this process in a batch job, by the rule of Lightning's SLURMEnvironment.
+    """Return whether this process is a batch job's: all that `sbatch` starts has ENVIRONMENT=BATCH.
 
-    A shell on a node (`srun --pty bash`) is not a batch job: what is started there is treated as anywhere else.
+    Else it is what `srun` started, by the rule of Lightning's SLURMEnvironment. A shell on a node (`srun --pty bash`)
+    is not a batch job: what is started there is treated as anywhere else.
     """
+    if environment.get("ENVIRONMENT") == "BATCH" and "SLURM_JOB_ID" in environment:
+        return True
     return "SLURM_NTASKS" in environment and environment.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 

@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 _DEVICE = re.compile(
@@ -31,13 +32,14 @@ class Slot(NamedTuple):
     descriptor: int
 
 
-def take(names: Sequence[str], folder: Path) -> Slot | None:
+def take(names: Sequence[str], folder: Path, devices: Mapping[str, str] = MappingProxyType({})) -> Slot | None:
     """Take the first of the places `names` that is free, or return None. Locks are files in `folder`. Raises OSError.
 
-    Closing the descriptor gives the place back, unless a process has been started with it.
+    Closing the descriptor gives the place back, unless a process has been started with it. Names of one place by others
+    are told by `devices`: {name: what the lock goes by}.
     """
     for name in names:
-        path = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"
+        path = folder / f"{hashlib.sha256(devices.get(name, name).encode()).hexdigest()[:16]}.lock"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,6 +64,21 @@ def gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
         end = next((at for at, name in enumerate(names) if not name or name.startswith("-")), len(names))
         return list(dict.fromkeys(names[:end]))  # CUDA, too, reads no further than the first that is none
     return list(named(_listed()))
+
+
+def devices(names: Sequence[str]) -> dict[str, str]:
+    """Return {name: UUID} of the places `names` that nvidia-smi lists.
+
+    Where a container or SLURM shows a job its own GPUs only, each of them begins at 0 in every job.
+    """
+    known = named(_listed())
+    numbers = {called.removeprefix("GPU "): uuid for uuid, called in known.items()}
+    found = {}
+    for name in names:
+        whole = [uuid for uuid in known if uuid.startswith(name)] if not name.isdecimal() else []
+        if (uuid := whole[0] if len(whole) == 1 else numbers.get(name)) is not None:
+            found[name] = uuid
+    return found
 
 
 def shown(names: Sequence[str]) -> dict[str, str]:

@@ -10,11 +10,13 @@ which leaves there without saving. Ours replace both (`runtime/signals.py`), so 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
 import signal
 import subprocess
+from collections.abc import Sequence
 
 from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.runtime.launcher import is_batch_job, is_first_rank, turns_before
@@ -22,6 +24,8 @@ from gpt2_fp8.runtime.launcher import is_batch_job, is_first_rank, turns_before
 log = logging.getLogger(__name__)
 
 REQUEUE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+JOB_OF_SWEEP = "GPT2_FP8_SWEEP_JOB"  # a variable of a parallel sweep's jobs: it requeues, when all have saved
+_AGENTS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # which torchrun sets for itself, and its ranks inherit
 _SCONTROL_SECONDS = 60.0  # the longest that `scontrol` may take
 
 _has_trained = False  # whether this process has trained a step
@@ -62,6 +66,29 @@ def is_submitted_call() -> bool:
     return os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
 
 
+def lasting_name(words: Sequence[str]) -> str | None:
+    """Return a name for a run of `words` that has none, the same whenever SLURM starts this batch job again.
+
+    Runs of other words in the same job have other names. None outside of a batch script, where somebody types at a
+    terminal, and in what submitit calls, which is a job of a sweep with a name.
+    """
+    if os.environ.get("ENVIRONMENT") != "BATCH" or not job_id() or is_submitted_call() or any(map(os.isatty, range(3))):
+        return None
+    told = sorted(word for word in words if not word.startswith("run_name="))
+    return f"slurm-{job_id()}-{hashlib.sha256(repr(told).encode()).hexdigest()[:6]}"
+
+
+def unheard() -> str | None:
+    """Return what to say where torchrun, started by `srun` in a batch job, would die of SIGUSR1; None elsewhere."""
+    handled = os.environ.get(_AGENTS_SIGNALS)
+    if handled is None or "SIGUSR1" in handled or "SLURM_STEP_ID" not in os.environ or not is_batch_job():
+        return None
+    return (
+        "SLURM's signal before the time limit (sbatch --signal=USR1@120) would end torchrun before this run is saved; "
+        "torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 120 waits for it"
+    )
+
+
 def note_step() -> None:
     """Note that this process has trained a step, or that it is not known whether it has."""
     global _has_trained
@@ -71,10 +98,10 @@ def note_step() -> None:
 def ended(signum: int) -> Stopped:
     """Return how a run ends that stopped for `signum`. In a batch job, rank 0 requeues it first if SLURM asks for that.
 
-    A job that was started again and comes to its time limit before a step is not requeued: that would never end. Call
-    it once, when everything is saved.
+    A job that was started again and comes to its time limit before a step is not requeued: that would never end. Nor
+    does a job of a parallel sweep requeue anything. Call it once, when everything is saved.
     """
-    if not is_batch_job() or signum not in (*REQUEUE_SIGNALS, signal.SIGTERM):
+    if not is_batch_job() or JOB_OF_SWEEP in os.environ or signum not in (*REQUEUE_SIGNALS, signal.SIGTERM):
         return Stopped(signum)
     if not is_first_rank():
         return LeftToRankZero(signum)

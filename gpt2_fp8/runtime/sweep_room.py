@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from gpt2_fp8.runtime import process_end, signals, slots
+from gpt2_fp8.runtime import launcher, process_end, signals, slots, slurm
 from gpt2_fp8.runtime.spool import Spool
 
 VARIABLE = "GPT2_FP8_SWEEP"  # the room's folder, for the workers
@@ -32,6 +32,7 @@ class Plan:
     threads: int  # CPU threads of each
     first: int  # the process that has opened the room
     shared: list[str] = field(default_factory=list)  # words that do not tell jobs apart
+    devices: dict[str, str] = field(default_factory=dict)  # GPUs as nvidia-smi tells them apart, where it does
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Room:
         """Take a free place for a job, or return None if there is none now. Raises OSError."""
         if on_cpu or not self.plan.gpus:
             return slots.take([f"CPU {number}" for number in range(self.plan.at_once)], self.folder)
-        return slots.take(list(self.plan.gpus), slots.shared_folder())
+        return slots.take(list(self.plan.gpus), slots.shared_folder(), self.plan.devices)
 
     def stop(self, signum: int) -> None:
         """Ask all jobs to save and end, as `signum` would. Raises OSError."""
@@ -84,22 +85,28 @@ def entered() -> Room | None:
 class OpenRoom:
     """The room of this process' sweep, until it is closed. Raises OSError.
 
-    A signal no longer interrupts this process. It is noted, and passed on to the jobs.
+    A signal no longer interrupts this process. It is noted, and passed on to the jobs. SLURM sends its signal before a
+    time limit to every process of a job, and joblib's would die of it: they are started with it blocked.
     """
 
     def __init__(self, gpus: dict[str, str], at_once: int, threads: int, shared: list[str]):
         self._spool = Spool()
-        self.room = Room(Path(self._spool.path), Plan(gpus, at_once, threads, os.getpid(), shared))
+        plan = Plan(gpus, at_once, threads, os.getpid(), shared, slots.devices(list(gpus)) if gpus else {})
+        self.room = Room(Path(self._spool.path), plan)
         (self.room.folder / _PLAN).write_text(json.dumps(asdict(self.room.plan)))
         os.environ[VARIABLE] = str(self.room.folder)
         self._closing = threading.Event()
         signals.hold()
         self._watcher = threading.Thread(target=self._watch, name="sweep", daemon=True)
         self._watcher.start()
+        if launcher.is_batch_job():  # what is started from here on inherits it, the watcher does not
+            signal.pthread_sigmask(signal.SIG_BLOCK, slurm.REQUEUE_SIGNALS)
 
     def close(self) -> None:
         """End the room. Raises nothing."""
         self._closing.set()
+        if launcher.is_batch_job():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, slurm.REQUEUE_SIGNALS)
         self._watcher.join()
         os.environ.pop(VARIABLE, None)
         self._spool.remove()

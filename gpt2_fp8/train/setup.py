@@ -25,7 +25,7 @@ from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
-from gpt2_fp8.runtime import launcher, meeting
+from gpt2_fp8.runtime import launcher, meeting, slurm
 from gpt2_fp8.train.footprint import check_step, fitted
 from gpt2_fp8.train.resume import refuse_longer, refuse_other_optimizer
 
@@ -139,6 +139,8 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     started = met.launcher if met is not None else launcher.current()
     if world_size > 1 or started.starts_all:
         log.info("launcher   %s", started if started.starts_all else f"{started.name}: {world_size} processes")
+    if said := slurm.unheard():
+        log.warning("%s", said)
     ran = f"{plan.ran}, recipe {plan.recipe}" if plan.fp8 else plan.ran
     if plan.reason is None:
         log.info("precision  %s", ran)

@@ -22,7 +22,7 @@ from typing import Any
 from gpt2_fp8.config.amounts import duration
 from gpt2_fp8.config.errors import JobError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import registry, sweep_room
+from gpt2_fp8.runtime import registry, slurm, sweep_room
 from gpt2_fp8.runtime.slots import Slot
 from gpt2_fp8.runtime.spool import Spool
 from gpt2_fp8.runtime.sweep_room import Room
@@ -151,6 +151,7 @@ def _environment(room: Room, slot: Slot) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": gpu,
         "OMP_NUM_THREADS": threads,
         "PYTHONPATH": os.pathsep.join(places),
+        slurm.JOB_OF_SWEEP: "1",
     }
     environment.pop(sweep_room.VARIABLE)
     return environment

@@ -8,7 +8,7 @@ import pytest
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from gpt2_fp8.compose import conf_dir, overrides, preflight, slurm_sweep
+from gpt2_fp8.compose import Purpose, conf_dir, overrides, preflight, slurm_sweep
 from gpt2_fp8.compose.catalog import open_catalog
 from gpt2_fp8.compose.override_parser import parsed
 from gpt2_fp8.config import errors, hydra_policy
@@ -126,6 +126,19 @@ def test_one_run_needs_the_flag(capsys):
     """Without -m, Hydra uses no launcher: the run would begin here."""
     with pytest.raises(errors.UserError, match="-m"):
         preflight(["hydra/launcher=slurm"])
+
+
+def test_a_job_that_sends_a_sweep_and_is_started_again_replaces_nothing(tmp_path, monkeypatch):
+    """It has sent the jobs in its first turn. Those of the second would be new, and begin again in the same folders."""
+    for name, value in {"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "outputs/x/0/checkpoints/step-00000005").mkdir(parents=True)
+    (tmp_path / "outputs/x/0/checkpoints/step-00000005/manifest.json").write_text("{}")
+    with pytest.raises(errors.UserError, match="already holds a run"):
+        preflight([*LAUNCH, "seed=1,2", "run_name=x"], Purpose(name="slurm-7"))
+    for words, name in (([*LAUNCH, "seed=1,2"], None), (["seed=1"], "slurm-7")):
+        named = {config.run_name for config in preflight(words, Purpose(name="slurm-7"))}
+        assert (named == {"slurm-7"}) == (name is not None)
 
 
 def submitted(folder: Path, *names, done=()):

@@ -276,6 +276,55 @@ def test_44_a_job_that_slurm_starts_again_continues_by_itself(tmp_path):
     assert_same_checkpoint(*(checkpoint(tmp_path / name, 12) for name in ("killed", "whole")))
 
 
+BATCH = SLURM | {"ENVIRONMENT": "BATCH"}  # what sbatch adds, for everything that its script starts
+
+
+def test_44_a_run_without_a_name_goes_on_in_the_next_turn_of_its_job(tmp_path):
+    first = forked(*SMALL, cwd=tmp_path, **BATCH)
+    assert first.returncode == 0, first.stderr
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert f"SLURM may start this job again: run_name={folder.name}, which lasts as long as it" in first.stdout
+    again = forked(*SMALL[::-1], cwd=tmp_path, **BATCH, SLURM_RESTART_COUNT="1")
+    assert again.returncode == 0, again.stderr
+    assert "already complete: step 12 of 12 is saved" in again.stdout
+    assert list((tmp_path / "outputs").iterdir()) == [folder]
+
+
+def test_44_a_name_that_lasts_is_of_the_job_and_the_words(monkeypatch):
+    assert slurm.lasting_name(["seed=1"]) is None
+    for name, value in BATCH.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "isatty", lambda number: False)
+    own = slurm.lasting_name(["seed=1", "model=tiny"])
+    assert own is not None
+    assert own.startswith("slurm-4242-")
+    assert own == slurm.lasting_name(["model=tiny", "seed=1", f"run_name={own}"])
+    assert own != slurm.lasting_name(["seed=2", "model=tiny"]), "another srun of the same job"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4000")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+    assert str(slurm.lasting_name([])).startswith("slurm-4000_7-"), "another task of the same array"
+    monkeypatch.setattr(os, "isatty", lambda number: number == 2)
+    assert slurm.lasting_name(["seed=1"]) is None, "a person at a terminal"
+
+
+def test_44_a_batch_script_without_srun_is_a_batch_job_too(scontrol, monkeypatch):
+    monkeypatch.delenv("SLURM_NTASKS")
+    assert slurm.ended(signal.SIGUSR1).exit_code == 138
+    monkeypatch.setenv("ENVIRONMENT", "BATCH")
+    assert slurm.ended(signal.SIGUSR1).exit_code == 0
+    assert scontrol.read_text() == "requeue 4242\n"
+
+
+@pytest.mark.parametrize(("handled", "heard"), [("SIGTERM,SIGINT", False), ("SIGTERM,SIGUSR1", True), (None, True)])
+def test_44_a_torchrun_that_would_die_of_the_signal_is_said(handled, heard, monkeypatch):
+    for name, value in (BATCH | {"SLURM_STEP_ID": "0"}).items():
+        monkeypatch.setenv(name, value)
+    if handled is not None:
+        monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", handled)
+    said = slurm.unheard()
+    assert heard if said is None else "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in said
+
+
 def test_44_sigterm_is_no_wish_for_another_turn(tmp_path, scontrol):
     with pytest.raises(Stopped) as stopped:
         run(tmp_path, callbacks=[At("on_train_batch_start", 2, kill(signal.SIGTERM))])

@@ -121,6 +121,28 @@ def test_people_are_told_the_numbers_of_nvidia_smi(names, called, monkeypatch):
     assert slots.shown(names) == dict(zip(names, called, strict=True))
 
 
+def test_locks_go_by_what_nvidia_smi_tells_apart(tmp_path, monkeypatch):
+    """Where SLURM shows two jobs of a host one GPU each, both call theirs 0."""
+    seen = LISTED.splitlines()
+    held = []
+    for line in (seen[0], seen[4].replace("GPU 2", "GPU 0"), seen[0]):
+        slots._listed.cache_clear()
+        told = subprocess.CompletedProcess([], 0, line + "\n")
+        monkeypatch.setattr(slots.subprocess, "run", lambda *_, told=told, **__: told)
+        held.append(slots.take(["0"], tmp_path, slots.devices(["0"])))
+    assert [slot and slot.name for slot in held] == ["0", "0", None]
+    assert slots.take(["GPU-2f5d-1"], tmp_path, slots.devices(["GPU-2f5d-1"])) is None, "the first one, by its name"
+    for slot in held[:2]:
+        os.close(slot.descriptor)
+
+
+def test_a_name_that_nvidia_smi_does_not_list_stays(monkeypatch):
+    monkeypatch.setattr(slots.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, LISTED))
+    names = ["0", "1", "2", "7", "GPU-2f5d", "GPU-2f5d-3", "MIG-7c-8", "GPU-ffff"]
+    same = {"0": "GPU-2f5d-1", "2": "GPU-2f5d-3", "GPU-2f5d-3": "GPU-2f5d-3", "MIG-7c-8": "MIG-7c-8"}
+    assert slots.devices(names) == same, "1 is cut into parts, and CUDA chooses one"
+
+
 @pytest.mark.parametrize(
     ("failure", "gpus"),
     [(FileNotFoundError(), []), (subprocess.CalledProcessError(9, "nvidia-smi"), []), (None, ["GPU-2f5d-1"])],

@@ -207,22 +207,44 @@ def test_accelerate_starts_again_and_is_interrupted(tmp_path):
     advice(output, tmp_path)
 
 
-def test_srun_rank_0_is_killed(tmp_path, one):
-    """The run had no name, and what is said works as it is typed."""
-    ends = ranks(tmp_path, srun(), *WORDS, patch=faults(killed(0, 8)))
+def test_srun_out_of_memory_nan_killed_and_cancelled(tmp_path, one_with_nan):
+    """The run had no name, and what is said works as it is typed. Then a rank gets SIGTERM, and all save."""
+    patch = faults(killed(0, 8)) + NAN.format(rank=1) + NO_MEMORY
+    ends = ranks(tmp_path, srun(), *WORDS, patch=patch)
     assert [code for code, _ in ends] == [-signal.SIGKILL, 1], ends
+    assert "out of memory: micro_batch_size 1 instead of 2" in ends[0][1], ends
+    assert ends[0][1].count("step 3: its loss was not finite; the batch is left out") == 1, ends
     words = advice(ends[1][1], tmp_path)
     assert ends[1][1].count("rank 1: rank 0 is gone; ") == 1, ends
+    ends = ranks(tmp_path, srun(), *WORDS, *words, patch=faults(killed(1, 9, "SIGTERM")))
+    assert [code for code, _ in ends] == [143, 0], "rank 0 says how it goes on"
+    assert summary(the_run(tmp_path))["steps"] == 9
+    assert advice(ends[0][1], tmp_path) == words
     ends = ranks(tmp_path, srun(), *WORDS, *words, patch=faults())
     assert [code for code, _ in ends] == [0, 0], ends
-    assert_like(the_run(tmp_path), one)
+    assert_like(the_run(tmp_path), one_with_nan)
 
 
-def test_srun_rank_0_is_frozen(tmp_path):
-    """It has the store in which the ranks meet, and ends with the others."""
-    ends = ranks(tmp_path, srun(), *WORDS, patch=faults(killed(0, 6, "SIGSTOP")))
-    assert [code for code, _ in ends] == [-signal.SIGKILL, 1], ends
-    assert ends[1][1].count("rank 1: rank 0 has shown no life for 6 s; run_name=") == 1, ends
+FULL = "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))"
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes", "said"),
+    [
+        # Rank 0 has the store in which the ranks meet, and ends with the others.
+        (killed(0, 8, "SIGSTOP"), [-signal.SIGKILL, 1], "rank 1: rank 0 has shown no life for 6 s"),
+        ("if once(1, 8): __import__('time').sleep(1000)", [1, 1], "rank 1 has been stuck in step 8 for 8 s"),
+    ],
+    ids=["frozen", "stuck"],
+)
+def test_srun_a_rank_is_frozen_or_stuck_while_the_disk_is_full(tmp_path, fault, codes, said):
+    """Rank 0 cannot write the checkpoint of step 5: a warning, and the next one is not reached."""
+    patch = faults(f"if once(0, 4): {FULL}", fault)
+    ends = ranks(tmp_path, srun(), *WORDS, "callbacks.async_checkpoints=false", patch=patch)
+    assert [code for code, _ in ends] == codes, ends
+    output = ends[0][1] + ends[1][1]
+    assert output.count(said) == 1, ends
+    assert "nothing was saved" in output, ends
 
 
 def test_lightnings_own_launcher_names_a_run_without_a_name(tmp_path):
