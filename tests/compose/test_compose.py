@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from gpt2_fp8.compose import catalog, conf_dir, is_help, look_only, preflight, to_run_config
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import DelayedRecipe, PlainPrecisionConfig
+from gpt2_fp8.config.precision_schema import DelayedRecipe, PlainPrecisionConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
