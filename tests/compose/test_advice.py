@@ -64,11 +64,6 @@ TYPED = [
     ("data=mixture data.sources=a", TWO_SOURCES, f"data=mixture {TWO_SOURCES}"),
     ("data=mixture data.sources={a:1}", TWO_SOURCES, f"data=mixture {TWO_SOURCES}"),
     ("data=mixture data.sources=[fineweb,openwebtext]", BOTH_SOURCES, f"data=mixture {BOTH_SOURCES}"),
-    (
-        "data=mixture data.sources.a=fineweb +data@data.sources.b=openwebtext",
-        "+data@data.sources.a=fineweb, and so for every source",
-        "data=mixture +data@data.sources.a=fineweb +data@data.sources.b=openwebtext",
-    ),
     ("tags=[a,b]", "+tags.a=true +tags.b=true", "+tags.a=true +tags.b=true"),
     ("max_seq_len=512", "model.n_positions", "model.n_positions=512"),
     ("model=124M", "model=gpt2", "model=gpt2"),
@@ -116,6 +111,13 @@ TYPED = [
 def test_advice_is_taken(line, advice, then):
     assert advice in remedy(line)
     assert len(preflight(shlex.split(then))) == 1
+
+
+def test_a_source_is_chosen_with_its_keys():
+    with pytest.raises(UserError) as told:
+        preflight(["data=mixture", "data.sources.a=fineweb", "data.sources.b=openwebtext"])
+    words = [problem.remedy.partition(",")[0] for problem in told.value.problems]
+    assert len(preflight(["data=mixture", *words[:2]])) == 1
 
 
 @pytest.mark.parametrize("line", ["exported", "ckpt_path=exported"])
