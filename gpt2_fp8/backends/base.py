@@ -13,15 +13,8 @@ from torch import Tensor
 from gpt2_fp8.config import document_borders, tokenizer_file
 from gpt2_fp8.config.block_spec import Heads, block_spec
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import (
-    AttentionKernel,
-    AutoRecipe,
-    DelayedRecipe,
-    FP8PrecisionConfig,
-    Recompute,
-    RunConfig,
-    StatelessRecipe,
-)
+from gpt2_fp8.config.precision_schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
+from gpt2_fp8.config.schema import AttentionKernel, Recompute, RunConfig
 from gpt2_fp8.layers import Family, sdpa
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.model.loss import loss_of

@@ -10,7 +10,8 @@ from typing_extensions import override
 from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
 from gpt2_fp8.backends.twin import bf16_loss
 from gpt2_fp8.config import backend_support
-from gpt2_fp8.config.schema import EMULATED, IN_BACKWARD, AutoRecipe, DelayedRecipe, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.precision_schema import EMULATED, IN_BACKWARD, AutoRecipe, DelayedRecipe, FP8PrecisionConfig
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.layers import Family, emulated, emulated_head
 from gpt2_fp8.layers.emulated_gemm import Emulation
 from gpt2_fp8.model.gpt2 import GPT2

@@ -24,6 +24,7 @@ class Program(NamedTuple):
 
 
 MAY_BE_NULL = ("experiment", "debug")
+SEVERAL = ("logger", *MAY_BE_NULL)  # groups of which a run may have several choices, as a list
 _MAY_BE_LEFT_OUT = ("callbacks", "logger")  # the groups with a choice `none`
 RUN = Program("python -m gpt2_fp8.run", RunConfig)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from gpt2_fp8.compose import commandline, preflight
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
-from gpt2_fp8.config.schema import AutoPrecisionConfig, RunConfig
+from gpt2_fp8.config.precision_schema import AutoPrecisionConfig
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import registry
 
 # Keys that only `python -m gpt2_fp8.run` reads, and the Trainer's argument that means the same.

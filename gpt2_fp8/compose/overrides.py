@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override, Sweep, ValueType
 
 from gpt2_fp8.compose import sweeps
 from gpt2_fp8.compose.catalog import Catalog
-from gpt2_fp8.compose.commandline import MAY_BE_NULL
+from gpt2_fp8.compose.commandline import MAY_BE_NULL, SEVERAL
 from gpt2_fp8.compose.settings_folder import defaults_list
 from gpt2_fp8.config import hints, hydra_policy
 from gpt2_fp8.config.errors import Problem
@@ -107,8 +107,21 @@ def _group_problems(override: Override, catalog: Catalog) -> list[Problem]:
             [] if group in MAY_BE_NULL else [Problem(f"{line}: a run has one choice of {group}", f"leave {line} out")]
         )
     values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+    if group not in SEVERAL and (lists := [value for value in values if isinstance(value, list)]):
+        return [_one_choice(group, lists[0], catalog)]
     each = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return [problem for value in each for problem in _choice_problems(group, value, catalog)]
+
+
+def _one_choice(group: str, several: list[Any], catalog: Catalog) -> Problem:
+    """Refuse a list of choices. Hydra would merge their files, and the last one that has a key would win."""
+    options = catalog.get_group_options(group)
+    there = [show(choice) for choice in several if choice in options]
+    cause = f"{group}=[{','.join(map(show, several))}]: a run has one choice of {group}"
+    if not there:
+        return Problem(cause, f"leave it out, or choose one of {', '.join(options)}")
+    sweep = f"; or -m {group}={','.join(there)} runs each" if len(there) > 1 else ""
+    return Problem(cause, f"{group}={there[0]}{sweep}")
 
 
 def _choice_problems(group: str, value: Any, catalog: Catalog) -> list[Problem]:

@@ -71,7 +71,8 @@ def bad_value(word: Override, error: BaseException | None) -> Problem:
     if is_there_already(error):
         return Problem(f"{text}: {key} has a value already", f"{text.lstrip('+')}, without the +")
     if "Could not override" in str(error):
-        return Problem(f"{text}: {key} has no such keys", f"+{text}, to add them")
+        remedy = hints.unchosen(key, word.value()) or f"+{text}, to add them"
+        return Problem(f"{text}: {key} has no such keys", remedy)
     if error is not None and error.__cause__ is not None:  # OmegaConf's message says why
         error = error.__cause__
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -83,7 +84,9 @@ def bad_value(word: Override, error: BaseException | None) -> Problem:
 def _no_list(key: str, text: str, typed: object) -> Problem:
     """Say that a key has keys of its own, and no list; a list of tags is meant as tags that are set."""
     names = [name for name in typed if str(name).isidentifier()] if isinstance(typed, list) else []
-    remedy = " ".join(f"+tags.{name}=true" for name in names) if key == "tags" else f"{key}.KEY=VALUE"
+    remedy = " ".join(f"+tags.{name}=true" for name in names) if key == "tags" else hints.unchosen(key, typed)
+    if remedy is None:
+        remedy = f"{key}.KEY=VALUE"
     return Problem(f"{text}: {key} has keys with values, and is no list", remedy or "+tags.KEY=VALUE")
 
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.schema import AttentionKernel, AutoPrecisionConfig, RunConfig
+from gpt2_fp8.config.precision_schema import AutoPrecisionConfig
+from gpt2_fp8.config.schema import AttentionKernel, RunConfig
 
 ON_A_GPU: tuple[AttentionKernel, ...] = ("cudnn", "flash", "te")
 

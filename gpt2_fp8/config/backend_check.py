@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from gpt2_fp8.config import attention_support, backend_support
 from gpt2_fp8.config.backend_support import asked, why_not_asked
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.schema import IN_BACKWARD, FP8PrecisionConfig, PlainPrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.config.precision_schema import IN_BACKWARD, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
+from gpt2_fp8.config.schema import RunConfig
 
 _OF_PRECISION = "precision.name", "recipe", "precision.keep_bf16", "precision.backward"
 _OF_LAYERS = "precision.backend", "model.dropout", "document_mask", "penalty"

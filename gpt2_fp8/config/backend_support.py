@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Set
 from gpt2_fp8.config.block_spec import EMULATED_OPTIONS, FUSED_OPTIONS, Option, block_spec, why_not
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.kept_layers import Kept, kept, partly, split_mlp
-from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, ModelConfig, RunConfig
+from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
+from gpt2_fp8.config.schema import ModelConfig, RunConfig
 
 
 def why_not_fused(config: RunConfig) -> str | None:

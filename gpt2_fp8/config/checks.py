@@ -25,7 +25,8 @@ from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.kept_layers import fits_nothing
 from gpt2_fp8.config.keys import finding, show, value_of
 from gpt2_fp8.config.model_checks import in_bf16, largest_divisor, nearest, products, width_multiple
-from gpt2_fp8.config.schema import AutoPrecisionConfig, FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
+from gpt2_fp8.config.schema import RunConfig
 
 
 def vocabulary(config: RunConfig) -> int:

@@ -10,7 +10,8 @@ from gpt2_fp8.config.data_schema import FilesData, Mixed, TokenFilesData
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.generate_schema import check_out
 from gpt2_fp8.config.keys import show
-from gpt2_fp8.config.schema import AutoPrecisionConfig, RunConfig
+from gpt2_fp8.config.precision_schema import AutoPrecisionConfig
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.trained_folder import Which
 
 GROUPS = ("data", "precision", "recipe", "trainer")  # whose choices an evaluation takes

@@ -11,6 +11,8 @@ from gpt2_fp8.config import foreign_keys, other_words
 UNCHOSEN = {"logger.wandb": "logger=[default,wandb]", "logger.mlflow": "logger=[default,mlflow]"}
 REFUSED = {("precision", "fp8_e5m2")}  # choices that exist to say why they are refused, and are never advised
 
+TWO_SOURCES = "+data@data.sources.web=fineweb +data@data.sources.links=openwebtext"  # they have one tokenizer
+
 # Values that need more than a list of what is allowed.
 VALUES = {
     "trainer.devices": "a number of GPUs or auto; which ones is CUDA_VISIBLE_DEVICES=0,1 in front of the command",
@@ -37,6 +39,19 @@ KINDS = {
 }
 OPTIMIZERS = ("adamw", "adamw_bf16", "adamw8bit", "muon")  # tests hold this against conf/optimizer
 DEFAULTS = {"precision": "fp8_hybrid"}  # what is advised of several that have a key; otherwise the first of them
+
+
+def unchosen(path: str, value: object = None) -> str | None:
+    """Return the words that bring a group of keys, where `value` was typed in its place; None: it is no such group."""
+    choices = [choice for kind, names in KINDS.items() if kind != "mixture" for choice in names]
+    if path == "data.sources":
+        typed = [name for name in value if name in choices] if isinstance(value, list | dict) else []
+        words = [f"+data@data.sources.{name}={name}" for name in typed]
+        return " ".join(words) if len(words) > 1 else TWO_SOURCES
+    if path.startswith("data.sources."):
+        choice = value if value in choices else "fineweb"
+        return f"+data@{path}={choice}, and so for every source" if path.count(".") == 2 else None
+    return UNCHOSEN.get(path)
 
 
 def near(name: str, names: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import combinations
 
+from gpt2_fp8.config import hints
 from gpt2_fp8.config.data_schema import DataConfig, Mixed, MixtureData, TextOfARun
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
@@ -71,7 +72,7 @@ def check(config: RunConfig) -> Iterator[Finding]:
             yield Finding(("data.sources",), Problem(cause, remedy))
     if len(data.sources) < 2:
         cause = f"data=mixture mixes two sources or more, and has {len(data.sources) or 'none'}"
-        remedy = "+data@data.sources.web=fineweb +data@data.sources.code=stdlib; a single one is data=fineweb"
+        remedy = f"{hints.TWO_SOURCES}; a single one is data=fineweb"
         yield Finding(("data.sources",), Problem(cause, remedy))
     yield from _weights(data)
     yield from _in_common(data)

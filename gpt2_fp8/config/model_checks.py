@@ -10,7 +10,8 @@ from typing import Any
 from gpt2_fp8.config.backend_support import asked
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.keys import finding
-from gpt2_fp8.config.schema import FP8PrecisionConfig, ModelConfig, RunConfig
+from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
+from gpt2_fp8.config.schema import ModelConfig, RunConfig
 
 FP8_MULTIPLE = 16  # cuBLASLt's FP8 products need every leading dimension to be a multiple of 16 (TE cublaslt_gemm.cu)
 _MULTIPLES = {"mxfp8": 32}  # its casts want whole blocks of 32, along rows and columns (TE mxfp8_tensor.py)

@@ -71,7 +71,7 @@ class _Builder:
             return self._bad(
                 path,
                 f"{path or 'the configuration'}={show(data)}: not a group of keys",
-                hints.UNCHOSEN.get(path, "give its keys"),
+                hints.unchosen(path, data) or "give its keys",
             )
         cls, tag = classes[0], None
         if len(classes) > 1:
@@ -102,7 +102,8 @@ class _Builder:
     def _open(self, hint: Any, data: object, path: str) -> Any:
         """Build a group whose keys are the user's own."""
         if not isinstance(data, dict):
-            return self._bad(path, f"{path}={show(data)}: needs keys with values", f"+{path}.KEY=VALUE")
+            remedy = hints.unchosen(path, data) or f"+{path}.KEY=VALUE"
+            return self._bad(path, f"{path}={show(data)}: needs keys with values", remedy)
         before = len(self.found)
         values = {str(key): self.value(hint, value, _join(path, str(key))) for key, value in data.items()}
         if not any(map(is_dataclass, members_of(hint))):

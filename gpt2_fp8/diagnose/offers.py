@@ -13,7 +13,8 @@ from gpt2_fp8.compose.catalog import Catalog, open_catalog
 from gpt2_fp8.compose.commandline import CommandLine
 from gpt2_fp8.config.annotations import hints_of
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.schema import FP8PrecisionConfig, PlainPrecisionConfig, RunConfig, StatelessRecipe
+from gpt2_fp8.config.precision_schema import FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
+from gpt2_fp8.config.schema import RunConfig
 
 MODEL = "gpt2"  # GPT-2's block is what every backend has
 RECIPES = ("delayed", *get_args(hints_of(StatelessRecipe)["name"]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from gpt2_fp8.config.annotations import hints_of
-from gpt2_fp8.config.schema import FP8PrecisionConfig
+from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.diagnose import rules_gpu, rules_host, rules_te, rules_torch
 from gpt2_fp8.diagnose.facts import Facts, Run, Step
 from gpt2_fp8.diagnose.finding import Finding

@@ -19,16 +19,14 @@ from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.data_schema import StdlibData
 from gpt2_fp8.config.model_checks import recipe_multiple
-from gpt2_fp8.config.schema import (
+from gpt2_fp8.config.precision_schema import (
     AutoPrecisionConfig,
     AutoRecipe,
     FP8PrecisionConfig,
-    MuonOptimizer,
-    OptimizerConfig,
     PlainPrecisionConfig,
-    RunConfig,
     StatelessRecipe,
 )
+from gpt2_fp8.config.schema import MuonOptimizer, OptimizerConfig, RunConfig
 from gpt2_fp8.kernels.nvrtc import missing
 from gpt2_fp8.measure import auto_cache
 from gpt2_fp8.measure.case import Case, Result, measure

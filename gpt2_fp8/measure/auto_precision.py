@@ -17,7 +17,8 @@ from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.model_checks import recipe_multiple
-from gpt2_fp8.config.schema import AutoPrecisionConfig, AutoRecipe, RunConfig
+from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, AutoRecipe
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.measure import auto_cache
 from gpt2_fp8.measure.auto_candidates import (
     FORMAT,

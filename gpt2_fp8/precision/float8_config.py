@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpt2_fp8.config.schema import FP8PrecisionConfig
+from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.precision.recipes import formats
 
 

@@ -19,7 +19,8 @@ from gpt2_fp8.compat.lightning_process import rank
 from gpt2_fp8.config import run_length
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.own_words import Typed, going_on, shorter
-from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
+from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.pace import Pace
 from gpt2_fp8.precision.choose import Choice
 from gpt2_fp8.runtime import agent, meeting

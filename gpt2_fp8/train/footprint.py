@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 
 from gpt2_fp8.config.block_spec import BlockSpec, block_spec
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
+from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.model.flops import parameter_count
 from gpt2_fp8.model.gpt2 import padded_vocabulary

@@ -18,7 +18,8 @@ from gpt2_fp8 import __version__
 from gpt2_fp8.checkpoint import bounded, durable
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.config.errors import RunError, UserError
-from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
+from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import launcher
 
 NAME = "summary.json"

@@ -8,6 +8,7 @@ import pytest
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import foreign_keys, foreign_values, other_words
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.hints import TWO_SOURCES
 from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
 
@@ -33,6 +34,8 @@ def remedy(line):
     return problem.remedy
 
 
+BOTH_SOURCES = "+data@data.sources.fineweb=fineweb +data@data.sources.openwebtext=openwebtext"
+
 # What was typed; a part of the advice; what a person then types.
 TYPED = [
     ("use_fp8=true", "precision=fp8_hybrid", "precision=fp8_hybrid"),
@@ -53,6 +56,14 @@ TYPED = [
     ("model==gpt2", "model=gpt2", "model=gpt2"),
     ("optim.lr=3e-4,", "optim.lr=3e-4", "optim.lr=3e-4"),
     ("tags=[a]", "+tags.a=true", "+tags.a=true"),
+    ("model=[gpt2]", "model=gpt2", "model=gpt2"),
+    ("precision=[bf16,fp8_hybrid]", "precision=bf16; or -m precision=bf16,fp8_hybrid", "precision=bf16"),
+    ("recipe=[]", "leave it out, or choose one of", ""),
+    ("data=mixture", TWO_SOURCES, f"data=mixture {TWO_SOURCES}"),
+    ("data=mixture data.sources=[a]", TWO_SOURCES, f"data=mixture {TWO_SOURCES}"),
+    ("data=mixture data.sources=a", TWO_SOURCES, f"data=mixture {TWO_SOURCES}"),
+    ("data=mixture data.sources={a:1}", TWO_SOURCES, f"data=mixture {TWO_SOURCES}"),
+    ("data=mixture data.sources=[fineweb,openwebtext]", BOTH_SOURCES, f"data=mixture {BOTH_SOURCES}"),
     ("tags=[a,b]", "+tags.a=true +tags.b=true", "+tags.a=true +tags.b=true"),
     ("max_seq_len=512", "model.n_positions", "model.n_positions=512"),
     ("model=124M", "model=gpt2", "model=gpt2"),
@@ -100,6 +111,13 @@ TYPED = [
 def test_advice_is_taken(line, advice, then):
     assert advice in remedy(line)
     assert len(preflight(shlex.split(then))) == 1
+
+
+def test_a_source_is_chosen_with_its_keys():
+    with pytest.raises(UserError) as told:
+        preflight(["data=mixture", "data.sources.a=fineweb", "data.sources.b=openwebtext"])
+    words = [problem.remedy.partition(",")[0] for problem in told.value.problems]
+    assert len(preflight(["data=mixture", *words[:2]])) == 1
 
 
 @pytest.mark.parametrize("line", ["exported", "ckpt_path=exported"])

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import attention_support, backend_check
-from gpt2_fp8.config.schema import AttentionKernel, PlainPrecisionConfig, RunConfig
+from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
+from gpt2_fp8.config.schema import AttentionKernel, RunConfig
 
 BASES = {name: f"precision={name}" for name in ("bf16", "fp32", "auto", "fp8_hybrid")}
 CHOICES = {

@@ -14,7 +14,8 @@ from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.checks import check, check_batch, value_of
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.keys import key_paths
-from gpt2_fp8.config.schema import PlainPrecisionConfig, RunConfig
+from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
+from gpt2_fp8.config.schema import RunConfig
 from tests.config.numbers import RANGES, ranges
 
 

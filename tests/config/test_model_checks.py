@@ -8,7 +8,7 @@ import pytest
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import model_checks
-from gpt2_fp8.config.schema import PlainPrecisionConfig
+from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
 
 WIDTHS = {
     "n_embd": (48, 60, 64, 100),

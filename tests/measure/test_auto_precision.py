@@ -18,7 +18,13 @@ import torch
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.config.schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
+from gpt2_fp8.config.precision_schema import (
+    AutoRecipe,
+    DelayedRecipe,
+    FP8PrecisionConfig,
+    PlainPrecisionConfig,
+    StatelessRecipe,
+)
 from gpt2_fp8.measure import auto_cache, auto_candidates, auto_precision
 from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.precision.choose import Figures

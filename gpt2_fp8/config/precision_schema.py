@@ -1,0 +1,80 @@
+"""The keys of `precision` and `recipe`: in which format a run computes, and where its scales come from.
+
+Each choice has a class, distinguished by `name`. docs/fp8.md has what they mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from gpt2_fp8.config.key_types import Part
+from gpt2_fp8.config.ranges import at_least
+
+Emulate = Literal["fprop_input", "weight", "dgrad_gradient", "wgrad_gradient", "wgrad_input", "residual", "head"]
+EMULATED: tuple[str, ...] = get_args(Emulate)
+# the operands that `precision.backward` keeps in bf16
+IN_BACKWARD: dict[str, tuple[str, ...]] = {
+    "fp8": (),
+    "bf16": ("dgrad_gradient", "wgrad_gradient"),
+    "bf16_wgrad": ("wgrad_gradient", "wgrad_input"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainPrecisionConfig:
+    """fp32: everything in float32. bf16: float32 weights, bfloat16 autocast."""
+
+    name: Literal["fp32", "bf16"]
+    backend: Literal[
+        "auto", "fused", "te", "torchao", "reference", "emulated"
+    ]  # what computes it; auto: reference, plain torch (compiled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8PrecisionConfig:
+    """float32 weights, bfloat16 activations, FP8 matrix products."""
+
+    name: Literal["fp8_hybrid", "fp8_e4m3", "fp8_e5m2"]  # hybrid: E4M3 forward, E5M2 gradients; e4m3: but the head's
+    keep_bf16: list[str]  # layers whose products stay in bf16 (config/kept_layers.py has the names and patterns)
+    backward: Literal["fp8", "bf16", "bf16_wgrad"] = "fp8"  # or both products of the backward in bf16, or one
+    # our fused chain, Transformer Engine, torchao's float8, or FP8 emulated in plain torch on any device; auto: the
+    # first of fused, te and torchao that can
+    backend: Literal["auto", "fused", "te", "torchao", "reference", "emulated"]
+    emulate: list[Emulate] | None = None  # what the emulated layers cast to FP8; null: all that the fused layers do
+    fast_accumulation: bool  # sum the blocks' input gradients in the tensor cores alone, to some 14 bits (fused layers)
+    fallback: Literal["allow", "error"]  # when this machine cannot do FP8: train in bf16 (fp32 on a CPU), or exit 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoPrecisionConfig:
+    """bf16, or fp8_hybrid if a short measurement on this GPU finds it faster and safe. On a CPU, fp32."""
+
+    name: Literal["auto"]
+    keep_bf16: list[str]  # of what competes in FP8: layers whose products stay in bf16, as above
+    tolerance: Part  # how far FP8's losses may lie from bf16's at the same steps, as a part of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedRecipe:
+    """Scales from the largest values of past steps: one read of each tensor, the fastest."""
+
+    name: Literal["delayed"]
+    margin: Annotated[int, at_least(0, 100, "powers of two")]  # powers of two of headroom left in every scale
+    amax_history_len: Annotated[int, at_least(1, 10**6, "steps")]  # steps remembered
+    amax_compute_algo: Literal["max", "most_recent"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatelessRecipe:
+    """current: a scale from the tensor itself. rowwise: one a row. block: one per 128 values. mxfp8: one per 32."""
+
+    name: Literal["current", "rowwise", "block", "mxfp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoRecipe:
+    """The backend's own. With precision=auto every recipe that this GPU can do competes."""
+
+    name: Literal["auto"]
+    delayed: DelayedRecipe  # how delayed scaling competes
