@@ -57,6 +57,7 @@ STUDY = ["python", "docs/studies/fp8_gap.py"]
 PICTURES = ["python", "docs/studies/health_pictures.py"]  # `test_what_to_watch` runs it
 SPEED = ["python", "docs/studies/generate_speed.py"]
 README_PICTURES = ["python", "docs/studies/readme_pictures.py"]
+PEAKS = ["python", "docs/studies/peaks.py"]
 PROGRAMS = ["gpt2_fp8", *(f"gpt2_fp8.{name}" for name in programs.names())]
 RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE, COMPARE, PREPARE, SBATCH = (
     ["python", "-m", f"gpt2_fp8.{program}"]
@@ -262,7 +263,7 @@ def test_the_studys_command_composes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
     factorial, study = (importlib.import_module(name) for name in ("factorial", "fp8_gap"))
     commands = [found.words for found in ALL if found.words[: len(STUDY)] == STUDY]
-    assert len(commands) == 3
+    assert len(commands) == 4
     steps = set()
     for command in commands:
         words = command[command.index("--") + 1 :]
@@ -288,6 +289,7 @@ def test_every_command_is_of_a_known_kind():
         tuple(PICTURES),
         tuple(SPEED),
         tuple(README_PICTURES),
+        tuple(PEAKS),
         ("tensorboard",),
         *((name,) for name in LAUNCHERS),
     }
@@ -454,6 +456,16 @@ def test_the_speed_of_texts_is_measured_as_shown(monkeypatch, capsys):
     for words in [words for words in asked if "model=tiny" in words]:
         study.main([*words, "tokens=2", "times=1"])
         assert re.search(r"^ratio +[\d.]+$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_peaks_are_measured_as_shown(monkeypatch, capsys):
+    """The command of the study, with matrices of 64."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
+    study = importlib.import_module("peaks")
+    (words,) = [found.words[len(PEAKS) :] for found in ALL if found.words[: len(PEAKS)] == PEAKS]
+    assert " ".join(words).isdigit()
+    study.main(64)
+    assert len(re.findall(r"^\S.* +[\d.e+-]+ TFLOP/s$", capsys.readouterr().out, re.MULTILINE)) == 5
 
 
 def test_the_readmes_pictures_are_made_as_shown(tmp_path, monkeypatch):
