@@ -49,7 +49,8 @@ class _Hello:
         self._word = uuid.uuid4().hex
         self._began = time.monotonic()
         # Of two runs that begin at one port at the same moment, each rank 1 is to come to its own rank 0, or to none.
-        words = [] if launcher.agent_listens else sys.argv[1:]
+        # Agents' and Lightning's ports are a run's own, and Lightning gives the processes that it starts more words.
+        words = [] if launcher.agent_listens or not launcher.starts_all else sys.argv[1:]
         self._command = hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
     def open(self) -> None:
