@@ -147,20 +147,14 @@ def test_an_agent_that_is_killed_leaves_no_rank_behind(tmp_path):
 
 
 def test_the_agent_of_one_of_two_nodes_is_killed(tmp_path):
+    """The first has the store in which the agents meet: without it, the other could not wait for anybody."""
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two"]
-    options = [
-        "--nnodes",
-        "2",
-        "--nproc-per-node",
-        "1",
-        "--max-restarts",
-        "3",
-        *place,
-        "--rdzv-conf",
-        "join_timeout=15",
-    ]
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", *place]
     patch = faults(killed(1, 6, whom="os.getppid()"))
-    both = [agent(tmp_path, options, *LONG, "run_name=run", patch=patch) for _ in range(2)]
+    both = [
+        agent(tmp_path, [*options, "--rdzv-conf", conf], *LONG, "run_name=run", patch=patch)
+        for conf in ("join_timeout=15,is_host=1", "join_timeout=15,is_host=0")
+    ]
     ends = [ended(process, tmp_path) for process in both]
     assert sorted(code for code, _ in ends) == [-signal.SIGKILL, 1], ends
     assert any("RendezvousTimeoutError" in output for _, output in ends), "it may start again, and nobody joins"
