@@ -101,8 +101,7 @@ class RankWatchdog(Callback):
 
     def take_over(self, launcher: object) -> None:
         """Take the processes that a Trainer's launcher has started out of its list, and watch them here."""
-        for child in lightning_process.take_processes(launcher):
-            self._end.children.append(child)
+        self._end.children.extend(lightning_process.take_processes(launcher))
 
     def end_children(self) -> None:
         """Kill the ranks that this one has started."""

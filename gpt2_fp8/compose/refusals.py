@@ -84,10 +84,11 @@ def bad_value(word: Override, error: BaseException | None) -> Problem:
 def _no_list(key: str, text: str, typed: object) -> Problem:
     """Say that a key has keys of its own, and no list; a list of tags is meant as tags that are set."""
     names = [name for name in typed if str(name).isidentifier()] if isinstance(typed, list) else []
-    remedy = " ".join(f"+tags.{name}=true" for name in names) if key == "tags" else hints.unchosen(key, typed)
-    if remedy is None:
-        remedy = f"{key}.KEY=VALUE"
-    return Problem(f"{text}: {key} has keys with values, and is no list", remedy or "+tags.KEY=VALUE")
+    if key == "tags":
+        remedy = " ".join(f"+tags.{name}=true" for name in names) or "+tags.KEY=VALUE"
+    else:
+        remedy = hints.unchosen(key, typed) or f"{key}.KEY=VALUE"
+    return Problem(f"{text}: {key} has keys with values, and is no list", remedy)
 
 
 def not_composed(error: BaseException | None) -> Problem:

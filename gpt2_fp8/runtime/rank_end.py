@@ -81,8 +81,7 @@ class RankEnd:
         for i, child in enumerate(self.children):
             code = child.poll()
             if code and (code < 0) == killed:
-                how = f"was killed by signal {-code}" if killed else f"ended with exit code {code}"
-                return RankLost(self.rank + 1 + i, f"(process {child.pid}) {how}")
+                return RankLost(self.rank + 1 + i, how_ended(child))
         return None
 
     def kill_children(self) -> None:
@@ -92,6 +91,13 @@ class RankEnd:
         """
         for child in self.children:
             child.kill()
+
+
+def how_ended(child: subprocess.Popen[bytes]) -> str:
+    """Return how a process has ended, for `RankLost`."""
+    code = child.returncode
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return f"(process {child.pid}) {how}"
 
 
 def _end_silent(error: RunError, ranks: Heartbeats | None) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 
 from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.runtime import process_end
-from gpt2_fp8.runtime.rank_end import STOPPED, RankEnd, RankLost
+from gpt2_fp8.runtime.rank_end import STOPPED, RankEnd, RankLost, how_ended
 
 SIGNAL_SECONDS = 5.0  # for this rank to end by the signal that has ended another
 _LOOK_SECONDS = 0.2
@@ -42,14 +43,14 @@ class RankStart:
             self._take_over()
             ended = next(((i, child) for i, child in enumerate(self._end.children, 1) if child.poll()), None)
         if ended is not None:
-            self._follow(ended[0], ended[1].pid, ended[1].returncode)
+            self._follow(*ended)
 
-    def _follow(self, rank: int, process: int, code: int) -> None:
+    def _follow(self, rank: int, child: subprocess.Popen[bytes]) -> None:
+        code = child.returncode
         signum = STOPPED.get(code, -code if -code in process_end.SIGNALS else None)  # below 0: it had no handlers yet
         if signum is not None:
             os.kill(os.getpid(), signum)  # as if this process had received it
             if self.met.wait(SIGNAL_SECONDS):
                 return
             self._end.leave(Stopped(signal.SIGTERM if signum in process_end.LIKE_SIGTERM else signum), None)
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self._end.leave(RankLost(rank, f"(process {process}) {how}", max(code, 1)), None)
+        self._end.leave(RankLost(rank, how_ended(child), max(code, 1)), None)

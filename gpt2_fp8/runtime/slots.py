@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -75,8 +75,7 @@ def devices(names: Sequence[str]) -> dict[str, str]:
     numbers = {called.removeprefix("GPU "): uuid for uuid, called in known.items()}
     found = {}
     for name in names:
-        whole = [uuid for uuid in known if uuid.startswith(name)] if not name.isdecimal() else []
-        if (uuid := whole[0] if len(whole) == 1 else numbers.get(name)) is not None:
+        if (uuid := numbers.get(name) or _whole(name, known)) is not None:
             found[name] = uuid
     return found
 
@@ -86,9 +85,15 @@ def shown(names: Sequence[str]) -> dict[str, str]:
     known = named(_listed()) if any(name.startswith(("GPU-", "MIG-")) for name in names) else {}
     called = {}
     for name in names:
-        whole = [uuid for uuid in known if uuid.startswith(name)]  # CUDA_VISIBLE_DEVICES may have a shortened one
-        called[name] = known[whole[0]] if len(whole) == 1 else f"GPU {name}" if name.isdecimal() else name
+        uuid = _whole(name, known)
+        called[name] = known[uuid] if uuid is not None else f"GPU {name}" if name.isdecimal() else name
     return called
+
+
+def _whole(name: str, known: Iterable[str]) -> str | None:
+    """Return the only UUID that begins with a name: CUDA_VISIBLE_DEVICES may have a shortened one."""
+    whole = [uuid for uuid in known if uuid.startswith(name)]
+    return whole[0] if len(whole) == 1 else None
 
 
 def named(listed: str) -> dict[str, str]:
