@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import torch
@@ -10,12 +11,20 @@ from typing_extensions import override
 from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
 from gpt2_fp8.backends.twin import bf16_loss
 from gpt2_fp8.config import backend_support
-from gpt2_fp8.config.precision_schema import EMULATED, IN_BACKWARD, AutoRecipe, DelayedRecipe, FP8PrecisionConfig
+from gpt2_fp8.config.precision_schema import (
+    EMULATABLE,
+    EMULATED,
+    IN_BACKWARD,
+    OF_HEAD,
+    AutoRecipe,
+    DelayedRecipe,
+    FP8PrecisionConfig,
+)
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.layers import Family, emulated, emulated_head
 from gpt2_fp8.layers.emulated_gemm import Emulation
 from gpt2_fp8.model.gpt2 import GPT2
-from gpt2_fp8.precision.fp8_tensors import KINDS, FP8Tensor, fp8_tensors
+from gpt2_fp8.precision.fp8_tensors import KINDS, FP8Tensor, Kind, fp8_tensors
 from gpt2_fp8.precision.recipes import delayed_scaling, formats
 from gpt2_fp8.precision.scaling import FP8Scaling, Scaling
 from gpt2_fp8.precision.support import has_fp8_conversion
@@ -58,10 +67,11 @@ class Emulated(Backend):
 
     @property
     def switches(self) -> list[str]:
-        """The operands that are emulated, in the order of `EMULATED`."""
+        """The operands that are emulated, in the order of `EMULATABLE`."""
         assert isinstance(self.config.precision, FP8PrecisionConfig)
         chosen, in_bf16 = self.config.precision.emulate, IN_BACKWARD[self.config.precision.backward]
-        return [name for name in EMULATED if name not in in_bf16 and (chosen is None or name in chosen)]
+        wanted = EMULATED if chosen is None else chosen
+        return [name for name in EMULATABLE if name in wanted and name not in in_bf16]
 
     @override
     def family(self) -> Family:
@@ -88,8 +98,9 @@ class Emulated(Backend):
     def fp8_tensors(self) -> list[FP8Tensor]:
         precision, switches = self.config.precision, self.switches
         assert isinstance(precision, FP8PrecisionConfig)
-        kinds = [kind for kind in KINDS if any(name.endswith(kind) for name in switches)]
-        return fp8_tensors(precision, self.config.model.n_layer, kinds, "head" in switches)
+        of_head = [name for name in switches if name.startswith(OF_HEAD)]
+        blocks, head = (_kinds(names) for names in (set(switches) - set(of_head), of_head))
+        return fp8_tensors(precision, self.config.model.n_layer, blocks, KINDS if "head" in switches else head)
 
     @override
     def kernels(self, vocab_size: int) -> dict[str, str]:
@@ -99,3 +110,7 @@ class Emulated(Backend):
             "emulated": ", ".join(self.switches) or "nothing",
             "attention": self.torch_attention(),
         }
+
+
+def _kinds(switches: Collection[str]) -> list[Kind]:
+    return [kind for kind in KINDS if any(name.endswith(kind) for name in switches)]

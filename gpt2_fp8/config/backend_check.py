@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 from gpt2_fp8.config import attention_support, backend_support
 from gpt2_fp8.config.backend_support import asked, why_not_asked
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.precision_schema import IN_BACKWARD, FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
+from gpt2_fp8.config.precision_schema import (
+    IN_BACKWARD,
+    OF_HEAD,
+    FP8PrecisionConfig,
+    PlainPrecisionConfig,
+    StatelessRecipe,
+)
 from gpt2_fp8.config.schema import RunConfig
 
 _OF_PRECISION = "precision.name", "recipe", "precision.keep_bf16", "precision.backward"
@@ -69,6 +75,9 @@ def _emulate(config: RunConfig) -> Iterator[Finding]:
         cause = f"precision.emulate names {in_vain[0]}, which precision.backward={precision.backward} keeps in bf16"
         remedy = f"leave {', '.join(in_vain)} out of precision.emulate, or add precision.backward=fp8"
         yield Finding(("precision.emulate", "precision.backward"), Problem(cause, remedy))
+    elif "head" in precision.emulate and (twice := [it for it in precision.emulate if it.startswith(OF_HEAD)]):
+        cause = f"precision.emulate names head and {twice[0]}, and head is all operands of the head"
+        yield Finding(("precision.emulate",), Problem(cause, f"leave out head, or {', '.join(twice)}"))
 
 
 def _remedy(config: RunConfig) -> str:

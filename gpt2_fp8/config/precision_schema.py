@@ -11,13 +11,17 @@ from typing import Annotated, Literal, get_args
 from gpt2_fp8.config.key_types import Part
 from gpt2_fp8.config.ranges import at_least
 
-Emulate = Literal["fprop_input", "weight", "dgrad_gradient", "wgrad_gradient", "wgrad_input", "residual", "head"]
-EMULATED: tuple[str, ...] = get_args(Emulate)
+Emulate = Literal[
+    "fprop_input", "weight", "dgrad_gradient", "wgrad_gradient", "wgrad_input", "residual", "head",
+    "head_fprop_input", "head_weight", "head_dgrad_gradient", "head_wgrad_gradient", "head_wgrad_input",
+]  # fmt: skip
+EMULATABLE: tuple[str, ...] = get_args(Emulate)
+OF_HEAD = "head_"  # begins the head's operands by themselves; `head` is all of them
+EMULATED = tuple(name for name in EMULATABLE if not name.startswith(OF_HEAD))  # by default
 # the operands that `precision.backward` keeps in bf16
+_KEPT = {"fp8": (), "bf16": ("dgrad_gradient", "wgrad_gradient"), "bf16_wgrad": ("wgrad_gradient", "wgrad_input")}
 IN_BACKWARD: dict[str, tuple[str, ...]] = {
-    "fp8": (),
-    "bf16": ("dgrad_gradient", "wgrad_gradient"),
-    "bf16_wgrad": ("wgrad_gradient", "wgrad_input"),
+    backward: (*names, *(OF_HEAD + name for name in names)) for backward, names in _KEPT.items()
 }
 
 

@@ -5,7 +5,7 @@ They show what FP8 does to training, one operand at a time and without a GPU. Ea
 
 - `residual`: a branch is added to the residual stream before its result is rounded to bfloat16. The gradient of the
   residual stream is quantized before it is rounded, too. Without it, both are rounded first, as in separate modules.
-- `head`: the head's GEMMs are in FP8. See `emulated_head`.
+- `head`: the head's GEMMs are in FP8. See `emulated_head`. `head_weight` and the like are its operands by themselves.
 
 Normalisation, GELU and attention are the plain-torch layers'. FP8 operands are cast from the float32 results of the
 first two, as the kernels of the other FP8 layers do. There is one exception: on a CPU without `residual`, autocast
@@ -70,7 +70,7 @@ class Emulated:
 
     def head(self, spec: BlockSpec, padded_vocab_size: int, fp8: bool) -> nn.Module:
         """See `layers.Family`."""
-        if not fp8 or "head" not in self.emulation.switches:
+        if not fp8 or not self.emulation.has_head:
             return reference.head(spec.n_embd, padded_vocab_size, spec.norm, fp8=False)
         return Head(spec.n_embd, padded_vocab_size, spec.norm, self.emulation, self._scales)
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gpt2_fp8.config.precision_schema import OF_HEAD
 from gpt2_fp8.layers.fp8_cast import BLOCK, Cast, Operand, Recipe, amax, cast, uncast
 
 
@@ -61,11 +62,19 @@ class Emulation:
         )
 
     def head_casts(self, gradient: torch.dtype) -> Casts:
-        """Return how the head's operands are cast: all of them, its gradient to `gradient` with a given scale."""
+        """Return how the head's operands are cast; its gradient to `gradient`, with a given scale."""
         fixed, inputs = Cast("delayed", gradient, 1, 1), Cast(self.recipe, self.forward, 1, BLOCK)
         weight = inputs._replace(rows=BLOCK)
         casts = Casts(inputs, weight, fixed, fixed, inputs._replace(rows=BLOCK, columns=1))
+        if "head" not in self.switches:
+            chosen = (OF_HEAD + name in self.switches for name in Casts._fields)
+            casts = Casts(*(how if on else None for how, on in zip(casts, chosen, strict=True)))
         return self._backward(casts)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether an operand of the head is cast."""
+        return any(name == "head" or name.startswith(OF_HEAD) for name in self.switches)
 
     def _backward(self, casts: Casts) -> Casts:
         """Leave out what `precision.backward` keeps in bfloat16.

@@ -114,7 +114,7 @@ class _Loss(torch.autograd.Function):
         logits, targets, divisor, y_values, y_scale_inv, w_values, w_scale_inv, amaxes = ctx.saved_tensors
         casts: Casts = ctx.casts
         y = Operand(y_values, y_scale_inv, casts.wgrad_input is not None)
-        w = Operand(w_values, w_scale_inv, True)
+        w = Operand(w_values, w_scale_inv, casts.weight is not None)
         given = upstream[0] if ctx.penalty is None else upstream[0][0]
         g, factor = _gradient(logits, targets, ctx.vocab_size, ctx.penalty), given * divisor
         in_fp8 = Operand(saturated(g * FACTOR, GRADIENT), factor / FACTOR, True)

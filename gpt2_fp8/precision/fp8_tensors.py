@@ -48,19 +48,19 @@ class FP8Tensor:
 
 
 def fp8_tensors(
-    precision: FP8PrecisionConfig, n_layer: int, kinds: Collection[Kind] = KINDS, head: bool = True
+    precision: FP8PrecisionConfig, n_layer: int, kinds: Collection[Kind] = KINDS, head: Collection[Kind] = KINDS
 ) -> list[FP8Tensor]:
     """List the FP8 tensors of a model of `n_layer` blocks, layer after layer.
 
-    `kinds`: those that the blocks' layers have in FP8. `head`: whether the head may be in FP8, with all its kinds. A
+    `kinds`: those that the blocks' layers have in FP8. `head`: those that the head has, unless it is kept in bf16. A
     backward in bf16 has no FP8 gradient; under bf16_wgrad the other product of the backward still has.
     """
     in_bf16 = kept(precision.keep_bf16, n_layer)
     forward, gradient = formats(precision)
     layers = [(f"blocks.{i}.{part}", kinds, gradient) for i in range(n_layer) for part in PARTS
               if part in in_bf16.in_fp8(i)]  # fmt: skip
-    if head and not in_bf16.head:
-        layers.append((HEAD, KINDS, HEAD_GRADIENT))
+    if not in_bf16.head:
+        layers.append((HEAD, head, HEAD_GRADIENT))
     return [
         FP8Tensor(layer, kind, back if kind == "gradient" else forward)
         for layer, own, back in layers

@@ -173,6 +173,16 @@ TABLE = [
         "precision.emulate names wgrad_gradient, which precision.backward=bf16 keeps in bf16",
         "leave wgrad_gradient out of precision.emulate, or add precision.backward=fp8",
     ),
+    (
+        "precision.backend=emulated precision.backward=bf16_wgrad precision.emulate=[head_wgrad_input]",
+        "precision.emulate names head_wgrad_input, which precision.backward=bf16_wgrad keeps in bf16",
+        "leave head_wgrad_input out of precision.emulate, or add precision.backward=fp8",
+    ),
+    (
+        "precision.backend=emulated precision.emulate=[head_weight,weight,head]",
+        "precision.emulate names head and head_weight, and head is all operands of the head",
+        "leave out head, or head_weight",
+    ),
     ("precision.keep_bf16=head", "needs a list", "precision.keep_bf16='[head]'"),
     # precision=auto
     ("precision=auto recipe.margin=1", "recipe.margin belongs to recipe=delayed", "choose recipe=delayed"),

@@ -12,7 +12,7 @@ from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
 from gpt2_fp8.layers.emulated import Emulated
 from gpt2_fp8.layers.emulated_gemm import NO_SLOTS, Emulation, linear
-from gpt2_fp8.layers.emulated_head import FACTOR, GRADIENT
+from gpt2_fp8.layers.emulated_head import FACTOR, GRADIENT, Head
 from gpt2_fp8.layers.fp8_cast import BLOCK, Cast, cast, saturated, scale_of
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.model.loss import cross_entropy, split
@@ -331,27 +331,52 @@ def test_logits_are_those_of_the_loss():
 
 # The head
 
+OPERANDS_OF_HEAD = [[f"head_{name}"] for name in OPERANDS]
 
-def test_the_heads_gradient_has_a_fixed_factor():
-    """A weight's gradient against the one written out; padded columns and ignored targets have none."""
+
+@pytest.mark.parametrize(
+    "switches", [["head"], *OPERANDS_OF_HEAD, ["head_dgrad_gradient", "head_wgrad_gradient"]], ids="+".join
+)
+def test_the_head_casts_what_its_switches_name(switches):
+    """Loss and gradients against the three GEMMs written out; padded columns and ignored targets have none."""
     given = ids()
     given[0, 3:9] = -1
-    model = build(["head", "residual"], recipe="current")
+    model = build([*switches, "residual"], recipe="current")
+    assert isinstance(model.head, Head)
     with autocast():
         inputs, targets = split(given)
         x = model.hidden_states(inputs).detach()
-        model.head.loss(x, targets, VOCAB, 0.5, None).backward()
+        loss = model.head.loss(x, targets, VOCAB, 0.5, None)
+        loss.backward()
     head, rows = model.head, x.flatten(0, 1)
-    y = F.layer_norm(rows.float(), rows.shape[-1:], head.layer_norm_weight, head.layer_norm_bias).detach()
-    y8, w8 = (cast(t, Cast("current", E4M3, 1, 1)) for t in (y, head.weight.detach()))
-    y8, w8 = (it.values.double() * it.scale_inv.double() for it in (y8, w8))
-    logits = (y8 @ w8.T).bfloat16().double()[:, :VOCAB]
-    p = logits.softmax(1)
+    norm = head.layer_norm_weight.detach().requires_grad_()
+    y = F.layer_norm(rows.float(), rows.shape[-1:], norm, head.layer_norm_bias)
+
+    def operand(name, values, as_fp8):
+        return as_fp8(values) if {"head", f"head_{name}"} & set(switches) else values.bfloat16().double()
+
+    def current(values):
+        it = cast(values, Cast("current", E4M3, 1, 1))
+        return it.values.double() * it.scale_inv.double()
+
+    def fixed(values):
+        return saturated(values / part * FACTOR, GRADIENT).double() / FACTOR * part
+
+    w = operand("weight", head.weight.detach(), current)
+    logits = (operand("fprop_input", y.detach(), current) @ w.T).bfloat16().double()[:, :VOCAB]
     counted = targets.flatten() >= 0
+    expected = F.cross_entropy(logits[counted], targets.flatten()[counted])
+    p = logits.softmax(1)
     p[counted, targets.flatten()[counted]] -= 1
     p[~counted] = 0
-    g = saturated(p.float() * FACTOR, GRADIENT).double() / FACTOR * 0.5 / counted.sum()
-    torch.testing.assert_close(head.weight.grad[:VOCAB].double(), g.T @ y8, rtol=1e-3, atol=1e-7)
+    part = 0.5 / counted.sum()
+    p = F.pad(p.float(), (0, len(w) - VOCAB)) * part
+    dw = operand("wgrad_gradient", p, fixed).T @ operand("wgrad_input", y.detach(), current)
+    y.backward((operand("dgrad_gradient", p, fixed) @ w).bfloat16().float())
+    assert loss.item() == pytest.approx(0.5 * expected.item(), rel=1e-6)
+    for ours, theirs in ((head.weight.grad, dw), (head.layer_norm_weight.grad, norm.grad)):
+        # An operand in FP8 makes 5e-3 of one, or changes the loss.
+        assert ((ours - theirs).norm() / theirs.norm()).item() < 2e-3
     assert torch.count_nonzero(head.weight.grad[VOCAB:]) == 0
 
 

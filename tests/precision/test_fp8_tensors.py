@@ -35,6 +35,8 @@ def test_kept_layers_have_none():
     [
         (["precision.emulate=[weight]"], "w", ""),
         (["precision.emulate=[wgrad_input,dgrad_gradient,head]"], "ig", "iwg"),
+        (["precision.emulate=[head_dgrad_gradient]"], "", "g"),
+        (["precision.emulate=[weight,head_weight,head_wgrad_input]"], "w", "iw"),
         (["precision.backward=bf16"], "iw", "iw"),
         (["precision.backward=bf16_wgrad"], "iwg", "iwg"),
     ],
