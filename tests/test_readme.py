@@ -53,7 +53,7 @@ DOCUMENTS += [FP8, SETTINGS, CHECKPOINTS, OUTPUT, SWEEPS, ROOT / "docs/several-g
 DOCUMENTS += [DATA, DOCTORS_PAGE, WATCH, ROOT / "docs/generate.md", ROOT / "docs/evaluate.md", ROOT / "docs/log.md"]
 DOCUMENTS += [ROOT / "docs/compare.md", ROOT / "docs/clusters.md", ROOT / "docs/slurm.md"]
 LAUNCHERS = ("torchrun", "srun", "accelerate")
-STUDY = ["python", "docs/studies/fp8_gap.py"]
+STUDY, BIAS = (["python", f"docs/studies/{name}.py"] for name in ("fp8_gap", "gradient_bias"))
 PICTURES = ["python", "docs/studies/health_pictures.py"]  # `test_what_to_watch` runs it
 SPEED = ["python", "docs/studies/generate_speed.py"]
 README_PICTURES = ["python", "docs/studies/readme_pictures.py"]
@@ -274,6 +274,15 @@ def test_the_studys_command_composes(tmp_path, monkeypatch):
     assert steps == {780, 2400}
 
 
+def test_the_command_of_the_gradients_bias_composes(tmp_path, monkeypatch):
+    """`test_studies` runs the program."""
+    monkeypatch.chdir(tmp_path)
+    (command,) = [found.words for found in ALL if found.words[: len(BIAS)] == BIAS]
+    words = command[command.index("--") + 1 :]
+    stand_ins(words)
+    assert preflight([*words, "precision=bf16"])
+
+
 def test_every_command_is_of_a_known_kind():
     """A new kind of command needs a test of its own."""
     known = {
@@ -286,6 +295,7 @@ def test_every_command_is_of_a_known_kind():
         ("docker",),
         ("lm_eval",),
         tuple(STUDY),
+        tuple(BIAS),
         tuple(PICTURES),
         tuple(SPEED),
         tuple(README_PICTURES),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import SMALL, metrics, summary
+from tests.runs import SMALL, metrics, summary, train
 
 STUDIES = Path(__file__).resolve().parents[1] / "docs/studies"
 WORDS = [*SMALL, "trainer.max_steps=8", "trainer.val_check_interval=8", "callbacks.checkpoint_every_n_steps=2"]
@@ -27,6 +27,31 @@ def study(monkeypatch):
     """The study's modules, by name."""
     monkeypatch.syspath_prepend(str(STUDIES))
     return importlib.import_module
+
+
+def test_the_gradients_bias_is_told_by_kind_of_parameter(study, tmp_path, capsys):
+    """A condition equal to the first has none. FP8's forward alone has less than the whole."""
+    words = [*SMALL, "precision.backend=emulated", "recipe=delayed"]
+    train(tmp_path / "run", *words)
+    rows = tmp_path / "rows.txt"
+    rows.write_text("none: precision.emulate=[]\nagain: precision.emulate=[]\nhead: precision.emulate=[head]\nall:\n")
+    asked = [str(tmp_path / "run"), "--conditions", str(rows), "--batches", "3", "--", *words]
+    assert study("gradient_bias").main(asked) == 0
+    tables = dict(table.split(":", 1) for table in capsys.readouterr().out.strip().split("\n\n"))
+    assert list(tables) == ["again", "head", "all"]
+    found = {
+        name: {line.split()[0]: line.split()[1:] for line in table.splitlines()[2:]} for name, table in tables.items()
+    }
+    assert set(map(tuple, found["again"].values())) == {("0.0000",) * 3}
+    assert {"all", "tokens.weight", "blocks.*.mlp.fc1_weight", "head.layer_norm_weight"} <= found["all"].keys()
+    errors = {name: [float(number) for number in rows["all"]] for name, rows in found.items()}
+    assert all(0 < one < whole < 0.2 for one, whole in zip(errors["head"], errors["all"], strict=True))
+    for error, bias, noise in (errors["head"], errors["all"]):
+        assert noise < error
+        assert noise / 2 < bias < 2 * error
+    rows.write_text("nothing\n")
+    assert study("gradient_bias").main(asked) == 2
+    assert "write NAME: WORDS" in capsys.readouterr().err
 
 
 # Arithmetic

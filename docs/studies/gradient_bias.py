@@ -1,0 +1,154 @@
+"""Is FP8's error of the gradient noise, or has it a direction? Measures both at a run's weights, by kind of parameter.
+
+    python docs/studies/gradient_bias.py RUN --conditions rows.txt --batches 64 -- model=gpt2 data=fineweb ...
+
+Each line of the file is a condition, `NAME: WORDS`; the first is what the others are compared with, as bf16. The words
+after `--` are those of the run. Its last checkpoint's weights are given to a model of every condition. Each computes
+the gradients of the same batches, of the training text in its order, and none is updated.
+
+For each kind of parameter, with g a batch's gradient in the first condition and h in another:
+
+- `error`: |h - g| / |g|, the root of both mean squares over the batches. It is what one step has.
+- `bias`: |mean(h - g)| / |mean g| over all batches. It is what no number of steps averages out.
+- `noise`: what `bias` would be if the errors of different batches had nothing in common.
+- `loss`: how far the loss of another condition is above, at the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpt2_fp8 import compose
+from gpt2_fp8.backends.resolve import resolve
+from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.data.datamodule import TokenDataModule
+from gpt2_fp8.engine.gradients import Gradients
+from gpt2_fp8.runtime import devices
+from gpt2_fp8.train import trained
+
+
+class Errors:
+    """How far one condition's gradients are from the first's, summed over batches, by kind of parameter."""
+
+    def __init__(self) -> None:
+        self.loss, self.sums = 0.0, dict[str, Tensor]()
+        self.squares: dict[str, float] = defaultdict(float)
+
+    def add(self, loss: float, difference: dict[str, Tensor]) -> None:
+        """Add a batch's."""
+        self.loss += loss
+        for name, value in difference.items():
+            self.squares[kind(name)] += value.square().sum().item()
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def of_sums(self) -> dict[str, float]:
+        """Return the squared norm of the sum over batches."""
+        found: dict[str, float] = defaultdict(float)
+        for name, value in self.sums.items():
+            found[kind(name)] += value.square().sum().item()
+        return found
+
+
+def kind(name: str) -> str:
+    """Return what a parameter of a block is called in every block."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def main(argv: list[str]) -> int:
+    """Measure what the command line asks for. Returns the exit code."""
+    mark = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="a run's folder, or a checkpoint")
+    parser.add_argument("--conditions", type=Path, required=True, help="a file of lines NAME: WORDS")
+    parser.add_argument("--batches", type=int, default=64)
+    asked = parser.parse_args(argv[:mark])
+    try:
+        print(measure(asked.run, asked.conditions.read_text(), asked.batches, argv[mark + 1 :]))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def measure(run: str, conditions: str, batches: int, words: list[str]) -> str:
+    """Return the tables of all conditions but the first."""
+    configs = {name: compose.preflight([*words, *given])[0] for name, given in _rows(conditions)}
+    first, *others = configs
+    weights = trained.load(run, "last").weights
+    models = {name: _gradients(config, dict(weights)) for name, config in configs.items()}
+    found = {name: Errors() for name in configs}
+    for i, ids in enumerate(_batches(configs[first], batches)):
+        given = None
+        for name, made in models.items():
+            loss, gradients = _step(made, ids, configs[name].micro_batch, calibrate=i == 0)
+            if given is None:
+                given = loss, gradients
+                found[name].add(loss, gradients)
+            else:
+                difference = {key: value - given[1][key] for key, value in gradients.items()}
+                found[name].add(loss - given[0], difference)
+    return "\n\n".join(_table(name, found[name], found[first], batches) for name in others)
+
+
+def _rows(conditions: str) -> Iterator[tuple[str, list[str]]]:
+    for line in filter(str.strip, conditions.splitlines()):
+        name, colon, given = line.partition(":")
+        if not colon:
+            raise UserError.of(f"{line!r} is no condition", "write NAME: WORDS")
+        yield name.strip(), given.split()
+
+
+def _gradients(config: RunConfig, weights: dict[str, Tensor]) -> Gradients:
+    device = devices.device(config)
+    plan = resolve(config, device)
+    with torch.device(device):
+        model = plan.backend.build(vocabulary(config))
+    model.load_state_dict(weights)
+    return Gradients(plan, model, plan.backend.scaling(model), Tensor.backward)
+
+
+def _batches(config: RunConfig, count: int) -> Iterator[Tensor]:
+    data = TokenDataModule.from_config(config)
+    data.prepare_data()
+    data.setup("fit")
+    for batch in islice(data.train_dataloader(), count):
+        yield batch["ids"].to(devices.device(config))
+
+
+def _step(made: Gradients, ids: Tensor, micro_batch: int, calibrate: bool) -> tuple[float, dict[str, Tensor]]:
+    """Return a batch's loss, and copies of its gradients by name."""
+    if calibrate and made.plan.fp8:
+        made.calibrate(ids, micro_batch)
+    made.model.zero_grad(set_to_none=True)
+    loss = made.of_step(ids, micro_batch).item()
+    return loss, {name: p.grad.float().clone() for name, p in made.model.named_parameters() if p.grad is not None}
+
+
+def _table(name: str, found: Errors, first: Errors, batches: int) -> str:
+    sums, of_first = found.of_sums(), first.of_sums()
+    width = max(map(len, sums))
+    lines = [f"{name}: loss {found.loss / batches:+.5f}", f"{'gradient of':{width}}   error    bias   noise"]
+    for part in (None, *sums):
+        error, mean, own, own_mean = (
+            sum(values.values()) if part is None else values[part]
+            for values in (found.squares, sums, first.squares, of_first)
+        )
+        ratios = error / own, mean / own_mean, error / own_mean
+        lines.append(f"{part or 'all':{width}}  " + "  ".join(f"{math.sqrt(ratio):6.4f}" for ratio in ratios))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
