@@ -12,13 +12,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2_fp8.config import own_words
-from gpt2_fp8.config.errors import Problem, RunError, Stopped, UserError
+from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import agent, last_say, launcher, output, process_end, programs, signals, slurm, sweep_room
 from gpt2_fp8.train import loading
@@ -127,12 +126,12 @@ def _run(argv: list[str]) -> None:
     import hydra
 
     from gpt2_fp8 import compose
-    from gpt2_fp8.compose import slurm_sweep, sweep_start
+    from gpt2_fp8.compose import checked_line, slurm_sweep, sweep_start
 
     if compose.is_help(argv):
         argv = compose.look_only(argv)
     else:
-        checked = _checked(argv)
+        checked = checked_line.checked(argv, loading.gathering)
         slurm_sweep.require_commands(argv)
         argv = checked
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
@@ -148,52 +147,6 @@ def _run(argv: list[str]) -> None:
         raise
     finally:
         _end_sweep()
-
-
-def _checked(argv: list[str]) -> list[str]:
-    """Return a command line as Hydra takes it. Raises UserError with everything that is wrong with it.
-
-    The processes that a launcher has started meet for that, and agree on rank 0's folder.
-    """
-    from gpt2_fp8 import compose
-
-    started, lasting = launcher.of_run(), slurm.lasting_name(argv)
-    if not started.meets:
-        return _named(argv, lasting, compose.planned(argv, compose.Purpose(name=lasting)))
-    if not started.rank:
-        print(f"[{time.strftime('%H:%M:%S')}] {programs.VERSION}: loading torch, to meet the other ranks", flush=True)
-    gathering = loading.gathering()
-    met = gathering.join(started)
-    planned: list[tuple[RunConfig, str | None]] = []
-    problems: list[Problem] = []
-    try:
-        planned = compose.planned(argv, compose.Purpose(restarted=met.launcher.again, name=lasting))
-    except UserError as error:
-        problems = error.problems
-    if len(planned) > 1:  # a sweep of the only process
-        return _named(argv, lasting, planned)
-    config, own = planned[0] if planned else (None, None)
-    folder = gathering.agree(met, config, own, problems)
-    words = _named(argv, lasting, planned)
-    if started.rank or not own_words.keys(words) & {"run_name", "hydra.run.dir"}:
-        words.append(f"hydra.run.dir={compose.quoted(str(folder))}")
-    if started.rank:  # rank 0 writes the log and the settings
-        words += [f"hydra.job.name=rank_{started.rank}", "hydra.output_subdir=null"]
-    return words
-
-
-def _named(argv: list[str], lasting: str | None, planned: list[tuple[RunConfig, str | None]]) -> list[str]:
-    """Return a command line as Hydra takes it, and with its name, if `planned` took it from this batch job."""
-    from gpt2_fp8 import compose
-
-    words = compose.flags_first(argv)
-    given = "run_name" in own_words.keys(argv)  # by Lightning's launcher too, to the ranks that it starts
-    if given or lasting is None or not any(config.run_name == lasting for config, _ in planned):
-        return words
-    if launcher.is_first_rank():
-        when = time.strftime("%H:%M:%S")
-        print(f"[{when}] SLURM may start this job again: run_name={lasting}, which lasts as long as it", flush=True)
-    return [*words, f"run_name={lasting}"]
 
 
 def _is_started_again() -> bool:
