@@ -189,3 +189,38 @@ def test_every_command_of_the_documents_is_read(study, tmp_path, monkeypatch):
     assert options.seconds == 20
     assert len(preflight(of_run)) == 1
     assert documented("gemms") == [["--rows", "65536"]]
+
+
+def test_the_bytes_of_a_block_are_those_of_the_page(study, capsys):
+    """What bf16 keeps is counted here; the fused layers' count is made of the fields that they keep."""
+    study("block_bytes").main()
+    told = capsys.readouterr().out
+    page = (STUDIES.parent / "performance.md").read_text().partition("### Bytes of a block")[2].partition("\n## ")[0]
+    sums = re.findall(r"^\| sum.*$", told, re.MULTILINE)
+    assert len(sums) == 4
+    assert all(line in page for line in sums)
+    shares = re.search(r"^moved: (\d+)% of bf16, (\d+)% of the (\d+) with the same fusions$", told, re.MULTILINE)
+    for figure in (f"{shares[1]} % of what bf16 does", f"FP8 {shares[2]} % of it", f"would move {shares[3]},"):
+        assert figure in page
+    plain, compiled = map(float, re.search(r"^kept in bf16: ([\d.]+), compiled ([\d.]+)$", told, re.MULTILINE).groups())
+    assert (plain, compiled) == (32.1, 32.1)
+    assert "32.1 bytes a token and channel in bf16" in page
+    assert re.search(r"^kept in FP8, fused: 23 ", told, re.MULTILINE)
+    assert documented("block_bytes") == [[]]
+
+
+def test_what_grows_with_the_micro_batch_is_what_blocks_and_logits_keep():
+    """The page's sentence on the peaks, from the figures of its table."""
+    page = (STUDIES.parent / "performance.md").read_text()
+    table = page.partition("### Micro-batch, format, and norm")[2]
+    peaks = {
+        size: [
+            float(cell.rpartition("), ")[2]) for cell in re.search(rf"^\| {size} x .*", table, re.M)[0].split("|")[2:4]
+        ]
+        for size in (32, 128)
+    }
+    bf16, fused = ((large - small) * 2**30 / (96 * 1024) for small, large in zip(peaks[32], peaks[128], strict=True))
+    channels, logits = 12 * 768, 2 * 50304
+    assert bf16 == pytest.approx(32.1 * channels + logits, rel=0.01)
+    assert fused == pytest.approx(23.1 * channels, rel=0.015)
+    assert round(100 * fused / bf16) == 54
