@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         print(loop)
         loop.rates(asked.warmup)
         rates: list[float] = []
-        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid).removeprefix("GPU-")
         samples = sampled(lambda: rates.extend(steps_for(loop, asked.seconds)), f"GPU-{uuid}")
     except UserError as error:
         print(error, file=sys.stderr)
