@@ -55,10 +55,10 @@ def test_a_bare_loop_trains_and_says_its_speed(study, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--steps", "0"], "--steps and --warmup are at least 1"),
+        (["--steps", "0"], "--steps is less than 1"),
         (["--stepz", "2"], "unrecognized arguments: --stepz 2"),
         (["--precision", "bf16", "--", "seed=1,2", "-m"], "2 runs are asked for"),
-        (["--", "micro_batch_size=auto"], "micro_batch_size=auto: a loop does not look for one"),
+        (["--", "micro_batch_size=auto"], "micro_batch_size=auto: a loop has a number"),
         (["--recipe", "nothing"], "recipe=nothing: there is no such choice"),
     ],
 )
@@ -179,13 +179,12 @@ def test_every_command_of_the_documents_is_read(study, tmp_path, monkeypatch):
     asked = documented("bare_loop")
     assert len(asked) >= 4
     for words in asked:
-        _, of_run = loops.read(loops.parser(None), words)
+        _, of_run = loops.read(loops.options(), words)
         (config,) = preflight(of_run)
         assert config.micro_batch_size == 64
         assert vocabulary(config) == 50257
     (words,) = documented("power")
-    parser = power.options()
-    options, of_run = loops.read(parser, words)
+    options, of_run = loops.read(power.options(), words)
     assert options.seconds == 20
     assert len(preflight(of_run)) == 1
     assert documented("gemms") == [["--rows", "65536"]]

@@ -13,7 +13,6 @@ import statistics
 import sys
 
 import torch
-from torch import Tensor
 
 from gpt2_fp8 import compose
 from gpt2_fp8.backends.resolve import Plan, resolve
@@ -33,38 +32,33 @@ class Loop:
         self.config, self.plan = config, plan
         self.step = worker.built(config, plan, vocabulary(config))
 
-    def batch(self) -> Tensor:
-        """Return random ids of one step, int32 [global_batch_size, n_positions + 1], on the device."""
-        shape = (self.config.global_batch_size, self.config.model.n_positions + 1)
-        return torch.randint(vocabulary(self.config), shape, dtype=torch.int32, device=self.plan.device)
-
     def rates(self, steps: int) -> list[float]:
-        """Train some steps, each on tokens of its own. Returns the tokens a second of each."""
-        batches = [self.batch() for _ in range(steps)]
-        return [tokens_a_step(self.config) / took for took in worker.timed(self.step, batches, self.plan.device)]
+        """Train some steps, each on random ids of its own. Returns the tokens a second of each."""
+        config, device = self.config, self.plan.device
+        shape = (config.global_batch_size, config.model.n_positions + 1)
+        ids = [torch.randint(vocabulary(config), shape, dtype=torch.int32, device=device) for _ in range(steps)]
+        return [tokens_a_step(config) / seconds for seconds in worker.timed(self.step, ids, device)]
 
     def __str__(self) -> str:
-        backend, ran = self.plan.backend, f"{self.plan.ran}" + (f" ({self.plan.recipe})" if self.plan.recipe else "")
-        if self.plan.reason:
-            ran += f" instead of {self.plan.asked}: {self.plan.reason}"
-        where = torch.cuda.get_device_name() if self.plan.device == "cuda" else "the CPU"
-        size = f"{self.config.global_batch_size} x {self.config.model.n_positions} tokens"
-        return (
-            f"{self.config.model.name} on {where}, {size}, {self.config.micro_batch} at a time\n{backend.label}, {ran}"
-        )
+        config, plan = self.config, self.plan
+        where = torch.cuda.get_device_name() if plan.device == "cuda" else "the CPU"
+        size = f"{config.global_batch_size} x {config.model.n_positions} tokens, {config.micro_batch} at a time"
+        ran = f"{plan.ran} ({plan.recipe})" if plan.recipe else plan.ran
+        why = f" instead of {plan.asked}: {plan.reason}" if plan.reason else ""
+        return f"{config.model.name} on {where}, {size}\n{plan.backend.label}, {ran}{why}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure the loop that the command line asks for. Returns the exit code."""
     try:
-        options, words = read(parser(__doc__), sys.argv[1:] if argv is None else argv)
+        asked, words = read(options(), sys.argv[1:] if argv is None else argv)
         loop = built(words)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     print(loop)
-    loop.rates(options.warmup)
-    print(told(loop.rates(options.steps)))
+    loop.rates(asked.warmup)
+    print(told(loop.rates(asked.steps)))
     return 0
 
 
@@ -78,22 +72,27 @@ def parser(description: str | None) -> Parser:
     found.add_argument("--backend", help="precision.backend")
     found.add_argument("--recipe", help="recipe")
     found.add_argument("--micro-batch", type=int, help="micro_batch_size")
-    found.add_argument("--steps", type=int, default=8, help="timed steps")
     found.add_argument("--warmup", type=int, default=5, help="steps before them: compilation, calibration, the clock")
+    return found
+
+
+def options() -> Parser:
+    """Return a parser of what this program takes."""
+    found = parser(__doc__)
+    found.add_argument("--steps", type=int, default=8, help="timed steps")
     return found
 
 
 def read(found: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the words of a run that they and what is after `--` come to. Raises UserError."""
     mark = argv.index("--") if "--" in argv else len(argv)
-    options = found.parse_args(argv[:mark])
-    if min(options.steps, options.warmup) < 1:
-        raise UserError.of("--steps and --warmup are at least 1", "--steps 8 --warmup 5")
-    asked = {
-        "precision": options.precision, "precision.backend": options.backend, "recipe": options.recipe,
-        "micro_batch_size": options.micro_batch,
-    }  # fmt: skip
-    return options, [*(f"{key}={value}" for key, value in asked.items() if value is not None), *argv[mark + 1 :]]
+    asked = found.parse_args(argv[:mark])
+    for name in ("warmup", "steps"):
+        if getattr(asked, name, 1) < 1:
+            raise UserError.of(f"--{name} is less than 1", f"--{name} 8")
+    keys = {"precision": asked.precision, "precision.backend": asked.backend, "recipe": asked.recipe}
+    keys["micro_batch_size"] = asked.micro_batch
+    return asked, [*(f"{key}={value}" for key, value in keys.items() if value is not None), *argv[mark + 1 :]]
 
 
 def built(words: list[str]) -> Loop:
@@ -102,9 +101,10 @@ def built(words: list[str]) -> Loop:
     if len(configs) > 1:
         raise UserError.of(f"{len(configs)} runs are asked for", "leave out -m: a loop is one run")
     config = configs[0]
-    if config.micro_batch_size == "auto":
-        whole = f"micro_batch_size={config.global_batch_size}"
-        raise UserError.of("micro_batch_size=auto: a loop does not look for one", whole)
+    if (size := config.micro_batch_size) == "auto":
+        raise UserError.of(
+            f"micro_batch_size={size}: a loop has a number", f"micro_batch_size={config.global_batch_size}"
+        )
     return Loop(config, resolve(config, devices.device(config)))
 
 

@@ -10,6 +10,7 @@ what the fused layers keep are the fields of `layers.fused_parts`. No GPU is nee
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -63,9 +64,8 @@ def main() -> None:
     for kind in (GEMM, ATTENTION, REST):
         print("| sum: {} | {} | {} |".format(kind, *sums(kind)))
     bf16, fp8 = sums(GEMM, ATTENTION, REST)
-    same = bf16 - FUSIONS
-    print(f"| sum | {bf16} | {fp8} |\n")
-    print(f"moved: {fp8 / bf16:.0%} of bf16, {fp8 / same:.0%} of the {same} with the same fusions")
+    print(f"| sum | {bf16} | {fp8} |\n\nmoved: {fp8 / bf16:.0%} of bf16, ", end="")
+    print(f"{fp8 / (bf16 - FUSIONS):.0%} of the {bf16 - FUSIONS} with the same fusions")
     print(f"kept in FP8, fused: {sum(KEPT.values())} ({'; '.join(f'{name} {count}' for name, count in KEPT.items())})")
     print(f"kept in bf16: {kept_in_bf16(compiled=False):.1f}, compiled {kept_in_bf16(compiled=True):.1f}")
 
@@ -81,9 +81,8 @@ def kept_in_bf16(compiled: bool, width: int = 256, tokens: int = 64) -> float:
 
     They are what twice the rows add, so that copies of weights drop out.
     """
-    words = [f"model.n_embd={width}", f"model.n_head={width // 64}", f"model.n_positions={tokens}"]
-    config = load_config("model=gpt2", "model.n_layer=1", *words).model
-    block = GPT2(config, 320, Composed(reference, recompute="none")).blocks[0]
+    words = ["model.n_layer=1", f"model.n_embd={width}", f"model.n_head={width // 64}", f"model.n_positions={tokens}"]
+    block = GPT2(load_config("model=gpt2", *words).model, 320, Composed(reference, recompute="none")).blocks[0]
     compute = torch.compile(block, dynamic=False) if compiled else block
     parameters = {parameter.data_ptr() for parameter in block.parameters()}
     counts = []
@@ -97,14 +96,12 @@ def kept_in_bf16(compiled: bool, width: int = 256, tokens: int = 64) -> float:
                 saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        with torch.autocast("cpu", torch.bfloat16):
-            if compiled:  # one node holds all of it
-                for node in _nodes(compute(x, None)):
-                    for tensor in getattr(node, "saved_tensors", None) or ():
-                        keep(tensor)
-            else:
-                with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                    compute(x, None)
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with torch.autocast("cpu", torch.bfloat16), nullcontext() if compiled else hooks:
+            y = compute(x, None)
+        for node in _nodes(y) if compiled else ():  # one of them holds all of it
+            for tensor in getattr(node, "saved_tensors", None) or ():
+                keep(tensor)
         counts.append(sum(saved.values()))
     return (counts[1] - counts[0]) / (2 * tokens * width)
 

@@ -29,7 +29,7 @@ REASONS = (  # NVML's, from bit 0 on
     "idle", "application clocks", "software power cap", "hardware slowdown", "sync boost", "software thermal slowdown",
     "hardware thermal slowdown", "hardware power brake", "display clocks",
 )  # fmt: skip
-CHUNK = 8  # steps between two looks at the clock
+CHUNK = 8  # steps between two looks at the time
 
 
 class Sample(NamedTuple):
@@ -50,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         if not torch.cuda.is_available():
             raise UserError.of("torch sees no GPU here", "python -m gpt2_fp8.doctor says why")
         loop = bare_loop.built(words)
+        if loop.plan.device != "cuda":
+            raise UserError.of("the loop would run on the CPU, and a GPU is read", "leave out what chooses the CPU")
         print(loop)
         loop.rates(asked.warmup)
         rates: list[float] = []
@@ -58,8 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(bare_loop.told(rates))
-    print(told(samples))
+    print(bare_loop.told(rates), told(samples), sep="\n")
     return 0
 
 
@@ -92,8 +93,7 @@ def sampled(work: Callable[[], object], gpu: str) -> list[Sample]:
         text = out.read_text()
     samples = [sample for line in text.splitlines() if (sample := parsed(line))]
     if not samples:
-        said = " ".join(text.split()) or "nothing"
-        raise UserError.of(f"nvidia-smi gave no reading: {said}", "python -m gpt2_fp8.doctor asks the driver")
+        raise UserError.of(f"nvidia-smi gave no reading: {' '.join(text.split())}", "gpt2-fp8 doctor asks the driver")
     return samples
 
 
