@@ -114,6 +114,7 @@ def test_the_ablation_composes(size):
         ("choices", 64, 13, {"fused", "te", "torchao"}),
         ("optimized", 32, 5, {"fused", "te"}),
         ("norms", 64, 4, {"te"}),
+        ("compile_modes", 4, 4, set()),
     ],
 )
 def test_the_other_files_of_rows_compose(name, size, rows, expected):
