@@ -58,6 +58,9 @@ PICTURES = ["python", "docs/studies/health_pictures.py"]  # `test_what_to_watch`
 SPEED = ["python", "docs/studies/generate_speed.py"]
 README_PICTURES = ["python", "docs/studies/readme_pictures.py"]
 PEAKS = ["python", "docs/studies/peaks.py"]
+SPEED_STUDIES = [  # `test_speed_studies` reads their commands
+    ["python", f"docs/studies/{name}.py"] for name in ("bare_loop", "power", "gemms", "block_bytes")
+]
 PROGRAMS = ["gpt2_fp8", *(f"gpt2_fp8.{name}" for name in programs.names())]
 RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE, COMPARE, PREPARE, SBATCH = (
     ["python", "-m", f"gpt2_fp8.{program}"]
@@ -300,6 +303,7 @@ def test_every_command_is_of_a_known_kind():
         tuple(SPEED),
         tuple(README_PICTURES),
         tuple(PEAKS),
+        *map(tuple, SPEED_STUDIES),
         ("tensorboard",),
         *((name,) for name in LAUNCHERS),
     }

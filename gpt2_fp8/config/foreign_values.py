@@ -12,7 +12,7 @@ _ALWAYS = "leave it out, it is so"
 
 # What true and what false come to; None: the general advice.
 _FLAGS: dict[str, tuple[str | None, str]] = {
-    "qk_layernorm": ("model.qk_norm=true", "model.qk_norm=false"),
+    **dict.fromkeys(("qk_layernorm", "use_qk_norm"), ("model.qk_norm=true", "model.qk_norm=false")),
     "tie_word_embeddings": ("model.tied_head=true", "model.tied_head=false"),
     **dict.fromkeys(("use_rmsnorm", "rms_norm", "rmsnorm", "use_rms_norm"), (None, "model.norm=layer_norm")),
     **dict.fromkeys(("swiglu", "use_swiglu"), (None, "model.mlp=gelu")),
@@ -26,6 +26,9 @@ _FLAGS: dict[str, tuple[str | None, str]] = {
     "use_pytorch_sdpa": ("attention=sdpa", "attention=auto"),
     **dict.fromkeys(("reset_attention_mask", "intra_document_mask", "document_masking"), (None, "document_mask=false")),
     **dict.fromkeys(("use_wandb", "wandb", "wandb_log", "mlflow"), (None, "logger=default")),
+    "no_wandb": (None, "logger=[default,wandb]"),
+    "use_tensorboard": (None, "logger=csv"),
+    "auto_batch_size": (None, "micro_batch_size=NUMBER"),
     **dict.fromkeys(("fp8_monitoring", "log_fp8_scales", "log_amax"), (None, "callbacks.fp8_health=false")),
     "log_histograms": (None, "logger.histograms_every_n_steps=0"),
     "enable_checkpointing": (_ALWAYS, "callbacks.checkpoint_every_n_steps=0 (only at the end)"),

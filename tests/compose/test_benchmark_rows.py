@@ -108,10 +108,25 @@ def test_the_ablation_composes(size):
     assert [c.model.n_kv_head for c in found[-2:]] == [4, 4]
 
 
-@pytest.mark.parametrize(("name", "size", "rows"), [("choices", 64, 13), ("optimized", 32, 5)])
-def test_the_other_files_of_rows_compose(name, size, rows):
+@pytest.mark.parametrize(
+    ("name", "size", "rows", "expected"),
+    [
+        ("choices", 64, 13, {"fused", "te", "torchao"}),
+        ("optimized", 32, 5, {"fused", "te"}),
+        ("norms", 64, 4, {"te"}),
+        ("compile_modes", 4, 4, set()),
+    ],
+)
+def test_the_other_files_of_rows_compose(name, size, rows, expected):
     words = [f"bench.rows={ROOT / f'docs/studies/{name}.txt'}", "bench.model=gpt2", f"bench.micro_batch_size={size}"]
     found = preflight(words, True)[1]
     assert len(found) == rows
     backends = [config.precision.backend for config in found if config.precision.name == "fp8_hybrid"]
-    assert set(backends) == ({"fused", "te", "torchao"} if name == "choices" else {"fused", "te"})
+    assert set(backends) == expected
+
+
+def test_the_norms_come_in_turn():
+    """So that a GPU that slows down slows both."""
+    file = ROOT / "docs/studies/norms.txt"
+    found = preflight([f"bench.rows={file}", "bench.model=gpt2", "bench.micro_batch_size=64"], True)[1]
+    assert [config.model.norm for config in found] == ["layer_norm", "rms_norm", "rms_norm", "layer_norm"]

@@ -96,7 +96,7 @@ def test_training_goes_as_without_graphs(micro_batch_size):
     losses, weights = [], []
     for graphed in (True, False):
         config = composed(f"cuda_graphs={str(graphed).lower()}", f"micro_batch_size={micro_batch_size}")
-        training, results = worker._built(config, resolve(config, "cuda"), VOCAB), []
+        training, results = worker.built(config, resolve(config, "cuda"), VOCAB), []
         training.on_settled.append(results.append)
         start = {name: p.detach().clone() for name, p in training.model.named_parameters()}
         for seed in range(4):

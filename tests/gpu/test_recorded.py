@@ -65,7 +65,7 @@ def test_training_learns_as_without_graphs():
     losses = []
     for words in ([*WORDS, "compile=true"], RECORDED):
         config = composed(*words)
-        training, results = worker._built(config, resolve(config, "cuda"), VOCAB), []
+        training, results = worker.built(config, resolve(config, "cuda"), VOCAB), []
         training.on_settled.append(results.append)
         for seed in range(5):
             training(tokens(12, seed % 2, 128))

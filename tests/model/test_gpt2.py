@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,18 @@ def test_initial_values_are_gpt2s_and_the_seeds():
     assert all(torch.equal(weights[name], value) for name, value in again.named_parameters())
     initialise(again, 2)
     assert not torch.equal(weights["tokens.weight"], again.tokens.weight)
+
+
+def test_before_training_every_id_is_about_as_likely():
+    """The loss is ln 50,257 = 10.82 and little more: whoever sees that has not trained."""
+    size = 50257
+    model = GPT2(CONFIG, size, Composed(reference, recompute="none"))
+    initialise(model, seed=1)
+    drawn = torch.randint(size, (8, CONFIG.n_positions + 1), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model(drawn[:, :-1])[..., :size]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn[:, 1:].flatten()).item()
+    assert 0 <= loss - math.log(size) < 0.1
 
 
 def test_activations_follow_autocast():

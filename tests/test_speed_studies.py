@@ -1,0 +1,225 @@
+"""The studies of speed: a bare loop, a GPU's power under one, and single GEMMs, as far as a CPU goes."""
+
+import importlib
+import re
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt2_fp8 import load_config
+from gpt2_fp8.compose import preflight
+from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.engine.training_step import TrainingStep
+from tests.runs import SMALL
+from tests.test_readme import ALL
+
+STUDIES = Path(__file__).resolve().parents[1] / "docs/studies"
+TINY = [word for word in SMALL if word.startswith(("trainer=", "model.", "global_", "micro_"))]
+EMULATED = ["--precision", "fp8_hybrid", "--backend", "emulated", "--recipe", "delayed"]
+
+
+@pytest.fixture
+def study(monkeypatch):
+    """A study's module, by name."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    return importlib.import_module
+
+
+def documented(name):
+    """The words behind `python docs/studies/NAME.py` of every command in the documents."""
+    start = ["python", f"docs/studies/{name}.py"]
+    return [found.words[2:] for found in ALL if found.words[:2] == start]
+
+
+def test_a_bare_loop_trains_and_says_its_speed(study, capsys, monkeypatch):
+    """Every step is one of the project's, on other tokens; the timed ones are told."""
+    trained, call = [], TrainingStep.__call__
+    monkeypatch.setattr(TrainingStep, "__call__", lambda self, ids: [trained.append(ids), call(self, ids)][1])
+    assert study("bare_loop").main([*EMULATED, "--micro-batch", "2", "--steps", "3", "--warmup", "2", "--", *TINY]) == 0
+    assert len(trained) == 5
+    assert {tuple(ids.shape) for ids in trained} == {(8, 33)}
+    assert all(not ids.equal(trained[0]) for ids in trained[1:])
+    model, ran, speed = capsys.readouterr().out.splitlines()
+    assert model == "tiny on the CPU, 8 x 32 tokens, 4 at a time"  # the run's own word is the last
+    assert ran.endswith("fp8_hybrid (delayed)")
+    numbers = re.fullmatch(
+        r"([\d,]+) tokens/s, the median of 3 steps \(slowest ([\d,]+), fastest ([\d,]+)\)", speed
+    ).groups()
+    median, slowest, fastest = (int(number.replace(",", "")) for number in numbers)
+    assert 0 < slowest <= median <= fastest
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--steps", "0"], "--steps is less than 1"),
+        (["--stepz", "2"], "unrecognized arguments: --stepz 2"),
+        (["--precision", "bf16", "--", "seed=1,2", "-m"], "2 runs are asked for"),
+        (["--", "micro_batch_size=auto"], "micro_batch_size=auto: a loop has a number"),
+        (["--recipe", "nothing"], "recipe=nothing: there is no such choice"),
+    ],
+)
+def test_a_loop_that_cannot_be_is_refused_in_two_lines(words, told, study, capsys):
+    assert study("bare_loop").main(words) == 2
+    error, fix = capsys.readouterr().err.splitlines()
+    assert error == f"error: {told}"
+    assert fix.startswith("  fix: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("name", ["power", "gemms"])
+def test_without_a_gpu_a_study_of_one_says_so_in_two_lines(name, study, capsys):
+    assert study(name).main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert [line.partition(":")[0] for line in said.err.splitlines()] == ["error", "  fix"]
+
+
+def stand_in(folder, monkeypatch, script):
+    """Put a program in the place of nvidia-smi."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_a_gpu_is_read_while_steps_run_and_no_longer(tmp_path, monkeypatch, study):
+    """The stand-in writes readings until it is ended, and notes what it was asked and its process."""
+    power, read = study("power"), tmp_path / "read"
+    stand_in(
+        tmp_path,
+        monkeypatch,
+        f'cd {shlex.quote(str(tmp_path))}; echo "$@" > asked; echo "[N/A], 1980, 31, 0x0000000000000000"\n'
+        'for watts in 600.50 692.10 700.25; do echo "$watts, 1480, 56, 0x0000000000000024"; done\n'
+        'echo "650.00, 1500, 57, 0x0000000000000004"; echo $$ > read; exec sleep 600',
+    )
+
+    def steps():
+        while not (read.exists() and read.read_text().strip()):
+            time.sleep(0.01)
+
+    samples = power.sampled(steps, "GPU-1")
+    assert [sample.watts for sample in samples] == [600.5, 692.1, 700.25, 650.0]
+    assert not Path("/proc", read.read_text().strip()).exists()
+    assert (tmp_path / "asked").read_text().split()[:2] == ["--id=GPU-1", f"--query-gpu={power.FIELDS}"]
+    assert power.told(samples).splitlines() == [
+        "671 W, 1,480 MHz, 56 C: medians of 4 readings",
+        "the clock is limited by: software power cap 100 %, software thermal slowdown 75 %",
+    ]
+
+
+def test_a_driver_that_does_not_answer_is_said(tmp_path, monkeypatch, study):
+    stand_in(tmp_path, monkeypatch, "echo 'NVIDIA-SMI has failed'; exit 9")
+    power = study("power")
+    with pytest.raises(power.UserError, match="gave no reading: NVIDIA-SMI has failed"):
+        power.sampled(lambda: time.sleep(0.5), "GPU-1")
+
+
+def test_steps_run_until_the_time_is_over(study):
+    """At least once, however short it is."""
+    found = study("bare_loop")
+    _, words = found.read(found.parser(None), ["--precision", "fp32", "--", *TINY])
+    rates = study("power").steps_for(found.built(words), seconds=0.001)
+    assert len(rates) == study("power").CHUNK
+    assert min(rates) > 0
+
+
+def test_every_gemm_of_a_model_has_its_operands(study, monkeypatch):
+    """By the formula in the place of cuBLASLt: shapes, formats and what is added are the fused layers'."""
+    gemms, calls = study("gemms"), []
+
+    def product(a, b, out, a_scale_inv, b_scale_inv, *, bias, add, fast_accumulate):
+        assert a_scale_inv.shape == b_scale_inv.shape == (1,)
+        assert a.is_contiguous()
+        assert b.is_contiguous()
+        total = a.float() @ b.float().t()
+        for more in (bias, add):
+            total = total if more is None else total + more.float()
+        kind = (bias is not None, add is not None, add is out, fast_accumulate, out.dtype)
+        calls.append((*a.shape, len(b), a.dtype, b.dtype, *kind))
+        return out.copy_(total)
+
+    monkeypatch.setattr(gemms, "matmul", product)
+    monkeypatch.setattr(gemms, "CALLS", 2)
+    model = load_config("model=gpt2", "model.n_embd=64", "model.n_head=2", "model.vocab_size=320").model
+    header, _, *rows = gemms.table(model, 96, 32, "cpu").splitlines()
+    assert header.count("|") == 5
+    assert [row.split("|")[1].strip() for row in rows] == [
+        "qkv 64 x 192", "projection 64 x 64, with the residual added", "fc1 64 x 256",
+        "fc2 256 x 64, with the residual added", "head 64 x 320",
+    ]  # fmt: skip
+    assert all(len(re.findall(r"\d\.\d{3} \([\d,]+\)", row)) == 3 for row in rows)
+    e4m3, e5m2, bf16, f32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
+    assert list(dict.fromkeys(calls)) == [
+        (96, 64, 192, e4m3, e4m3, True, False, False, True, bf16),
+        (96, 192, 64, e5m2, e4m3, False, False, False, False, bf16),
+        (192, 96, 64, e5m2, e4m3, False, True, True, False, f32),
+        (96, 64, 64, e4m3, e4m3, True, True, False, True, bf16),
+        (96, 64, 64, e5m2, e4m3, False, False, False, False, bf16),
+        (64, 96, 64, e5m2, e4m3, False, True, True, False, f32),
+        (96, 64, 256, e4m3, e4m3, True, False, False, True, bf16),
+        (96, 256, 64, e5m2, e4m3, False, False, False, False, bf16),
+        (256, 96, 64, e5m2, e4m3, False, True, True, False, f32),
+        (96, 256, 64, e4m3, e4m3, True, True, False, True, bf16),
+        (96, 64, 256, e5m2, e4m3, False, False, False, False, bf16),
+        (64, 96, 256, e5m2, e4m3, False, True, True, False, f32),
+        (32, 64, 320, e4m3, e4m3, False, False, False, True, bf16),
+        (32, 320, 64, e5m2, e4m3, False, False, False, False, bf16),
+        (320, 32, 64, e5m2, e4m3, False, True, True, False, f32),
+    ]  # fmt: skip
+
+
+def test_every_command_of_the_documents_is_read(study, tmp_path, monkeypatch):
+    """And the runs that they ask for compose."""
+    monkeypatch.chdir(tmp_path)
+    loops, power = study("bare_loop"), study("power")
+    asked = documented("bare_loop")
+    assert len(asked) >= 4
+    for words in asked:
+        _, of_run = loops.read(loops.options(), words)
+        (config,) = preflight(of_run)
+        assert config.micro_batch_size == 64
+        assert vocabulary(config) == 50257
+    (words,) = documented("power")
+    options, of_run = loops.read(power.options(), words)
+    assert options.seconds == 20
+    assert len(preflight(of_run)) == 1
+    assert documented("gemms") == [["--rows", "65536"]]
+
+
+def test_the_bytes_of_a_block_are_those_of_the_page(study, capsys):
+    """What bf16 keeps is counted here; the fused layers' count is made of the fields that they keep."""
+    study("block_bytes").main()
+    told = capsys.readouterr().out
+    page = (STUDIES.parent / "performance.md").read_text().partition("### Bytes of a block")[2].partition("\n## ")[0]
+    sums = re.findall(r"^\| sum.*$", told, re.MULTILINE)
+    assert len(sums) == 4
+    assert all(line in page for line in sums)
+    shares = re.search(r"^moved: (\d+)% of bf16, (\d+)% of the (\d+) with the same fusions$", told, re.MULTILINE)
+    for figure in (f"{shares[1]} % of what bf16 does", f"FP8 {shares[2]} % of it", f"would move {shares[3]},"):
+        assert figure in page
+    plain, compiled = map(float, re.search(r"^kept in bf16: ([\d.]+), compiled ([\d.]+)$", told, re.MULTILINE).groups())
+    assert (plain, compiled) == (32.1, 32.1)
+    assert "32.1 bytes a token and channel in bf16" in page
+    assert re.search(r"^kept in FP8, fused: 23 ", told, re.MULTILINE)
+    assert documented("block_bytes") == [[]]
+
+
+def test_what_grows_with_the_micro_batch_is_what_blocks_and_logits_keep():
+    """The page's sentence on the peaks, from the figures of its table."""
+    page = (STUDIES.parent / "performance.md").read_text()
+    table = page.partition("### Micro-batch, format, and norm")[2]
+    peaks = {
+        size: [
+            float(cell.rpartition("), ")[2]) for cell in re.search(rf"^\| {size} x .*", table, re.M)[0].split("|")[2:4]
+        ]
+        for size in (32, 128)
+    }
+    bf16, fused = ((large - small) * 2**30 / (96 * 1024) for small, large in zip(peaks[32], peaks[128], strict=True))
+    channels, logits = 12 * 768, 2 * 50304
+    assert bf16 == pytest.approx(32.1 * channels + logits, rel=0.01)
+    assert fused == pytest.approx(23.1 * channels, rel=0.015)
+    assert round(100 * fused / bf16) == 54
