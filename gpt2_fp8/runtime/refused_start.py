@@ -6,10 +6,9 @@ Without a place to meet, rank 0 says what is wrong, and the first process of eac
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.runtime import launched, launcher
+from gpt2_fp8.runtime import launched, launcher, signals
 from gpt2_fp8.runtime.launched import VARIABLES, Launcher
 from gpt2_fp8.runtime.patience import NotMet
 from gpt2_fp8.runtime.variable_reader import VariableReader
@@ -33,10 +32,9 @@ def tell(error: UserError) -> bool:
     attendance.speaks = rank == 0
     try:
         store = everyones(connected(own, MEET_SECONDS))
-    except NotMet:  # rank 0 is not there: it may have been refused as this process is
-        return _is_beside_rank_zero()
-    with suppress(RuntimeError):
         attendance.part(store, error, own.world_size - 1, MEET_SECONDS if rank == 0 else TELL_SECONDS)
+    except (NotMet, signals.Interrupted):  # rank 0 is not there: refused for the same, it would be
+        return False
     return error.told
 
 

@@ -334,22 +334,35 @@ from gpt2_fp8.runtime import meeting_place, refused_start, roll_call
 roll_call.GRACE_SECONDS = meeting_place.NAME_SECONDS = 1.0
 refused_start.MEET_SECONDS = 5.0
 """
+INTERRUPTED = """
+import os, signal, threading
+from gpt2_fp8.runtime import patience
+wait = patience.wait
+def interrupted(*args, **options):
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+    wait(*args, **options)
+patience.wait = interrupted
+"""
 
 
 @pytest.mark.parametrize(
     ("of", "variables", "cause"),
     [
-        ({2}, {"LOCAL_RANK": ""}, r"error: rank 2 on \S+: LOCAL_RANK is not set"),
-        ({0}, {"LOCAL_RANK": ""}, "error: LOCAL_RANK is not set"),
+        ({2}, {"LOCAL_RANK": None}, r"error: rank 2 on \S+: LOCAL_RANK is not set"),
+        ({0}, {"LOCAL_RANK": None}, "error: LOCAL_RANK is not set"),
         ({1}, {"LOCAL_RANK": "9"}, r"error: rank 1 on \S+: LOCAL_RANK=9 is not below WORLD_SIZE=4"),
         (
             {3},
-            {"RANK": ""},
+            {"RANK": None},
             r"error: a process on \S+: WORLD_SIZE=4, which one of several processes has, and RANK",
         ),
         ({2}, {"WORLD_SIZE": "5"}, r"error: rank 2 on \S+: 4 processes by RANK and WORLD_SIZE meet at"),
         ({2}, {"RANK": "1"}, r"error: rank 1 on \S+: two processes say that they are rank 1"),
-        (range(4), {"WORLD_SIZE": ""}, "error: RANK=0, which one of several processes has, and WORLD_SIZE is not set"),
+        (
+            range(4),
+            {"WORLD_SIZE": None},
+            "error: RANK=0, which one of several processes has, and WORLD_SIZE is not set",
+        ),
         (range(4), {"MASTER_ADDR": "a.invalid"}, r"error: a.invalid \(MASTER_ADDR\) is no host that is known here"),
         (range(4), {"MASTER_ADDR": "a:29500"}, "error: MASTER_ADDR='a:29500' has a port in it"),
     ],
@@ -357,10 +370,20 @@ refused_start.MEET_SECONDS = 5.0
 def test_four_ranks_refuse_variables_with_one_message(tmp_path, of, variables, cause):
     """Those of one rank, or of all."""
     common = by_hand(4)
-    ends = ranks(
-        tmp_path, lambda rank: common(rank) | (variables if rank in of else {}), *WORDS, patch=SOON, count=4
-    )  # fmt: skip
-    refused(ends, cause)
+
+    def of_rank(rank):
+        own = common(rank) | (variables if rank in of else {})
+        return {name: value for name, value in own.items() if value is not None}
+
+    refused(ranks(tmp_path, of_rank, *WORDS, patch=SOON, count=4), cause)
+
+
+def test_a_rank_that_is_refused_alone_says_so_and_heeds_ctrl_c(tmp_path):
+    """Nobody is there who would say it."""
+    variables = {name: value for name, value in by_hand()(1).items() if name != "LOCAL_RANK"}
+    process = start(tmp_path, patched(tmp_path, INTERRUPTED), *WORDS, **variables)
+    said = refused([finish(process)], "rank 1: error: LOCAL_RANK is not set")
+    assert said.count("\n") == 2, said
 
 
 def test_mpirun_is_refused_once(tmp_path):
