@@ -29,7 +29,7 @@ from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.record import Record
 from gpt2_fp8.measure.sections import measure_sections
 from gpt2_fp8.measure.table import Measured, Row
-from gpt2_fp8.runtime import output, process_end, programs
+from gpt2_fp8.runtime import one_process, output, process_end, programs
 
 FOLDER = Path("outputs/bench")
 ELSEWHERE = "start the benchmark in a folder that can be written"
@@ -214,5 +214,4 @@ def _end(record: Record) -> None:
 
 
 if __name__ == "__main__":
-    output.begin(pipe_ends=True)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(one_process.main("bench", main, pipe_ends=True))

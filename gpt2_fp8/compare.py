@@ -24,7 +24,7 @@ from gpt2_fp8.config.shown import line
 from gpt2_fp8.reports import compare_conditions, compare_record, comparison_notes, conditions, find_runs, verdict
 from gpt2_fp8.reports.conditions import Condition
 from gpt2_fp8.reports.find_runs import Found
-from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime import one_process, programs
 from gpt2_fp8.runtime.arguments import Parser
 from gpt2_fp8.runtime.file_program import exit_code
 
@@ -153,5 +153,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    output.begin()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(one_process.main("compare", main))

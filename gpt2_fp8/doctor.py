@@ -21,7 +21,7 @@ from gpt2_fp8.config.shown import harmless, line
 from gpt2_fp8.diagnose import facts as recorded
 from gpt2_fp8.diagnose import offers, probe, report, steps, verdict
 from gpt2_fp8.diagnose.facts import Facts
-from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime import one_process, programs
 from gpt2_fp8.runtime.arguments import Parser
 
 NO_FP8 = 5  # the exit code if FP8 cannot run
@@ -91,5 +91,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    output.begin()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(one_process.main("doctor", main, once_a_node=True))

@@ -18,7 +18,7 @@ from typing import Any
 from gpt2_fp8.compose import evaluation, own_keys
 from gpt2_fp8.config.evaluate_schema import GROUPS, KEYS, EvaluateConfig
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime import one_process, programs
 from gpt2_fp8.runtime.file_program import exit_code
 
 HELP = """\
@@ -96,5 +96,4 @@ def _told(results: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    output.begin(pipe_ends=True)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(one_process.main("evaluate", main, pipe_ends=True))

@@ -20,7 +20,7 @@ from pathlib import Path
 from gpt2_fp8.config import output_folder, trained_folder
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.runtime import programs
+from gpt2_fp8.runtime import one_process, programs
 from gpt2_fp8.runtime.arguments import Parser, plain_words
 from gpt2_fp8.runtime.file_program import exit_code
 
@@ -86,4 +86,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(one_process.main("export", main))

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING
 from gpt2_fp8.compose import generation, own_keys
 from gpt2_fp8.config.generate_schema import GenerateConfig
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime import one_process, programs
 from gpt2_fp8.runtime.file_program import exit_code
 
 if TYPE_CHECKING:
@@ -103,5 +103,4 @@ def _silent(_: str) -> None:
 
 
 if __name__ == "__main__":
-    output.begin(pipe_ends=True)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(one_process.main("generate", main, pipe_ends=True))

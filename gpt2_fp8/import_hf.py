@@ -21,7 +21,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime import one_process, programs
 from gpt2_fp8.runtime.arguments import Parser, plain_words
 from gpt2_fp8.runtime.file_program import exit_code
 
@@ -100,5 +100,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    output.begin()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(one_process.main("import_hf", main))

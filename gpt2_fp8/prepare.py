@@ -24,7 +24,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.own_words import RUN
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.runtime import output, programs, registry, signals, spool
+from gpt2_fp8.runtime import one_process, output, programs, registry, signals, spool
 from gpt2_fp8.runtime.arguments import Parser
 from gpt2_fp8.runtime.file_program import exit_code
 
@@ -177,5 +177,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    output.begin(pipe_ends=True)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(one_process.main("prepare", main, pipe_ends=True, once_a_node=True))

@@ -100,7 +100,8 @@ def _beside_others(config: RunConfig, folder: Path, here: Path, words: list[str]
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
     if programs.asks_version(argv):
-        print(programs.VERSION)
+        if not launcher.repeats():
+            print(programs.VERSION)
         return 0
     with signals.handled() as handlers:
         launcher.forget_leftovers()
@@ -129,6 +130,8 @@ def _run(argv: list[str]) -> None:
     from gpt2_fp8.compose import checked_line, slurm_sweep, sweep_start
 
     if compose.is_help(argv):
+        if launcher.repeats():
+            return
         argv = compose.look_only(argv)
     else:
         checked = checked_line.checked(argv, loading.gathering)

@@ -23,7 +23,7 @@ from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.own_words import RUN
 from gpt2_fp8.config.sbatch_schema import PREFIX, SlurmConfig
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime import one_process, programs
 from gpt2_fp8.runtime.file_program import exit_code
 
 HELP = """\
@@ -154,5 +154,4 @@ def _option(name: str, value: object, about: str = "") -> str:
 
 
 if __name__ == "__main__":
-    output.begin(pipe_ends=True)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(one_process.main("sbatch", main, pipe_ends=True))

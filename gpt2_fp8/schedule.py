@@ -19,7 +19,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
 from gpt2_fp8.config.shown import harmless, line
-from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime import one_process, programs
 from gpt2_fp8.runtime.arguments import Parser
 from gpt2_fp8.runtime.file_program import exit_code
 
@@ -132,5 +132,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    output.begin()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(one_process.main("schedule", main))

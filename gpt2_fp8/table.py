@@ -17,7 +17,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.reports import sweep_jobs, sweep_record
 from gpt2_fp8.reports.sweep_jobs import Job
-from gpt2_fp8.runtime import output, programs
+from gpt2_fp8.runtime import one_process, programs
 from gpt2_fp8.runtime.arguments import Parser, plain_words
 from gpt2_fp8.runtime.file_program import exit_code
 
@@ -74,5 +74,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    output.begin()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(one_process.main("table", main))

@@ -24,13 +24,13 @@ class RankWatchdog(Callback):
 
     Args:
         on_lost: called with the error before a thread ends the process: see `RankEnd`.
-        of_agent: whether the store in which the ranks meet is that of torchrun's agent, not rank 0's.
+        agent: which has the store in which the ranks meet, as a message names it; None: rank 0 has.
 
     After `fit` has raised, the caller asks `explain` for the error that counts.
     """
 
-    def __init__(self, on_lost: Callable[[RunError], Any] = lambda error: None, of_agent: bool = False) -> None:
-        self._of_agent = of_agent
+    def __init__(self, on_lost: Callable[[RunError], Any] = lambda error: None, agent: str | None = None) -> None:
+        self._agent = agent
         self._end = RankEnd(on_lost)
         self._launcher: object = None  # which starts the other ranks of this machine, if anything of ours does
         self._start = RankStart(self._end, lambda: self.take_over(self._launcher))
@@ -57,7 +57,7 @@ class RankWatchdog(Callback):
     def watch(self, store: Any, rank: int, world_size: int) -> None:
         """Watch the ranks that have met in `store`, a `torch.distributed.Store`, from now on."""
         self._end.rank = rank
-        self._watch = RankWatch(store, rank, world_size, self._end, self._of_agent)
+        self._watch = RankWatch(store, rank, world_size, self._end, self._agent)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Note that the step begins: its data has come."""

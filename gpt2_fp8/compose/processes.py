@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +11,9 @@ from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime.launched import Launcher
+from gpt2_fp8.runtime.variable_reader import VariableReader
 
-_MEETING_PLACE = ("MASTER_ADDR", "NODE_RANK")
+_MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")  # without a port, each node would take one of its own
 
 
 def fitted(config: RunConfig, launcher: Launcher, typed: Container[str]) -> RunConfig:
@@ -37,16 +38,16 @@ def continued(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def check(
-    config: RunConfig, launcher: Launcher, typed: Container[str], set_here: Container[str], alone: bool = True
+    config: RunConfig, launcher: Launcher, typed: Container[str], environment: Mapping[str, str], alone: bool = True
 ) -> Iterator[Finding]:
     """Find processes that the launcher has not started, and nodes whose processes could not meet.
 
-    `config` is as it was composed. `set_here` has the names of the variables of this process. A run that is not `alone`
+    `config` is as it was composed. A run that is not `alone`
     is a job of a sweep, whose launcher says what it takes.
     """
     if not launcher.starts_all:
         if alone:
-            yield from _own_nodes(config, set_here)
+            yield from _own_nodes(config, environment)
         return
     started = {"trainer.devices": launcher.local_world_size, "trainer.num_nodes": launcher.nodes}
     for key, number in started.items():
@@ -61,15 +62,22 @@ def _processes(key: str, number: int) -> str:
     return "" if key != "trainer.devices" else "process " if number == 1 else "processes "
 
 
-def _own_nodes(config: RunConfig, set_here: Container[str]) -> Iterator[Finding]:
-    """Find what Lightning's own launcher, which is started once on each node, has not been told."""
-    if config.trainer.num_nodes == 1:
+def _own_nodes(config: RunConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Find what Lightning's own launcher, which is started once on each node, has not been told, or wrongly."""
+    nodes = config.trainer.num_nodes
+    if nodes == 1:
         return
-    if lacking := [name for name in _MEETING_PLACE if name not in set_here]:
-        nodes = config.trainer.num_nodes
-        cause = f"trainer.num_nodes={nodes}, and {' and '.join(lacking)} {'are' if len(lacking) > 1 else 'is'} not set"
+    if lacking := [name for name in _MEETING_PLACE if not environment.get(name)]:
+        listed = " and ".join(filter(None, (", ".join(lacking[:-1]), lacking[-1])))
+        cause = f"trainer.num_nodes={nodes}, and {listed} {'are' if len(lacking) > 1 else 'is'} not set"
         remedy = (
             f"torchrun --nnodes {nodes} --nproc-per-node GPUS --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
             "-m gpt2_fp8.run on every node, or srun; or MASTER_ADDR=HOST MASTER_PORT=29500 NODE_RANK=0,1,..."
         )
         yield Finding(("trainer.num_nodes",), Problem(cause, remedy))
+    read = VariableReader(environment)
+    read.address()
+    read.port(default=29500)
+    if not read.problems and (node := read.number("NODE_RANK", 0)) >= nodes:
+        read.refuse(f"NODE_RANK={node} is not below trainer.num_nodes={nodes}", "number the nodes from 0")
+    yield from (Finding(("trainer.num_nodes",), problem) for problem in read.problems)

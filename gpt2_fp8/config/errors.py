@@ -49,12 +49,14 @@ class RunError(Exception):
 
     Attributes:
         teller: the only rank that says it; None: rank 0, or whichever has this error alone.
+        told: whether rank 0 says it, so that no other rank has to.
     """
 
     exit_code = 1
     status = "failed"
     lead: str | None = None
     teller: int | None = None
+    told = False
 
     def __init__(self, message: str, lead: str | None = None):
         super().__init__(message)
@@ -97,6 +99,8 @@ class UserError(RunError):
 class SharedRefusal(UserError):
     """Bad input that every rank knows of and refuses, so that rank 0 alone says it."""
 
+    told = True
+
 
 class Diverged(RunError):
     """Training produced non-finite numbers past what the policy allows."""
@@ -116,6 +120,7 @@ class Stopped(RunError):
     """A signal asked the run to stop, and it has saved what there was. `exit_code` is 128 + the signal's number."""
 
     status = "stopped"
+    told = True
 
     def __init__(self, signum: int):
         self.exit_code = 128 + signum

@@ -63,10 +63,11 @@ def _choose(config: RunConfig, tolerance: float, device: str, world_size: int, c
         return _as_before(config, checkpoint)
     if reason := _why_not(config, device):
         return Choice(precision="bf16" if device == "cuda" else "fp32", recipe=None, reason=reason)
-    if world_size > 1 and (config.trainer.num_nodes > 1 or launcher.current().several):
+    started = launcher.current()
+    if world_size > 1 and (config.trainer.num_nodes > 1 or started.several):
+        how = f"{started.name} has started all at once" if started.several else "they start on several nodes"
         raise UserError.of(
-            "precision=auto is measured by one process before the others start, and here they start on several nodes, "
-            "or all at once (torchrun, srun)",
+            f"precision=auto is measured by one process before the others start, and here {how}",
             "see what it chooses on one GPU (trainer=gpu), then name that: precision=NAME recipe=NAME",
         )
     cases = candidates(config, world_size)

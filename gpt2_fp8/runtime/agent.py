@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 
-from gpt2_fp8.runtime import process_end, signals
+from gpt2_fp8.runtime import launched, process_end, signals
 
 _LOOK_SECONDS = 0.5
 
@@ -20,8 +20,8 @@ _gone = threading.Event()
 
 def follow() -> None:
     """Have this process stop, as at SIGTERM, when the agent that has started it is gone. Without one, do nothing."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_watch, args=(os.getppid(),), name="agent", daemon=True).start()
+    if name := launched.agent(os.environ):
+        threading.Thread(target=_watch, args=(name, os.getppid()), name="agent", daemon=True).start()
 
 
 def is_gone() -> bool:
@@ -29,12 +29,12 @@ def is_gone() -> bool:
     return _gone.is_set()
 
 
-def _watch(agent: int) -> None:
+def _watch(name: str, agent: int) -> None:
     while os.getppid() == agent:
         time.sleep(_LOOK_SECONDS)
     _gone.set()
     if signals.received() is not None:  # this process is ending; a second signal would end it before it has saved
         return
     if os.environ.get("LOCAL_RANK") == "0":
-        process_end.say(f"\ntorchrun's agent (process {agent}) is gone, and its processes stop\n")
+        process_end.say(f"\n{name}'s agent (process {agent}) is gone, and its processes stop\n")
     os.kill(os.getpid(), signal.SIGTERM)

@@ -9,7 +9,7 @@ import torch
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import launcher
-from gpt2_fp8.runtime.launched import SRUN, VARIABLES, Launcher
+from gpt2_fp8.runtime.launched import ACCELERATE, SRUN, VARIABLES, Launcher
 
 
 def device(config: RunConfig) -> Literal["cuda", "cpu"]:
@@ -50,7 +50,11 @@ def place(started: Launcher, present: int) -> int:
     if present == 1 and started.local_world_size > 1:
         return 0
     if started.local_world_size > present:
-        options = {SRUN: f"--ntasks-per-node {present}", VARIABLES: f"LOCAL_WORLD_SIZE={present} of several nodes"}
+        options = {
+            SRUN: f"--ntasks-per-node {present}",
+            VARIABLES: f"LOCAL_WORLD_SIZE={present} of several nodes",
+            ACCELERATE: f"--num_processes {present * started.nodes}",
+        }
         option = options.get(started.name, f"--nproc-per-node {present}")
         cause = f"{started.name} has started {started.local_world_size} processes on this node"
         raise UserError.of(f"{cause}, and torch sees {present} GPUs", f"{option}, or trainer.accelerator=cpu")

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
-from gpt2_fp8.config.errors import RunError, SharedRefusal, Stopped, UserError
+from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import launcher
 
@@ -57,7 +57,7 @@ def end(error: RunError | None, rank_zero: int | None) -> int:
 def _is_one_of_several() -> bool:
     """Return whether a launcher has started this process among others; also if it has said so wrongly."""
     try:
-        return launcher.current().several
+        return launcher.of_run().several
     except UserError:
         return True
 
@@ -65,7 +65,7 @@ def _is_one_of_several() -> bool:
 def _is_first() -> bool:
     """Return whether this process is rank 0, or the first by every variable where these contradict each other."""
     try:
-        found = launcher.current()
+        found = launcher.of_run()
     except UserError:
         return launcher.is_first_of_all()
     return found.rank == 0
@@ -76,6 +76,9 @@ def _end_among_ranks(error: RunError | None, text: str) -> None:
 
     The others wait for that: when the first of them ends, the launcher sends the rest a signal.
     """
+    if isinstance(error, UserError) and _has_wrong_variables():
+        _end_refused_start(error, text)
+        return
     met = None
     if "gpt2_fp8.runtime.meeting" in sys.modules:
         from gpt2_fp8.runtime import meeting
@@ -94,12 +97,31 @@ def _end_among_ranks(error: RunError | None, text: str) -> None:
             met.say(text)
         return
     if met is not None:
-        told = met.has_said(text, RANK_ZERO_SECONDS) or isinstance(error, (SharedRefusal, Stopped))
+        told = met.has_said(text, RANK_ZERO_SECONDS) or (error is not None and error.told)
     else:
-        told = isinstance(error, UserError)  # of variables or a command line that rank 0 has too
+        told = isinstance(error, UserError) or (error is not None and error.told)  # of a command line that rank 0 has
         time.sleep(AFTER_SIGNAL_SECONDS)
     if not told:
         say(f"rank {os.environ.get('RANK', os.environ.get('SLURM_PROCID'))}: {text}")
+
+
+def _has_wrong_variables() -> bool:
+    try:
+        launcher.of_run()
+    except UserError:
+        return True
+    return False
+
+
+def _end_refused_start(error: UserError, text: str) -> None:
+    """Say what is wrong with this process's variables, once for all processes that have the same, or wait for it."""
+    from gpt2_fp8.runtime import refused_start
+
+    first = _is_first()
+    if first:
+        say(text)
+    if not refused_start.tell(error) and not first:
+        say(f"rank {os.environ.get('RANK') or '?'}: {text}")
 
 
 def _tell(error: RunError, text: str) -> None:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 OWN, TORCHRUN, ACCELERATE, SRUN, VARIABLES = "Lightning", "torchrun", "accelerate launch", "srun", "RANK and WORLD_SIZE"
+BY_AGENT = (TORCHRUN, ACCELERATE)  # whose processes an agent of torchrun's starts, and starts again
+
+
+def agent(environment: Mapping[str, str]) -> str | None:
+    """Return whose agent has started the process of an environment, by the name that is typed; None: none has.
+
+    TORCHELASTIC_RUN_ID without a rank is left of something else.
+    """
+    if not (environment.get("TORCHELASTIC_RUN_ID") and (environment.get("RANK") or environment.get("WORLD_SIZE"))):
+        return None
+    return ACCELERATE if "ACCELERATE_MIXED_PRECISION" in environment else TORCHRUN
 
 
 class Launcher(NamedTuple):
@@ -40,6 +52,11 @@ class Launcher(NamedTuple):
         return self.name != OWN
 
     @property
+    def agent(self) -> str | None:
+        """The agent that listens at the port, as a message names it; None: rank 0 does."""
+        return f"{self.name}'s agent" if self.agent_listens else None
+
+    @property
     def several(self) -> bool:
         """Whether it has started several processes."""
         return self.starts_all and self.world_size > 1
@@ -55,7 +72,7 @@ class Launcher(NamedTuple):
 
         It counts neither a node that joins nor one that has left, after which all processes are started again.
         """
-        return self.name in (TORCHRUN, ACCELERATE) and not self.agent_listens
+        return self.name in BY_AGENT and not self.agent_listens
 
     @property
     def again(self) -> bool:

@@ -13,6 +13,9 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.runtime.launched import OWN, SRUN, Launcher
 from gpt2_fp8.runtime.launcher_variables import MPI_RANKS, Variables
 
+_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+_READ_BY_LIGHTNING = (*_OF_ONE, "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "MASTER_ADDR", "MASTER_PORT")
+
 
 def current() -> Launcher:
     """Return what has started this process. Raises UserError if the variables contradict each other, or one lacks."""
@@ -28,19 +31,30 @@ def of_run() -> Launcher:
 
 
 def forget_leftovers() -> None:
-    """Take RANK, WORLD_SIZE and LOCAL_RANK out of the environment where another launcher counts.
+    """Take RANK, WORLD_SIZE and LOCAL_RANK out of the environment where another launcher counts, and what is empty.
 
     A container leaves RANK=0 of WORLD_SIZE=1 to the processes in it. Lightning reads them before it asks who they are,
-    and the processes that it starts would take RANK for their own. Call it once, before Lightning starts any.
+    and the processes that it starts would take RANK for their own. Call it once, before Lightning is imported.
     """
+    for name in _READ_BY_LIGHTNING:
+        if os.environ.get(name) == "":  # no number for Lightning
+            del os.environ[name]
     try:
-        found = current()
-    except UserError:
+        found = of_run()
+    except UserError:  # half of what several processes have is no leftover
         return
-    single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    for name, value in single.items():
+    for name, value in _OF_ONE.items():
         if found.name == SRUN or (found.name == OWN and os.environ.get(name) == value):
             os.environ.pop(name, None)
+
+
+def forget_several() -> None:
+    """Take all of RANK, WORLD_SIZE and LOCAL_RANK out of the environment: this process is the only one.
+
+    Lightning takes RANK for this process's own, and a word that is no number for an error.
+    """
+    for name in _OF_ONE:
+        os.environ.pop(name, None)
 
 
 def is_batch_job(environment: Mapping[str, str] = os.environ) -> bool:
@@ -64,6 +78,15 @@ def is_first_rank() -> bool:
     """Return whether this process is rank 0, or the only one; also where the variables are wrong."""
     names = ("RANK", "LOCAL_RANK") if "LOCAL_RANK" in os.environ else ("RANK", "SLURM_PROCID")
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
+
+
+def repeats() -> bool:
+    """Return whether rank 0, another process, shows the same as this one. Not where the variables are wrong."""
+    try:
+        found = current()
+    except UserError:
+        return False
+    return found.several and found.rank != 0
 
 
 def is_first_of_all() -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.runtime import agent, roll_call
 from gpt2_fp8.runtime.attendance import Attendance
 from gpt2_fp8.runtime.launched import Launcher
@@ -40,7 +41,7 @@ class Meeting:
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
-        self._everyones = dist.PrefixStore(_GROUP, connected(launcher))  # of all generations
+        self._everyones = everyones(connected(launcher))  # of all generations
         self._attendance = Attendance(launcher.rank)
         self.folder: str | None = None
         self.gathered = False
@@ -53,9 +54,17 @@ class Meeting:
         except BaseException as error:
             # In the agent's store the next generation would hear it, and the agent ends the others anyway.
             if not launcher.agent_listens and not isinstance(error, roll_call.Elsewhere):
-                self._attendance.leave(self._everyones, error)
+                self._part(error)
             raise
+        self._attendance.speaks = launcher.rank == 0
         self.store = dist.PrefixStore(self.name, self._everyones)
+
+    def _part(self, error: BaseException) -> None:
+        if not isinstance(error, RunError):  # a signal, for one
+            self._attendance.leave(self._everyones, error)
+            return
+        seconds = HEARD_SECONDS if self._attendance.speaks else roll_call.GRACE_SECONDS + HEARD_SECONDS
+        self._attendance.part(self._everyones, error, self.launcher.world_size - 1, seconds)
 
     def exchange(self, topic: str, own: Any) -> list[Any]:
         """Tell the others `own`, which becomes JSON, and return what every rank has told, in their order. Collective.
@@ -107,6 +116,11 @@ class Meeting:
                     return said == text
                 time.sleep(LOOK_SECONDS)
         return False
+
+
+def everyones(store: dist.Store) -> dist.Store:
+    """Return what all generations of a run have of a store."""
+    return dist.PrefixStore(_GROUP, store)
 
 
 def join(launcher: Launcher) -> Meeting:

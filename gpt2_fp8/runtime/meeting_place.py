@@ -19,17 +19,31 @@ from gpt2_fp8.runtime.patience import NotMet
 
 NAME_SECONDS = 45.0  # in which the name of a host is to resolve: it may be that of a machine that is just starting
 ANSWER_SECONDS = 15.0  # in which a store answers; torch tries twice
+AGENT_SECONDS = 30.0  # in which an agent answers that has been there before this process
 _PROBE_SECONDS = 5.0
 
 
-def connected(launcher: Launcher) -> dist.Store:
-    """Return the store of this process's run.
+def connected(launcher: Launcher, seconds: float = 0.0) -> dist.Store:
+    """Return the store of this process's run. `seconds`: to wait for it, if fewer than `patience` has.
 
     Raises NotMet if nothing is there, or something else, and if rank 0 cannot listen.
     """
     if launcher.rank == 0 and not launcher.agent_listens:
+        with signals.interruptible():
+            _resolve(launcher)
         return _listening(launcher)
-    patience.wait(lambda: _unreached(launcher), says=launcher.local_rank == 0)
+    try:
+        return _reached(launcher, seconds)
+    except NotMet as error:
+        error.told = bool(error.problems) and launcher.local_rank > 0  # the first of this node has met with it too
+        raise
+
+
+def _reached(launcher: Launcher, seconds: float) -> dist.Store:
+    if launcher.agent_listens and not seconds:
+        _find_agent(launcher)
+    else:
+        patience.wait(lambda: _unreached(launcher), seconds, says=launcher.local_rank == 0)
     try:
         store = _store(launcher, listens=False)
     except dist.DistError as error:
@@ -37,6 +51,20 @@ def connected(launcher: Launcher) -> dist.Store:
     if store is None:
         raise NotMet.refused(f"what listens at {place(launcher)} is not rank 0 of a run", _ANOTHER)
     return store
+
+
+def _find_agent(launcher: Launcher) -> None:
+    """Wait until the agent answers, which has begun to listen before it starts a process. Raises NotMet."""
+    try:
+        patience.wait(lambda: _unreached(launcher), AGENT_SECONDS, says=False)
+    except NotMet as error:
+        if error.problems:
+            raise
+        raise NotMet.refused(
+            f"{launcher.agent} does not answer at {place(launcher)}: a firewall, or it has ended",
+            f"{launcher.name} again; if its variables are left of another run: unset TORCHELASTIC_RUN_ID RANK "
+            "WORLD_SIZE LOCAL_RANK",
+        ) from error
 
 
 def place(launcher: Launcher) -> str:
@@ -69,21 +97,29 @@ def _listening(launcher: Launcher) -> dist.Store:
 
 def _unreached(launcher: Launcher) -> str:
     """Return what is waited for where nobody listens yet; empty if somebody does. Raises NotMet for a wrong name."""
-    who = "torchrun's agent" if launcher.agent_listens else "rank 0"
+    who = launcher.agent or "rank 0"
+    _resolve(launcher)
+    try:
+        with socket.create_connection((launcher.address or "", launcher.port or 0), _PROBE_SECONDS):
+            return ""
+    except OSError as error:
+        said = error.strerror or "no answer"
+        return f"{who} at {place(launcher)}: {said}. A firewall, another MASTER_PORT, or it has not been started"
+
+
+def _resolve(launcher: Launcher) -> None:
+    """Wait until the name of rank 0's host is known. Raises NotMet if it is not for `NAME_SECONDS`."""
     began = time.monotonic()
     while True:
         try:
-            with socket.create_connection((launcher.address or "", launcher.port or 0), _PROBE_SECONDS):
-                return ""
+            socket.getaddrinfo(launcher.address, launcher.port)
+            return
         except socket.gaierror as error:
             if time.monotonic() - began > NAME_SECONDS:
                 cause = f"{launcher.address} (MASTER_ADDR) is no host that is known here: {error.strerror}"
                 remedy = "the name or address of rank 0's host, the same for every process"
                 raise NotMet.refused(cause, remedy) from error
             time.sleep(1.0)
-        except OSError as error:
-            said = error.strerror or "no answer"
-            return f"{who} at {place(launcher)}: {said}. A firewall, another MASTER_PORT, or it has not been started"
 
 
 def _store(launcher: Launcher, listens: bool) -> dist.Store | None:

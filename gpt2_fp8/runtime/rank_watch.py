@@ -31,15 +31,15 @@ class RankWatch:
         store: a `torch.distributed.Store`.
         rank, world_size: of this process, and how many there are.
         end: ends this process.
-        of_agent: whether the store is that of torchrun's agent, not rank 0's.
+        agent: which has the store, as a message names it; None: rank 0 has.
 
     Attributes:
         ending: whether this rank is ending by itself, and may need time to save.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, end: RankEnd, of_agent: bool) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, end: RankEnd, agent: str | None) -> None:
         self.ending = False
-        self._rank, self._end, self._of_agent = rank, end, of_agent
+        self._rank, self._end, self._agent = rank, end, agent
         self._ranks = Heartbeats(store, rank, world_size, _place)
         threading.Thread(target=self._watch, name="ranks watch", daemon=True).start()
 
@@ -110,7 +110,7 @@ class RankWatch:
         return self._lost_with_store("is gone") if self._ranks.lost else None
 
     def _lost_with_store(self, how: str, silent: bool = False) -> RankLost:
-        return RankLost(None, f"torchrun's agent {how}") if self._of_agent else RankLost(0, how, silent=silent)
+        return RankLost(None, f"{self._agent} {how}") if self._agent else RankLost(0, how, silent=silent)
 
     def _lost_with_connection(self) -> RankLost | None:
         """Return the rank whose end has broken a connection. It is known in a moment, or not at all."""

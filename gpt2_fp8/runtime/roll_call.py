@@ -15,6 +15,7 @@ import uuid
 
 import torch.distributed as dist
 
+from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.runtime.attendance import Attendance
 from gpt2_fp8.runtime.launched import Launcher
 from gpt2_fp8.runtime.meeting_place import place
@@ -61,6 +62,7 @@ class _Hello:
             if json.loads(opened)[-1] != self._word:
                 cause = f"another process is rank 0 at {place(self._launcher)}: of this run, or of another"
                 raise NotMet.refused(cause, f"one process with RANK=0; {_OWN_PORT}")
+            self._attendance.speaks = True
             return
         self._attendance.wait(self._store, lambda: [] if self._store.check(["opened"]) else [0])
         theirs = json.loads(self._store.get("opened"))[:-1]
@@ -71,7 +73,14 @@ class _Hello:
 
     def gather(self) -> str:
         """Answer everyone's hello with this rank 0's word, until all have said that they have the answer."""
-        self._attendance.wait(self._store, self._missing, GRACE_SECONDS)
+        try:
+            self._attendance.wait(self._store, self._missing, GRACE_SECONDS)
+        except RunError as error:
+            generation = dist.PrefixStore(self._word, self._store)  # where those are who have an answer
+            self._attendance.speaks = True
+            self._attendance.leave(generation, error)
+            generation.set("said", "")
+            raise
         self._store.set("complete", self._word)
         return self._word
 

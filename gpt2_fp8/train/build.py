@@ -170,7 +170,7 @@ def build_trainer(
         deterministic=options.deterministic,
         fast_dev_run=options.fast_dev_run,
         profiler=options.profiler,
-        plugins=[FP8Precision(plan), FolderCheckpointIO(), cluster.environment(plan.device)],
+        plugins=[FP8Precision(plan), FolderCheckpointIO(), cluster.environment(config, plan.device)],
         callbacks=callbacks,
         logger=False if options.fast_dev_run else _loggers(config, folder, checkpoint, identity),
         enable_checkpointing=not options.fast_dev_run,

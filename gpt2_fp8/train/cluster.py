@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -74,6 +75,32 @@ class LaunchedEnvironment(ClusterEnvironment):
         return self._started.node
 
 
+class OneNode(LightningEnvironment):
+    """Lightning's own launcher on one node, for Lightning.
+
+    The ranks meet on this host. What a shell has of MASTER_ADDR, MASTER_PORT and NODE_RANK is of another run.
+    """
+
+    _port: int | None = None
+
+    @property
+    def main_address(self) -> str:
+        """Return this host."""
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """Return a free port; from when the first process has started others, the one that it has told them."""
+        if self.creates_processes_externally:
+            return super().main_port
+        self._port = self._port or find_free_network_port()
+        return self._port
+
+    def node_rank(self) -> int:
+        """Return 0."""
+        return 0
+
+
 class WatchedStrategy(DDPStrategy):
     """DDP whose ranks meet before they form a process group, and watch each other from then on.
 
@@ -120,13 +147,15 @@ class WatchedStrategy(DDPStrategy):
         return met.store
 
 
-def environment(on: Literal["cuda", "cpu"]) -> ClusterEnvironment:
+def environment(config: RunConfig, on: Literal["cuda", "cpu"]) -> ClusterEnvironment:
     """Return who the processes are, for Lightning; by Lightning's own launcher, whatever else is installed here.
 
     Raises UserError if there are fewer GPUs on this node than processes.
     """
     started = launcher.current()
-    return LaunchedEnvironment(started, _place(started, on)) if started.several else LightningEnvironment()
+    if started.several:
+        return LaunchedEnvironment(started, _place(started, on))
+    return OneNode() if config.trainer.num_nodes == 1 else LightningEnvironment()
 
 
 def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:

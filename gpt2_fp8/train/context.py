@@ -50,9 +50,7 @@ class RunContext:
         limit = config.trainer.max_time
         self.time_limit = TimeLimit(None if limit is None else run_length.seconds(limit))
         self._met = meeting.current()
-        self.watchdog = RankWatchdog(
-            self._write_lost, of_agent=self._met is not None and self._met.launcher.agent_listens
-        )
+        self.watchdog = RankWatchdog(self._write_lost, self._met.launcher.agent if self._met is not None else None)
         if (
             self._met is not None and self._met.launcher.several
         ):  # a launcher has started the others: they prepare themselves at the same time
@@ -121,7 +119,7 @@ class RunContext:
         clean_up()
 
     def _tell(self, error: RunError) -> None:
-        """Add to an error how the run goes on: by a command, or by torchrun's agent."""
+        """Add to an error how the run goes on: by a command, or by the launcher's agent."""
         self._goes_on = isinstance(error, RankLost) and self._is_started_again()
         if self._goes_on and self._met is not None:
             error.tell(f"{self._met.launcher.name} starts all processes again")

@@ -43,10 +43,13 @@ def test_what_the_launcher_has_not_started(torchrun, words, cause):
 
 @pytest.mark.parametrize(
     ("variables", "lacking"),
-    [({}, "MASTER_ADDR and NODE_RANK are not set"), ({"MASTER_ADDR": "node1"}, "NODE_RANK is not set")],
+    [
+        ({}, "MASTER_ADDR, MASTER_PORT and NODE_RANK are not set"),
+        ({"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, "NODE_RANK is not set"),
+    ],
 )
 def test_nodes_by_lightnings_own_launcher_have_a_place_to_meet(monkeypatch, variables, lacking):
-    for name in ("MASTER_ADDR", "NODE_RANK"):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -54,7 +57,25 @@ def test_nodes_by_lightnings_own_launcher_have_a_place_to_meet(monkeypatch, vari
         preflight(["trainer=ddp", "trainer.accelerator=cpu", "trainer.num_nodes=2", "micro_batch_size=8"])
     causes = [problem.cause for problem in refused.value.problems]
     assert causes[0] == f"trainer.num_nodes=2, and {lacking}"
-    assert causes[1:] == ["trainer.num_nodes=2, and each node would give the run another name"] * len(variables)
+    assert causes[1:] == ["trainer.num_nodes=2, and each node would give the run another name"] * bool(variables)
+
+
+@pytest.mark.parametrize(
+    ("variable", "cause"),
+    [
+        ({"MASTER_ADDR": "node1:29500"}, "MASTER_ADDR='node1:29500' has a port in it, which belongs into MASTER_PORT"),
+        ({"MASTER_PORT": "port"}, "MASTER_PORT is 'port', not a number"),
+        ({"NODE_RANK": "one"}, "NODE_RANK is 'one', not a number"),
+        ({"NODE_RANK": "2"}, "NODE_RANK=2 is not below trainer.num_nodes=2"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_before_lightning_reads_it(monkeypatch, variable, cause):
+    for name, value in ({"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "NODE_RANK": "0"} | variable).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as refused:
+        preflight(["trainer=ddp", "trainer.accelerator=cpu", "trainer.num_nodes=2", "micro_batch_size=8", "run_name=r"])
+    (problem,) = refused.value.problems
+    assert problem.cause.startswith(cause)
 
 
 def test_a_run_that_is_started_again_continues_only_what_is_saved(tmp_path):

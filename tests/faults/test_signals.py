@@ -325,6 +325,17 @@ def test_44_a_torchrun_that_would_die_of_the_signal_is_said(handled, heard, monk
     assert heard if said is None else "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in said
 
 
+def test_44_the_agent_of_accelerate_is_called_by_its_name(monkeypatch):
+    """It has no such option, so torchrun is to take its place."""
+    variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM", "TORCHELASTIC_RUN_ID": "none", "RANK": "0"}
+    for name, value in (BATCH | variables | {"SLURM_STEP_ID": "0", "ACCELERATE_MIXED_PRECISION": "no"}).items():
+        monkeypatch.setenv(name, value)
+    said = slurm.unheard()
+    assert said is not None
+    assert "would end accelerate launch before" in said
+    assert "torchrun, in its place, --signals-to-handle" in said
+
+
 def test_44_sigterm_is_no_wish_for_another_turn(tmp_path, scontrol):
     with pytest.raises(Stopped) as stopped:
         run(tmp_path, callbacks=[At("on_train_batch_start", 2, kill(signal.SIGTERM))])

@@ -72,7 +72,11 @@ KNOWN = {
     "srun of one task": (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Launcher("Lightning")),
     "a batch script": (BATCH_SCRIPT, Launcher("Lightning")),
     "by hand": (BY_HAND, HAND),
-    "by hand, on two nodes": (BY_HAND | {"LOCAL_WORLD_SIZE": "1"}, HAND._replace(local_world_size=1, node=1, nodes=2)),
+    "by hand, on two nodes": (
+        BY_HAND | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+        HAND._replace(local_rank=0, local_world_size=1, node=1, nodes=2),
+    ),
+    "what an agent has left behind": ({"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": ""}, Launcher("Lightning")),
     "by hand, as srun says it": (
         SRUN | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu07", "LOCAL_WORLD_SIZE": "4"},
         Launcher("RANK and WORLD_SIZE", address="gpu07", port=29500, **PLACE),
@@ -80,11 +84,31 @@ KNOWN = {
     "the only process": ({"RANK": "0", "WORLD_SIZE": "1"}, Launcher("Lightning")),
 }
 REFUSED = {
-    "no address": ({**BY_HAND, "MASTER_ADDR": ""}, "MASTER_ADDR is not set, and 2 processes (WORLD_SIZE)"),
+    "no address": (
+        {k: v for k, v in BY_HAND.items() if k != "MASTER_ADDR"},
+        "MASTER_ADDR is not set, and 2 processes (WORLD_SIZE)",
+    ),
+    "an empty address": ({**BY_HAND, "MASTER_ADDR": ""}, "MASTER_ADDR is not set, and 2 processes (WORLD_SIZE)"),
+    "an address with a port": (BY_HAND | {"MASTER_ADDR": "gpu01:29500"}, "MASTER_ADDR='gpu01:29500' has a port in it"),
+    "likewise, of srun": (SRUN | {"MASTER_ADDR": "gpu01:29500"}, "MASTER_ADDR='gpu01:29500' has a port in it"),
+    "a number that no int takes": (BY_HAND | {"WORLD_SIZE": "9" * 5000}, "not a number"),
     "no local rank": ({k: v for k, v in BY_HAND.items() if k != "LOCAL_RANK"}, "LOCAL_RANK is not set"),
     "no number": (BY_HAND | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
     "no port": (BY_HAND | {"MASTER_PORT": "80000"}, "MASTER_PORT=80000 is no port"),
     "a rank too many": (BY_HAND | {"RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+    "no process": (BY_HAND | {"WORLD_SIZE": "0"}, "WORLD_SIZE=0, and this is a process"),
+    "a place that the node does not have": (
+        BY_HAND | {"LOCAL_RANK": "2"},
+        "LOCAL_RANK=2 is not below WORLD_SIZE=2",
+    ),
+    "likewise, of several nodes": (
+        BY_HAND | {"LOCAL_WORLD_SIZE": "1"},
+        "LOCAL_RANK=1 is not below LOCAL_WORLD_SIZE=1",
+    ),
+    "half of what an agent sets": (
+        {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"},
+        "TORCHELASTIC_RUN_ID is set, as by torchrun, which would have set LOCAL_RANK and LOCAL_WORLD_SIZE too",
+    ),
     "unequal nodes": (BY_HAND | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2 does not divide"),
     "a run in each task": (SRUN | ALONE, "srun has started 8 tasks, and in each"),
     "a run in each task, at a port": (
@@ -155,6 +179,8 @@ LEFT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         (LIGHTNINGS, LIGHTNINGS),
         (SRUN | LEFT, SRUN),
         (BY_HAND, BY_HAND),
+        (LEFT | {"RANK": "", "MASTER_PORT": "", "SLURM_PROCID": ""}, {}),
+        ({"RANK": "0", "MASTER_ADDR": "a"}, {"RANK": "0", "MASTER_ADDR": "a"}),  # half of what several processes have
         (TORCHRUN | LEFT, TORCHRUN | LEFT),
     ],
 )

@@ -55,6 +55,7 @@ def test_each_process_of_a_node_has_the_gpu_of_its_place():
     ("name", "option"),
     [
         ("torchrun", "--nproc-per-node 4"),
+        ("accelerate launch", "--num_processes 4"),
         ("srun", "--ntasks-per-node 4"),
         ("RANK and WORLD_SIZE", "LOCAL_WORLD_SIZE=4"),
     ],

@@ -131,11 +131,15 @@ def srun(count=2):
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """The run of two processes by Lightning's own launcher, in a container that sets variables for one."""
+    """The run of two processes by Lightning's own launcher, where a container sets variables for one process.
+
+    The shell has others of a run on several nodes.
+    """
     cwd = tmp_path_factory.mktemp("own")
     words = [*WORDS, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "run_name=run"]
     container = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    code, output = run(cwd, *words, environment=ALONE | container)
+    of_nodes = {"MASTER_ADDR": "gpu01:29500", "MASTER_PORT": "port", "NODE_RANK": "1"}
+    code, output = run(cwd, *words, environment=ALONE | container | of_nodes)
     assert code == 0, output
     assert "launcher   Lightning: 2 processes" in output
     return cwd / "outputs/run"
@@ -323,6 +327,63 @@ def test_no_place_to_meet(tmp_path):
     variables = by_hand()
     ends = ranks(tmp_path, lambda rank: variables(rank) | {"MASTER_ADDR": ""}, *WORDS)
     refused(ends, "MASTER_ADDR is not set")
+
+
+SOON = """
+from gpt2_fp8.runtime import meeting_place, refused_start, roll_call
+roll_call.GRACE_SECONDS = meeting_place.NAME_SECONDS = 1.0
+refused_start.MEET_SECONDS = 5.0
+"""
+INTERRUPTED = """
+import os, signal, threading
+from gpt2_fp8.runtime import patience
+wait = patience.wait
+def interrupted(*args, **options):
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+    wait(*args, **options)
+patience.wait = interrupted
+"""
+
+
+@pytest.mark.parametrize(
+    ("of", "variables", "cause"),
+    [
+        ({2}, {"LOCAL_RANK": None}, r"error: rank 2 on \S+: LOCAL_RANK is not set"),
+        ({0}, {"LOCAL_RANK": None}, "error: LOCAL_RANK is not set"),
+        ({1}, {"LOCAL_RANK": "9"}, r"error: rank 1 on \S+: LOCAL_RANK=9 is not below WORLD_SIZE=4"),
+        (
+            {3},
+            {"RANK": None},
+            r"error: a process on \S+: WORLD_SIZE=4, which one of several processes has, and RANK",
+        ),
+        ({2}, {"WORLD_SIZE": "5"}, r"error: rank 2 on \S+: 4 processes by RANK and WORLD_SIZE meet at"),
+        ({2}, {"RANK": "1"}, r"error: rank 1 on \S+: two processes say that they are rank 1"),
+        (
+            range(4),
+            {"WORLD_SIZE": None},
+            "error: RANK=0, which one of several processes has, and WORLD_SIZE is not set",
+        ),
+        (range(4), {"MASTER_ADDR": "a.invalid"}, r"error: a.invalid \(MASTER_ADDR\) is no host that is known here"),
+        (range(4), {"MASTER_ADDR": "a:29500"}, "error: MASTER_ADDR='a:29500' has a port in it"),
+    ],
+)
+def test_four_ranks_refuse_variables_with_one_message(tmp_path, of, variables, cause):
+    """Those of one rank, or of all."""
+    common = by_hand(4)
+
+    def of_rank(rank):
+        own = common(rank) | (variables if rank in of else {})
+        return {name: value for name, value in own.items() if value is not None}
+
+    refused(ranks(tmp_path, of_rank, *WORDS, patch=SOON, count=4), cause)
+
+
+def test_a_rank_that_is_refused_alone_says_so_and_heeds_ctrl_c(tmp_path):
+    """Nobody is there who would say it."""
+    variables = {name: value for name, value in by_hand()(1).items() if name != "LOCAL_RANK"}
+    process = start(tmp_path, patched(tmp_path, INTERRUPTED), *WORDS, **variables)
+    said = refused([finish(process)], "rank 1: error: LOCAL_RANK is not set")
+    assert said.count("\n") == 2, said
 
 
 def test_mpirun_is_refused_once(tmp_path):
