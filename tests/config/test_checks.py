@@ -64,7 +64,7 @@ TABLE = [
     ("trainer.devices=8 micro_batch_size=16", "16 on each of 8 devices", "micro_batch_size=2, or glob"),
     ("trainer=ddp global_batch_size=7", "7 sequences does not divide", "micro_batch_size=7"),
     ("trainer.num_nodes=3", "does not divide", "global_batch_size=48"),
-    ("trainer.num_nodes=2", "MASTER_ADDR and NODE_RANK are not set", "torchrun --nnodes 2"),
+    ("trainer.num_nodes=2", "MASTER_ADDR, MASTER_PORT and NODE_RANK are not set", "torchrun --nnodes 2"),
     ("data.tokenizer=gpt2 model.vocab_size=50000", "the tokenizer has 50257 tokens", "model.vocab_size=null"),
     ("model.vocab_size=256", "the tokenizer has 257 tokens", "model.vocab_size=null"),
     # a model's options
@@ -149,7 +149,7 @@ TABLE = [
     ("no_wandb=true", "W&B is a choice of logger", "remove the key"),
     ("no_wandb=false", "W&B is a choice of logger", "logger=[default,wandb]"),
     ("auto_batch_size=true", "it is a value of the size", "micro_batch_size=auto"),
-    ("auto_batch_size=false", "it is a value of the size", "micro_batch_size=NUMBER"),
+    ("auto_batch_size=false", "it is a value of the size", "micro_batch_size=8"),
     ("checkpoint_dir=./checkpoints_fp8/", "checkpoints are in the run's folder", "hydra.run.dir=FOLDER"),
     ("wandb_name=openwebtext_fp8", "every logger has the same", "run_name=openwebtext_fp8"),
     ("wandb_project=fp8", "it has a longer name", "logger=[default,wandb] logger.wandb.project=fp8"),

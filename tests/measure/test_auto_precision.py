@@ -468,8 +468,8 @@ def test_processes_that_something_else_starts_are_refused(gpu, monkeypatch, vari
 
 
 def test_several_nodes_are_refused_where_there_is_something_to_measure(gpu, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("NODE_RANK", "0")
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     nodes = ["trainer.num_nodes=2", "global_batch_size=32", "run_name=run"]
     with pytest.raises(UserError, match="several nodes"):
         settle(*nodes, world_size=2)
