@@ -52,6 +52,8 @@ def test_the_gradients_bias_is_told_by_kind_of_parameter(study, tmp_path, capsys
     rows.write_text("nothing\n")
     assert study("gradient_bias").main(asked) == 2
     assert "write NAME: WORDS" in capsys.readouterr().err
+    assert study("gradient_bias").main(["run", "--conditions", str(tmp_path / "none.txt"), "--", *words]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
 
 
 # Arithmetic

@@ -23,19 +23,21 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gpt2_fp8 import compose
 from gpt2_fp8.backends.resolve import resolve
+from gpt2_fp8.compose import benchmark_rows
+from gpt2_fp8.compose.benchmark_rows import BenchRow
 from gpt2_fp8.config.checks import vocabulary
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.runtime import devices
+from gpt2_fp8.runtime.arguments import Parser
 from gpt2_fp8.train import trained
 
 
@@ -69,22 +71,24 @@ def kind(name: str) -> str:
 def main(argv: list[str]) -> int:
     """Measure what the command line asks for. Returns the exit code."""
     mark = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="a run's folder, or a checkpoint")
-    parser.add_argument("--conditions", type=Path, required=True, help="a file of lines NAME: WORDS")
+    parser.add_argument("--conditions", required=True, help="a file of lines NAME: WORDS")
     parser.add_argument("--batches", type=int, default=64)
-    asked = parser.parse_args(argv[:mark])
     try:
-        print(measure(asked.run, asked.conditions.read_text(), asked.batches, argv[mark + 1 :]))
+        asked = parser.parse_args(argv[:mark])
+        if asked.batches < 1:
+            raise UserError.of("--batches is less than 1", "--batches 64")
+        print(measure(asked.run, _rows(asked.conditions), asked.batches, argv[mark + 1 :]))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def measure(run: str, conditions: str, batches: int, words: list[str]) -> str:
+def measure(run: str, conditions: list[BenchRow], batches: int, words: list[str]) -> str:
     """Return the tables of all conditions but the first."""
-    configs = {name: compose.preflight([*words, *given])[0] for name, given in _rows(conditions)}
+    configs = {row.name: compose.preflight([*words, *row.words])[0] for row in conditions}
     first, *others = configs
     weights = trained.load(run, "last").weights
     models = {name: _gradients(config, dict(weights)) for name, config in configs.items()}
@@ -102,12 +106,12 @@ def measure(run: str, conditions: str, batches: int, words: list[str]) -> str:
     return "\n\n".join(_table(name, found[name], found[first], batches) for name in others)
 
 
-def _rows(conditions: str) -> Iterator[tuple[str, list[str]]]:
-    for line in filter(str.strip, conditions.splitlines()):
-        name, colon, given = line.partition(":")
-        if not colon:
-            raise UserError.of(f"{line!r} is no condition", "write NAME: WORDS")
-        yield name.strip(), given.split()
+def _rows(file: str) -> list[BenchRow]:
+    problems: list[Problem] = []
+    rows = benchmark_rows.read(file, problems, "--conditions")
+    if problems:
+        raise UserError(problems)
+    return rows
 
 
 def _gradients(config: RunConfig, weights: dict[str, Tensor]) -> Gradients:

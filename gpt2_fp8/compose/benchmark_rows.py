@@ -13,7 +13,7 @@ from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import show
 
 FORM = "write NAME: WORDS on each line, such as  fp8: precision=fp8_hybrid recipe=delayed"
-_EXAMPLE = "name a text file of rows, such as bench.rows=docs/studies/ablation.txt"
+_EXAMPLE = "name a text file of rows, such as {}=docs/studies/ablation.txt"
 _LARGEST = 1 << 16  # bytes
 _LONGEST_NAME = 60  # characters
 
@@ -25,11 +25,11 @@ class BenchRow(NamedTuple):
     words: tuple[str, ...]
 
 
-def read(file: str, problems: list[Problem]) -> list[BenchRow]:
-    """Return the rows of a file. What is wrong with it is added to `problems`, each line by its number."""
+def read(file: str, problems: list[Problem], key: str = "bench.rows") -> list[BenchRow]:
+    """Return the rows of a file, that `key` names. What is wrong is added to `problems`, each line by its number."""
     rows: list[BenchRow] = []
     before = len(problems)
-    for number, line in enumerate(text_file.read("bench.rows", file, _LARGEST, _EXAMPLE, problems).splitlines(), 1):
+    for number, line in enumerate(text_file.read(key, file, _LARGEST, _EXAMPLE.format(key), problems).splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, colon, rest = (part.strip() for part in line.partition(":"))
@@ -43,9 +43,9 @@ def read(file: str, problems: list[Problem]) -> list[BenchRow]:
         except ValueError as error:
             reason = f"its words cannot be read: {error}"
         if reason:
-            problems.append(Problem(f"bench.rows={show(file)}, line {number}: {reason}", FORM))
+            problems.append(Problem(f"{key}={show(file)}, line {number}: {reason}", FORM))
         else:
             rows.append(BenchRow(name, words))
     if not rows and len(problems) == before:
-        problems.append(Problem(f"bench.rows={show(file)} holds no row", FORM))
+        problems.append(Problem(f"{key}={show(file)} holds no row", FORM))
     return rows

@@ -42,8 +42,7 @@ def check(
 ) -> Iterator[Finding]:
     """Find processes that the launcher has not started, and nodes whose processes could not meet.
 
-    `config` is as it was composed. A run that is not `alone`
-    is a job of a sweep, whose launcher says what it takes.
+    `config` is as it was composed. A run that is not `alone` is a job of a sweep, whose launcher says what it takes.
     """
     if not launcher.starts_all:
         if alone:
