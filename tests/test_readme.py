@@ -266,7 +266,7 @@ def test_the_studys_command_composes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
     factorial, study = (importlib.import_module(name) for name in ("factorial", "fp8_gap"))
     commands = [found.words for found in ALL if found.words[: len(STUDY)] == STUDY]
-    assert len(commands) == 4
+    assert len(commands) == 5
     steps = set()
     for command in commands:
         words = command[command.index("--") + 1 :]
@@ -281,7 +281,7 @@ def test_the_command_of_the_gradients_bias_composes(tmp_path, monkeypatch):
     """`test_studies` runs the program."""
     monkeypatch.chdir(tmp_path)
     commands = [found.words for found in ALL if found.words[: len(BIAS)] == BIAS]
-    assert len(commands) == 2
+    assert len(commands) == 3
     for command in commands:
         words = command[command.index("--") + 1 :]
         stand_ins(words)

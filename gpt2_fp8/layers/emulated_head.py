@@ -2,7 +2,8 @@
 
 As in the fused layers (`layers.head`), the logits' gradient is (softmax - onehot) times 2^15 in E5M2, under every
 recipe and format. No scale must be found, since its values lie in [-1, 1]. The loss's divisor goes into the scale of
-the GEMMs instead. With a backward in bf16, the gradient is in bfloat16.
+the GEMMs instead, with what rounding takes from a row's sum (`kernels.rounding`). What it takes from the gradient of a
+row's target is added to their results (`kernels.target_rows`). With a backward in bf16, the gradient is in bfloat16.
 
 Penalties change the gradient to softmax (1 + 2 z lse) - onehot + 2 l x / vocabulary, where lse is the logarithm of a
 row's sum of exponentials. It is cast with the same factor, and saturates as `kernels.softmax_cast` says.
@@ -21,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.block_spec import Norm
 from gpt2_fp8.config.schema import PenaltyConfig
+from gpt2_fp8.kernels.rounding import mean_of_rounded
 from gpt2_fp8.layers.delayed_scaling import Place
 from gpt2_fp8.layers.emulated_gemm import (
     NO_SLOTS,
@@ -30,6 +32,7 @@ from gpt2_fp8.layers.emulated_gemm import (
     cast_forward,
     linear,
     product,
+    round_to_bf16,
     rounded_product,
     weight_gradient,
     without_autocast,
@@ -39,6 +42,7 @@ from gpt2_fp8.layers.fp8_cast import Operand, saturated, uncast
 from gpt2_fp8.layers.reference import LayerNormLinear
 
 GRADIENT, FACTOR = torch.float8_e5m2, 2.0**15
+MEAN = mean_of_rounded(GRADIENT)
 
 
 class Head(LayerNormLinear):
@@ -117,12 +121,35 @@ class _Loss(torch.autograd.Function):
         w = Operand(w_values, w_scale_inv, casts.weight is not None)
         given = upstream[0] if ctx.penalty is None else upstream[0][0]
         g, factor = _gradient(logits, targets, ctx.vocab_size, ctx.penalty), given * divisor
-        in_fp8 = Operand(saturated(g * FACTOR, GRADIENT), factor / FACTOR, True)
+        in_fp8 = Operand(saturated(g * FACTOR, GRADIENT), factor / (FACTOR * MEAN), True)
         in_bf16 = uncast(g * factor)
+        rest, at = _rest(g, targets)
+        rest = rest * factor
         with without_autocast(logits):
-            dy = rounded_product(in_bf16 if casts.dgrad_gradient is None else in_fp8, w)
-            dw = weight_gradient(in_bf16 if casts.wgrad_gradient is None else in_fp8, y)
+            if casts.dgrad_gradient is None:
+                dy = rounded_product(in_bf16, w)
+            else:
+                dy = round_to_bf16(product(in_fp8, w) + rest * _numbers(w)[at])
+            if casts.wgrad_gradient is None:
+                dw = weight_gradient(in_bf16, y)
+            else:
+                dw = weight_gradient(in_fp8, y).index_add(0, at, rest * _numbers(y))
         return dy, dw, None, amaxes, None, None, None, None, None
+
+
+def _rest(g: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute what the cast gradient lacks at each row's target, float32 [M, 1], and the targets.
+
+    Rows without one get a 0 for the id 0.
+    """
+    at = targets.clamp_min(0)
+    exact = g.gather(1, at[:, None])
+    return exact - saturated(exact * FACTOR, GRADIENT).float() / (FACTOR * MEAN), at
+
+
+def _numbers(x: Operand) -> Tensor:
+    """Return an operand's numbers, float32."""
+    return x.values.float() * (1.0 if x.scale_inv is None else x.scale_inv)
 
 
 def _gradient(logits: Tensor, targets: Tensor, vocab_size: int, penalty: tuple[float, float] | None) -> Tensor:

@@ -15,11 +15,14 @@ from gpt2_fp8.config.block_spec import BlockSpec
 from gpt2_fp8.config.schema import PenaltyConfig
 from gpt2_fp8.kernels.cast import reduce_columns
 from gpt2_fp8.kernels.cross_entropy import of_trained, scale_, with_penalty
+from gpt2_fp8.kernels.embedding import embedding_gradient
 from gpt2_fp8.kernels.gemm import matmul
 from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
 from gpt2_fp8.kernels.product_gelu import Operands, fits
 from gpt2_fp8.kernels.product_logits import product_logits
+from gpt2_fp8.kernels.rounding import mean_of_rounded
 from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE, log_sums, softmax_gradient_cast, softmax_statistics
+from gpt2_fp8.kernels.target_rows import target_rows
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.fp8_linear import FP8Linear
 from gpt2_fp8.layers.reference import LayerNormLinear
@@ -127,8 +130,9 @@ def _chunk(
         g8, g8t = softmax_gradient_cast(logits, targets, exponents, vocab_size, GRADIENT, gradients.z_loss)
         if gradients.z_loss:
             gradients.log_sums.append(log_sums(exponents))
-        del logits
-        gradients.add(part, g8, g8t, y8t, statistics)
+        rest = gradients.of_targets(logits, targets, exponents, g8, y8)
+        del logits, y8
+        gradients.add(part, g8, g8t, y8t, statistics, targets, rest)
     return losses
 
 
@@ -139,17 +143,34 @@ class _HeadGradients:
         self.z_loss = z_loss
         self.log_sums: list[Tensor] = []  # of each chunk's rows, for the penalty
         self.head, self.x, self.dx = head, x, torch.empty_like(x)
-        self.scale_inv = (weight / GRADIENT_SCALE[GRADIENT]).reshape(1)
+        self.loss_weight = weight.reshape(1)
+        self.scale_inv = self.loss_weight / (GRADIENT_SCALE[GRADIENT] * mean_of_rounded(GRADIENT))
         self.weight = torch.empty_like(head.weight)
         self.norm = torch.empty(2, x.shape[1], dtype=torch.float32, device=x.device)
 
-    def add(self, part: slice, g8: Tensor, g8t: Tensor, y8t: Tensor, statistics: Any) -> None:
-        """Add one chunk's share: g8 [rows, N] is the FP8 gradient of its logits, y8t [d, rows] its normalised rows."""
+    def of_targets(
+        self, logits: Tensor, targets: Tensor, exponents: Tensor, g8: Tensor, y8: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute what `g8` lacks at the targets of one chunk: see `kernels.target_rows`."""
+        linear = self.head.linear
+        gradient, weight = (g8, self.scale_inv), (linear.w8, linear.slot("weight").scale_inv)
+        inputs = y8, linear.slot("input").scale_inv
+        return target_rows(logits, targets, exponents, gradient, self.loss_weight, weight, inputs, self.z_loss)
+
+    def add(
+        self, part: slice, g8: Tensor, g8t: Tensor, y8t: Tensor, statistics: Any, targets: Tensor,
+        rest: tuple[Tensor, Tensor],
+    ) -> None:  # fmt: skip
+        """Add one chunk's share: g8 [rows, N] is the FP8 gradient of its logits, y8t [d, rows] its normalised rows.
+
+        `rest`: what `of_targets` has returned for it. It is overwritten.
+        """
         linear, first = self.head.linear, part.start == 0
-        dy = torch.empty(g8.shape[0], y8t.shape[0], dtype=torch.bfloat16, device=g8.device)
-        matmul(g8, linear.w8t, dy, self.scale_inv, linear.slot("weight").scale_inv)
+        dy, of_weight = rest
+        matmul(g8, linear.w8t, dy, self.scale_inv, linear.slot("weight").scale_inv, add=dy)
         input_scale = linear.slot("input").scale_inv
         matmul(g8t, y8t, self.weight, self.scale_inv, input_scale, add=None if first else self.weight)
+        embedding_gradient(of_weight[None], targets.clamp_min(0)[None], self.weight)
         result = layer_norm_backward(dy, self.x[part], statistics, self.head.layer_norm_weight, None, None)
         self.dx[part] = result.dx
         for i in range(2):

@@ -13,6 +13,7 @@ import torch
 from gpt2_fp8.kernels import cast, cross_entropy, embedding, gelu, layer_norm, nvrtc, product_gelu, softmax_cast
 from gpt2_fp8.kernels.product_logits import product_logits
 from gpt2_fp8.kernels.slot import Slot
+from gpt2_fp8.kernels.target_rows import target_rows
 from tests.gpu.sanitize import DONE
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -60,7 +61,10 @@ def softmaxes() -> None:
         logits, wanted = values(rows, columns), targets(rows, vocab_size)
         _, exponents = softmax_cast.softmax_statistics(logits, wanted, vocab_size)
         for dtype in FORMATS:
-            softmax_cast.softmax_gradient_cast(logits, wanted, exponents, vocab_size, dtype)
+            q, _ = softmax_cast.softmax_gradient_cast(logits, wanted, exponents, vocab_size, dtype)
+        weight, inputs = (values(count, 272).to(E4M3) for count in (columns, rows))
+        gradient, of_loss = (q, number(0.1)), number(0.4)
+        target_rows(logits, wanted, exponents, gradient, of_loss, (weight, number(0.2)), (inputs, number(0.3)))
 
 
 def gelus() -> None:
