@@ -269,12 +269,13 @@ def test_the_studys_command_composes(tmp_path, monkeypatch):
     assert len(commands) == 5
     steps = set()
     for command in commands:
-        words = command[command.index("--") + 1 :]
+        mark = command.index("--")
+        options, words = study._parser().parse_args(command[len(STUDY) : mark]), command[mark + 1 :]
         stand_ins(words)
-        jobs = study._jobs(tmp_path, study._rows(None), [1, 2, 3], words)
+        jobs = study._jobs(tmp_path, study._rows(None), [1, 2, 3], words, options.steps)
         assert len(jobs) == 3 * len(factorial.EMULATED)
         steps |= {job.steps for job in jobs}
-    assert steps == {780, 2400}
+    assert steps == {220, 300, 780, 2400}
 
 
 def test_the_command_of_the_gradients_bias_composes(tmp_path, monkeypatch):
