@@ -104,11 +104,20 @@ def test_a_difference_has_the_error_of_both_means(study):
     assert statistics.contrast([[1.0], [2.0]], [-1, 1]).value == 1
 
 
+def test_equal_seeds_are_compared_without_what_they_have_in_common(study):
+    paired = study("statistics_of").paired
+    effect, count = paired({1: 5.2, 2: 4.2, 9: 1.0}, {2: 4.1, 1: 5.0, 3: 7.0})
+    assert (effect.value, count) == (pytest.approx(0.15), 2)
+    assert effect.error == pytest.approx(0.05)
+    assert paired({1: 5.0}, {2: 4.0})[1] == 0
+
+
 def test_the_table_compares_with_the_first_condition(study):
-    table = study("fp8_gap")._table({"bf16": [4.0, 4.2], "fused": [4.1, 4.5], "late": []})
+    table = study("fp8_gap")._table({"bf16": {1: 4.0, 2: 4.2}, "fused": {1: 4.1, 2: 4.5, 3: 4.3}, "late": {}})
     lines = table.splitlines()
     assert lines[1].split() == ["bf16", "2", "4.1000", "0.1414"]
-    assert lines[2].split() == ["fused", "2", "4.3000", "0.2828", "+0.2000", "(0.2236)", "+4.88", "%"]
+    row = "fused 3 4.3000 0.2000 +0.2000 (0.1528) +4.88 %; on 2 equal seeds +0.2000 (0.1000)"
+    assert " ".join(lines[2].split()) == row
     assert lines[3].split() == ["late", "0"]
 
 

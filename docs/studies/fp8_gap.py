@@ -29,7 +29,7 @@ from pathlib import Path
 
 from factorial import EMULATED, FACTORS, condition, main_effects, settings
 from jobs import Job, Leg, Queue
-from statistics_of import Effect, difference, mean_and_deviation
+from statistics_of import Effect, difference, mean_and_deviation, paired
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config.errors import UserError
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     code = Queue(jobs, options.gpus, options.at_once).run()
-    losses = {name: [job.loss for job in jobs if job.name == name and job.loss is not None] for name in rows}
+    losses = {name: {job.seed: job.loss for job in jobs if job.name == name and job.loss is not None} for name in rows}
     print(_table(losses) if options.conditions else _effects(losses))
     return code
 
@@ -125,30 +125,35 @@ def _same_study(folder: Path, words: list[str]) -> None:
     note.write_text(json.dumps({"words": words}, indent=1) + "\n")
 
 
-def _table(losses: dict[str, list[float]]) -> str:
-    """Describe every condition, and how far it is from the first."""
+def _table(losses: dict[str, dict[int, float]]) -> str:
+    """Describe every condition by the losses of its seeds, and how far it is from the first."""
     first, *_ = losses
     width = max(map(len, losses))
     lines = [f"{'condition':{width}}  runs    loss  deviation  difference from {first} (standard error)"]
-    for name, values in losses.items():
+    base = list(losses[first].values())
+    for name, by_seed in losses.items():
+        values = list(by_seed.values())
         if not values:
             lines.append(f"{name:{width}}  {0:4}")
             continue
         mean, deviation = mean_and_deviation(values)
         line = f"{name:{width}}  {len(values):4}  {mean:.4f}  {deviation:9.4f}"
-        if name != first and losses[first]:
-            line += f"  {_of(difference(values, losses[first]), mean_and_deviation(losses[first])[0])}"
+        if name != first and base:
+            line += f"  {_of(difference(values, base), mean_and_deviation(base)[0])}"
+            effect, count = paired(by_seed, losses[first])
+            line += f"; on {count} equal seeds {effect.value:+.4f} ({effect.error:.4f})" if count else ""
         lines.append(line)
     return "\n".join(lines)
 
 
-def _effects(losses: dict[str, list[float]]) -> str:
+def _effects(losses: dict[str, dict[int, float]]) -> str:
     """Describe the main effect of every operand: what its FP8 adds to the loss."""
     if missing := [name for name, values in losses.items() if not values]:
         return f"no table yet: {len(missing)} of {len(losses)} conditions have no run that is done"
-    grand = mean_and_deviation([mean_and_deviation(values)[0] for values in losses.values()])[0]
+    seeds = {name: list(values.values()) for name, values in losses.items()}
+    grand = mean_and_deviation([mean_and_deviation(values)[0] for values in seeds.values()])[0]
     lines = [_table(losses), "", "operand          effect of FP8 on the loss (standard error)"]
-    lines += [f"{name:15}  {_of(effect, grand)}" for name, effect in zip(FACTORS, main_effects(losses), strict=True)]
+    lines += [f"{name:15}  {_of(effect, grand)}" for name, effect in zip(FACTORS, main_effects(seeds), strict=True)]
     return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev, variance
 from typing import NamedTuple
 
@@ -26,6 +26,19 @@ def difference(values: Sequence[float], base: Sequence[float]) -> Effect:
         return Effect(fmean(values) - fmean(base), math.nan)
     error = math.sqrt(variance(values) / len(values) + variance(base) / len(base))
     return Effect(fmean(values) - fmean(base), error)
+
+
+def paired(values: Mapping[int, float], base: Mapping[int, float]) -> tuple[Effect, int]:
+    """Return the mean difference of equal seeds, and how many there are; NaN if there is none.
+
+    Runs of one seed begin with equal weights and read equal batches. As long as they stay close, the seed's own part
+    is in both, and the difference has a smaller error than that of two means.
+    """
+    found = [values[seed] - base[seed] for seed in values.keys() & base.keys()]
+    if not found:
+        return Effect(math.nan, math.nan), 0
+    mean, deviation = mean_and_deviation(found)
+    return Effect(mean, deviation / math.sqrt(len(found))), len(found)
 
 
 def contrast(values: Sequence[Sequence[float]], signs: Sequence[int]) -> Effect:
