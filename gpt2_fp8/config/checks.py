@@ -36,9 +36,20 @@ def vocabulary(config: RunConfig) -> int:
 
 def check(config: RunConfig) -> list[Finding]:
     """List what is wrong with a configuration whose types and ranges are right. Reads the disk, writes nothing."""
-    if isinstance(config.data, MixtureData) and not config.data.sources:  # whose tokenizer the model would have
+    if _is_empty(config):
         return list(mixture.check(config))
     return [*_names(config), *paths.check(config), *(finding for across in _ACROSS for finding in across(config))]
+
+
+def check_but_paths(config: RunConfig) -> list[Finding]:
+    """List what is wrong with a configuration that may be for another machine: all of `check`'s but its paths."""
+    found = [] if _is_empty(config) else paths.check(config)
+    return [finding for finding in check(config) if finding not in found]
+
+
+def _is_empty(config: RunConfig) -> bool:
+    """Return whether a mixture has no source yet, and so no tokenizer, which other checks would ask for."""
+    return isinstance(config.data, MixtureData) and not config.data.sources
 
 
 def check_batch(config: RunConfig, world_size: int) -> None:

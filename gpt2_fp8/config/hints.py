@@ -21,6 +21,7 @@ VALUES = {
     "cuda_graphs": "cuda_graphs=true, false or auto",
     "micro_batch_size": "a number of sequences that fits the GPU's memory: micro_batch_size=8",
     "precision.keep_bf16": "'precision.keep_bf16=[head,last]'",
+    "data.weights": "'data.weights={web: 7, own: 3}' by the sources' names, or data.weights=null for equal ones",
     "bench.model": "'bench.model=[gpt2,gpt2_medium]'",
     "bench.precision": "'bench.precision=[bf16,fp8_hybrid]'",
     "bench.recipe": "'bench.recipe=[delayed,current]'",

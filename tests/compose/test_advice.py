@@ -35,6 +35,9 @@ def remedy(line):
 
 
 BOTH_SOURCES = "+data@data.sources.fineweb=fineweb +data@data.sources.openwebtext=openwebtext"
+ONE, OTHER = "+data@data.sources.a", "+data@data.sources.links=openwebtext"
+SAME = "+data@data.sources.web=fineweb data.sources.web.tokenizer=bytes"
+WEIGHTS = "'data.weights={web: 7, links: 3}'"
 
 # What was typed; a part of the advice; what a person then types.
 TYPED = [
@@ -64,6 +67,11 @@ TYPED = [
     ("data=mixture data.sources=a", TWO_SOURCES, f"data=mixture {TWO_SOURCES}"),
     ("data=mixture data.sources={a:1}", TWO_SOURCES, f"data=mixture {TWO_SOURCES}"),
     ("data=mixture data.sources=[fineweb,openwebtext]", BOTH_SOURCES, f"data=mixture {BOTH_SOURCES}"),
+    (f"data=mixture {ONE}=stdlib", "add +data@data.sources.web=fineweb", f"data=mixture {ONE}=stdlib {SAME}"),
+    (f"data=mixture {ONE}=stdlib", "a single one is data=stdlib", "data=stdlib"),
+    (f"data=mixture {ONE}=fineweb", "add +data@data.sources.links=openwebtext;", f"data=mixture {ONE}=fineweb {OTHER}"),
+    (f"data=mixture {TWO_SOURCES} data.weights=[1,2]", "{web: 7, own: 3}", f"data=mixture {TWO_SOURCES} {WEIGHTS}"),
+    (f"data=mixture {TWO_SOURCES} data.weights.web=1", "{web: 7, own: 3}", f"data=mixture {TWO_SOURCES} {WEIGHTS}"),
     ("tags=[a,b]", "+tags.a=true +tags.b=true", "+tags.a=true +tags.b=true"),
     ("max_seq_len=512", "model.n_positions", "model.n_positions=512"),
     ("model=124M", "model=gpt2", "model=gpt2"),

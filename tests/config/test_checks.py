@@ -392,7 +392,7 @@ TABLE = [
     (f"{IDS} data.cache_dir=x", "data.cache_dir belongs to", "or leave data.cache_dir out"),
     (f"{IDS} input_bin=x", "there is no key input_bin", "data=token_files"),
     ("data=mixture", "mixes two sources or more, and has none", "+data@data.sources.web=fineweb"),
-    ("data=mixture +data@data.sources.a=stdlib", "and has 1", "a single one is data=fineweb"),
+    ("data=mixture +data@data.sources.a=stdlib", "and has 1", "a single one is data=stdlib"),
     ("data=mixture data@data.sources.a=fineweb +data@data.sources.b=openwebtext +data@data.sources.c=slimpajama",
      "no file that was chosen has data.sources.a", "+data@data.sources.a=fineweb, to add it"),
     (f"{MIXED} +data@data.sources.c=finewebb", "data=finewebb: there is no such choice", "did you mean data=fineweb?"),
