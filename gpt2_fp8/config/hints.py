@@ -124,8 +124,8 @@ def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, s
     if key == "data" and (files := as_files(value)):
         return f"{cause}, and files are listed", files
     choices = [choice for choice in choices if (key, choice) not in REFUSED]
-    if typed := other_words.key_of_choice(key, value):
-        return f"{cause}: it has a weight of its own", typed
+    if known := other_words.words_of_choice(key, value):
+        return f"{cause}: {known[0]}", known[1]
     matches = near(value.removesuffix(".yaml"), choices, 1)
     matches = matches or [c for c in choices if value and (c.startswith(value) or value.startswith(c))]
     have = f"the choices are {', '.join(choices)}"

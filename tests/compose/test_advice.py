@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from gpt2_fp8.config.hints import TWO_SOURCES
 from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
 
+SWEEPS = Path(__file__).resolve().parents[2] / "docs/sweeps"
 SAVED = "outputs/first/checkpoints/step-00000004"  # as last.json says, since the run was rolled back
 
 
@@ -156,6 +158,13 @@ def test_every_choice_from_elsewhere_is_one_of_ours(group):
     for theirs, ours in other_words.CHOICES[group].items():
         assert remedy(f"{group}='{theirs}'") == f"{group}={ours}"
         assert len(preflight([f"{group}={ours}"])) == 1
+
+
+@pytest.mark.parametrize("group", other_words.OF_A_GROUP)
+def test_a_choice_that_is_other_words_here_composes_with_them(group):
+    for theirs, (_, words) in other_words.OF_A_GROUP[group].items():
+        assert remedy(f"{group}={theirs}") == words
+        assert preflight(words.replace("docs/sweeps", str(SWEEPS)).split())
 
 
 # What a value of an advice needs beside it.
