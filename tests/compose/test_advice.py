@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_fp8.compose import preflight
+from gpt2_fp8.compose import look_only, preflight
 from gpt2_fp8.config import foreign_keys, foreign_values, other_words
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.hints import TWO_SOURCES
@@ -151,6 +151,28 @@ def test_your_own_experiment_is_told_where_it_may_stand(tmp_path):
     (tmp_path / "mine/experiment/my_own.yaml").write_text("# @package _global_\nseed: 2\n")
     (config,) = preflight(["-cd", "mine", "experiment=my_own"])
     assert config.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "then"),
+    [
+        ("experiment=llama3_small_delayed recipe=current", "recipe=current"),
+        ("experiment=llama3_small_tensorwise_first_last precision=bf16", "precision=bf16"),
+    ],
+)
+def test_what_an_experiment_sets_is_not_said_to_be_typed(line, then):
+    """A key of its file can be left out with the whole file alone."""
+    said = f"or leave {line.split()[0]} out, whose file sets it"
+    with pytest.raises(UserError) as shown:
+        look_only([*line.split(), "--cfg", "job"])
+    assert said in remedy(line)
+    assert said in shown.value.problems[0].remedy
+    assert len(preflight(then.split())) == 1
+    assert len(preflight([*line.split()[:1], remedy(line).partition(",")[0].removeprefix("choose ")])) == 1
+    typed = remedy(
+        f"{line.split()[1]} precision.emulate=[head]" if "bf16" in line else "recipe=current recipe.margin=1"
+    )
+    assert re.search(r"leave (precision\.emulate|recipe\.margin) out$", typed)
 
 
 @pytest.mark.parametrize("group", other_words.CHOICES)
