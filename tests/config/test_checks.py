@@ -112,6 +112,7 @@ TABLE = [
     ("recipe=block model.head_size=4 model.n_kv_head=1", "the keys and values have 8 channels", "head_size=8, or"),
     ("recipe=blockwise model.n_embd=200", "n_embd=200: FP8 matrix products need a multiple of 16", "model.n_embd=192"),
     ("precision.keep_bf16=[blocks.4]", "no layer blocks.4 in a model of 4 blocks", "blocks.0 to blocks.3"),
+    ("precision.keep_bf16=[head,1F1L]", "there is no layer 1F1L", "precision.keep_bf16='[head,first:1,last:1]'"),
     ("precision.keep_bf16=[heads]", "no layer heads", "head, first, last"),
     ("precision.keep_bf16=[first:5]", "no layer first:5 in a model of 4 blocks", "first:2"),
     ("precision.backend=fused precision.keep_bf16=[blocks.1.qkv]", "names a part of blocks.1", "backend=auto"),
