@@ -52,6 +52,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "optimizer_type": _OPTIMIZER,
     "optim.name": _OPTIMIZER,
     "optim.optimizer": _OPTIMIZER,
+    "optimizer.block_size": ("a block has 256 numbers", "remove the key"),
     "muon_lr": ("it has another name", "optimizer=muon optimizer.matrix_lr=VALUE"),
     "muon_momentum": ("it has another name", "optimizer=muon optimizer.momentum=0.95"),
     "learning_rate": ("it has a shorter name", "optim.lr"),
