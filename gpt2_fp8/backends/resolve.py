@@ -186,5 +186,7 @@ def _asked(config: RunConfig, name: str) -> type[Backend]:
     """Return the backend with the given name. Raises UserError if it cannot compute the run here."""
     backend = BACKENDS[name]
     if reason := backend.why_not(config):
-        raise UserError.of(f"precision.backend={name} cannot run here: {reason}", "precision.backend=auto")
+        compiled = config.compile is True and backend.why_not(replace(config, compile="auto")) is None
+        remedy = f"{'compile=auto, or ' if compiled else ''}precision.backend=auto"
+        raise UserError.of(f"precision.backend={name} cannot run here: {reason}", remedy)
     return backend

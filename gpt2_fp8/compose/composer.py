@@ -128,6 +128,8 @@ class Composer:
         self._instead[text] = None
         if (single := _single_value_above(base, key)) is not None:
             cause, remedy = f"there is no key {key}: {single} is a single value", f"{single}=VALUE"
+            if single == "data.weights":  # null until it is given, as a whole
+                cause, remedy = f"there is no key {key} yet: the weights are given together", hints.VALUES[single]
             if single in hints.UNCHOSEN:
                 cause, remedy = f"there is no key {key}: this logger is not chosen", hints.UNCHOSEN[single]
             self._note(key, Problem(cause, remedy))

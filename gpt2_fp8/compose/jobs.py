@@ -183,10 +183,23 @@ class Job:
             found += [finding for finding in across if not any(map(self._doubts, finding.keys))]
         return config, [finding.problem for finding in self.causes(found)]
 
+    def _by_experiment(self, finding: Finding) -> Finding:
+        """Return a finding whose advice is to leave a key out; if an experiment has set it, the advice names that."""
+        key, (cause, remedy) = finding.keys[0], finding.problem
+        left_out = f"leave {key} out"
+        chosen = next((word for word in self.words if word.key_or_group == "experiment"), None)
+        if chosen is None or self.typed & set(above(key)[:-1]) or not remedy.endswith(left_out):
+            return finding
+        if lookup(self.composer.base([word for word in self.words if word is not chosen]), key)[0]:
+            return finding
+        remedy = f"{remedy.removesuffix(left_out)}leave {chosen.input_line} out, whose file sets it"
+        return Finding(finding.keys, Problem(cause, remedy))
+
     def causes(self, found: list[Finding]) -> list[Finding]:
         """Return the findings without those of keys that take their value from another wrong one."""
         wrong = {key for finding in [*found, *self.composer.found] for key in finding.keys}
-        return [finding for finding in found if not any(self._follows(key) in wrong for key in finding.keys)]
+        causes = [finding for finding in found if not any(self._follows(key) in wrong for key in finding.keys)]
+        return list(map(self._by_experiment, causes))
 
     def given(self, key: str) -> bool:
         """Return whether a word sets a key."""

@@ -18,7 +18,7 @@ from gpt2_fp8.compose.commandline import CommandLine
 from gpt2_fp8.compose.composer import Composer, above
 from gpt2_fp8.compose.jobs import Job
 from gpt2_fp8.compose.request import request_of
-from gpt2_fp8.config import checks, parsing, paths, run_length
+from gpt2_fp8.config import checks, parsing, run_length
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
@@ -67,8 +67,7 @@ def _composition(composer: Composer, words: list[Override], args: argparse.Names
     problems += [f.problem for f in job.causes(found) if shown or set(f.keys) & told or not set(f.keys) & set(known)]
     if shown and config is not None and not problems:
         config = run_length.fitted(config, job.typed)
-        files = paths.check(config)
-        problems += [f.problem for f in checks.check(config) if f not in files]
+        problems += [finding.problem for finding in checks.check_but_paths(config)]
     if args.package and args.package != "_global_" and OmegaConf.select(cfg, args.package) is None:
         problems.append(Problem(f"--package {args.package}: there is none in this configuration", "--package trainer"))
     return problems

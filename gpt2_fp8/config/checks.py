@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from gpt2_fp8.config import (
@@ -13,6 +14,7 @@ from gpt2_fp8.config import (
     backend_check,
     document_borders,
     hf_check,
+    kept_layers,
     logger_checks,
     mixture,
     model_checks,
@@ -36,9 +38,20 @@ def vocabulary(config: RunConfig) -> int:
 
 def check(config: RunConfig) -> list[Finding]:
     """List what is wrong with a configuration whose types and ranges are right. Reads the disk, writes nothing."""
-    if isinstance(config.data, MixtureData) and not config.data.sources:  # whose tokenizer the model would have
+    if _is_empty(config):
         return list(mixture.check(config))
     return [*_names(config), *paths.check(config), *(finding for across in _ACROSS for finding in across(config))]
+
+
+def check_but_paths(config: RunConfig) -> list[Finding]:
+    """List what is wrong with a configuration that may be for another machine: all of `check`'s but its paths."""
+    found = [] if _is_empty(config) else paths.check(config)
+    return [finding for finding in check(config) if finding not in found]
+
+
+def _is_empty(config: RunConfig) -> bool:
+    """Return whether a mixture has no source yet, and so no tokenizer, which other checks would ask for."""
+    return isinstance(config.data, MixtureData) and not config.data.sources
 
 
 def check_batch(config: RunConfig, world_size: int) -> None:
@@ -58,7 +71,7 @@ def _names(config: RunConfig) -> Iterator[Finding]:
                 reason = f"there is no layer {show(name)} in a model of {config.model.n_layer} blocks"
                 remedy = (
                     f"name head, first, last, first:2, blocks.0 to blocks.{last}, or a part such as blocks.*.mlp: "
-                    "precision.keep_bf16='[head,last]'"
+                    f"precision.keep_bf16='[{_kept_instead(config.precision.keep_bf16, config.model.n_layer)}]'"
                 )
                 yield finding(config, "precision.keep_bf16", reason, remedy)
     yield from (
@@ -71,6 +84,12 @@ def _names(config: RunConfig) -> Iterator[Finding]:
             yield finding(
                 config, key, "is registered by no plugin", "plugins=[MODULE], of the module that registers it"
             )
+
+
+def _kept_instead(names: list[str], n_layer: int) -> str:
+    """Return the list with names that fit nothing as what they most likely mean; an example if that is not known."""
+    meant = [[name] if not fits_nothing(name, n_layer) else kept_layers.meant(name, n_layer) for name in names]
+    return ",".join(dict.fromkeys(chain.from_iterable(meant))) if all(meant) else "head,last"
 
 
 def _names_of_source(config: RunConfig) -> Iterator[Finding]:

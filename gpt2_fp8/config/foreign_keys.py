@@ -25,6 +25,14 @@ _DOCUMENTS = ("it has another name", "document_mask=true")
 _SWIGLU = ("it is the MLP's kind", "model.mlp=swiglu")
 _RMS_NORM = ("it is a kind of normalisation", "model.norm=rms_norm")
 _ROPE = ("it is a kind of positions", "model.positions=rope")
+_TIED = ("it has another name", "model.tied_head=true or false")
+_RECOMPUTE = ("it has another name", "activation_checkpointing=full (whole blocks) or mlp")
+_TE, _TORCHAO = ("it is a backend", "precision.backend=te"), ("it is a backend", "precision.backend=torchao")
+_BIASES = ("it has another name", "model.bias=true or false")
+_DELAYED = "it is delayed scaling's"
+_TIME = ("it has Lightning's name", "trainer.max_time=DD:HH:MM:SS")
+_WARM_UP = ("it is counted in steps", "optim.warmup_steps")
+_DECAY = ("it is counted in steps", "optim.decay_steps, of the schedule warmup_stable_decay")
 _KV_HEADS = ("it is a number of key-value heads", "model.n_kv_head=4")
 
 # Looked up by the whole path first, then by its last part.
@@ -52,6 +60,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "optimizer_type": _OPTIMIZER,
     "optim.name": _OPTIMIZER,
     "optim.optimizer": _OPTIMIZER,
+    "optimizer.block_size": ("a block has 256 numbers", "remove the key"),
     "muon_lr": ("it has another name", "optimizer=muon optimizer.matrix_lr=VALUE"),
     "muon_momentum": ("it has another name", "optimizer=muon optimizer.momentum=0.95"),
     "learning_rate": ("it has a shorter name", "optim.lr"),
@@ -204,6 +213,20 @@ KEYS: dict[str, tuple[str, str]] = {
     "use_gqa": _KV_HEADS,
     "num_kv_heads": _KV_HEADS,
     "n_kv_heads": _KV_HEADS,
+    "group_query_attention": _KV_HEADS,
+    "fp8_margin": (_DELAYED, "recipe=delayed recipe.margin=1"),
+    "fp8_amax_history_len": (_DELAYED, "recipe=delayed recipe.amax_history_len=16"),
+    "fp8_amax_compute_algo": (_DELAYED, "recipe=delayed recipe.amax_compute_algo=max or most_recent"),
+    **dict.fromkeys(("tied", "tie_weights", "tie_embeddings", "weight_tying", "share_embeddings"), _TIED),
+    **dict.fromkeys(("untied", "untie_embeddings_and_output_weights"), _TIED),
+    **dict.fromkeys(("add_bias_linear", "disable_bias_linear"), _BIASES),
+    **dict.fromkeys(("recompute", "recompute_activations", "recompute_granularity"), _RECOMPUTE),
+    **dict.fromkeys(("use_te", "use_transformer_engine", "transformer_impl"), _TE),
+    **dict.fromkeys(("use_torchao", "float8"), _TORCHAO),
+    **dict.fromkeys(("max_duration", "time_limit", "exit_duration_in_mins"), _TIME),
+    **dict.fromkeys(("warmup_ratio", "lr_warmup_fraction", "lr_warmup_iters"), _WARM_UP),
+    **dict.fromkeys(("cooldown_steps", "decay_fraction", "wsd_decay_steps", "lr_wsd_decay_iters"), _DECAY),
+    "use_rotary_position_embeddings": _ROPE,
     "rope": _ROPE,
     "use_rope": _ROPE,
     "rotary": _ROPE,

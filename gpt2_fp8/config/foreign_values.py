@@ -13,11 +13,25 @@ _ALWAYS = "leave it out, it is so"
 # What true and what false come to; None: the general advice.
 _FLAGS: dict[str, tuple[str | None, str]] = {
     **dict.fromkeys(("qk_layernorm", "use_qk_norm"), ("model.qk_norm=true", "model.qk_norm=false")),
-    "tie_word_embeddings": ("model.tied_head=true", "model.tied_head=false"),
+    **dict.fromkeys(
+        ("tie_word_embeddings", "tied", "tie_weights", "tie_embeddings", "weight_tying", "share_embeddings"),
+        ("model.tied_head=true", "model.tied_head=false"),
+    ),
+    **dict.fromkeys(
+        ("untied", "untie_embeddings_and_output_weights"), ("model.tied_head=false", "model.tied_head=true")
+    ),
+    "add_bias_linear": ("model.bias=true", "model.bias=false"),
+    "disable_bias_linear": ("model.bias=false", "model.bias=true"),
+    **dict.fromkeys(("use_te", "use_transformer_engine", "use_torchao", "float8"), (None, "leave it out")),
+    **dict.fromkeys(("recompute", "recompute_activations"), (None, "activation_checkpointing=none")),
     **dict.fromkeys(("use_rmsnorm", "rms_norm", "rmsnorm", "use_rms_norm"), (None, "model.norm=layer_norm")),
     **dict.fromkeys(("swiglu", "use_swiglu"), (None, "model.mlp=gelu")),
-    **dict.fromkeys(("rope", "use_rope", "rotary"), (None, "model.positions=learned")),
-    **dict.fromkeys(("gqa", "use_gqa"), (None, "leave it out: every head has its own keys and values")),
+    **dict.fromkeys(
+        ("rope", "use_rope", "rotary", "use_rotary_position_embeddings"), (None, "model.positions=learned")
+    ),
+    **dict.fromkeys(
+        ("gqa", "use_gqa", "group_query_attention"), (None, "leave it out: every head has its own keys and values")
+    ),
     "use_fast_accum": ("precision.fast_accumulation=true", "precision.fast_accumulation=false"),
     "split_accumulator": ("precision.fast_accumulation=false", "precision.fast_accumulation=true"),
     "first_last_layers_bf16": (None, "leave it out"),
@@ -36,7 +50,11 @@ _FLAGS: dict[str, tuple[str | None, str]] = {
 # Numbers: what is typed, from which on, and below which.
 _COUNT, _WEIGHT, _PART = (1, math.inf), (0, math.inf), (0, 1)
 _NUMBERS: dict[str, tuple[str, tuple[float, float]]] = {
-    **dict.fromkeys(("gqa", "use_gqa", "num_kv_heads", "n_kv_heads"), ("model.n_kv_head={}", _COUNT)),
+    **dict.fromkeys(
+        ("gqa", "use_gqa", "group_query_attention", "num_kv_heads", "n_kv_heads"), ("model.n_kv_head={}", _COUNT)
+    ),
+    "fp8_margin": ("recipe=delayed recipe.margin={}", (0, 101)),
+    "fp8_amax_history_len": ("recipe=delayed recipe.amax_history_len={}", (1, 10**6 + 1)),
     "num_layers_at_start_in_bf16": ("precision.keep_bf16='[first:{}]'", _COUNT),
     "num_layers_at_end_in_bf16": ("precision.keep_bf16='[last:{}]'", _COUNT),
     **dict.fromkeys(("log_histograms", "histogram_freq"), ("logger.histograms_every_n_steps={}", _WEIGHT)),
@@ -49,7 +67,11 @@ _NUMBERS: dict[str, tuple[str, tuple[float, float]]] = {
         ("penalty.z_loss={0}, penalty.logit_l2={0} or penalty.activation_l1={0}", _WEIGHT),
     ),
 }
-_WHOLE = {name for name, (text, range_) in _NUMBERS.items() if range_ == _COUNT or "every_n_steps" in text}
+_WHOLE = {
+    name
+    for name, (text, range_) in _NUMBERS.items()
+    if range_ == _COUNT or "every_n_steps" in text or "recipe." in text
+}
 _NAMES = {
     "wandb_project": "logger=[default,wandb] logger.wandb.project={}",
     "wandb_entity": "logger=[default,wandb] logger.wandb.entity={}",

@@ -21,6 +21,7 @@ VALUES = {
     "cuda_graphs": "cuda_graphs=true, false or auto",
     "micro_batch_size": "a number of sequences that fits the GPU's memory: micro_batch_size=8",
     "precision.keep_bf16": "'precision.keep_bf16=[head,last]'",
+    "data.weights": "'data.weights={web: 7, own: 3}' by the sources' names, or data.weights=null for equal ones",
     "bench.model": "'bench.model=[gpt2,gpt2_medium]'",
     "bench.precision": "'bench.precision=[bf16,fp8_hybrid]'",
     "bench.recipe": "'bench.recipe=[delayed,current]'",
@@ -123,8 +124,8 @@ def unknown_choice(key: str, value: str, choices: Sequence[str]) -> tuple[str, s
     if key == "data" and (files := as_files(value)):
         return f"{cause}, and files are listed", files
     choices = [choice for choice in choices if (key, choice) not in REFUSED]
-    if typed := other_words.key_of_choice(key, value):
-        return f"{cause}: it has a weight of its own", typed
+    if known := other_words.words_of_choice(key, value):
+        return f"{cause}: {known[0]}", known[1]
     matches = near(value.removesuffix(".yaml"), choices, 1)
     matches = matches or [c for c in choices if value and (c.startswith(value) or value.startswith(c))]
     have = f"the choices are {', '.join(choices)}"

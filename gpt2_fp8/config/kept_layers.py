@@ -20,6 +20,19 @@ PARTS: tuple[Part, ...] = ("qkv", "projection", "fc1", "fc2")
 ALL_PARTS = frozenset(PARTS)
 NO_PARTS: frozenset[Part] = frozenset()
 MLP = frozenset({"fc1", "fc2"})
+# What other programs call these.
+_BOTH_ENDS = re.compile(r"(?:([1-9][0-9]{0,5})f)?(?:([1-9][0-9]{0,5})l)?")  # 1F1L: the first and the last
+_BLOCK = re.compile(r"(?:(?:\w+\.){0,3}(?:blocks?|layers?|h)\.)?([0-9]{1,6})", re.ASCII)
+_HEADS = ("lm_head", "heads", "output", "output_layer", "logits")
+_PARTS_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    **{part: (part,) for part in (*PARTS, "mlp")},
+    **dict.fromkeys(("attn", "attention", "self_attn", "self_attention"), ("qkv", "projection")),
+    **dict.fromkeys(("c_attn", "qkv_proj", "linear_qkv"), ("qkv",)),
+    **dict.fromkeys(("o_proj", "out_proj", "linear_proj"), ("projection",)),
+    **dict.fromkeys(("ffn", "feed_forward"), ("mlp",)),
+    **dict.fromkeys(("c_fc", "gate_proj", "up_proj", "linear_fc1"), ("fc1",)),
+    **dict.fromkeys(("down_proj", "linear_fc2"), ("fc2",)),
+}
 _ENDS = re.compile(r"(first|last)(?::([0-9]{1,6}))?")
 
 
@@ -49,6 +62,25 @@ def kept(names: Iterable[str], n_layer: int) -> Kept:
 def fits_nothing(name: str, n_layer: int) -> bool:
     """Return whether a name is of no layer of a model of `n_layer` blocks."""
     return not fnmatchcase("head", name) and not any(True for _ in _named(name, n_layer))
+
+
+def meant(name: str, n_layer: int) -> list[str]:
+    """Return the layers that a name which fits nothing most likely means, in names that fit; empty if none is known."""
+    name = name.lower()
+    if name and (ends := _BOTH_ENDS.fullmatch(name)):
+        counts = zip(("first", "last"), ends.groups(), strict=True)
+        return [f"{end}:{min(int(count), n_layer)}" for end, count in counts if count]
+    if end := _ENDS.fullmatch(name):
+        count = min(int(end[2] or 1), n_layer)
+        return [f"{end[1]}:{count}"] if count else []
+    if block := _BLOCK.fullmatch(name):
+        return [f"blocks.{min(int(block[1]), n_layer - 1)}"]
+    if name in _HEADS:
+        return ["head"]
+    above, _, part = name.rpartition(".")
+    block = _BLOCK.fullmatch(above)
+    place = f"blocks.{min(int(block[1]), n_layer - 1)}" if block else "blocks.*"
+    return [f"{place}.{ours}" for ours in _PARTS_ELSEWHERE.get(part, ())]
 
 
 def _named(name: str, n_layer: int) -> Iterator[tuple[int, frozenset[Part]]]:

@@ -72,14 +72,23 @@ def check(config: RunConfig) -> Iterator[Finding]:
             yield Finding(("data.sources",), Problem(cause, remedy))
     if len(data.sources) < 2:
         cause = f"data=mixture mixes two sources or more, and has {len(data.sources) or 'none'}"
-        remedy = f"{hints.TWO_SOURCES}; a single one is data=fineweb"
-        yield Finding(("data.sources",), Problem(cause, remedy))
+        yield Finding(("data.sources",), Problem(cause, _more_sources(data)))
     yield from _weights(data)
     yield from _in_common(data)
     if config.trainer.max_epochs is not None:
         cause = f"trainer.max_epochs={config.trainer.max_epochs}: each source of a mixture has passes of its own"
         remedy = "trainer.max_epochs=null, and the length as trainer.max_tokens=NUMBER or trainer.max_steps=NUMBER"
         yield Finding(("trainer.max_epochs", "data.kind"), Problem(cause, remedy))
+
+
+def _more_sources(data: MixtureData) -> str:
+    """Return what makes two sources of none, or of one, whose tokenizer the other has then too."""
+    if not data.sources:
+        return f"{hints.TWO_SOURCES}; a single one is data=fineweb"
+    ((name, source),) = data.sources.items()
+    other, choice = ("links", "openwebtext") if name == "web" or source.name == "fineweb" else ("web", "fineweb")
+    same = "" if source.tokenizer == "gpt2" else f" data.sources.{other}.tokenizer={source.tokenizer}"
+    return f"add +data@data.sources.{other}={choice}{same}; a single one is data={source.name}"
 
 
 def _weights(data: MixtureData) -> Iterator[Finding]:

@@ -51,12 +51,43 @@ CHOICES = {
     },
 }  # fmt: skip
 
-# Choices of a group that are keys here, with a value to begin with: `penalty=l2`.
-_OF_A_GROUP = {
+# Choices of a group that are other words here, each with the reason: `penalty=l2`, `precision=mxfp8`.
+_WEIGHT, _NAME = "it has a weight of its own", "it has another name here"
+_RECIPE, _FORMAT, _SWEEP = "it is a recipe", "it is a precision", "it is a sweep of a checkout"
+OF_A_GROUP: dict[str, dict[str, tuple[str, str]]] = {
     "penalty": {
-        **dict.fromkeys(("logit_l2", "logits_l2", "l2", "logit"), "penalty.logit_l2=1e-4"),
-        **dict.fromkeys(("activation_l1", "activations_l1", "l1", "activation"), "penalty.activation_l1=1e-4"),
-    }
+        **dict.fromkeys(("logit_l2", "logits_l2", "l2", "logit"), (_WEIGHT, "penalty.logit_l2=1e-4")),
+        **dict.fromkeys(
+            ("activation_l1", "activations_l1", "l1", "activation"), (_WEIGHT, "penalty.activation_l1=1e-4")
+        ),
+    },
+    "precision": {
+        **{name: (_RECIPE, f"recipe={name}") for name in ("mxfp8", "delayed", "current", "block", "rowwise")},
+        **{name: (_RECIPE, f"recipe={name}") for name in ("tensorwise", "blockwise")},
+    },
+    "recipe": {
+        **dict.fromkeys(("hybrid", "fp8_hybrid"), (_FORMAT, "precision=fp8_hybrid")),
+        **dict.fromkeys(("e4m3", "fp8_e4m3"), (_FORMAT, "precision=fp8_e4m3")),
+        "bf16": (_FORMAT, "precision=bf16"),
+    },
+    "experiment": {  # of docs/seeds.md
+        "fineweb_edu_bf16": (_NAME, "experiment=fineweb_edu_fp8 precision=bf16"),
+        "test_fp8": (_NAME, "experiment=tinyshakespeare_fp8"),
+        **dict.fromkeys(("openwebtext_adaptive", "openwebtext_adaptive_batch"), (_NAME, "experiment=openwebtext_bf16")),
+        "test_auto_batch": ("it is a debug run with a key", "debug=fdr micro_batch_size=auto"),
+        **dict.fromkeys(
+            ("llama3_small_1f1l", "llama3_small_first_last"), (_NAME, "experiment=llama3_small_tensorwise_first_last")
+        ),
+        **{
+            name: (_SWEEP, f"-cd docs/sweeps experiment={ours}")
+            for names, ours in (
+                (("sweep_lambda", "penalty_tinyshakespeare"), "penalty_tinyshakespeare"),
+                (("sweep_lambda_openwebtext", "penalty_openwebtext"), "penalty_openwebtext"),
+                (("sweep_lambda_fineweb", "penalty_fineweb_edu"), "penalty_fineweb_edu"),
+            )
+            for name in names
+        },
+    },
 }
 
 # Keys of `generate` and `evaluate`: what to type there.
@@ -108,6 +139,6 @@ def choice(group: str, typed: str) -> str | None:
     return CHOICES.get(group, {}).get(typed.lower())
 
 
-def key_of_choice(group: str, choice: str) -> str | None:
-    """Return the key to set instead of choosing from a group, or None."""
-    return _OF_A_GROUP.get(group, {}).get(choice.lower())
+def words_of_choice(group: str, choice: str) -> tuple[str, str] | None:
+    """Return why a choice is none of its group, and the words that do what it means; None if it is not known."""
+    return OF_A_GROUP.get(group, {}).get(choice.lower())

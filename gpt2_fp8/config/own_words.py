@@ -104,9 +104,7 @@ def _doubled(config: RunConfig, key: str) -> str:
     value = getattr(config.trainer, key.removeprefix("trainer."))
     if key != "trainer.max_time":
         return f"{key}={2 * value}"
-    minutes, seconds = divmod(2 * (run_length.seconds(value) or 0), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{key}={hours // 24:02d}:{hours % 24:02d}:{minutes:02d}:{seconds:02d}"
+    return f"{key}={run_length.as_time(2 * (run_length.seconds(value) or 0))}"
 
 
 def _placed(folder: Path, here: Path) -> list[str]:

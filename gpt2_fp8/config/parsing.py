@@ -115,6 +115,7 @@ class _Builder:
     def _refuse(self, members: list[Any], value: object, path: str) -> Any:
         literals = [str(v) for m in members if get_origin(m) is Literal for v in get_args(m)]
         words = [*(_WORDS[m] for m in members if m in _WORDS), *literals]
+        words += ["keys with values"] if any(get_origin(m) is dict for m in members) else []
         words.sort(key=lambda word: word == "null")  # last, as people say it
         if type(value) in (int, float) and float in members:
             return self._bad(path, f"{path}={show(value)}: not a finite number", f"{path}={_example(members)}")

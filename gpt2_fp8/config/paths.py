@@ -94,6 +94,8 @@ def _checkpoints(config: RunConfig) -> Iterator[Finding]:
         remedy = f"give a checkpoint's folder: {key}=outputs/RUN/checkpoints/step-NNNNNNNN"
         if key == "ckpt_path":
             remedy += ", or ckpt_path=last with the run_name to continue"
+        else:
+            remedy += ", or the folder of Hugging Face's weights on this machine: nothing is downloaded"
         if value == "":
             yield Finding.of(key, f"{key} is empty", f"{key}=null for none; else {remedy}")
         elif not os.path.exists(path):

@@ -303,6 +303,8 @@ def test_emulated_layers_are_compiled_on_a_gpu_that_converts(config, monkeypatch
 def test_a_compilation_that_cannot_be_right_is_refused(config, monkeypatch):
     problem = refusal(config(backend="emulated", recipe="block", compile=True), "cpu")
     assert "compiler for CPUs computes blocks at the edge wrongly" in problem.cause
+    assert problem.remedy == "compile=auto, or precision.backend=auto"  # the first keeps FP8's numbers
+    assert not resolve(config(backend="emulated", recipe="block", compile="auto"), "cpu").backend.compiled
     assert resolve(config(backend="emulated", recipe="current", compile=True), "cpu").backend.compiled
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     gpu(monkeypatch, (8, 0), "NVIDIA A100")

@@ -2,16 +2,18 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
-from gpt2_fp8.compose import preflight
+from gpt2_fp8.compose import look_only, preflight
 from gpt2_fp8.config import foreign_keys, foreign_values, other_words
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.hints import TWO_SOURCES
 from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
 
+SWEEPS = Path(__file__).resolve().parents[2] / "docs/sweeps"
 SAVED = "outputs/first/checkpoints/step-00000004"  # as last.json says, since the run was rolled back
 
 
@@ -35,6 +37,9 @@ def remedy(line):
 
 
 BOTH_SOURCES = "+data@data.sources.fineweb=fineweb +data@data.sources.openwebtext=openwebtext"
+ONE, OTHER = "+data@data.sources.a", "+data@data.sources.links=openwebtext"
+SAME = "+data@data.sources.web=fineweb data.sources.web.tokenizer=bytes"
+WEIGHTS = "'data.weights={web: 7, links: 3}'"
 
 # What was typed; a part of the advice; what a person then types.
 TYPED = [
@@ -64,6 +69,11 @@ TYPED = [
     ("data=mixture data.sources=a", TWO_SOURCES, f"data=mixture {TWO_SOURCES}"),
     ("data=mixture data.sources={a:1}", TWO_SOURCES, f"data=mixture {TWO_SOURCES}"),
     ("data=mixture data.sources=[fineweb,openwebtext]", BOTH_SOURCES, f"data=mixture {BOTH_SOURCES}"),
+    (f"data=mixture {ONE}=stdlib", "add +data@data.sources.web=fineweb", f"data=mixture {ONE}=stdlib {SAME}"),
+    (f"data=mixture {ONE}=stdlib", "a single one is data=stdlib", "data=stdlib"),
+    (f"data=mixture {ONE}=fineweb", "add +data@data.sources.links=openwebtext;", f"data=mixture {ONE}=fineweb {OTHER}"),
+    (f"data=mixture {TWO_SOURCES} data.weights=[1,2]", "{web: 7, own: 3}", f"data=mixture {TWO_SOURCES} {WEIGHTS}"),
+    (f"data=mixture {TWO_SOURCES} data.weights.web=1", "{web: 7, own: 3}", f"data=mixture {TWO_SOURCES} {WEIGHTS}"),
     ("tags=[a,b]", "+tags.a=true +tags.b=true", "+tags.a=true +tags.b=true"),
     ("max_seq_len=512", "model.n_positions", "model.n_positions=512"),
     ("model=124M", "model=gpt2", "model=gpt2"),
@@ -77,6 +87,12 @@ TYPED = [
     ("ckpt_path=outputs/first/", f"ckpt_path={SAVED}", f"ckpt_path={SAVED} run_name=x"),
     ("init_from=outputs/first", f"init_from={SAVED}", f"init_from={SAVED}"),
     ("ckpt_path=outputs/none", "leave ckpt_path out", ""),
+    ("fp8_margin=2", "recipe=delayed recipe.margin=2", "recipe=delayed recipe.margin=2"),
+    ("--fp8-amax-history-len=1024", "here it is recipe=delayed recipe.amax_history_len=1024", "recipe=delayed"),
+    ("model.untied=true", "model.tied_head=false", "model.tied_head=false"),
+    ("disable_bias_linear=true", "model.bias=false", "model.bias=false"),
+    ("recompute_granularity=full", "activation_checkpointing=full", "activation_checkpointing=full"),
+    ("time_limit=01:56:00", "trainer.max_time=DD:HH:MM:SS", "trainer.max_time=00:01:56:00"),
     ("device=cpu", "trainer=auto, cpu", "trainer=cpu"),
     ("trainer=cuda", "trainer=gpu", "trainer=gpu"),
     ("train", "leave it out", ""),
@@ -143,11 +159,40 @@ def test_your_own_experiment_is_told_where_it_may_stand(tmp_path):
     assert config.seed == 2
 
 
+@pytest.mark.parametrize(
+    ("line", "then"),
+    [
+        ("experiment=llama3_small_delayed recipe=current", "recipe=current"),
+        ("experiment=llama3_small_tensorwise_first_last precision=bf16", "precision=bf16"),
+    ],
+)
+def test_what_an_experiment_sets_is_not_said_to_be_typed(line, then):
+    """A key of its file can be left out with the whole file alone."""
+    said = f"or leave {line.split()[0]} out, whose file sets it"
+    with pytest.raises(UserError) as shown:
+        look_only([*line.split(), "--cfg", "job"])
+    assert said in remedy(line)
+    assert said in shown.value.problems[0].remedy
+    assert len(preflight(then.split())) == 1
+    assert len(preflight([*line.split()[:1], remedy(line).partition(",")[0].removeprefix("choose ")])) == 1
+    typed = remedy(
+        f"{line.split()[1]} precision.emulate=[head]" if "bf16" in line else "recipe=current recipe.margin=1"
+    )
+    assert re.search(r"leave (precision\.emulate|recipe\.margin) out$", typed)
+
+
 @pytest.mark.parametrize("group", other_words.CHOICES)
 def test_every_choice_from_elsewhere_is_one_of_ours(group):
     for theirs, ours in other_words.CHOICES[group].items():
         assert remedy(f"{group}='{theirs}'") == f"{group}={ours}"
         assert len(preflight([f"{group}={ours}"])) == 1
+
+
+@pytest.mark.parametrize("group", other_words.OF_A_GROUP)
+def test_a_choice_that_is_other_words_here_composes_with_them(group):
+    for theirs, (_, words) in other_words.OF_A_GROUP[group].items():
+        assert remedy(f"{group}={theirs}") == words
+        assert preflight(words.replace("docs/sweeps", str(SWEEPS)).split())
 
 
 # What a value of an advice needs beside it.
@@ -160,6 +205,8 @@ BESIDE = {
     "data": ["data.train_files=[corpus.txt]", "data.val_sequences=0"],
     "data.train_files": ["data=text_files"],
     "recipe.amax_compute_algo": ["recipe=delayed"],
+    "recipe.amax_history_len": ["recipe=delayed"],
+    "recipe.margin": ["recipe=delayed"],
     "model.norm": ["model.bias=false"],
     "model.n_positions": [],
     "model.mlp": ["model.bias=false"],

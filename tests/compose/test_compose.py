@@ -323,7 +323,9 @@ def test_a_wheel_carries_every_module_and_its_settings(tmp_path):
     assert {path for path in ours if "__pycache__" not in path.parts} | settings <= shipped
 
 
-@pytest.mark.parametrize("line", ["seed=abc", "optim.schedule=constant", "optim.lr=nan", "micro_batch_size=3"])
+@pytest.mark.parametrize(
+    "line", ["seed=abc", "optim.schedule=constant", "optim.lr=nan", "micro_batch_size=3", "data=mixture"]
+)
 def test_what_a_run_refuses_is_not_shown_as_its_configuration(line):
     words = line.split()
     with pytest.raises(UserError) as shown:
