@@ -7,6 +7,7 @@ note is written into the folder. Without the note, a run that continues from the
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.checkpoint.errors import escaped
 from gpt2_fp8.checkpoint.ledger import Ledger
 from gpt2_fp8.checkpoint.pointers import Pointer
-from gpt2_fp8.checkpoint.writer import finite
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ class Validations:
 
     def pointer(self, step: int) -> Pointer:
         """Return the pointer to the checkpoint of `step`, with its loss if that is known and finite."""
-        return Pointer(pointers.folder_name(step), step, finite(self._loss) if self.step == step else None)
+        known = self.step == step and self._loss is not None and math.isfinite(self._loss)
+        return Pointer(pointers.folder_name(step), step, self._loss if known else None)
 
     # ---- in a checkpoint -----------------------------------------------------------------------------------------
 
