@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 _CLOCK_STEPS = 10  # the ranks compare the time at every multiple of this step
 
@@ -40,16 +40,17 @@ class Intervals:
         """Count the minutes from now on."""
         self._began = time.monotonic()
 
-    def include(self, step: int) -> bool:
-        """Return whether `step` is to be saved, whatever the time."""
-        return step in self.kept or _is_multiple(step, self.every_n_steps)
+    def is_due(self, step: int, agree: Callable[[bool], bool]) -> bool:
+        """Return whether `step` is to be saved.
 
-    def compare_clocks(self, step: int) -> bool:
-        """Return whether the ranks ask at `step` if it is late. They do so seldom, since asking is a collective."""
-        return bool(self.every_minutes) and step % _CLOCK_STEPS == 0
+        `agree` gets whether the minutes are over by this process's clock, and returns rank 0's answer on every rank. It
+        is a collective, so it is called seldom.
+        """
+        if step in self.kept or _is_multiple(step, self.every_n_steps):
+            return True
+        return bool(self.every_minutes) and step % _CLOCK_STEPS == 0 and agree(self._is_late())
 
-    def is_late(self) -> bool:
-        """Return whether the minutes are over by this process's clock."""
+    def _is_late(self) -> bool:
         return time.monotonic() - self._began >= 60 * self.every_minutes
 
 

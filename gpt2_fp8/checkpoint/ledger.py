@@ -10,10 +10,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from gpt2_fp8.checkpoint.names import folder_name
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Outcome, Writer
+from gpt2_fp8.runtime import activity
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +27,7 @@ class Ledger:
     """Asks `writer` for what must be written, on rank 0, and learns what was written, on every rank.
 
     Attributes:
-        taken_step: of the newest checkpoint that is saved or will be, or None; set by the code that requests one.
+        taken_step: of the newest checkpoint that is saved or will be, or None.
         saved_step: of the newest checkpoint that is known to be on the disk, or None.
         best: the best validation so far, on the disk or requested; None: none yet.
     """
@@ -73,6 +76,28 @@ class Ledger:
             self.writer.note(pointer, better)
 
     # ---- on every rank -------------------------------------------------------------------------------------------
+
+    def take(self, step: int, save: Callable[[Path], None], broadcast: Broadcast) -> bool:
+        """Have `save` request the checkpoint of `step` for a folder. Collective.
+
+        Returns whether it is saved or will be. Raises what `save` raises; the step then counts as not taken.
+        """
+        before, self.taken_step = self.taken_step, step
+        with activity.within(f"in the save of step {step}"):
+            try:
+                save(self.writer.folder / folder_name(step))
+            except BaseException:  # settling the step may have asked for a rollback
+                self.taken_step = before
+                raise
+            self.share(broadcast)
+        return self.taken_step == step
+
+    def finish(self, step: int, broadcast: Broadcast) -> bool:
+        """Wait for the disk, after `take`. Collective. Returns whether the checkpoint of `step` is there."""
+        with activity.within(f"in the save of step {step}"):
+            self.writer.wait()
+            self.sync(broadcast)
+        return self.saved_step == step
 
     def share(self, broadcast: Broadcast, value: Any = None) -> Any:
         """Learn from rank 0 what has been written. Collective. Returns rank 0's `value`, which is sent along.

@@ -7,15 +7,13 @@ moment. That holds for writing in the step and in a thread, because both run the
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_fp8.checkpoint import files, pointers
-from gpt2_fp8.checkpoint.errors import escaped
+from gpt2_fp8.checkpoint.best import reconciled
 from gpt2_fp8.checkpoint.intervals import KeptSteps
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.snapshot import Snapshots
@@ -71,7 +69,7 @@ class Writer:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             files.sweep(self.folder)
-            self.outcome = Outcome(saved_step, None, self._reconciled(best))
+            self.outcome = Outcome(saved_step, None, reconciled(self.folder, best))
         except OSError as error:
             raise UserError.of(
                 f"{self.folder} cannot be made ready for checkpoints: {error.strerror or error}",
@@ -199,35 +197,3 @@ class Writer:
                 files.remove(found[superseded])
             except OSError as error:
                 log.warning("%s is superseded and could not be deleted: %s", found[superseded], error)
-
-    def _reconciled(self, best: Pointer | None) -> Pointer | None:
-        try:
-            on_disk = pointers.follow(self.folder, "best")
-            if files.is_checkpoint(self.folder / on_disk.checkpoint):
-                return on_disk
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:
-            best = min([*self._noted(), *([best] if best else [])], key=_val_loss, default=None)
-            log.warning("best.json is written again, from the checkpoints' validation.json: %s", escaped(str(error)))
-        if best and files.is_checkpoint(self.folder / best.checkpoint):
-            pointers.write(self.folder, "best", best)
-            return best
-        return None  # this folder's run has no best yet: the state may be another run's
-
-    def _noted(self) -> Iterator[Pointer]:
-        """Yield the validations that are noted in the folder's whole checkpoints."""
-        for path in pointers.steps(self.folder).values():
-            with suppress(OSError, ValueError):
-                noted = pointers.noted(path)
-                if noted and noted.val_loss is not None and files.is_checkpoint(path):
-                    yield noted
-
-
-def _val_loss(pointer: Pointer) -> float:
-    return math.inf if pointer.val_loss is None else pointer.val_loss
-
-
-def finite(value: float | None) -> float | None:
-    """Return a validation loss as a pointer holds it: None if it is not finite."""
-    return value if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Lightning's CSV log, the last step's metrics, what `validate` returns, and what `fit` sets on callbacks.
+"""Lightning's CSV log, the last step's metrics, `flush`, what `validate` returns, and what `fit` sets on callbacks.
 
 Holds for `lightning>=2.6.6,<2.7`.
 """
@@ -44,6 +44,12 @@ def log_last_step(trainer: pl.Trainer) -> None:
     connector = trainer._logger_connector
     connector.on_batch_end()
     connector.update_train_step_metrics()
+
+
+def flush(trainer: pl.Trainer) -> None:
+    """Have every logger put on the disk what it holds. One that cannot do only this saves. Raises OSError."""
+    for logger in trainer.loggers:
+        getattr(logger, "flush", logger.save)()
 
 
 def return_only(trainer: pl.Trainer, name: str) -> None:

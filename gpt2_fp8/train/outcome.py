@@ -17,7 +17,7 @@ def validation_missing(parts: Parts, checkpointing: Checkpointing) -> bool:
     """Return whether the process before this one ended between the last step and its validation."""
     if parts.trainer.limit_val_batches == 0 or parts.trainer.fast_dev_run:  # type: ignore[attr-defined]
         return False
-    return checkpointing.validated_step != parts.trainer.global_step
+    return checkpointing.validations.step != parts.trainer.global_step
 
 
 def last_val_loss(parts: Parts, checkpointing: Checkpointing) -> float | None:
@@ -36,7 +36,7 @@ def fill(summary: Summary, parts: Parts, divergence: DivergenceGuard, checkpoint
     summary.tokens = trainer.global_step * throughput.tokens_per_step
     summary.last_train_loss, summary.last_val_loss = throughput.train_loss, last_val_loss(parts, checkpointing)
     summary.tokens_per_second = throughput.median_rate
-    summary.checkpoint_stall_seconds = checkpointing.longest_stall
+    summary.checkpoint_stall_seconds = checkpointing.stall.longest
     summary.divergence, summary.skipped_steps = (
         DivergenceReport(**divergence.policy.report()),
         divergence.policy.skipped,

@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gpt2_fp8.callbacks import checkpointing as tiers_module
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.checkpoint import files, find, pointers
 from gpt2_fp8.checkpoint.manifest import sealed
@@ -180,8 +179,8 @@ def test_those_of_every_so_many_steps_are_taken_and_stay_for_good(tmp_path):
 
 def test_the_clock_is_asked_every_ten_steps_and_starts_again_with_each_checkpoint(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(tiers_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(tiers_module.time, "time", lambda: -1e9)  # set back by somebody: nobody here looks
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: -1e9)  # set back by somebody: nobody here looks
 
     class Tick(Callback):
         def on_train_batch_start(self, *_):
@@ -212,7 +211,7 @@ def test_the_writer_is_told_of_the_state_once_a_fit_after_its_first_step(tmp_pat
 def test_the_longest_stall_is_known(tmp_path, monkeypatch, asynchronous):
     """What the step waits for: the copy and the hand-over, or all of the writing."""
     now, save, write = [0.0], Writer.save, files.write
-    monkeypatch.setattr(tiers_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
     def slow_save(self, checkpoint, pointer):
         now[0] += {2: 1.0, 4: 3.0, 6: 2.0}[pointer.step]
@@ -226,9 +225,9 @@ def test_the_longest_stall_is_known(tmp_path, monkeypatch, asynchronous):
 
     monkeypatch.setattr(Writer, "save", slow_save)
     monkeypatch.setattr(files, "write", slow_write)
-    assert Checkpointing(tmp_path, 2, 1).longest_stall is None
+    assert Checkpointing(tmp_path, 2, 1).stall.longest is None
     _, _, tiers = run(tmp_path, max_steps=6, val=100, asynchronous=asynchronous)
-    assert tiers.longest_stall == (3.0 if asynchronous else 13.0)
+    assert tiers.stall.longest == (3.0 if asynchronous else 13.0)
 
 
 def test_a_step_that_nothing_is_due_at_asks_nobody(tmp_path, monkeypatch):
@@ -291,7 +290,7 @@ def test_an_end_that_fails_once_is_tried_again(tmp_path, monkeypatch, asynchrono
 
     monkeypatch.setattr(files, "write", once)
     _, _, tiers = run(tmp_path, max_steps=6, val=100, asynchronous=asynchronous)
-    assert (tiers.saved_step, failures) == (6, [])
+    assert (tiers.ledger.saved_step, failures) == (6, [])
     assert find.resolve("last", tmp_path / "checkpoints").name == "step-00000006"
 
 
@@ -357,7 +356,7 @@ def full(path, checkpoint):
 files.write = full
 losses = dict(zip((4, 8, 12), (1.0, 2.0, 3.0) if os.environ["RANK"] == "0" else (9.0, 8.0, 7.0)))
 _, _, tiers = run(sys.argv[1], max_steps=12, every=3, ranks=2, every_minutes=1e-9, val_losses=losses)
-print(json.dumps([tiers.saved_step, tiers.best.step, tiers.best.val_loss, tiers.ledger.taken_step]))
+print(json.dumps([tiers.ledger.saved_step, tiers.best.step, tiers.best.val_loss, tiers.ledger.taken_step]))
 """
 
 
@@ -376,9 +375,9 @@ def test_a_second_fit_knows_nothing_of_the_first(tmp_path):
     """As after a rollback: the step that was saved before is reached again, and saved again."""
     _, trainer, tiers = run(tmp_path, max_steps=4, val=100)
     tiers.setup(trainer, trainer.lightning_module, "validate")
-    assert tiers.saved_step == 4
+    assert tiers.ledger.saved_step == 4
     tiers.setup(trainer, trainer.lightning_module, "fit")
-    assert (tiers.saved_step, tiers.ledger.taken_step, tiers.best) == (None, None, None)
+    assert (tiers.ledger.saved_step, tiers.ledger.taken_step, tiers.best) == (None, None, None)
 
 
 def test_a_finished_run_still_knows_its_best(tmp_path):

@@ -160,7 +160,7 @@ def test_04_a_disk_that_is_full_for_a_while(tmp_path, caplog, asynchronous):
     assert "File too large" in warnings[0]
     assert list(pointers.steps(folder)) == [2, 10]
     assert not list(folder.glob(".*"))
-    assert tiers.saved_step == 10
+    assert tiers.ledger.saved_step == 10
 
 
 def empty_later(empty, folder):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.measure import attention, gemm, peers, timing
+from gpt2_fp8.measure import attention, attention_kernels, gemm, peers, timing
 from gpt2_fp8.measure.peer_models import PEERS, plain_gpt2
 from gpt2_fp8.measure.timing import Unavailable
 from gpt2_fp8.model.loss import cross_entropy
@@ -73,7 +73,7 @@ def test_operands_have_the_shapes_of_a_layers_products(kind):
 @ON_CPU
 def test_attention(tmp_path):
     rows = program("attention", {"models": [SMALL], "micro_batch_size": 64}, tmp_path)
-    assert [row["kernel"] for row in rows] == list(attention.KERNELS)
+    assert [row["kernel"] for row in rows] == list(attention_kernels.KERNELS)
     by_name = {row["kernel"]: row for row in rows}
     for name in ("standard", "SDPA FLASH_ATTENTION"):
         row = by_name[name]
@@ -87,15 +87,15 @@ def test_attention(tmp_path):
 
 
 def test_flops_of_causal_attention():
-    shape = attention.Shape(batch=2, tokens=8, n_head=3, head_size=4)
+    shape = attention_kernels.Shape(batch=2, tokens=8, n_head=3, head_size=4)
     products = 2 * (2 * 8 * 8 * 4)  # Q K^T and P V, a multiplication and an addition each, of one head
     assert attention.forward_flops(shape) == 2 * 3 * products / 2
     assert attention.BACKWARD == 2.5
 
 
 def test_a_kernel_that_computes_something_else_shows():
-    shape = attention.Shape(batch=2, tokens=16, n_head=2, head_size=8)
-    right = attention.measure(attention.materialised, shape, "cpu")
+    shape = attention_kernels.Shape(batch=2, tokens=16, n_head=2, head_size=8)
+    right = attention.measure(attention_kernels.materialised, shape, "cpu")
 
     def not_causal(shape, device):
         def attend(packed):
@@ -110,12 +110,12 @@ def test_a_kernel_that_computes_something_else_shows():
 
 
 def test_shared_keys_and_values_are_measured_where_a_kernel_has_them():
-    shape = attention.Shape(batch=2, tokens=16, n_head=4, head_size=8, n_kv_head=2)
+    shape = attention_kernels.Shape(batch=2, tokens=16, n_head=4, head_size=8, n_kv_head=2)
     assert attention._shape(SMALL | {"n_head": 2, "n_kv_head": 1}, 3)[1].heads.n_kv_head == 1
-    for build in (attention.materialised, attention._sdpa("MATH")):
+    for build in (attention_kernels.materialised, attention_kernels._sdpa("MATH")):
         assert attention.measure(build, shape, "cpu")["error"] < 0.02
     with pytest.raises(Unavailable, match="as many key-value heads as heads"):
-        attention._packed(lambda packed, causal: packed, shape)
+        attention_kernels._packed(lambda packed, causal: packed, shape)
 
 
 @ON_CPU
@@ -145,7 +145,7 @@ def test_transformers_has_llama_and_qwen(more):
 
 @pytest.mark.parametrize("tuple_too", [False, True])
 def test_packed_kernels_get_queries_keys_and_values_in_order(tuple_too):
-    shape = attention.Shape(batch=2, tokens=8, n_head=2, head_size=4)
+    shape = attention_kernels.Shape(batch=2, tokens=8, n_head=2, head_size=4)
 
     def kernel(packed, causal):  # what flash_attn_qkvpacked_func computes, over [batch, tokens, 3, n_head, head_size]
         assert packed.shape == (2, 8, 3, 2, 4)
@@ -153,7 +153,7 @@ def test_packed_kernels_get_queries_keys_and_values_in_order(tuple_too):
         y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
         return (y, None) if tuple_too else y
 
-    found = attention.measure(lambda shape, device: attention._packed(kernel, shape), shape, "cpu")
+    found = attention.measure(lambda shape, device: attention_kernels._packed(kernel, shape), shape, "cpu")
     assert found["error"] < 0.02
 
 
