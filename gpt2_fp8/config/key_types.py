@@ -10,6 +10,7 @@ Count = Annotated[int, at_least(1)]
 Steps = Annotated[int, at_least(0)]
 Seed = Annotated[int, from_to(0, 2**32 - 1, "choose another seed, such as 1337")]
 Part = Annotated[float, below_one()]
+KeptPart = Annotated[float, below_one("0.95")]  # of a mean over steps, at each step
 Positive = Annotated[float, above_zero()]
 Amount = Annotated[float, at_least(0)]
 Epsilon = Annotated[float, above_zero_to_one()]

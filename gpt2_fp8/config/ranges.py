@@ -78,6 +78,6 @@ def from_to(least: int, most: int, remedy: str | None = None) -> Range:
     return Range(least, Refusal(f"must be from {least} to {most}", remedy or f"choose from {least} to {most}"), most)
 
 
-def below_one() -> Range:
+def below_one(such_as: str = "0.1") -> Range:
     """Allow 0 and more, but less than 1."""
-    return Range(0, Refusal("must be at least 0 and below 1", "choose a value such as 0.1"), 1, open_most=True)
+    return Range(0, Refusal("must be at least 0 and below 1", f"choose a value such as {such_as}"), 1, open_most=True)

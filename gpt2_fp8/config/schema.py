@@ -26,6 +26,7 @@ from gpt2_fp8.config.key_types import (
     Devices,
     Epochs,
     Epsilon,
+    KeptPart,
     Part,
     Positive,
     Repeated,
@@ -89,8 +90,8 @@ class OptimConfig:
     warmup_steps: Steps
     decay_steps: Count | None = None  # the last steps, in which warmup_stable_decay falls; null for the others
     weight_decay: Amount  # on matrices alone; biases and normalisation are never decayed
-    beta1: Part
-    beta2: Part
+    beta1: KeptPart
+    beta2: KeptPart
     eps: Positive
     max_grad_norm: Positive  # gradients are clipped to this global L2 norm
 
@@ -108,7 +109,7 @@ class MuonOptimizer:
 
     name: Literal["muon"]
     matrix_lr: Positive | None  # the peak for them; null: optim.lr, since their updates are scaled to AdamW's size
-    momentum: Part
+    momentum: KeptPart
     ns_steps: Annotated[int, from_to(1, 99, "choose 5, as its authors do")]  # Newton-Schulz iterations of an update
 
 
