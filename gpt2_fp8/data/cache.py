@@ -5,7 +5,8 @@ a vocabulary of more than 65,536 ids it is `<key>.u32`, and the tokens are uint3
 number of tokens and of documents, the counts, and a sha256.
 
 Both are written under a temporary name and then renamed, the JSON last. So a writer that is killed never leaves half a
-unit. A file is made again if its checksum differs. It is also made again if this tokenizer cannot have made it.
+unit. The temporary file that it leaves is removed when a later run begins. A file is made again if its checksum differs.
+It is also made again if this tokenizer cannot have made it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import json
 import logging
 import os
 import tempfile
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from gpt2_fp8.data.units import DocumentCounts, Unit
 log = logging.getLogger(__name__)
 
 FORMAT = "1"  # raise it when the same text gives other tokens, or when the layout changes
+ABANDONED_SECONDS = 3600.0  # a temporary file that was not written to for so long has no writer
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class UnitCache:
     vocab_size: int  # the number of its ids
 
     def check(self) -> None:
-        """Make the folder. Raises UserError if nothing can be written to it."""
+        """Make the folder, and remove what killed writers have left. Raises UserError if it cannot be written to."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder).close()
@@ -47,6 +51,10 @@ class UnitCache:
             raise UserError.of(
                 f"cannot write to data.cache_dir={self.folder}: {error}", "name another folder, or data.cache_dir=null"
             ) from error
+        for path in self.folder.glob("*.tmp"):
+            with suppress(OSError):  # another process may remove it too
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    path.unlink()
 
     def load(self, unit: Unit) -> TokenisedUnit | None:
         """Return the unit as it was stored; None if it is not there or is damaged. Damage is logged."""

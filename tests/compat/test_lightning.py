@@ -242,6 +242,24 @@ def test_a_csv_logger_takes_the_writer_that_it_is_given(tmp_path):
     assert isinstance(logger, CSVLogger)
 
 
+def test_flush_has_every_logger_write_what_it_holds(tmp_path):
+    log = CSVLogger(tmp_path, name=None, version="", flush_logs_every_n_steps=100)
+    log.log_metrics({"loss": 1.0}, step=1)
+    flushed = []
+
+    class Flushing(Rows):
+        def flush(self):
+            flushed.append("flush")
+
+        def save(self):
+            flushed.append("save")
+
+    assert not (tmp_path / "metrics.csv").exists()
+    lightning_logging.flush(trainer(tmp_path, logger=[log, Flushing()]))
+    assert (tmp_path / "metrics.csv").read_text().split() == ["loss,step", "1.0,1"]
+    assert flushed == ["flush"]
+
+
 @pytest.mark.parametrize("logged", [False, True])
 def test_a_step_that_a_callback_ends_is_logged_by_log_last_step_alone(tmp_path, logged):
     class Stop(Callback):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data.cache import ABANDONED_SECONDS
 from tests.data.corpora import files_config, items, module, write_jsonl
 
 
@@ -126,6 +127,19 @@ def test_cache_gives_the_same_tokens_and_mends_itself(many_units: Path, tmp_path
     assert reading["units"] - reading["cache_hits"] == 3
     assert [path.read_bytes() for path in stored] == before
     assert not list((tmp_path / "cache").glob("*.tmp"))
+
+
+def test_what_a_killed_writer_has_left_is_removed_by_a_later_run(many_units: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    left, new = cache / "left.tmp", cache / "new.tmp"
+    for path in (left, new):
+        path.write_bytes(b"half a unit")
+    long_ago = time.time() - ABANDONED_SECONDS - 60
+    os.utime(left, (long_ago, long_ago))
+    items(module(files_config(many_units, cache_dir=str(cache))), 3)
+    assert not left.exists()
+    assert new.exists(), "another process may be writing it"
 
 
 def test_an_unwritable_cache_is_refused(many_units: Path, tmp_path: Path) -> None:
