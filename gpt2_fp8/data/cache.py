@@ -5,8 +5,8 @@ a vocabulary of more than 65,536 ids it is `<key>.u32`, and the tokens are uint3
 number of tokens and of documents, the counts, and a sha256.
 
 Both are written under a temporary name and then renamed, the JSON last. So a writer that is killed never leaves half a
-unit. The temporary file that it leaves is removed when a later run begins. A file is made again if its checksum differs.
-It is also made again if this tokenizer cannot have made it.
+unit. The temporary file that it leaves is removed when a later run begins. A unit is made again if its checksum
+differs, or if this tokenizer cannot have made it.
 """
 
 from __future__ import annotations
