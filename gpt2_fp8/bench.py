@@ -61,7 +61,7 @@ class _Handlers:
     """Raise a KeyboardInterrupt for every signal, except for those that are ignored.
 
     Attributes: `code`, the exit code for the first signal, None before it. What was raised may have become another
-    error on its way (`runtime/signals.py`).
+    error on its way (`runtime/signal_handlers.py`).
     """
 
     def __init__(self) -> None:

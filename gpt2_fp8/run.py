@@ -20,6 +20,7 @@ from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import agent, last_say, launcher, output, process_end, programs, signals, slurm, sweep_room
+from gpt2_fp8.runtime.signal_handlers import Interrupted, Signals
 from gpt2_fp8.train import loading
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
@@ -175,13 +176,13 @@ def _end_sweep() -> None:
     try:
         for text in sweep_record.write(folder, sweep_jobs.read(folder)):
             print(harmless(text), flush=True)
-        if isinstance(sys.exc_info()[1], signals.Interrupted) and (said := slurm_sweep.still_there(folder)):
+        if isinstance(sys.exc_info()[1], Interrupted) and (said := slurm_sweep.still_there(folder)):
             last_say.say(said)
     except OSError as error:  # a full disk, or a terminal that is gone
         last_say.say(f"warning: the table of the sweep is not complete: {error}")
 
 
-def _run_error(caught: BaseException, handlers: signals.Signals) -> RunError | None:
+def _run_error(caught: BaseException, handlers: Signals) -> RunError | None:
     """Return the known end that `caught` is, or None.
 
     After a signal was thrown, the end is the signal's: it may have caused other errors by what it left half done.

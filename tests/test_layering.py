@@ -135,6 +135,7 @@ BEFORE_TORCH = [
     *(
         "runtime.launcher",
         "runtime.memory_limits",
+        "runtime.signal_handlers",
         "runtime.signals",
         "runtime.slots",
         "runtime.slurm",

@@ -21,7 +21,7 @@ from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped
 from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.runtime import collectives, launcher, signals, slurm
-from gpt2_fp8.runtime.signals import Interrupted
+from gpt2_fp8.runtime.signal_handlers import Interrupted, Signals
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class GracefulStop(Checkpoint):
 
     def __init__(self, save: Callable[[Trainer], Any]) -> None:
         self._save = save
-        self._signals = signals.Signals()  # these handle nothing; those of the context do
+        self._signals = Signals()  # these handle nothing; those of the context do
         self._context = ExitStack()
         self._waiting = False  # for the next step's data
         self._validating = False

@@ -11,6 +11,7 @@ from torch import Tensor
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.out_of_memory import Fitting
 from gpt2_fp8.runtime import collectives, signals
+from gpt2_fp8.runtime.signal_handlers import Interrupted
 
 
 class MicroBatching:
@@ -93,7 +94,7 @@ class MicroBatching:
     def _given_up(self) -> Iterator[None]:
         try:
             yield
-        except signals.Interrupted:
+        except Interrupted:
             self._gradients.discard()
             raise
 

@@ -26,7 +26,7 @@ from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.step import StepResult, Verdict, update
 from gpt2_fp8.model.gpt2 import initialise
 from gpt2_fp8.runtime import collectives, rng
-from gpt2_fp8.runtime.signals import Interrupted
+from gpt2_fp8.runtime.signal_handlers import Interrupted
 
 
 class _Unsettled(NamedTuple):

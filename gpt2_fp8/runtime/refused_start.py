@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.runtime import launched, launcher, signals
+from gpt2_fp8.runtime import launched, launcher
 from gpt2_fp8.runtime.launched import VARIABLES, Launcher
 from gpt2_fp8.runtime.patience import NotMet
+from gpt2_fp8.runtime.signal_handlers import Interrupted
 from gpt2_fp8.runtime.variable_reader import VariableReader
 
 MEET_SECONDS = 20.0  # in which rank 0 is to listen, or the others are to have heard
@@ -33,7 +34,7 @@ def tell(error: UserError) -> bool:
     try:
         store = everyones(connected(own, MEET_SECONDS))
         attendance.part(store, error, own.world_size - 1, MEET_SECONDS if rank == 0 else TELL_SECONDS)
-    except (NotMet, signals.Interrupted):  # rank 0 is not there: refused for the same, it would be
+    except (NotMet, Interrupted):  # rank 0 is not there: refused for the same, it would be
         return False
     return error.told
 

@@ -5,7 +5,7 @@ SLURM asks in two ways. `sbatch --signal=SIGUSR1@90` has it send SIGUSR1 to ever
 SLURM if it ends within that time. Without grace time, SLURM puts it back itself.
 
 Lightning 2.6 has a handler for SIGUSR1, which saves in the middle of any computation. submitit has one for SIGUSR2,
-which leaves there without saving. Ours replace both (`runtime/signals.py`), so nothing else requeues the job.
+which leaves there without saving. Ours replace both (`runtime/signal_handlers.py`), so nothing else requeues the job.
 """
 
 from __future__ import annotations

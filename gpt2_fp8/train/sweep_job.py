@@ -20,6 +20,7 @@ from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import output, process_end, programs, signals, slurm
+from gpt2_fp8.runtime.signal_handlers import Signals
 from gpt2_fp8.train import loading
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def _run(request: dict[str, Any]) -> float | None:
     return loading.training(config, folder, Path(request["here"]), words)(config, folder, words, None)
 
 
-def _known(caught: BaseException, handlers: signals.Signals) -> RunError:
+def _known(caught: BaseException, handlers: Signals) -> RunError:
     """Return the end that `caught` is; a signal's if one was thrown, which may have caused other errors."""
     if isinstance(caught, RunError):
         return caught

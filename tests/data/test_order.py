@@ -16,6 +16,7 @@ from gpt2_fp8.data.deal import lanes_of
 from gpt2_fp8.data.ids import Tokens
 from gpt2_fp8.data.order import lane_count, permutation
 from gpt2_fp8.runtime import signals
+from gpt2_fp8.runtime.signal_handlers import Interrupted
 from tests.data.corpora import files_config, items, module, rank_batches, write_jsonl
 
 
@@ -203,6 +204,6 @@ def test_a_signal_ends_the_reading_of_a_step(tmp_path: Path) -> None:
         return deal()
 
     lane.next = next_block  # type: ignore[method-assign]
-    with signals.handled(), pytest.raises(signals.Interrupted):
+    with signals.handled(), pytest.raises(Interrupted):
         batches.next()
     assert len(read) == 100

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_fp8.runtime import signals
+from gpt2_fp8.runtime import signal_handlers, signals
+from gpt2_fp8.runtime.signal_handlers import Interrupted
 from tests import forkserver
 from tests.runs import SMALL, checkpoint, summary
 
@@ -120,7 +121,7 @@ def test_121_a_signal_while_torch_is_imported_leaves_a_summary(tmp_path, then):
 
 
 def thrown_in(body):
-    with signals.handled() as handlers, pytest.raises(signals.Interrupted), handlers.at_once():
+    with signals.handled() as handlers, pytest.raises(Interrupted), handlers.at_once():
         body()
 
 
@@ -141,7 +142,7 @@ def test_121_an_import_is_not_left_half_done(tmp_path, monkeypatch):
 
 
 def test_121_an_import_that_does_not_end_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(signals, "IMPORT_SECONDS", 0.5)
+    monkeypatch.setattr(signal_handlers, "IMPORT_SECONDS", 0.5)
     (tmp_path / "endless_module.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n"
     )
@@ -201,7 +202,7 @@ def test_121_held_it_is_noted_and_no_more():
         assert (handlers.received, handlers.thrown) == (signal.SIGTERM, False)
         signals.look()  # nobody has said that anything can be given up
         handlers.gives_up = True
-        with pytest.raises(signals.Interrupted):
+        with pytest.raises(Interrupted):
             signals.look()
 
 

@@ -140,6 +140,7 @@ MANY = """
 import logging, sys
 from gpt2_fp8.data import file_check, progress_log
 from gpt2_fp8.runtime import signals
+from gpt2_fp8.runtime.signal_handlers import Interrupted
 from tests.data.corpora import files_config, module
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 progress_log.FIRST_SECONDS = 0.1
@@ -151,7 +152,7 @@ file_check.problems = slow
 try:
     with signals.handled() as handlers, handlers.at_once():  # as in a run's start-up
         module(files_config(sys.argv[1]))
-except signals.Interrupted as ended:
+except Interrupted as ended:
     sys.exit(128 + ended.signum)
 """
 

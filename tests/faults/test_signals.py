@@ -16,6 +16,7 @@ from gpt2_fp8.config.errors import Stopped
 from gpt2_fp8.data import prefetch as workers_module
 from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.runtime import signals, slurm
+from gpt2_fp8.runtime.signal_handlers import Interrupted
 from tests import forkserver
 from tests.callbacks import tiny_run
 from tests.callbacks.tiny_run import At, kill, rows, run
@@ -431,7 +432,7 @@ def test_45_a_signal_just_before_a_wait_ends_it_too():
     with signals.handled() as handlers:
         handlers.hold()
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(signals.Interrupted), signals.interruptible():
+        with pytest.raises(Interrupted), signals.interruptible():
             time.sleep(60)
 
 

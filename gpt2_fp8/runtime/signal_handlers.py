@@ -1,0 +1,177 @@
+"""SIGINT, SIGTERM, SIGHUP and SIGQUIT (under SLURM also SIGUSR1 and SIGUSR2), from the start of a process to its end.
+
+What a signal does depends on when it arrives:
+
+- During start-up, and in a wait declared `interruptible`, nothing is half done: `Interrupted` is raised at once.
+- In training it is held: the handler only records it. `look` gives up the current work where that leaves nothing half
+  done. `GracefulStop` looks between steps. A handler that saves could run in the middle of a backward pass
+  (https://github.com/Lightning-AI/pytorch-lightning/issues/21406, open in 2.6.6).
+- A second signal ends the process at once, at any time. Files on the disk are complete at every moment.
+
+An asynchronous exception can get lost. Python prints and drops errors in `__del__`, and some libraries catch
+everything. A library left half done may fail with an error of its own. So the exception is only a messenger. The signal
+stays recorded, and `Interrupted` is raised again until something ends because of it. Whatever ends with another error
+after it was `thrown` ends for the signal.
+
+SIGHUP (a closed terminal) and SIGQUIT are treated as SIGTERM. A signal that was ignored when the process began
+(`nohup`) stays ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+from gpt2_fp8.runtime import launcher, process_end, slurm
+from gpt2_fp8.runtime.process_end import LIKE_SIGTERM, SIGNALS
+
+# Ctrl-C reaches the whole process group, and launchers (torchrun, srun) pass it on: one request, two signals.
+ECHO_SECONDS = 0.5
+IMPORT_SECONDS = 3.0  # the longest that a signal waits for an import, or a library's cleanup, to finish
+# Our own thread sends it to make the main thread look again; without a handler it has no effect.
+_AGAIN = signal.SIGURG
+_AGAIN_SECONDS = 0.1
+
+
+class Interrupted(BaseException):
+    """A signal ends this process where it is.
+
+    It is not an Exception: those are caught by code that tries something again, or tests whether something exists.
+    """
+
+    def __init__(self, signum: int):
+        self.signum = signum
+        super().__init__(f"signal {signum}")
+
+
+class Signals:
+    """The signal handlers of a process, and what they have received.
+
+    Attributes:
+        received: the first signal's number; None before it.
+        thrown: whether `Interrupted` was raised for it.
+        gives_up: whether `look` may raise.
+        ends: whether the process is ending, so that there is nothing to say of a signal.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.thrown = False
+        self.gives_up = False
+        self.ends = False
+        self._received_at = 0.0
+        self._held = True
+        self._asks = False  # whether a thread asks again until the exception has arrived
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Install the handlers, except for ignored signals; again if other code, as Lightning's, has replaced them."""
+        for number in (*SIGNALS, *slurm.REQUEUE_SIGNALS) if launcher.is_batch_job() else SIGNALS:
+            before = self._previous.setdefault(number, signal.getsignal(number))
+            signal.signal(number, signal.SIG_IGN if before == signal.SIG_IGN else self._receive)
+        self._previous.setdefault(_AGAIN, signal.signal(_AGAIN, self._look_again))
+
+    def uninstall(self) -> None:
+        """Restore the previous handlers."""
+        for number, handler in self._previous.items():
+            # None: it was not set from Python, and cannot be restored.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
+
+    @property
+    def installed(self) -> bool:
+        """Whether the handlers are installed. They never are off the main thread."""
+        return bool(self._previous)
+
+    def hold(self) -> None:
+        """Only record signals from now on."""
+        self._held = True
+
+    def release(self) -> None:
+        """Raise `Interrupted` for signals from now on, and soon for one that was recorded before."""
+        self._held = False
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Enter a context in which a signal raises `Interrupted`, also one that was recorded before."""
+        held = self._held
+        try:
+            if self.received is not None and held:
+                self.throw()
+            self._held = False
+            yield
+        finally:
+            self._held = held
+
+    def throw(self) -> None:
+        """Raise `Interrupted` for the signal that was received."""
+        assert self.received is not None
+        self.thrown = True
+        raise Interrupted(self.received)
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._received_at = signal.SIGTERM if signum in LIKE_SIGTERM else signum, now
+            if signum == signal.SIGHUP:
+                process_end.leave_terminal()
+            with suppress(RuntimeError, MemoryError):  # if no thread can be started
+                threading.Thread(target=self._ask_again, name="signals", daemon=True).start()
+                self._asks = True
+            if not self._held:
+                self._throw_from(frame)
+                return
+            if not self.ends:
+                process_end.say(f"\n{signal.Signals(signum).name}: stopping and saving; once more to leave at once\n")
+        elif signum == signal.SIGHUP:
+            return  # several senders report a terminal's end
+        elif launcher.is_batch_job() and signum in (signal.SIGTERM, *slurm.REQUEUE_SIGNALS):
+            return  # SLURM sends more of them while a job is saved and requeued, and has SIGKILL for one that hangs
+        elif now - self._received_at > ECHO_SECONDS:
+            os._exit(128 + (signal.SIGTERM if signum in LIKE_SIGTERM else signum))
+
+    def _ask_again(self) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        while self.installed:
+            time.sleep(_AGAIN_SECONDS)
+            if not self._held and self.installed:
+                signal.pthread_kill(main, _AGAIN)
+
+    def _look_again(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is not None and not self._held and not _is_ending(sys.exc_info()[1]):
+            self._throw_from(frame)
+
+    def _throw_from(self, frame: FrameType | None) -> None:
+        """Raise `Interrupted`, unless the main thread is in code that it would leave half done.
+
+        In that case the thread that asks again brings it a moment later.
+        """
+        if not self._asks or time.monotonic() > self._received_at + IMPORT_SECONDS or not _is_delicate(frame):
+            self.throw()
+
+
+def _is_ending(handled: BaseException | None) -> bool:
+    """Return whether the main thread is already ending for a signal: the error it handles came from `Interrupted`."""
+    while handled is not None:
+        if isinstance(handled, Interrupted):
+            return True
+        handled = handled.__context__
+    return False
+
+
+def _is_delicate(frame: FrameType | None) -> bool:
+    """Return whether the main thread is in an import, which would leave modules half made, or where errors get lost."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith("<frozen importlib") or code.co_name in ("__del__", "__exit__"):
+            return True
+        frame = frame.f_back
+    return False
