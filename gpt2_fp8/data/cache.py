@@ -92,8 +92,8 @@ class UnitCache:
             "sha256": tokenised.sha256,
         }
         path = self._path(unit)
-        _replace(path.with_suffix(self._suffix), content)
-        _replace(path.with_suffix(".json"), json.dumps(about).encode())
+        replace(path.with_suffix(self._suffix), content)
+        replace(path.with_suffix(".json"), json.dumps(about).encode())
 
     def size(self, unit: Unit) -> int:
         """Return how many bytes the unit's two files have. Raises OSError if it is not there."""
@@ -118,7 +118,7 @@ def _content(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace(path: Path, content: bytes) -> None:
     """Write `content` to `path` so that other processes see all of it or none."""
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from gpt2_fp8.data.cache import replace
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +40,7 @@ class Listing:
         if folder is None:
             return
         try:
-            handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
-            with os.fdopen(handle, "w") as file:
-                json.dump(asdict(self), file)
-            os.replace(name, _path(folder, asked))
+            replace(_path(folder, asked), json.dumps(asdict(self)).encode())
         except OSError as error:
             log.warning("data: cannot keep a listing in data.cache_dir: %s", error)
 

@@ -138,7 +138,7 @@ def test_what_the_disk_does_not_take_ends_it(tmp_path: Path, many_units: Path, m
     """A run goes on without, since it has the tokens."""
     config = cached(tmp_path, "x", files_config(many_units))
     made = Preparation(job(config, None))
-    write, written = cache_module._replace, []
+    write, written = cache_module.replace, []
 
     def until_full(path: Path, content: bytes) -> None:
         written.append(path)
@@ -146,7 +146,7 @@ def test_what_the_disk_does_not_take_ends_it(tmp_path: Path, many_units: Path, m
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(path, content)
 
-    monkeypatch.setattr(cache_module, "_replace", until_full)
+    monkeypatch.setattr(cache_module, "replace", until_full)
     with pytest.raises(OSError, match="No space left") as full:
         made.run()
     assert full.value.filename == str(tmp_path / "cache-x")
