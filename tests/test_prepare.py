@@ -275,7 +275,7 @@ def test_bad_input(words, told, here, capsys):
 
 def test_a_full_disk_and_a_lost_source(here, monkeypatch, capsys):
     words = small(texts("parquet", here))
-    write, written = cache._replace, []
+    write, written = cache.replace, []
 
     def until_full(path, content):
         written.append(path)
@@ -284,7 +284,7 @@ def test_a_full_disk_and_a_lost_source(here, monkeypatch, capsys):
         write(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "_replace", until_full)
+        patch.setattr(cache, "replace", until_full)
         told = said(capsys, *words, "--all", code=1)
     assert told.err.endswith(
         "error: cache cannot be written: No space left on device\n"
