@@ -42,13 +42,14 @@ def test_the_gradients_bias_is_told_by_kind_of_parameter(study, tmp_path, capsys
     found = {
         name: {line.split()[0]: line.split()[1:] for line in table.splitlines()[2:]} for name, table in tables.items()
     }
-    assert set(map(tuple, found["again"].values())) == {("0.0000",) * 3}
+    assert set(map(tuple, found["again"].values())) == {(*("0.0000",) * 3, "1.0000")}
     assert {"all", "tokens.weight", "blocks.*.mlp.fc1_weight", "head.layer_norm_weight"} <= found["all"].keys()
     errors = {name: [float(number) for number in rows["all"]] for name, rows in found.items()}
-    assert all(0 < one < whole < 0.2 for one, whole in zip(errors["head"], errors["all"], strict=True))
-    for error, bias, noise in (errors["head"], errors["all"]):
+    assert all(0 < one < whole < 0.2 for one, whole in zip(errors["head"][:3], errors["all"][:3], strict=True))
+    for error, bias, noise, slope in (errors["head"], errors["all"]):
         assert noise < error
         assert noise / 2 < bias < 2 * error
+        assert abs(slope - 1) <= bias
     rows.write_text("nothing\n")
     assert study("gradient_bias").main(asked) == 2
     assert "write NAME: WORDS" in capsys.readouterr().err

@@ -11,6 +11,7 @@ For each kind of parameter, with g a batch's gradient in the first condition and
 - `error`: |h - g| / |g|, the root of both mean squares over the batches. It is what one step has.
 - `bias`: |mean(h - g)| / |mean g| over all batches. It is what no number of steps averages out.
 - `noise`: what `bias` would be if the errors of different batches had nothing in common.
+- `slope`: mean h along mean g, over |mean g|. Below 1, the gradient is shorter without being turned.
 - `loss`: how far the loss of another condition is above, at the same weights.
 """
 
@@ -55,11 +56,11 @@ class Errors:
             self.squares[kind(name)] += value.square().sum().item()
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-    def of_sums(self) -> dict[str, float]:
-        """Return the squared norm of the sum over batches."""
+    def products(self, other: Errors) -> dict[str, float]:
+        """Return the inner product of two sums over batches."""
         found: dict[str, float] = defaultdict(float)
         for name, value in self.sums.items():
-            found[kind(name)] += value.square().sum().item()
+            found[kind(name)] += (value * other.sums[name]).sum().item()
         return found
 
 
@@ -141,16 +142,13 @@ def _step(made: Gradients, ids: Tensor, micro_batch: int, calibrate: bool) -> tu
 
 
 def _table(name: str, found: Errors, first: Errors, batches: int) -> str:
-    sums, of_first = found.of_sums(), first.of_sums()
-    width = max(map(len, sums))
-    lines = [f"{name}: loss {found.loss / batches:+.5f}", f"{'gradient of':{width}}   error    bias   noise"]
-    for part in (None, *sums):
-        error, mean, own, own_mean = (
-            sum(values.values()) if part is None else values[part]
-            for values in (found.squares, sums, first.squares, of_first)
-        )
-        ratios = error / own, mean / own_mean, error / own_mean
-        lines.append(f"{part or 'all':{width}}  " + "  ".join(f"{math.sqrt(ratio):6.4f}" for ratio in ratios))
+    parts = found.squares, found.products(found), first.squares, first.products(first), found.products(first)
+    width = max(map(len, found.squares))
+    lines = [f"{name}: loss {found.loss / batches:+.5f}", f"{'gradient of':{width}}   error    bias   noise   slope"]
+    for part in (None, *found.squares):
+        error, mean, own, own_mean, along = (sum(p.values()) if part is None else p[part] for p in parts)
+        ratios = *map(math.sqrt, (error / own, mean / own_mean, error / own_mean)), 1 + along / own_mean
+        lines.append(f"{part or 'all':{width}}  " + "  ".join(f"{ratio:6.4f}" for ratio in ratios))
     return "\n".join(lines)
 
 
