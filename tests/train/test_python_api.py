@@ -28,6 +28,8 @@ from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.manifest import sealed
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.precision.scaling import FP8Scaling
+from gpt2_fp8.runtime import devices, launcher
+from gpt2_fp8.runtime.launched import SRUN, Launcher
 from tests.faults.pretended import Pretended
 from tests.runs import SMALL, train
 
@@ -217,6 +219,21 @@ def test_other_devices_are_refused(config, tmp_path, options, cause, remedy):
         module.configure_callbacks()
     (told,) = [problem for problem in caught.value.problems if cause in problem.cause]
     assert remedy in told.remedy
+
+
+@pytest.mark.parametrize(("given", "told"), [(1, set()), (2, {"the Trainer has 1 devices on each of 1 machines"})])
+def test_a_process_may_see_the_one_gpu_that_it_was_given(config, tmp_path, monkeypatch, given, told):
+    """`srun --gpus-per-task=1`: two processes on a node, and a Trainer with one device in each."""
+    made, module = trainer(config, tmp_path, devices=1), GPT2Module(config)
+    made.state.fn = TrainerFn.FITTING
+    module.trainer = made
+    monkeypatch.setattr(devices, "device", lambda config: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: given)
+    monkeypatch.setattr(launcher, "current", lambda: Launcher(SRUN, world_size=2, local_world_size=2))
+    with pytest.raises(UserError, match="was given none") as caught:  # the data module, of which `fit` tells it
+        module.configure_callbacks()
+    causes = {problem.cause.split(",")[0] for problem in caught.value.problems}
+    assert {cause for cause in causes if "devices" in cause} == told
 
 
 def test_all_contradictions_are_told_at_once(config, tmp_path):
