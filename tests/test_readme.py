@@ -282,7 +282,7 @@ def test_the_command_of_the_gradients_bias_composes(tmp_path, monkeypatch):
     """`test_studies` runs the program."""
     monkeypatch.chdir(tmp_path)
     commands = [found.words for found in ALL if found.words[: len(BIAS)] == BIAS]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         words = command[command.index("--") + 1 :]
         stand_ins(words)
