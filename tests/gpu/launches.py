@@ -1,4 +1,8 @@
-"""Whole runs on several GPUs, started as a person starts them: by Lightning, torchrun, srun or accelerate."""
+"""Whole runs of several ranks, started as a person starts them: by Lightning, torchrun, srun or accelerate.
+
+With RANKS_SHARE_A_GPU=1 on a machine with a single GPU, the ranks of a launch share it (`rank_faults.share`). Lightning
+starts no more processes than it sees GPUs, so that srun's variables take its place then.
+"""
 
 import json
 import os
@@ -15,6 +19,7 @@ from tests.train.test_launchers import free_port, srun
 SECONDS = 150  # that a launch may take; most of it is start-up
 PATHS = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, PATHS))}
+SHARED = torch.cuda.device_count() == 1 and os.environ.get("RANKS_SHARE_A_GPU") == "1"
 AGENT = ["-m", "torch.distributed.run", "--max-restarts", "1"]
 
 
@@ -65,7 +70,8 @@ def run(cwd, launches):
     cwd.mkdir()
     ends = []
     for launch in launches:
-        calls = "".join(f"rank_faults.{name}()\n" for name in ("note", *launch.faults))
+        first = ("share", "note") if SHARED and launch.gpus > 1 else ("note",)
+        calls = "".join(f"rank_faults.{name}()\n" for name in (*first, *launch.faults))
         (cwd / "patched.py").write_text(SCRIPT.format(patch="from tests.gpu import rank_faults\n" + calls))
         processes = [_start(cwd, *command) for command in _commands(launch)]
         ended = [finish(process, SECONDS) for process in processes]
@@ -76,7 +82,7 @@ def run(cwd, launches):
 def _commands(launch):
     """The commands of a launch, each with the variables that are its own."""
     own, gpus = ["patched.py", *launch.words, "run_name=run"], str(launch.gpus)
-    match launch.launcher:
+    match "srun" if SHARED and launch.gpus > 1 and launch.launcher == "Lightning" else launch.launcher:
         case "Lightning":
             return [([*own, f"trainer.devices={gpus}"], {})]
         case "torchrun":
@@ -87,9 +93,9 @@ def _commands(launch):
             command = [*agent, "--rdzv-endpoint", place, "--rdzv-id", place, *own]
             seen = [_visible(range(half * node, half * (node + 1))) for node in range(2)]
             return [(command, {"CUDA_VISIBLE_DEVICES": gpus}) for gpus in seen]
-        case "srun":
+        case "srun":  # with --gpus-per-task=1
             variables = srun(count=launch.gpus)
-            return [(own, variables(rank)) for rank in range(launch.gpus)]
+            return [(own, variables(rank) | {"CUDA_VISIBLE_DEVICES": _visible([rank])}) for rank in range(launch.gpus)]
         case "accelerate":
             options = ["--multi_gpu", f"--num_processes={gpus}", "--num_machines=1", "--mixed_precision=no"]
             options += ["--dynamo_backend=no", f"--main_process_port={free_port()}"]
@@ -99,6 +105,7 @@ def _commands(launch):
 
 def _visible(numbers):
     """CUDA_VISIBLE_DEVICES with the GPUs of these numbers, of those that are seen here."""
+    numbers = (0,) if SHARED else numbers
     names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     return ",".join(names.split(",")[number] for number in numbers)
 

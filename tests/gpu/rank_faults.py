@@ -1,6 +1,6 @@
 """What happens to rank 1 alone in the runs of `test_ranks`: a run's script calls one or more of these in each process.
 
-`note` comes first, and is called in every run.
+`note` is called in every run, and `share` where its ranks have one GPU.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.precision import state
 from gpt2_fp8.runtime import collectives, rank_watch
+from gpt2_fp8.train import gathering
 from gpt2_fp8.train.module import GPT2Module
 
 _here = {"step": 0, "parts": 0}  # from 1; the losses that were asked for in it
@@ -26,6 +27,16 @@ def _rank():
 
 def _is_time(step):
     return (_rank(), _here["step"]) == (1, step)
+
+
+def share():
+    """Let the ranks of a launch share one GPU, which a run refuses: to NCCL each of them is a host of its own.
+
+    NCCL refuses two ranks with one GPU by the names of host and GPU. It then talks through sockets, as between nodes.
+    """
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_HOSTID"] = "host " + (os.environ.get("RANK") or os.environ["SLURM_PROCID"])
+    gathering.unequal = lambda ranks: []
 
 
 def note():

@@ -1,4 +1,8 @@
-"""What GPUs tell each other: whole runs of several ranks, side by side, in some of which a fault meets rank 1 alone."""
+"""What GPUs tell each other: whole runs of several ranks, side by side, in some of which a fault meets rank 1 alone.
+
+With RANKS_SHARE_A_GPU=1 the ranks share the GPU of a machine that has one, in ten minutes and more. What needs
+Lightning's own launcher, or memory of one's own, is not run there.
+"""
 
 import importlib.util
 import os
@@ -9,16 +13,19 @@ import torch
 
 from tests.gpu import launches
 from tests.gpu.common import hopper
-from tests.gpu.launches import Launch
+from tests.gpu.launches import SHARED, Launch
 from tests.gpu.test_faults import ROADS, WIDE, happened
 from tests.runs import metrics, summary
 
 GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.fp8, pytest.mark.skipif(GPUS < 2, reason="fewer than two GPUs")]
+pytestmark = [pytest.mark.fp8, pytest.mark.skipif(GPUS < 2 and not SHARED, reason="fewer than two GPUs")]
 ACCELERATE = importlib.util.find_spec("accelerate") is not None
-four = pytest.mark.skipif(GPUS < 4, reason="fewer than four GPUs")
+own_gpus = pytest.mark.skipif(SHARED, reason="its ranks need a GPU each")
+FOUR = SHARED or GPUS >= 4
+four = pytest.mark.skipif(not FOUR, reason="fewer than four GPUs")
 
-AT_ONCE = max(1, min(8, (os.cpu_count() or 1) // 4))  # runs; more of them would wait for each other on the GPUs
+# Runs; more of them would wait for each other on the GPUs.
+AT_ONCE = max(1, min(2 if SHARED else 8, (os.cpu_count() or 1) // 4))
 SHORT = ["micro_batch_size=4", "trainer.max_steps=8", "trainer.val_check_interval=4"]
 # A low rate: at a high one a run leaves its like exponentially, whatever makes the first bit of difference.
 LONG = [
@@ -40,9 +47,20 @@ def words(road, *more):
     return [*base, *of_road, *more]
 
 
-CASES = {
+ON_OWN_GPUS = {
     "scarce": [Launch(words("fused", *LARGE), faults=("scarce",))],
     **{name: [Launch(words("fused", *SHORT), faults=(name,))] for name in KILLED},
+    "fused, moved": [
+        Launch(words("fused", *LONG), faults=("stopped",)),
+        Launch(words("fused", *LONG, "ckpt_path=last"), gpus=1),
+    ],
+    "bf16, moved": [
+        Launch(words("bf16", *LONG), gpus=1, faults=("stopped_alone",)),
+        Launch(words("bf16", *LONG, "ckpt_path=last"), "srun"),
+    ],
+}  # fmt: skip
+CASES = {
+    **({} if SHARED else ON_OWN_GPUS),
     **{f"{road}, faults": [Launch(words(road, *SHORT), faults=("out_of_memory", "not_finite"))] for road in
        ("delayed", "fused")},
     "fused, faults, srun": [Launch(words("fused", *SHORT), "srun", faults=("out_of_memory", "not_finite"))],
@@ -53,17 +71,8 @@ CASES = {
     "delayed, two nodes": [Launch(words("delayed", *LONG), "two nodes", faults=("killed_once",))],
     "current, srun": [Launch(words("current", *LONG), "srun")],
     **({"bf16, accelerate": [Launch(words("bf16", *LONG), "accelerate")]} if ACCELERATE else {}),
-    "fused, moved": [
-        Launch(words("fused", *LONG), faults=("stopped",)),
-        Launch(words("fused", *LONG, "ckpt_path=last"), gpus=1),
-    ],
-    "bf16, moved": [
-        Launch(words("bf16", *LONG), gpus=1, faults=("stopped_alone",)),
-        Launch(words("bf16", *LONG, "ckpt_path=last"), "srun"),
-    ],
-    **({f"{road}, four": [Launch(words(road, *LONG), gpus=4)] for road in ALL} if GPUS >= 4 else {}),
-    **({f"{road}, two nodes of two": [Launch(words(road, *LONG), "two nodes", 4)] for road in ALL}
-       if GPUS >= 4 else {}),
+    **({f"{road}, four": [Launch(words(road, *LONG), gpus=4)] for road in ALL} if FOUR else {}),
+    **({f"{road}, two nodes of two": [Launch(words(road, *LONG), "two nodes", 4)] for road in ALL} if FOUR else {}),
 }  # fmt: skip
 
 
@@ -126,6 +135,7 @@ def test_every_launcher_computes_what_one_gpu_does(runs, road, launcher, said):
     assert ("(step 20)" in runs(case).output) == ("again" in said)
 
 
+@own_gpus
 @pytest.mark.parametrize(("road", "saved"), [pytest.param("fused", 5, marks=hopper), ("bf16", 4)])
 def test_43_a_run_that_is_stopped_moves_to_another_launcher_and_number_of_gpus(runs, road, saved):
     """SIGTERM to one rank of two saves and ends both after their step. One rank alone gives its step up."""
@@ -156,6 +166,7 @@ def test_37_a_loss_that_is_not_finite_on_one_gpu_is_run_again_on_both(runs, case
     assert happened(runs(case).folder) == [(6, "rerun")]
 
 
+@own_gpus
 @hopper
 def test_65_memory_that_is_scarce_on_one_gpu_halves_on_both(runs):
     sizes = completed(runs, "scarce")["size"]
@@ -165,6 +176,7 @@ def test_65_memory_that_is_scarce_on_one_gpu_halves_on_both(runs):
     assert (len(sizes), summary(runs("scarce").folder)["status"]) == (4, "completed")
 
 
+@own_gpus
 @hopper
 @pytest.mark.parametrize("case", KILLED)
 def test_49_a_rank_that_is_killed_is_named_by_the_other(runs, case):
