@@ -16,7 +16,7 @@ from gpt2_fp8.compose import commandline
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.commandline import CommandLine
 from gpt2_fp8.compose.composer import Composer, above
-from gpt2_fp8.compose.jobs import Job
+from gpt2_fp8.compose.job import Job
 from gpt2_fp8.compose.request import request_of
 from gpt2_fp8.config import checks, parsing, run_length
 from gpt2_fp8.config.errors import Problem, UserError

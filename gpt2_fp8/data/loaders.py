@@ -16,7 +16,8 @@ from torch.utils.data import IterableDataset
 
 from gpt2_fp8.config.errors import DataSourceLost, RunError
 from gpt2_fp8.data.ids import Tokens, check_batch
-from gpt2_fp8.data.packing import Batches, LaneState
+from gpt2_fp8.data.lane import LaneState
+from gpt2_fp8.data.packing import Batches
 from gpt2_fp8.runtime import activity
 from gpt2_fp8.runtime.collectives import rank_and_world
 

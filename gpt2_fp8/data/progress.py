@@ -11,8 +11,8 @@ from torch import distributed
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.data.deal import Deal
 from gpt2_fp8.data.digests import Digests
+from gpt2_fp8.data.lane import LaneState, lane_start
 from gpt2_fp8.data.loaders import Cursor
-from gpt2_fp8.data.packing import LaneState, lane_start
 from gpt2_fp8.data.units import DocumentCounts
 from gpt2_fp8.runtime.collectives import rank_and_world
 

@@ -14,8 +14,9 @@ from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.data.corpus_check import validation_blocks
 from gpt2_fp8.data.digests import Digests
 from gpt2_fp8.data.ids import Tokens, little_endian
+from gpt2_fp8.data.lane import Lane, LaneState, lane_start
 from gpt2_fp8.data.mixed_deal import MixedDeal
-from gpt2_fp8.data.packing import Batches, Lane, LaneState, lane_start
+from gpt2_fp8.data.packing import Batches
 from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.data.progress import Progress
 from gpt2_fp8.data.reader import MixedReader, Reader

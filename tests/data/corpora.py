@@ -10,7 +10,8 @@ import numpy as np
 
 from gpt2_fp8.config.data_schema import FilesData
 from gpt2_fp8.data.datamodule import TokenDataModule
-from gpt2_fp8.data.packing import Batches, Lane, lane_start
+from gpt2_fp8.data.lane import Lane, lane_start
+from gpt2_fp8.data.packing import Batches
 
 
 def files_config(train: Any, **changes: Any) -> FilesData:

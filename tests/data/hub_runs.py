@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 
 from gpt2_fp8.data.deal import Turns
 from gpt2_fp8.data.documents import TokenisedUnit
+from gpt2_fp8.data.lane import Lane, lane_start
 from gpt2_fp8.data.order import Order, lane_count
-from gpt2_fp8.data.packing import Batches, Lane, lane_start
+from gpt2_fp8.data.packing import Batches
 from tests.data.hub import Hub
 
 ROOT = Path(__file__).parents[2]
