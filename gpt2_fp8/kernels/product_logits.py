@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_fp8.kernels.cross_entropy import LOG2E
-from gpt2_fp8.kernels.product_gelu import COLUMNS, Operands, forward_kernel, tensor_map
+from gpt2_fp8.kernels.product_gelu import COLUMNS, Operands, product_kernel, tensor_map
 
 ROWS, SLABS = 32, 64  # what a program of the second kernel holds at once
 
@@ -55,7 +55,7 @@ def product_logits(operands: Operands, targets: Tensor, vocab_size: int) -> tupl
     slabs = n // COLUMNS
     logits = torch.empty(m, n, dtype=torch.bfloat16, device=a.device)
     parts = torch.empty(slabs, m, 2, dtype=torch.float32, device=a.device)
-    kernel, grid = forward_kernel("product_logits", operands)
+    kernel, grid = product_kernel("product_logits", operands)
     kernel(grid, tensor_map(a), b, logits, parts, *scales, m, n, vocab_size)
     losses = torch.empty(m, dtype=torch.float32, device=a.device)
     exponents = torch.empty(m, 2, dtype=torch.float32, device=a.device)

@@ -12,14 +12,16 @@ over 2,304 to 6,400 channels. The input gradient that passes GELU's derivative i
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
 from gpt2_fp8.kernels.cast import cast_transpose, reduce_columns
-from gpt2_fp8.kernels.gelu import GeluGradient, gelu_backward_cast, gelu_cast
 from gpt2_fp8.kernels.gemm import matmul
-from gpt2_fp8.kernels.product_gelu import Operands, fits, product_gelu, product_gelu_backward
+from gpt2_fp8.kernels.product_gelu import Operands
 from gpt2_fp8.kernels.slot import Slot
+from gpt2_fp8.kernels.weight_gradient import weight_gradient
 from gpt2_fp8.layers.delayed_scaling import Scales
 
 
@@ -64,43 +66,38 @@ class FP8Linear(nn.Module):
         scales = self.slot("input").scale_inv, self.slot("weight").scale_inv
         return matmul(x8, self.w8, out, *scales, bias=self.bias, add=add, fast_accumulate=True)
 
-    def forward_gelu(self, x8: Tensor, slot: Slot, only_h: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Compute h = x W^T + b, bfloat16 [M, N], and gelu(h) in FP8 [M, N], quantized with `slot`.
-
-        x8: [M, K]. `only_h`: gelu(h) is not needed, but h must have the same bits.
-        """
-        if fits(x8, self.w8):
-            scales = self.slot("input").scale_inv, self.slot("weight").scale_inv
-            return product_gelu(Operands(x8, self.w8, *scales), self.bias, slot)
-        h = self.forward(x8)
-        return h, None if only_h else gelu_cast(h, slot)
-
     def input_gradient(self, g8: Tensor) -> Tensor:
         """Compute the gradient of x, bfloat16 [M, K], from g8 [M, N], the gradient of `forward`'s result."""
         out = torch.empty(g8.shape[0], self.w8t.shape[0], dtype=torch.bfloat16, device=g8.device)
         scales = self.slot("gradient").scale_inv, self.slot("weight").scale_inv
         return matmul(g8, self.w8t, out, *scales, fast_accumulate=self.scales[0].settings.fast_accumulation)
 
-    def input_gradient_gelu(self, g8: Tensor, h: Tensor, slot: Slot) -> GeluGradient:
-        """Compute the gradient of h for x = gelu(h), quantized with `slot`, and x again.
+    def operands(self, x8: Tensor) -> Operands:
+        """Return the operands of `forward`'s GEMM, for a kernel that does more."""
+        return Operands(x8, self.w8, self.slot("input").scale_inv, self.slot("weight").scale_inv)
 
-        g8: [M, N], the gradient of `forward`'s result. h: bfloat16 [M, K].
-        """
-        if fits(g8, self.w8t):
-            scales = self.slot("gradient").scale_inv, self.slot("weight").scale_inv
-            return product_gelu_backward(Operands(g8, self.w8t, *scales), h, slot, self.slot("input"))
-        return gelu_backward_cast(self.input_gradient(g8), h, slot, self.slot("input"))
+    def gradient_operands(self, g8: Tensor) -> Operands:
+        """Return the operands of `input_gradient`'s GEMM, for a kernel that does more."""
+        return Operands(g8, self.w8t, self.slot("gradient").scale_inv, self.slot("weight").scale_inv)
 
-    def add_weight_gradient(self, weight: nn.Parameter, g8t: Tensor, x8t: Tensor) -> None:
+    def add_weight_gradient(
+        self, weight: nn.Parameter, g8t: Tensor, x8t: Tensor, as_is: Literal["gradient", "input"] | None = None
+    ) -> None:
         """Add the weight's gradient to `weight.grad`, float32 [N, K], inside the GEMM.
 
-        g8t: [N, M]; x8t: [K, M]. Autograd is given None for this weight.
+        g8t: [N, M]; x8t: [K, M]. `as_is`: that one of them is not transposed, but [M, N] or [M, K]. Autograd is given
+        None for this weight.
         """
-        scales = self.slot("gradient").scale_inv, self.slot("input").scale_inv
-        if weight.grad is None:
-            weight.grad = matmul(g8t, x8t, torch.empty_like(weight), *scales)
+        of_gradient, of_input = self.slot("gradient").scale_inv, self.slot("input").scale_inv
+        add = weight.grad
+        out = torch.empty_like(weight) if add is None else add
+        if as_is == "gradient":
+            weight_gradient(g8t, x8t, out, of_gradient, of_input, add=add)
+        elif as_is == "input":
+            weight_gradient(x8t, g8t, out, of_input, of_gradient, transposed=True, add=add)
         else:
-            matmul(g8t, x8t, weight.grad, *scales, add=weight.grad)
+            matmul(g8t, x8t, out, of_gradient, of_input, add=add)
+        weight.grad = out
 
 
 def add_vector_gradient(parameter: nn.Parameter | None, partial: Tensor) -> None:

@@ -23,7 +23,7 @@ from gpt2_fp8.config.block_spec import BlockSpec
 from gpt2_fp8.config.schema import AttentionKernel, Recompute
 from gpt2_fp8.kernels.cast import cast_transpose
 from gpt2_fp8.kernels.layer_norm import LayerNormGradient, layer_norm_backward, layer_norm_cast
-from gpt2_fp8.layers import reference
+from gpt2_fp8.layers import fp8_gelu, reference
 from gpt2_fp8.layers.attention import attention
 from gpt2_fp8.layers.delayed_scaling import Scales
 from gpt2_fp8.layers.fp8_linear import FP8Linear, add_vector_gradient
@@ -82,12 +82,12 @@ class Block(nn.Module):
 
         `again`: only the latter is computed; the first result is None or unused.
         """
-        fc1, mlp = self.linears.fc1, self.mlp
+        (_, _, fc1, fc2), mlp = self.linears, self.mlp
         y8, y8t, statistics = layer_norm_cast(
             middle, mlp.layer_norm_weight, mlp.layer_norm_bias, mlp.epsilon, fc1.slot("input")
         )
-        h, z8 = fc1.forward_gelu(y8, self.linears.fc2.slot("input"), only_h=again)
-        return z8, Hidden(h, y8t, statistics)
+        z8, kept = fp8_gelu.forward(fc1, fc2, y8, again)
+        return z8, Hidden(kept, y8t, statistics)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
         """Compute the block. x: bfloat16 [batch, tokens, d]; returns the same shape and dtype."""
@@ -153,11 +153,7 @@ def _mlp_backward(block: Block, dout: Tensor, middle: Tensor, hidden: Hidden) ->
     mlp, fc1, fc2 = block.mlp, block.linears.fc1, block.linears.fc2
     g8, g8t, sums = _cast_output_gradient(block, dout)
     add_vector_gradient(mlp.fc2_bias, sums)
-    inner = fc2.input_gradient_gelu(g8, hidden.h, fc1.slot("gradient"))
-    fc2.add_weight_gradient(mlp.fc2_weight, g8t, inner.yt)
-    add_vector_gradient(mlp.fc1_bias, inner.sums)
-    fc1.add_weight_gradient(mlp.fc1_weight, inner.qt, hidden.y8t)
-    dy = fc1.input_gradient(inner.q)
+    dy = fp8_gelu.backward(fc1, fc2, mlp, (g8, g8t), hidden.gelu, hidden.y8t)
     slot = block.linears.projection.slot("gradient")
     result = layer_norm_backward(dy, middle, hidden.statistics, mlp.layer_norm_weight, dout, slot)
     add_vector_gradient(mlp.layer_norm_weight, result.sums[:, 0])

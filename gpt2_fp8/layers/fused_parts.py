@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gpt2_fp8.kernels.layer_norm import Statistics
+from gpt2_fp8.kernels.product_gelu import Activated
 from gpt2_fp8.layers.fp8_linear import FP8Linear
 
 
@@ -36,6 +37,6 @@ class Attended(NamedTuple):
 class Hidden(NamedTuple):
     """What a block's backward needs of its MLP's hidden layer."""
 
-    h: Tensor  # the input of GELU: bfloat16 [M, f]
+    gelu: Tensor | Activated  # see `fp8_gelu`
     y8t: Tensor  # the transposed input of its GEMM, FP8 [d, M]
     statistics: Statistics  # of the normalisation before it

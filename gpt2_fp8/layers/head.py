@@ -18,7 +18,7 @@ from gpt2_fp8.kernels.cross_entropy import of_trained, scale_, with_penalty
 from gpt2_fp8.kernels.embedding import embedding_gradient
 from gpt2_fp8.kernels.gemm import matmul
 from gpt2_fp8.kernels.layer_norm import layer_norm_backward, layer_norm_cast
-from gpt2_fp8.kernels.product_gelu import Operands, fits
+from gpt2_fp8.kernels.product_gelu import fits
 from gpt2_fp8.kernels.product_logits import product_logits
 from gpt2_fp8.kernels.rounding import mean_of_rounded
 from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE, log_sums, softmax_gradient_cast, softmax_statistics
@@ -75,8 +75,7 @@ class Head(LayerNormLinear):
         """
         linear = self.linear
         if fits(y8, linear.w8):
-            scales = linear.slot("input").scale_inv, linear.slot("weight").scale_inv
-            return product_logits(Operands(y8, linear.w8, *scales), targets, vocab_size)
+            return product_logits(linear.operands(y8), targets, vocab_size)
         logits = linear(y8)
         return logits, *softmax_statistics(logits, targets, vocab_size)
 

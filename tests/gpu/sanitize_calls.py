@@ -10,7 +10,18 @@ import itertools
 
 import torch
 
-from gpt2_fp8.kernels import cast, cross_entropy, embedding, gelu, layer_norm, nvrtc, product_gelu, softmax_cast
+from gpt2_fp8.kernels import (
+    cast,
+    cross_entropy,
+    embedding,
+    gelu,
+    layer_norm,
+    nvrtc,
+    product_gelu,
+    softmax_cast,
+    weight_gradient,
+)
+from gpt2_fp8.kernels.gemm import PAIRS
 from gpt2_fp8.kernels.product_logits import product_logits
 from gpt2_fp8.kernels.slot import Slot
 from gpt2_fp8.kernels.target_rows import target_rows
@@ -80,12 +91,22 @@ def products() -> None:
         forward = product_gelu.Operands(of_a[E4M3], b, *scales)
         assert product_gelu.fits(of_a[E4M3], b), (m, n, k)
         for bias in (None, values(n)):
-            h, _ = product_gelu.product_gelu(forward, bias, slot(E4M3))
+            _, slopes = product_gelu.product_gelu(forward, bias, slot(E4M3))
         for dtype in FORMATS:
             operands = product_gelu.Operands(of_a[dtype], b, *scales)
-            product_gelu.product_gelu_backward(operands, h, slot(dtype), slot(E4M3))
+            product_gelu.product_gelu_backward(operands, slopes, slot(dtype))
         for vocab_size in (n, n - 84):
             product_logits(forward, targets(m, vocab_size), vocab_size)
+
+
+def weight_gradients() -> None:
+    weight_gradient._work.cache_clear()  # for as many multiprocessors as there are now
+    for (m, n, d), transposed in itertools.product([(64, 128, 128), (832, 384, 256)], (False, True)):
+        out = torch.zeros((d, n) if transposed else (n, d)).cuda()
+        for of_a, of_b in PAIRS:
+            a, bt = values(m, n).to(of_a), values(d, m).to(of_b)
+            for add in (None, out):
+                weight_gradient.weight_gradient(a, bt, out, number(0.3), number(0.07), transposed=transposed, add=add)
 
 
 def entropies() -> None:
@@ -117,9 +138,9 @@ def run(*calls) -> None:
 def main() -> None:
     if reason := nvrtc.missing():
         raise SystemExit(f"the kernels in CUDA C++ cannot run: {reason}")
-    run(casts, norms, softmaxes, products)
+    run(casts, norms, softmaxes, products, weight_gradients)
     present, nvrtc.processors = nvrtc.processors, lambda device: 2  # blocks with many tiles each
-    run(norms, products)
+    run(norms, products, weight_gradients)
     nvrtc.processors, nvrtc.missing = present, lambda: "hidden: what Triton has in its place is called"
     run(casts, norms, softmaxes, gelus, entropies, embeddings)
     print(DONE, flush=True)

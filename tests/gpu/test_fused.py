@@ -1,5 +1,6 @@
 """The fused layers: every shape and setting that they take against bf16, accumulation, evaluation, and their state."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -300,23 +301,25 @@ def test_a_block_casts_the_gradient_that_the_one_below_needs(monkeypatch):
 
 
 def test_products_with_gelu_are_used_and_as_exact(monkeypatch):
-    """Each block has one forward and one backward of them; a product and a kernel of its own give the same gradient, up
-    to what bfloat16 and FP8 round in between."""
-    from gpt2_fp8.layers import fp8_linear
+    """Each block has one forward and one backward of them, and two weight gradients; products and kernels of their own
+    give the same gradient, up to what bfloat16 and FP8 round in between."""
+    from gpt2_fp8.layers import fp8_gelu, fp8_linear
 
     _, expected = gradients(build("reference"), tokens(), False, common.bf16)
     calls, found = [], {}
-    for name in ("product_gelu", "product_gelu_backward"):
-        real = getattr(fp8_linear, name)
-        monkeypatch.setattr(fp8_linear, name, lambda *given, real=real, name=name: calls.append(name) or real(*given))
-    for fits in (fp8_linear.fits, lambda a, b: False):
-        monkeypatch.setattr(fp8_linear, "fits", fits)
+    names = {"product_gelu": fp8_gelu, "product_gelu_backward": fp8_gelu, "weight_gradient": fp8_linear}
+    for name, module in names.items():
+        real = getattr(module, name)
+        noted = functools.partial(lambda real, *given, **more: calls.append(1) or real(*given, **more), real)
+        monkeypatch.setattr(module, name, noted)
+    for fits in (fp8_gelu.fits, lambda a, b: False):
+        monkeypatch.setattr(fp8_gelu, "fits", fits)
         model, fp8 = calibrated("fused")
         calls.clear()
         _, gradient = gradients(model, tokens(), True, fp8.forward_context, first=True)
         found[len(calls)] = gradient
-    assert sorted(found) == [0, 6]
-    assert error(found[6], expected) == pytest.approx(error(found[0], expected), rel=0.05)
+    assert sorted(found) == [0, 12]
+    assert error(found[12], expected) == pytest.approx(error(found[0], expected), rel=0.05)
 
 
 def test_a_gradient_that_is_not_the_block_aboves_is_cast_again():

@@ -29,28 +29,25 @@ def product():
         if missing:  # what stands on a stand-in is nobody else's
             for name in set(sys.modules) - before:
                 package, _, module = name.rpartition(".")
-                if package == "gpt2_fp8.kernels" or name == "gpt2_fp8.layers.fp8_linear":
+                if package == "gpt2_fp8.kernels" or name.startswith("gpt2_fp8.layers.fp8_"):
                     del sys.modules[name]
                     vars(sys.modules[package]).pop(module, None)
 
 
-@pytest.fixture(params=["product_gelu", "product_gelu_backward"])
+@pytest.fixture(params=["product_gelu", "product_gelu_backward", "product_logits"])
 def kernel(request, product):
-    """Its constants for an inner dimension, and its text."""
+    """Its text, and how many neighbouring columns a thread has."""
     text = nvrtc._source(f"{request.param}.cu")
-    turned = eval(re.search(r"constexpr int TURNED_BYTES = ([\d* ]+);", text)[1])
-    shape_of = shapes.forward if request.param == "product_gelu" else shapes.backward
-    return SimpleNamespace(shape_of=shape_of, text=text, turned=turned)
+    return SimpleNamespace(text=text, piece=int(re.search(r"constexpr int PIECE = (\d+);", text)[1]))
 
 
-def memory_bytes(k, warpgroups, stages, turned):
+def memory_bytes(k, stages):
     """sizeof(Memory): each member begins at a multiple of its alignment."""
     members = [
         (1, k // LINE * COLUMNS * LINE),  # slab
-        (1, warpgroups * stages * ROWS * LINE),  # ring
-        (1, warpgroups * turned),
-        (8, warpgroups * stages * 8),  # full
-        (8, warpgroups * stages * 8),  # empty
+        (1, shapes.WARPGROUPS * stages * ROWS * LINE),  # ring
+        (8, shapes.WARPGROUPS * stages * 8),  # full
+        (8, shapes.WARPGROUPS * stages * 8),  # empty
     ]
     end = 0
     for alignment, size in members:
@@ -65,24 +62,23 @@ def test_the_members_are_those(kernel):
     assert members == [
         ("u8", "slab[LINES][SLAB]"),
         ("u8", "ring[WARPGROUPS][STAGES][CHUNK]"),
-        ("u8", "turned[WARPGROUPS][TURNED_BYTES]"),
         ("u64", "full[WARPGROUPS][STAGES], empty[WARPGROUPS][STAGES]"),
     ]
     assert "CHUNK = ROWS * LINE, SLAB = COLUMNS * LINE" in kernel.text
+    assert f"WARPGROUPS = {shapes.WARPGROUPS}," in kernel.text
 
 
 @pytest.mark.parametrize("k", range(128, 2049, 128))
-def test_shared_memory(kernel, product, k, monkeypatch):
-    shape = kernel.shape_of(k)
+def test_shared_memory(product, k, monkeypatch):
+    shape = shapes.product(k)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "missing", lambda: None)
     operands = (torch.empty(rows, k, dtype=torch.float8_e4m3fn) for rows in (64, 128))
     assert product.fits(*operands) is (k <= 1024)
     if shape.stages < 1:
         return
-    needed = memory_bytes(k, shape.warpgroups, shape.stages, kernel.turned)
-    assert shape.shared_bytes == needed <= BLOCK_BYTES
-    more = memory_bytes(k, shape.warpgroups, shape.stages + 1, kernel.turned)
+    assert shape.shared_bytes == memory_bytes(k, shape.stages) <= BLOCK_BYTES
+    more = memory_bytes(k, shape.stages + 1)
     assert shape.stages == shapes.MOST_STAGES or more > BLOCK_BYTES
 
 
@@ -157,12 +153,13 @@ class SwizzleType:
     SWIZZLE_128B = "128 bytes"
 
 
-def slab_in_shared_memory(b, slab, line, text):
+def slab_in_shared_memory(b, slab, line, kernel):
     """What `load_slab` leaves there, with the expression that the file has for a row's column."""
-    expression = re.search(r"const int column = (row / 32 [^;]+);", text)[1].replace("/", "//")
+    expression = re.search(r"const int column = (row / SPAN [^;]+);", kernel.text)[1].replace("/", "//")
+    constants = {"PIECE": kernel.piece, "SPAN": 4 * kernel.piece}
     out = torch.zeros(COLUMNS * LINE, dtype=b.dtype)
     for row in range(COLUMNS):
-        column = eval(expression, {"row": row})
+        column = eval(expression, {"row": row, **constants})
         for part in range(8):
             to = row * LINE + (part ^ row % 8) * 16
             from_ = line * LINE + part * 16
@@ -179,108 +176,111 @@ def test_rows_and_columns_come_out_in_order(product, kernel, monkeypatch):
     product_of_tile = torch.zeros(ROWS, COLUMNS, dtype=torch.int64)
     for line in range(k // LINE):
         of_a = read_by_tensor_cores(fetched(product, a, tile, line, monkeypatch)).long()
-        of_b = read_by_tensor_cores(slab_in_shared_memory(b, slab, line, kernel.text)).long()
+        of_b = read_by_tensor_cores(slab_in_shared_memory(b, slab, line, kernel)).long()
         product_of_tile += of_a @ of_b.t()
     thread, number = torch.meshgrid(torch.arange(128), torch.arange(64), indexing="ij")
     warp, g, q = thread // 32, thread % 32 // 4, thread % 4
     # PTX: number 4 i + 2 s + e of a thread
     i, s, e = number // 4, number // 2 % 2, number % 2
     sums = product_of_tile[16 * warp + 8 * s + g, 8 * i + 2 * q + e]
-    # the epilogues: sums + (piece * 4 + k) * 4 + s * 2 + e goes to a row and a column of the tile
-    piece, pair = number // 16, number // 4 % 4
+    # the epilogues: sums + (piece * PIECE / 2 + pair) * 4 + s * 2 + e goes to a row and a column of the tile
+    piece, pair = i // (kernel.piece // 2), i % (kernel.piece // 2)
     out = torch.full((ROWS, COLUMNS), -1)
-    out[warp * 16 + g * 2 + s, q * 8 + piece * 32 + pair * 2 + e] = sums
+    out[warp * 16 + g * 2 + s, q * kernel.piece + piece * 4 * kernel.piece + pair * 2 + e] = sums
     expected = a[tile * ROWS :][:ROWS].long() @ b[slab * COLUMNS :][:COLUMNS].long().t()
     assert torch.equal(out, expected)
 
 
-def test_columns_are_turned(kernel):
-    """The backward's way to [N, M]: `stmatrix.trans` of words of two rows by two columns, then runs of 16 rows."""
-    if kernel.turned == 16:
-        pytest.skip("nothing is transposed")
-    place = re.search(r"return (lane % 8 [^;]+);", kernel.text)[1].replace("/", "//")
-    wait = re.search(r"return (column \* ROWS [^;]+);", kernel.text)[1].replace("/", "//")
-
-    def waiting(column, warp):
-        return eval(wait, {"column": column, "warp": warp, "ROWS": ROWS})
-
-    tile = torch.randint(0, 256, (ROWS, COLUMNS), generator=torch.Generator().manual_seed(0))
-    memory = torch.full((kernel.turned,), -1)
-    for warp in range(4):
-        for piece in range(COLUMNS // 32):
-            for matrix in range(4):
-                for lane in range(32):
-                    # word `matrix` of lane 4 g + q: in each half a column, in it rows 2 g and 2 g + 1; a transposed
-                    # store puts half h of lane 4 g + q to place g of the row that lane 8 matrix + 2 q + h names
-                    g, q = lane // 4, lane % 4
-                    for half in range(2):
-                        column = eval(place, {"lane": 8 * matrix + 2 * q + half})
-                        to = waiting(column, warp) + piece * 32 * ROWS + 2 * g
-                        rows = slice(warp * 16 + 2 * g, warp * 16 + 2 * g + 2)
-                        memory[to : to + 2] = tile[rows, piece * 32 + q * 8 + matrix * 2 + half]
-    out = torch.full((COLUMNS, ROWS), -1)
-    for thread in range(128):
-        column, part = thread // 4, thread % 4
-        for piece in range(COLUMNS // 32):
-            at = waiting(column, part) + piece * 32 * ROWS
-            out[column + piece * 32, part * 16 : part * 16 + 16] = memory[at : at + 16]
-    assert torch.equal(out, tile.t())
+def test_codes_of_the_derivative(product):
+    """A byte holds all of gelu' evenly, 0 and 1 exactly."""
+    text = nvrtc._source("gelu.cuh")
+    assert f"CODES = {product.CODES}, CODE_OF_ZERO = {product.CODE_OF_ZERO}," in text
+    x = torch.linspace(-12, 12, 240_001, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(torch.nn.functional.gelu(x, approximate="tanh").sum(), x)
+    codes = (slope * product.CODES + product.CODE_OF_ZERO).round()
+    assert (codes.min(), codes.max()) == (0, 254), "255 is NaN's"
+    read = (codes - product.CODE_OF_ZERO) / product.CODES
+    assert (read - slope).abs().max() <= 0.5 / product.CODES
+    assert (read[0], read[-1]) == (0, 1)
+    density = torch.exp(-x.detach().square() / 2)  # h of unit variance
+    error, size = ((density * y.square()).sum().sqrt() for y in (read - slope, slope))
+    assert error / size == pytest.approx(0.0021, rel=0.03)  # what the module's docstring says
+    assert ((density * (read - slope)).sum() / (density * slope).sum()).abs() < 1e-5, "no bias"
 
 
-# Who uses them: the product of a layer
+# Who uses them: the MLP of a layer
 
 
 @pytest.fixture
-def layer(product, monkeypatch):
-    """Makes a product of a weight [256, 128] whose products are only noted, under its settings; and the notes."""
-    module = importlib.import_module("gpt2_fp8.layers.fp8_linear")
+def mlp(product, monkeypatch):
+    """Makes an MLP of 128 and 256 channels whose GEMMs are only noted, under its settings; and the notes."""
+    linear, gelu = (importlib.import_module(f"gpt2_fp8.layers.{name}") for name in ("fp8_linear", "fp8_gelu"))
     from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 
     notes = []
 
-    def noted(name, result):
+    def noted(module, name, result):
         monkeypatch.setattr(module, name, lambda *given, **more: notes.append((name, more)) or result(*given))
 
-    noted("matmul", lambda a, b, out, *_: out)
-    noted("gelu_cast", lambda h, slot: "cast")
-    noted("gelu_backward_cast", lambda *given: "gradient")
-    noted("product_gelu", lambda operands, bias, slot: ("h", "cast"))
-    noted("product_gelu_backward", lambda *given: "gradient")
+    q, qt = torch.zeros(64, 256), torch.zeros(256, 64)
+    noted(linear, "matmul", lambda a, b, out, *_: out)
+    noted(linear, "weight_gradient", lambda a, bt, out, *_: out)
+    noted(gelu, "gelu_cast", lambda h, slot: q)
+    noted(gelu, "gelu_backward_cast", lambda *given: (q, qt, qt, "sums"))
+    noted(gelu, "product_gelu", lambda operands, bias, slot: product.Activated(q, "slopes"))
+    noted(gelu, "product_gelu_backward", lambda *given: product.ActivatedGradient(q, "sums"))
+    noted(gelu, "add_vector_gradient", lambda *given: None)
 
     def make(fits, fast=False):
-        monkeypatch.setattr(module, "fits", lambda a, b: fits)
+        monkeypatch.setattr(gelu, "fits", lambda a, b: fits)
         scales = Scales(DelayedScaling(16, 0, False, torch.float8_e4m3fn, torch.float8_e5m2, fast))
-        made = module.FP8Linear(scales)
+        fc1, fc2 = linear.FP8Linear(scales), linear.FP8Linear(scales)
         scales.allocate(torch.device("cpu"))
-        made.w8, made.w8t = torch.zeros(256, 128), torch.zeros(128, 256)
-        return made, made.slot("input"), notes
+        fc1.w8, fc1.w8t = fc2.w8t, fc2.w8 = torch.zeros(256, 128), torch.zeros(128, 256)
+        weights = {"fc1_weight": torch.zeros(256, 128), "fc2_weight": torch.zeros(128, 256)}
+        weights = {name: torch.nn.Parameter(value) for name, value in weights.items()}
+        return SimpleNamespace(fc1=fc1, fc2=fc2, weights=SimpleNamespace(**weights, fc1_bias=None), gelu=gelu)
 
-    return make
+    return make, notes
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_sums_are_promoted_where_the_settings_say_so(layer, fast):
-    product, _, notes = layer(fits=False, fast=fast)
-    product.forward(torch.zeros(64, 128))
-    product.input_gradient(torch.zeros(64, 256))
-    product.add_weight_gradient(torch.nn.Parameter(torch.zeros(256, 128)), torch.zeros(256, 64), torch.zeros(128, 64))
+def test_sums_are_promoted_where_the_settings_say_so(mlp, fast):
+    make, notes = mlp
+    fc1 = make(fits=False, fast=fast).fc1
+    fc1.forward(torch.zeros(64, 128))
+    fc1.input_gradient(torch.zeros(64, 256))
+    fc1.add_weight_gradient(torch.nn.Parameter(torch.zeros(256, 128)), torch.zeros(256, 64), torch.zeros(128, 64))
     forward, gradient, weight = (more for _, more in notes)
     assert forward["fast_accumulate"] is True
     assert gradient["fast_accumulate"] is fast
     assert not weight.get("fast_accumulate", False)
 
 
-def test_gelu_is_in_the_product_where_that_fits(layer):
-    product, slot, notes = layer(fits=True)
-    assert product.forward_gelu(torch.zeros(64, 128), slot) == ("h", "cast")
-    assert product.forward_gelu(torch.zeros(64, 128), slot, only_h=True)[0] == "h"
-    assert product.input_gradient_gelu(torch.zeros(64, 256), torch.zeros(64, 128), slot) == "gradient"
-    assert [name for name, _ in notes] == ["product_gelu", "product_gelu", "product_gelu_backward"]
+def of_a_pass(made):
+    """A forward, another one for a backward, and that backward."""
+    x8, given = torch.zeros(64, 128), (torch.zeros(64, 128), torch.zeros(128, 64))
+    assert made.gelu.forward(made.fc1, made.fc2, x8)[0].shape == (64, 256)
+    _, kept = made.gelu.forward(made.fc1, made.fc2, x8, again=True)
+    made.gelu.backward(made.fc1, made.fc2, made.weights, given, kept, given[1])
+    assert made.weights.fc1_weight.grad.shape == (256, 128)
+    assert made.weights.fc2_weight.grad.shape == (128, 256)
 
 
-def test_elsewhere_a_product_and_a_kernel_do_it(layer):
-    product, slot, notes = layer(fits=False)
-    assert product.forward_gelu(torch.zeros(64, 128), slot)[1] == "cast"
-    assert product.forward_gelu(torch.zeros(64, 128), slot, only_h=True)[1] is None
-    assert product.input_gradient_gelu(torch.zeros(64, 256), torch.zeros(64, 128), slot) == "gradient"
-    assert [name for name, _ in notes] == ["matmul", "gelu_cast", "matmul", "matmul", "gelu_backward_cast"]
+def test_gelu_is_in_the_products_where_they_fit(mlp):
+    make, notes = mlp
+    of_a_pass(make(fits=True))
+    assert [name for name, _ in notes] == [
+        "product_gelu", "product_gelu",
+        "product_gelu_backward", "weight_gradient", "weight_gradient", "add_vector_gradient", "matmul",
+    ]  # fmt: skip
+    assert [more.get("transposed", False) for name, more in notes if name == "weight_gradient"] == [True, False]
+
+
+def test_elsewhere_products_and_kernels_do_it(mlp):
+    make, notes = mlp
+    of_a_pass(make(fits=False))
+    assert [name for name, _ in notes] == [
+        "matmul", "gelu_cast", "matmul",
+        "matmul", "gelu_backward_cast", "matmul", "matmul", "add_vector_gradient", "matmul",
+    ]  # fmt: skip

@@ -4,6 +4,7 @@ What is tested is the order of the chain and what it keeps; tests/gpu has the ke
 """
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -38,28 +39,54 @@ class Linear(nn.Module):
         return name
 
     def refresh(self, weight, bias):
-        self.w, self.b = weight.detach(), bias.detach()
+        self.w, self.bias = weight.detach(), bias.detach()
+        self.w8 = self.w
 
     def forward(self, x, add=None):
-        y = x @ self.w.T + self.b
+        y = x @ self.w.T + self.bias
         return y if add is None else y + add
-
-    def forward_gelu(self, x, slot, only_h=False):
-        h = self(x)
-        return h, None if only_h else gelu(h)
 
     def input_gradient(self, g):
         return g @ self.w
 
-    def input_gradient_gelu(self, g, h, slot):
-        with torch.enable_grad():
-            h = h.detach().requires_grad_()
-            z = gelu(h)
-            (dh,) = torch.autograd.grad(z, h, g @ self.w)
-        return SimpleNamespace(q=dh, qt=dh.T, yt=z.detach().T, sums=dh)
+    def operands(self, x):
+        return x, self.w.T
 
-    def add_weight_gradient(self, weight, gt, xt):
+    def gradient_operands(self, g):
+        return g, self.w
+
+    def add_weight_gradient(self, weight, gt, xt, as_is=None):
+        gt, xt = gt.T if as_is == "gradient" else gt, xt.T if as_is == "input" else xt
         add(weight, gt @ xt.T)
+
+
+class Activated(NamedTuple):
+    """gelu(h), and gelu'(h) as it is."""
+
+    q: torch.Tensor
+    slopes: torch.Tensor
+
+
+def product_gelu(operands, bias, slot):
+    h = operands[0] @ operands[1] + bias
+    with torch.enable_grad():
+        h = h.requires_grad_()
+        y = gelu(h)
+        (slopes,) = torch.autograd.grad(y.sum(), h)
+    return Activated(y.detach(), slopes)
+
+
+def product_gelu_backward(operands, slopes, slot):
+    gradient = operands[0] @ operands[1] * slopes
+    return gradient, gradient
+
+
+def gelu_backward_cast(g, h, slot, slot_y):
+    with torch.enable_grad():
+        h = h.detach().requires_grad_()
+        z = gelu(h)
+        (dh,) = torch.autograd.grad(z, h, g)
+    return dh, dh.T, z.detach().T, dh
 
 
 def layer_norm_cast(x, weight, bias, epsilon, slot, both=True):
@@ -75,11 +102,23 @@ def layer_norm_backward(dy, x, statistics, weight, residual, slot):
     return SimpleNamespace(dx=dx, q=dx, qt=dx.T, sums=torch.stack((dy * normalised, dy, dx), 1).detach())
 
 
-@pytest.fixture
-def fused(monkeypatch):
+@pytest.fixture(params=["GELU in the GEMMs", "GELU between them"])
+def fused(request, monkeypatch):
     with families():
+        from gpt2_fp8.layers import fp8_gelu
         from gpt2_fp8.layers import fused as module
 
+        fits = request.param == "GELU in the GEMMs"
+        for name, replacement in {
+            "fits": lambda x, w: fits,
+            "Activated": Activated,
+            "product_gelu": product_gelu,
+            "product_gelu_backward": product_gelu_backward,
+            "gelu_cast": lambda h, slot: gelu(h),
+            "gelu_backward_cast": gelu_backward_cast,
+            "add_vector_gradient": lambda parameter, partial: add(parameter, partial.sum(0)),
+        }.items():
+            monkeypatch.setattr(fp8_gelu, name, replacement)
         for name, replacement in {
             "FP8Linear": Linear,
             "layer_norm_cast": layer_norm_cast,

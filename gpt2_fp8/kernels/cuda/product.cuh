@@ -7,36 +7,35 @@
 //
 // What a thread holds of a tile (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32): with g = lane / 4 and q =
 // lane % 4, accumulator 4 i + 2 s + e is of row 16 warp + 8 s + g, column 8 i + 2 q + e. Rows of a and of b are
-// permuted in shared memory, so that these are row 16 warp + 2 g + s and column 32 (i / 4) + 8 q + 2 (i % 4) + e: a
-// thread has two neighbouring rows, and in each of them four runs (PIECES) of eight columns.
+// permuted in shared memory, so that a thread has two neighbouring rows, and in each of them PIECES runs of PIECE (8 or
+// 16) columns. With PIECE = 8 these are row 16 warp + 2 g + s and column 32 (i / 4) + 8 q + 2 (i % 4) + e. With 16 they
+// are column 64 (i / 8) + 16 q + 2 (i % 8) + e: then results of one byte are written 16 bytes at a time.
 
-constexpr int ROWS = 64, COLUMNS = 128, PIECES = COLUMNS / 32, SUMS = COLUMNS / 2;
+constexpr int ROWS = 64, COLUMNS = 128, SPAN = 4 * PIECE, PIECES = COLUMNS / SPAN, SUMS = COLUMNS / 2;
 constexpr int LINE = 128;  // bytes of a row that are copied and multiplied together; shared memory is swizzled by it
 constexpr int LINES = K / LINE, CHUNK = ROWS * LINE, SLAB = COLUMNS * LINE;
-constexpr int THREADS = 128 * (WARPGROUPS + 1);
-constexpr int PRODUCER_REGISTERS = 24, REGISTERS = WARPGROUPS == 2 ? 240 : 160;
-static_assert(K % LINE == 0 && (WARPGROUPS == 2 || WARPGROUPS == 3), "whole lines, and registers for each thread");
+constexpr int WARPGROUPS = 3, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
+constexpr int PRODUCER_REGISTERS = 24, REGISTERS = 160;
+static_assert(K % LINE == 0 && (PIECE == 8 || PIECE == 16), "whole lines, and words of whole bytes");
 
-struct __align__(64) TensorMap {
-  u64 opaque[16];
-};
+#include "ring.cuh"
+#include "tensor_core.cuh"
 
 // The content of shared memory; swizzled tiles begin at multiples of 1,024 bytes.
 struct Memory {
   u8 slab[LINES][SLAB];
   u8 ring[WARPGROUPS][STAGES][CHUNK];
-  u8 turned[WARPGROUPS][TURNED_BYTES];  // tiles waiting to be written transposed
   u64 full[WARPGROUPS][STAGES], empty[WARPGROUPS][STAGES];
 };
 
 // Where a thread is, in its warp group and in a tile.
 struct Place {
-  int group, thread, warp, g, q;
+  int group, warp, g, q;
 };
 __device__ __forceinline__ Place my_place() {
   // the shuffle tells the compiler that it is uniform
   const int thread = threadIdx.x % 128, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  return {warp / 4, thread, warp % 4, thread % 32 / 4, thread % 4};
+  return {warp / 4, warp % 4, thread % 32 / 4, thread % 4};
 }
 
 // A run: those of a block's tiles that belong to one slab.
@@ -57,21 +56,6 @@ __device__ __forceinline__ Run next_run(int first, int tiles, int tiles_down) {
 __device__ __forceinline__ void arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(barrier)) : "memory");
 }
-// A barrier of some of the block's threads; 0 is __syncthreads'.
-__device__ __forceinline__ void meet(int name, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
-}
-// Make earlier writes to shared memory visible to the copy engine and the tensor cores.
-__device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Which stage of its ring a warp group is at, and the parity of its barriers there.
-struct Cursor {
-  int stage = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
 
 // One line of a tile of a. See `product_gelu.py` for the order of the map's dimensions.
 __device__ __forceinline__ void fetch_tile(u8* to, const TensorMap* map, int line, int tile, u64* barrier) {
@@ -99,11 +83,11 @@ __device__ __forceinline__ void produce(Memory& memory, const TensorMap* map, in
 
 // Load a slab of b into shared memory, by all consumers together; none of them still needs the slab before.
 __device__ __forceinline__ void load_slab(Memory& memory, const u8* __restrict__ b, int slab) {
-  constexpr int PARTS = LINE / 16, CONSUMERS = 128 * WARPGROUPS;
+  constexpr int PARTS = LINE / 16;
   meet(1, CONSUMERS);
   for (int i = threadIdx.x; i < LINES * COLUMNS * PARTS; i += CONSUMERS) {
     const int part = i % PARTS, row = i / PARTS % COLUMNS, line = i / PARTS / COLUMNS;
-    const int column = row / 32 * 32 + row % 8 / 2 * 8 + row / 8 % 4 * 2 + row % 2;
+    const int column = row / SPAN * SPAN + row % 8 / 2 * PIECE + row / 8 % (PIECE / 2) * 2 + row % 2;
     const u8* from = b + static_cast<u64>(slab * COLUMNS + column) * K + line * LINE + part * 16;
     *reinterpret_cast<uint4*>(memory.slab[line] + row * LINE + (part ^ row % 8) * 16) =
         *reinterpret_cast<const uint4*>(from);
@@ -111,8 +95,6 @@ __device__ __forceinline__ void load_slab(Memory& memory, const u8* __restrict__
   publish();
   meet(1, CONSUMERS);
 }
-
-#include "tensor_core.cuh"
 
 // Multiply one tile.
 __device__ __forceinline__ void multiply_tile(Memory& memory, int group, Cursor& cursor, float (&sums)[SUMS]) {
@@ -152,8 +134,7 @@ __device__ __forceinline__ void run_product(Memory& memory, const TensorMap* map
         make(&memory.full[i][stage]);
         make(&memory.empty[i][stage], 4);  // a warp each
       }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    publish();
+    publish_barriers();
   }
   __syncthreads();
   if (place.group == WARPGROUPS) {

@@ -1,7 +1,7 @@
 // Logits a b^T in bfloat16, and what a softmax needs of each row and slab: the largest logit, and the sum of
 // exponentials relative to it. Columns from vocab_size on are ignored in both.
 
-constexpr int TURNED_BYTES = 16;  // nothing is transposed
+constexpr int PIECE = 8;
 
 #include "product.cuh"
 
