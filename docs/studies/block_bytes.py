@@ -2,9 +2,10 @@
 
     python docs/studies/block_bytes.py
 
-What is moved is counted from the shapes. In bf16 every kernel between two GEMMs is one, as a compiler makes it. Weights
-and statistics of rows are left out: at 65,536 rows they are little. What bf16 keeps is what autograd saves, on a CPU;
-what the fused layers keep are the fields of `layers.fused_parts`. No GPU is needed.
+What is moved is counted from the shapes, for widths that `kernels.product_gelu` takes. In bf16 every kernel between
+two GEMMs is one, as a compiler makes it. Weights and statistics of rows are left out: at 65,536 rows they are little.
+What bf16 keeps is what autograd saves, on a CPU; what the fused layers keep are the fields of `layers.fused_parts`. No
+GPU is needed.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ MOVED = (  # a kernel, what it is, its bytes in bf16, and in the fused layers: w
     ("cast of its result, both layouts", REST, 0, B + 2 * E),
     ("projection (FP8: with the residual added)", GEMM, B + B, E + B + B),
     ("normalisation, as above", REST, B + B + B + B, B + 2 * E),
-    ("fc1 (FP8: with GELU and its cast)", GEMM, B + F * B, E + F * B + F * E),
+    ("fc1 (FP8: with GELU, its cast and its derivative)", GEMM, B + F * B, E + 2 * F * E),
     ("GELU", REST, F * B + F * B, 0),
     ("fc2 (FP8: with the residual added)", GEMM, F * B + B, F * E + B + B),
-    ("fc2, input gradient (FP8: with GELU's derivative, and GELU again)", GEMM, B + F * B, E + F * B + 3 * F * E),
+    ("fc2, input gradient (FP8: with GELU's derivative)", GEMM, B + F * B, E + 2 * F * E),
     ("fc2, weight gradient", GEMM, B + F * B, E + F * E),
     ("GELU's derivative", REST, F * B + F * B + F * B, 0),
     ("fc1, weight gradient", GEMM, F * B + B, F * E + E),
@@ -51,8 +52,8 @@ FUSIONS = (
     2 * B + F * B + 2 * F * B
 )  # less in bf16 if its GEMMs added residuals, and had GELU and its derivative in them
 KEPT = {  # by the fused layers
-    "x": B, "queries, keys, values": P * B, "attention's result": B, "the middle": B, "GELU's input": F * B,
-    "inputs of three GEMMs, transposed": 3 * E,
+    "x": B, "queries, keys, values": P * B, "attention's result": B, "the middle": B,
+    "GELU's result and its derivative": 2 * F * E, "inputs of three GEMMs, transposed": 3 * E,
 }  # fmt: skip
 
 
