@@ -524,7 +524,7 @@ def test_what_is_installed_is_what_the_project_offers():
             assert target[1] is None or target[1] in extras, str(found)
             assert (target[1] == "fp8") == ("--no-build-isolation" in found.words), str(found)
             editable.append(target[1])
-    assert set(editable) == {None, "test", "fp8", "torchao"}
+    assert set(editable) == {None, "test", "fp8", "fa4", "torchao"}
     (torch,) = (line for line in project["project"]["dependencies"] if line.startswith("torch"))
     assert f'pip install "{torch}"' in FP8.read_text()
     (setuptools,) = project["build-system"]["requires"]  # without build isolation, the user's own
