@@ -59,9 +59,11 @@ class Fitting:
         size: at the start.
         what: its name in the log, for instance "micro_batch_size".
 
+    The next smaller divisor is tried each time, so that the largest that fits is found: also by a run whose size fits
+    into the first step, and no longer into a later one, whose memory is in more pieces.
+
     Attributes:
-        proven: whether a size has fitted yet. Until then the next smaller divisor is tried, so that the largest
-            is found. If a proven size fails later, memory has become scarce, and the size is halved.
+        proven: whether a size has fitted yet.
     """
 
     def __init__(self, size: int, what: str):
@@ -107,6 +109,5 @@ class Fitting:
                 f"out of memory with {self.what}=1: {reason}",
                 "activation_checkpointing=full, a smaller model, or a shorter model.n_positions",
             )
-        before, most = self.size, self.size // 2 if self.proven else self.size - 1
-        self.size = largest_divisor(sequences, most)
+        before, self.size = self.size, largest_divisor(sequences, self.size - 1)
         log.warning("out of memory: %s %d instead of %d from here on (%s)", self.what, self.size, before, reason)

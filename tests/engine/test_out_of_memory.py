@@ -60,7 +60,7 @@ def full_above(limit, calls):
     return work
 
 
-def test_the_size_is_halved_until_it_fits_and_stays_there(caplog):
+def test_the_size_falls_until_it_fits_and_stays_there(caplog):
     caplog.set_level(logging.WARNING)
     calls, forgotten = [], []
     fitting = Fitting(64, "micro_batch_size")
@@ -75,15 +75,16 @@ def test_the_size_is_halved_until_it_fits_and_stays_there(caplog):
     ]  # fmt: skip
 
 
-def test_until_a_size_has_fitted_the_next_smaller_one_is_tried():
+def test_the_next_smaller_size_is_tried_also_after_one_has_fitted():
     calls = []
     fitting = Fitting(96, "micro_batch_size")
     fitting(full_above(47, calls), 96, lambda: None, CPU, ranks=False, proves_size=False)
     assert calls == [96, 48, 32], "divisors of the share"
     fitting(full_above(25, calls), 96, lambda: None, CPU, ranks=False)
     assert calls[3:] == [32, 24], "that was not all that it is for"
+    assert fitting.proven
     fitting(full_above(23, calls), 96, lambda: None, CPU, ranks=False)
-    assert calls[5:] == [24, 12], "halved, once a size has fitted"
+    assert calls[5:] == [24, 16], "memory became scarce in a later step"
 
 
 def test_a_single_sequence_that_does_not_fit_ends_with_advice():
