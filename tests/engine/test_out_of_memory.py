@@ -1,4 +1,4 @@
-"""Out of memory: recognised in all its texts, and answered by halving."""
+"""Out of memory: recognised in all its texts, and answered by a smaller size."""
 
 import logging
 
