@@ -11,6 +11,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gpt2_fp8.kernels import layer_norm_rows, layer_norm_tiles
@@ -52,6 +53,18 @@ def layer_norm_cast(
     assert x.is_contiguous()
     q, qt, mean, rstd = _implementation(x).forward(x, weight, bias, epsilon, slot, both)
     return q, qt, Statistics(mean, rstd)
+
+
+def layer_norm_transposed(
+    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, factors: Tensor
+) -> Tensor:
+    """Normalise the rows of x, multiply each by its factor, and quantize them to FP8, transposed: [N, M].
+
+    factors: float32 [M], at most 1 if nothing shall saturate. Only for rows that `layer_norm_rows.fits`.
+    """
+    assert x.is_contiguous()
+    assert (factors.dtype, factors.shape) == (torch.float32, x.shape[:1]), (factors.dtype, factors.shape)
+    return layer_norm_rows.forward(x, weight, bias, epsilon, slot, True, factors)[1]
 
 
 def layer_norm_backward(

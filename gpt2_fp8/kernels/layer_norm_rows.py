@@ -87,18 +87,22 @@ def _kernel(name: str, n: int, shape: _Shape, device: torch.device, **constants:
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, both: bool
+    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, both: bool, factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute both layouts, mean and rstd: see `layer_norm.layer_norm_cast`."""
+    """Compute both layouts, mean and rstd: see `layer_norm.layer_norm_cast`.
+
+    factors: float32 [M]; what is quantized is a normalised row times its factor.
+    """
     m, n = x.shape
     processors = nvrtc.processors(x.device)
     shape = _forward_shape(n, m, processors)
     q, qt = empty_pair(m, n, slot.dtype, x.device, both)
     mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
     e4m3 = slot.dtype == torch.float8_e4m3fn
-    launch = _kernel("layer_norm_forward", n, shape, x.device, E4M3=e4m3, BOTH=both)
+    launch = _kernel("layer_norm_forward", n, shape, x.device, E4M3=e4m3, BOTH=both, FACTORS=factors is not None)
     grid = min(-(-m // shape.tile), processors * shape.blocks)
-    launch(grid, x, weight, bias, q, qt, mean, rstd, slot.scale, slot.amax, m, float(epsilon))
+    more = () if factors is None else (factors,)
+    launch(grid, x, weight, bias, q, qt, mean, rstd, slot.scale, slot.amax, m, float(epsilon), *more)
     return q, qt, mean, rstd
 
 

@@ -140,14 +140,15 @@ def _argument(value: Any) -> Any:
 def tensor_map(tensor: Tensor, box: tuple[int, ...]) -> Any:
     """Describe to the copy engine how to find a box of `box` elements in a tensor: an argument of a kernel.
 
-    The tensor may have any strides, but its last dimension is contiguous. In shared memory a box is swizzled by 128
-    bytes, the size of its last dimension.
+    The tensor may have any strides, but its last dimension is contiguous. In shared memory a box is swizzled by the
+    size of its last dimension, 64 or 128 bytes.
     """
     from cuda.core import TensorMapDescriptorOptions
     from cuda.core.utils import StridedMemoryView
 
     swizzles = type(TensorMapDescriptorOptions(box).swizzle)  # the only public way to them
-    return StridedMemoryView.from_dlpack(tensor, stream_ptr=-1).as_tensor_map(box, swizzle=swizzles.SWIZZLE_128B)
+    swizzle = getattr(swizzles, f"SWIZZLE_{box[-1] * tensor.element_size()}B")
+    return StridedMemoryView.from_dlpack(tensor, stream_ptr=-1).as_tensor_map(box, swizzle=swizzle)
 
 
 @cache

@@ -47,10 +47,10 @@ class ActivatedGradient(NamedTuple):
     sums: Tensor  # partial column sums of the gradient, float32 [P, N]
 
 
-def fits(a: Tensor, b: Tensor) -> bool:
+def fits(a: Tensor, b: Tensor, staged: int = 0) -> bool:
     """Return whether these kernels can compute a b^T: see `shapes.why_no_product`."""
     (m, k), n = a.shape, b.shape[0]
-    if why_no_product(m, n, k):
+    if why_no_product(m, n, k, staged):
         return False
     return torch.cuda.get_device_capability(a.device) == (9, 0) and nvrtc.missing() is None
 
@@ -66,15 +66,20 @@ def tensor_map(a: Tensor) -> Any:
     return nvrtc.tensor_map(rows, (ROWS // 16, 2, 8, LINE))
 
 
-def product_kernel(name: str, operands: Operands, e4m3: bool = True) -> tuple[nvrtc.Kernel, int]:
-    """Return the kernel of a GEMM with an epilogue and its number of blocks. `e4m3`: the format of an FP8 result."""
+def product_kernel(
+    name: str, operands: Operands, e4m3: bool = True, staged: int = 0, **constants: int
+) -> tuple[nvrtc.Kernel, int]:
+    """Return the kernel of a GEMM with an epilogue and its number of blocks. `e4m3`: the format of an FP8 result.
+
+    `staged`: bytes of shared memory that each warp group needs for its results. `constants`: the kernel's own.
+    """
     a, b, *scales = operands
     (m, k), n = a.shape, b.shape[0]
     assert b.shape[1] == k, (a.shape, b.shape)
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (a, b)), "whole lines at multiples of 16 bytes"
     assert all(t.dtype == torch.float32 and t.numel() == 1 for t in scales)
-    shape = shapes.product(k)
-    given = {"K": k, "STAGES": shape.stages, "E4M3": e4m3, "A_E5M2": a.dtype == torch.float8_e5m2}
+    shape = shapes.product(k, staged)
+    given = {"K": k, "STAGES": shape.stages, "E4M3": e4m3, "A_E5M2": a.dtype == torch.float8_e5m2, **constants}
     kernel = nvrtc.kernel(name, given, a.device, 128 * (shapes.WARPGROUPS + 1), shape.shared_bytes)
     return kernel, min(nvrtc.processors(a.device), m // ROWS * (n // COLUMNS))
 

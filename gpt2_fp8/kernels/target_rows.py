@@ -53,6 +53,25 @@ def _target_rows(
     tl.store(to_weight + here, rest * (y * tl.load(input_scale_inv)), mask=inside)
 
 
+@triton.jit
+def _add_target_rows(
+    dy, factors, rest, targets, weight, weight_scale_inv, inputs, input_scale_inv, to_weight, D,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (columns < D)[None, :]
+    target = tl.load(targets + rows)
+    lacking, factor = tl.load(rest + rows)[:, None], tl.load(factors + rows)[:, None]
+    here = rows.to(tl.int64)[:, None] * D + columns[None, :]
+    at_target = tl.where(target >= 0, target, 0)[:, None] * D + columns[None, :]
+    w = tl.load(weight + at_target, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(inputs + here, mask=inside, other=0.0).to(tl.float32)
+    made = tl.load(dy + here, mask=inside, other=0.0).to(tl.float32) * factor
+    tl.store(dy + here, made + lacking * (w * tl.load(weight_scale_inv)), mask=inside)
+    tl.store(to_weight + here, lacking * (y * tl.load(input_scale_inv)), mask=inside)
+
+
 def target_rows(
     logits: Tensor, targets: Tensor, exponents: Tensor, q: tuple[Tensor, Tensor], loss_weight: Tensor,
     weight: tuple[Tensor, Tensor], inputs: tuple[Tensor, Tensor], z_loss: float = 0.0,
@@ -77,3 +96,25 @@ def target_rows(
         n, d, z_loss, Z=z_loss > 0, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
     return to_inputs, to_weight
+
+
+def add_target_rows(
+    dy: Tensor, factors: Tensor, rest: Tensor, targets: Tensor, weight: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor],
+) -> Tensor:  # fmt: skip
+    """Multiply the rows of dy [M, d] by their factors, and add what the targets have to them, in place.
+
+    Returns what each row adds to the gradient of the weight's row of its target, bfloat16 [M, d].
+
+    dy: bfloat16, of rows without factors. factors, rest: float32 [M], of `probability_rows`; a row's own rest is what
+    its gradient lacks at its target. weight, inputs: as in `target_rows`. M is a multiple of 16.
+    """
+    m, d = dy.shape
+    assert m % ROWS == 0, m
+    assert all(t.is_contiguous() for t in (dy, factors, rest, targets, weight[0], inputs[0]))
+    assert inputs[0].shape == dy.shape, (inputs[0].shape, dy.shape)
+    to_weight = torch.empty_like(dy)
+    _add_target_rows[(m // ROWS, triton.cdiv(d, COLUMNS))](
+        dy, factors, rest, targets, *weight, *inputs, to_weight, d, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
+    )  # fmt: skip
+    return to_weight

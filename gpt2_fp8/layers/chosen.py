@@ -19,7 +19,6 @@ def chosen(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict[str, str]
     """
     missing, heads, n_embd = nvrtc.missing() is not None, spec.heads, spec.n_embd
     gelu = shapes.why_no_product(rows, spec.mlp.width, n_embd)
-    logits = shapes.why_no_product(rows, padded_vocab_size, n_embd)
     if missing or n_embd > shapes.WIDEST_COLUMNS:
         norm = "in Triton, over tiles" + ("" if missing else f" (rows are wider than {shapes.WIDEST_COLUMNS:,})")
     else:
@@ -27,7 +26,7 @@ def chosen(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict[str, str]
     flash = attention.why_not_flash(heads)
     return {
         "gelu": _product("inside its GEMMs", "outside its GEMMs, in Triton", gelu, missing),
-        "logits": _product("with their statistics", "without their statistics", logits, missing),
+        "logits": _logits(rows, padded_vocab_size, n_embd, missing),
         "normalisation": norm,
         "casts": f"in {'Triton' if missing else 'CUDA C++'}",
         "attention": attention.kernels(heads) + (f" ({flash})" if flash else ""),
@@ -38,6 +37,15 @@ def slower() -> list[str]:
     """List what is missing or broken on this machine, so that slower kernels do its work."""
     flash = attention.why_no_flash()
     return [reason for reason in (nvrtc.missing(), None if flash == NOT_INSTALLED else flash) if reason]
+
+
+def _logits(rows: int, padded_vocab_size: int, n_embd: int, missing: bool) -> str:
+    """Describe training's logits. Those of an evaluation are in bfloat16, and stored."""
+    why_no_statistics = shapes.why_no_product(rows, padded_vocab_size, n_embd)
+    if missing or why_no_statistics:
+        return _product("", "without their statistics", why_no_statistics, missing)
+    why_stored = shapes.why_logits(rows, padded_vocab_size, n_embd)
+    return _product("never in memory", "with their statistics", why_stored, missing)
 
 
 def _product(fused: str, otherwise: str, why_not: str | None, missing: bool) -> str:

@@ -56,8 +56,9 @@ def layers(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["model=gpt2"], "gelu inside its GEMMs; logits with their statistics; normalisation in CUDA C++, over rows; "
+        (["model=gpt2"], "gelu inside its GEMMs; logits never in memory; normalisation in CUDA C++, over rows; "
                          "casts in CUDA C++; attention cuDNN forward, FlashAttention 4 backward"),
+        (["model=gpt2", "micro_batch_size=8"], "logits with their statistics (fewer than 16,384 rows)"),
         (["model=gpt2_large"], "gelu outside its GEMMs, in Triton (1,280 channels leave too little shared memory)"),
         (["model=gpt2_xl"], "logits without their statistics (1,600 channels are no multiple of 128)"),
         (["model=gpt2_wide"], "normalisation in Triton, over tiles (rows are wider than 2,048)"),

@@ -17,14 +17,17 @@ from gpt2_fp8.kernels import (
     gelu,
     layer_norm,
     nvrtc,
+    probability_rows,
     product_gelu,
+    product_probabilities,
+    references,
     softmax_cast,
     weight_gradient,
 )
 from gpt2_fp8.kernels.gemm import PAIRS
 from gpt2_fp8.kernels.product_logits import product_logits
 from gpt2_fp8.kernels.slot import Slot
-from gpt2_fp8.kernels.target_rows import target_rows
+from gpt2_fp8.kernels.target_rows import add_target_rows, target_rows
 from tests.gpu.sanitize import DONE
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -62,6 +65,8 @@ def norms() -> None:
     for m, n in [(16, 16), (208, 144), (208, 768), (80, 2048), (48, 2064)]:
         x, weight, bias = values(m, n), values(n, dtype=torch.float32), values(n, dtype=torch.float32)
         layer_norm.layer_norm_cast(x, weight, bias, 1e-5, slot(E5M2), both=False)
+        if nvrtc.missing() is None and n <= 2048:
+            layer_norm.layer_norm_transposed(x, weight, bias, 1e-5, slot(E4M3), values(m, dtype=torch.float32))
         _, _, statistics = layer_norm.layer_norm_cast(x, weight, bias, 1e-5, slot(E4M3))
         for residual, given in [(None, None), (None, slot(E4M3)), (values(m, n), slot(E5M2))]:
             layer_norm.layer_norm_backward(values(m, n), x, statistics, weight, residual, given)
@@ -97,6 +102,17 @@ def products() -> None:
             product_gelu.product_gelu_backward(operands, slopes, slot(dtype))
         for vocab_size in (n, n - 84):
             product_logits(forward, targets(m, vocab_size), vocab_size)
+
+
+def heads() -> None:
+    for m, n, k in PRODUCTS:
+        operands = product_gelu.Operands(values(m, k).to(E4M3), values(n, k).to(E4M3), number(0.3), number(0.07))
+        wanted, vocab_size = targets(m, n - 84), n - 84
+        of_rows = references.references(operands, wanted, references.frequent(wanted, operands.b, vocab_size))
+        made = product_probabilities.product_probabilities(operands, of_rows.log_sums, vocab_size)
+        known, _ = probability_rows.probability_rows(made, of_rows, wanted, number(0.4), number(0.1), 8)
+        inputs, weight = (operands.a, operands.a_scale_inv), (operands.b, operands.b_scale_inv)
+        add_target_rows(values(m, k), known.factors, known.rest, wanted, weight, inputs)
 
 
 def weight_gradients() -> None:
@@ -138,9 +154,9 @@ def run(*calls) -> None:
 def main() -> None:
     if reason := nvrtc.missing():
         raise SystemExit(f"the kernels in CUDA C++ cannot run: {reason}")
-    run(casts, norms, softmaxes, products, weight_gradients)
+    run(casts, norms, softmaxes, products, heads, weight_gradients)
     present, nvrtc.processors = nvrtc.processors, lambda device: 2  # blocks with many tiles each
-    run(norms, products, weight_gradients)
+    run(norms, products, heads, weight_gradients)
     nvrtc.processors, nvrtc.missing = present, lambda: "hidden: what Triton has in its place is called"
     run(casts, norms, softmaxes, gelus, entropies, embeddings)
     print(DONE, flush=True)

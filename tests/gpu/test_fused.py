@@ -206,7 +206,8 @@ def test_an_evaluation_computes_no_gradient(monkeypatch):
     modes = []
     for block in model.blocks:
         block.attention.register_forward_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
-    monkeypatch.setattr(f"{HEAD}.softmax_gradient_cast", lambda *_: pytest.fail("the head computed its gradient"))
+    for kernel in ("softmax_gradient_cast", "probability_rows"):
+        monkeypatch.setattr(f"{HEAD}_chunks.{kernel}", lambda *_: pytest.fail("the head computed its gradient"))
     with evaluating(model, fp8):
         assert not common.loss_of(model, True)(tokens(4)).requires_grad
     assert modes == [False] * 3

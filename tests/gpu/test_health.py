@@ -102,7 +102,7 @@ def test_a_new_model_is_healthy(words):
 def test_the_heads_factor_is_the_kernels():
     from gpt2_fp8.backends.fused import Fused
     from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE
-    from gpt2_fp8.layers.head import GRADIENT
+    from gpt2_fp8.layers.head_gradients import GRADIENT
 
     assert Fused.head_factor == GRADIENT_SCALE[GRADIENT]
 

@@ -2,6 +2,7 @@
 tiles are dealt out, and that the order in which rows and columns lie there is undone by who writes what."""
 
 import importlib.util
+import itertools
 import re
 import sys
 from types import ModuleType, SimpleNamespace
@@ -34,16 +35,17 @@ def product():
                     vars(sys.modules[package]).pop(module, None)
 
 
-@pytest.fixture(params=["product_gelu", "product_gelu_backward", "product_logits"])
+@pytest.fixture(params=["product_gelu", "product_gelu_backward", "product_logits", "product_probabilities"])
 def kernel(request, product):
     """Its text, and how many neighbouring columns a thread has."""
     text = nvrtc._source(f"{request.param}.cu")
     return SimpleNamespace(text=text, piece=int(re.search(r"constexpr int PIECE = (\d+);", text)[1]))
 
 
-def memory_bytes(k, stages):
-    """sizeof(Memory): each member begins at a multiple of its alignment."""
+def memory_bytes(k, stages, staged=0):
+    """sizeof(Memory), or of StagedMemory: each member begins at a multiple of its alignment."""
     members = [
+        (1, shapes.WARPGROUPS * staged),
         (1, k // LINE * COLUMNS * LINE),  # slab
         (1, shapes.WARPGROUPS * stages * ROWS * LINE),  # ring
         (8, shapes.WARPGROUPS * stages * 8),  # full
@@ -57,6 +59,9 @@ def memory_bytes(k, stages):
 
 def test_the_members_are_those(kernel):
     """What `memory_bytes` adds up is what the struct holds."""
+    if "StagedMemory" in kernel.text:
+        assert "struct StagedMemory {\n  u8 staged[WARPGROUPS][STAGED];" in kernel.text
+        assert "STAGED = ROWS * COLUMNS;" in kernel.text
     body = re.search(r"struct Memory \{(.*?)\n\};", kernel.text, re.DOTALL)[1]
     members = re.findall(r"(u8|u64) (.*?);", re.sub(r"//.*", "", body))
     assert members == [
@@ -68,17 +73,18 @@ def test_the_members_are_those(kernel):
     assert f"WARPGROUPS = {shapes.WARPGROUPS}," in kernel.text
 
 
+@pytest.mark.parametrize("staged", [0, shapes.STAGED])
 @pytest.mark.parametrize("k", range(128, 2049, 128))
-def test_shared_memory(product, k, monkeypatch):
-    shape = shapes.product(k)
+def test_shared_memory(product, k, staged, monkeypatch):
+    shape = shapes.product(k, staged)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "missing", lambda: None)
     operands = (torch.empty(rows, k, dtype=torch.float8_e4m3fn) for rows in (64, 128))
-    assert product.fits(*operands) is (k <= 1024)
+    assert product.fits(*operands, staged) is (k <= 1024)
     if shape.stages < 1:
         return
-    assert shape.shared_bytes == memory_bytes(k, shape.stages) <= BLOCK_BYTES
-    more = memory_bytes(k, shape.stages + 1)
+    assert shape.shared_bytes == memory_bytes(k, shape.stages, staged) <= BLOCK_BYTES
+    more = memory_bytes(k, shape.stages + 1, staged)
     assert shape.stages == shapes.MOST_STAGES or more > BLOCK_BYTES
 
 
@@ -130,27 +136,34 @@ def read_by_tensor_cores(memory):
     return rows[row, part ^ row % 8].view(-1, LINE)
 
 
-def fetched(product, a, tile, line, monkeypatch):
-    """A box of the map that `tensor_map` makes of a, at `fetch_tile`'s coordinates, as it comes to shared memory."""
+def described(call, monkeypatch):
+    """What a call describes to the copy engine: the tensor, the box, and how it is swizzled."""
     seen = {}
 
-    def view(rows, stream_ptr):
-        return SimpleNamespace(as_tensor_map=lambda box, swizzle: seen.update(rows=rows, box=box, swizzle=swizzle))
+    def view(tensor, stream_ptr):
+        made = lambda box, swizzle: seen.update(tensor=tensor, box=box, swizzle=swizzle)  # noqa: E731
+        return SimpleNamespace(as_tensor_map=made)
 
     options = type("Options", (), {"__init__": lambda self, box: None, "swizzle": SwizzleType()})
     core, utils = ModuleType("cuda.core"), ModuleType("cuda.core.utils")
     core.TensorMapDescriptorOptions, utils.StridedMemoryView = options, SimpleNamespace(from_dlpack=view)
     for name, module in (("cuda", ModuleType("cuda")), ("cuda.core", core), ("cuda.core.utils", utils)):
         monkeypatch.setitem(sys.modules, name, module)
-    product.tensor_map(a)
-    assert seen["swizzle"] == "128 bytes"
-    outer, twice, eight, bytes_of_row = seen["box"]
-    box = seen["rows"][tile * (ROWS // 16) :][:outer, :twice, :eight, line * LINE :][..., :bytes_of_row]
+    call()
+    return SimpleNamespace(**seen)
+
+
+def fetched(product, a, tile, line, monkeypatch):
+    """A box of the map that `tensor_map` makes of a, at `fetch_tile`'s coordinates, as it comes to shared memory."""
+    seen = described(lambda: product.tensor_map(a), monkeypatch)
+    assert seen.swizzle == "128 bytes"
+    outer, twice, eight, bytes_of_row = seen.box
+    box = seen.tensor[tile * (ROWS // 16) :][:outer, :twice, :eight, line * LINE :][..., :bytes_of_row]
     return in_shared_memory(box.reshape(-1, LINE))
 
 
 class SwizzleType:
-    SWIZZLE_128B = "128 bytes"
+    SWIZZLE_64B, SWIZZLE_128B = "64 bytes", "128 bytes"
 
 
 def slab_in_shared_memory(b, slab, line, kernel):
@@ -189,6 +202,38 @@ def test_rows_and_columns_come_out_in_order(product, kernel, monkeypatch):
     out[warp * 16 + g * 2 + s, q * kernel.piece + piece * 4 * kernel.piece + pair * 2 + e] = sums
     expected = a[tile * ROWS :][:ROWS].long() @ b[slab * COLUMNS :][:COLUMNS].long().t()
     assert torch.equal(out, expected)
+
+
+def test_a_staged_tile_comes_out_transposed(product, monkeypatch):
+    """The words that threads store by stmatrix, through shared memory, to the box that the copy engine writes."""
+    module = importlib.import_module("gpt2_fp8.kernels.product_probabilities")
+    tile = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS)
+    staged = torch.full((ROWS * COLUMNS,), -1)
+    for warp, lane in itertools.product(range(4), range(32)):
+        g, q = lane // 4, lane % 4
+        rows = tile[warp * 16 + g * 2 :][:2]  # a thread's two, and 16 columns of each 64
+        for piece, half in itertools.product(range(2), range(2)):
+            for matrix in range(4):  # a word: two columns of two rows
+                pair = rows[:, piece * 64 + q * 16 + half * 8 + matrix * 2 :][:, :2]
+                for e in range(
+                    2
+                ):  # turned: element (g, 2 q + e) becomes element (2 q + e, g), of the line 8 matrix + 2 q + e
+                    line = 8 * matrix + 2 * q + e
+                    at = line * ROWS + (warp ^ line // 2 % 4) * 16 + (piece * 64 + half * 32) * ROWS
+                    staged[at + g * 2 : at + g * 2 + 2] = pair[:, e]
+    assert staged.min() >= 0
+    # SWIZZLE_64B: bits 4 and 5 of an address with bits 7 and 8
+    address = torch.arange(len(staged))
+    plain = staged[address ^ (address >> 7 & 3) << 4]
+    qt = torch.full((2 * COLUMNS, 3 * ROWS), 0, dtype=torch.uint8)
+    seen = described(lambda: module._turned(qt), monkeypatch)
+    assert (seen.swizzle, seen.box) == ("64 bytes", (2, 8, 4, 2, ROWS))
+    assert seen.tensor.data_ptr() == qt.data_ptr()
+    out = torch.full((2 * COLUMNS, 3 * ROWS), -1)
+    here = out.as_strided(seen.tensor.shape, seen.tensor.stride())[2:4, ..., ROWS : 2 * ROWS]  # row ROWS, slab 1
+    here.copy_(plain.view(seen.box))
+    assert torch.equal(out[COLUMNS:, ROWS : 2 * ROWS], tile.t())
+    assert torch.count_nonzero(out >= 0) == ROWS * COLUMNS
 
 
 def test_codes_of_the_derivative(product):

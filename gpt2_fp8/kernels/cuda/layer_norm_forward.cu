@@ -1,11 +1,15 @@
 #include "layer_norm.cuh"
 
 // x [M, N] bfloat16 -> q [M, N] and, if BOTH, qt [N, M]: FP8 of the normalised rows times `scale`; the rows'
-// statistics.
+// statistics. With FACTORS each row is multiplied by its own factor as well, after its part in `amax`.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_forward(
     const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias, u8* __restrict__ q,
     u8* __restrict__ qt, float* __restrict__ mean_out, float* __restrict__ rstd_out, const float* __restrict__ scale,
-    float* amax, int M, float epsilon) {
+    float* amax, int M, float epsilon
+#if FACTORS
+    , const float* __restrict__ factors
+#endif
+) {
   constexpr int WARPS = THREADS / 32, PIECE = ROWS * N * 2;
   extern __shared__ __align__(128) u8 ring[];
   u32* words = reinterpret_cast<u32*>(ring + round_up(STAGES * PIECE));
@@ -58,11 +62,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_forward
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const float reciprocal = of_row(rstd, r);
+#if FACTORS
+        const float all = factor * __ldg(factors + row + r);
+#else
+        const float all = factor;
+#endif
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           v[r][c] = v[r][c] * reciprocal * w[c] + b[c];
           largest = fmaxf(largest, fabsf(v[r][c]));
-          v[r][c] *= factor;
+          v[r][c] *= all;
         }
         u8* at = q + static_cast<u64>(row + r) * N + column;
         if (inside) *reinterpret_cast<u32*>(at) = fp8(v[r][0], v[r][1], v[r][2], v[r][3]);

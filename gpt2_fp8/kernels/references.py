@@ -1,0 +1,82 @@
+"""What stands for a row's sum of exponentials before it is known: the part of it that few ids have.
+
+The most frequent targets of a batch have most of the probability in most rows. A GEMM over their logits alone costs 4 %
+of the whole head's. A row whose target is a rare id that was expected has its target's logit instead. The larger of
+both is at most the whole sum. So probabilities relative to it are never too small, and rarely too large.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gpt2_fp8.kernels.cross_entropy import LOG2E, LOWEST
+from gpt2_fp8.kernels.gemm import matmul
+from gpt2_fp8.kernels.product_gelu import Operands
+
+IDS, WARPS = 2048, 4
+
+
+class Frequent(NamedTuple):
+    """The ids that stand for all: how many of them count, and their rows of the weight."""
+
+    counted: int
+    weight: Tensor  # FP8 [ids, d]
+
+
+class References(NamedTuple):
+    """Two numbers of each row, float32 [M], in powers of two."""
+
+    log_sums: Tensor  # at most log2 of the row's sum of exponentials
+    at_target: Tensor  # the logit of the row's target; 0 without one
+
+
+@triton.jit
+def _references(
+    logits, y, weight, targets, y_scale_inv, weight_scale_inv, log_sums, at_target, ids, count, D,
+    IDS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, IDS)
+    x = tl.load(logits + row * ids + lanes, mask=lanes < count, other=-float("inf")).to(tl.float32)
+    largest = tl.maximum(tl.max(x, axis=0), LOWEST)
+    log_sum = largest * LOG2E + tl.log2(tl.sum(tl.exp2((x - largest) * LOG2E), axis=0))
+    target = tl.load(targets + row)
+    columns = tl.arange(0, COLUMNS)
+    inside = (columns < D) & (target >= 0)
+    a = tl.load(y + row * D + columns, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(weight + target * D + columns, mask=inside, other=0.0).to(tl.float32)
+    logit = tl.sum(a * b, axis=0) * (tl.load(y_scale_inv) * tl.load(weight_scale_inv)) * LOG2E
+    tl.store(log_sums + row, tl.where(target >= 0, tl.maximum(log_sum, logit), log_sum))
+    tl.store(at_target + row, logit)
+
+
+def frequent(targets: Tensor, weight: Tensor, vocab_size: int) -> Frequent:
+    """Choose the ids that are most often the target, and take their rows of the weight, FP8 [N, d].
+
+    targets: int64 [M]; negative ones do not count. Of equally frequent ids the smaller ones are taken, so the choice is
+    the same every time.
+    """
+    n = weight.shape[0]
+    counts = torch.zeros(n, dtype=torch.int32, device=targets.device)
+    counts.scatter_add_(0, targets.clamp_min(0), (targets >= 0).to(torch.int32))
+    ids = counts.sort(descending=True, stable=True).indices[:IDS]
+    return Frequent(min(len(ids), vocab_size), weight.view(torch.uint8)[ids].view(weight.dtype))
+
+
+def references(operands: Operands, targets: Tensor, ids: Frequent) -> References:
+    """Compute the references of the rows of a head's input. operands: those of its GEMM. targets: int64 [M]."""
+    y, weight, *scales = operands
+    (m, d), few = y.shape, len(ids.weight)
+    logits = torch.empty(m, few, dtype=torch.bfloat16, device=y.device)
+    matmul(y, ids.weight, logits, *scales, fast_accumulate=True)
+    log_sums, at_target = (torch.empty(m, dtype=torch.float32, device=y.device) for _ in range(2))
+    _references[(m,)](
+        logits, y, weight, targets, *scales, log_sums, at_target, few, ids.counted, d,
+        IDS=triton.next_power_of_2(few), COLUMNS=triton.next_power_of_2(d), num_warps=WARPS,
+    )  # fmt: skip
+    return References(log_sums, at_target)

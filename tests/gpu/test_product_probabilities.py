@@ -1,0 +1,295 @@
+"""The head's probabilities in FP8 straight from its product: the kernel, the references, what is known of each row, and
+the whole head, against float64 and against the head with logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt2_fp8.precision import state
+from tests.gpu import common
+from tests.gpu.common import VOCAB, calibrated, error, gradients, tokens
+from tests.gpu.test_cast import DEVICE, need
+from tests.gpu.test_product_gelu import bits, exact_product, whole
+from tests.gpu.test_product_logits import CASES as OF_LOGITS
+
+pytestmark = pytest.mark.fp8
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LOG2E = 1.4426950408889634
+CASES = [case for case in OF_LOGITS if case[2] < 1024]  # M, N, K, columns that count
+FEWEST_ROWS = "gpt2_fp8.kernels.shapes.FEWEST_ROWS"
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    from gpt2_fp8.kernels import nvrtc
+
+    if torch.cuda.get_device_capability() != (9, 0) or nvrtc.missing():
+        pytest.skip("made for Hopper, in CUDA C++")
+
+
+def exact_rows(operands, vocab_size):
+    """Logits in float64, in powers of two, of the columns that count, and log2 of their sums of exponentials."""
+    logits = exact_product(operands)[:, :vocab_size] * LOG2E
+    return logits, (logits / LOG2E).logsumexp(1) * LOG2E
+
+
+def made_of(operands, references, vocab_size):
+    from gpt2_fp8.kernels.product_probabilities import product_probabilities
+
+    return product_probabilities(operands, references, vocab_size)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matches_float64(case):
+    from gpt2_fp8.kernels.product_probabilities import EXPONENT
+
+    *shape, vocab_size = case
+    operands = whole(shape)
+    logits, log_sums = exact_rows(operands, vocab_size)
+    references = (log_sums - torch.linspace(0, 3, len(log_sums), device=DEVICE)).float()
+    q, qt, sums = made_of(operands, references, vocab_size)
+    assert torch.equal(bits(qt), bits(q.t()))
+    u = torch.zeros(len(logits), shape[1], dtype=torch.float64, device=DEVICE)
+    u[:, :vocab_size] = (logits - references[:, None].double() + EXPONENT).exp2()
+    off = (q.double() - u.float().to(E5M2).double()).abs()
+    assert torch.count_nonzero(off) <= off.numel() // 1000, "float32's error where a number is halfway between two"
+    assert torch.all(off <= 2**-2 * u.clamp_min(2**-16) * 1.01)
+    assert torch.count_nonzero(q[:, vocab_size:].float()) == 0
+    torch.testing.assert_close(sums.double().t(), u.view(len(u), -1, 128).sum(2), rtol=1e-5, atol=1e-9)
+
+
+def test_repeats_and_a_nan_spoils_its_row_alone():
+    operands, references = whole((192, 384, 256)), torch.zeros(192, device=DEVICE)
+    one, other = (made_of(operands, references, 300) for _ in range(2))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True))
+    operands.a.view(torch.uint8)[5, 3] = 0x7F  # E4M3's NaN
+    q, qt, sums = made_of(operands, references, 300)
+    spoilt = torch.arange(192, device=DEVICE) == 5
+    assert torch.equal(q[:, :300].float().isnan().any(1), spoilt)
+    assert torch.equal(qt[:300].float().isnan().any(0), spoilt)
+    assert torch.equal(sums.isnan().any(0), spoilt)
+    assert torch.equal(q[~spoilt].float(), one.q[~spoilt].float())
+
+
+def test_what_is_too_large_saturates():
+    operands, references = whole((64, 128, 128)), torch.full((64,), -40.0, device=DEVICE)
+    q, qt, sums = made_of(operands, references, 128)
+    assert torch.isfinite(q.float()).all()
+    assert q.float().max() == 57344
+    assert torch.equal(bits(qt), bits(q.t()))
+    assert torch.all(sums > 57344)
+
+
+def test_more_elements_than_int32_counts():
+    need(24)
+    m, n, k, vocab_size = 65600, 50304, 128, 50257
+    operands = whole((m, n, k))
+    weight = operands.b.float().t() * (operands.a_scale_inv * operands.b_scale_inv)
+    references = torch.full((m,), 20.0, device=DEVICE)
+    q, qt, sums = made_of(operands, references, vocab_size)
+    for start in range(0, m, 8200):
+        part = slice(start, start + 8200)
+        u = (operands.a[part].float() @ weight * LOG2E - 9.0).exp2()
+        u[:, vocab_size:] = 0
+        off = q[part].float() != u.to(E5M2).float()
+        assert torch.count_nonzero(off) <= off.numel() // 500
+        assert torch.equal(bits(qt[:, part].t()), bits(q[part]))
+        torch.testing.assert_close(sums[:, part].sum(0), u.sum(1), rtol=1e-5, atol=0)
+
+
+# References, and what is known of each row
+
+
+def a_head(m=448, n=3072, k=256, vocab_size=3001):
+    """Operands of whole numbers whose logits differ by orders of magnitude, and targets of which few ids are most."""
+    from gpt2_fp8.kernels.product_gelu import Operands
+
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    a, b = (torch.randint(-3, 4, (rows, k), device=DEVICE, generator=generator).float() for rows in (m, n))
+    a[:, 0] = torch.randint(4, 9, (m,), device=DEVICE, generator=generator).float()
+    b[:, 0] = torch.linspace(8, -8, n, device=DEVICE).round()  # small ids are likely
+    operands = Operands(a.to(E4M3), b.to(E4M3), *(torch.full((1,), unit, device=DEVICE) for unit in (0.25, 0.125)))
+    uniform = torch.rand(m, device=DEVICE, generator=generator)
+    targets = (vocab_size**uniform - 1).long()
+    targets[::7] = -1
+    return operands, targets
+
+
+@pytest.mark.parametrize(("ids", "vocab_size"), [(128, 3001), (2048, 3001), (2048, 257)])
+def test_references_are_at_most_the_sum_and_have_the_target(monkeypatch, ids, vocab_size):
+    from gpt2_fp8.kernels import references as module
+
+    monkeypatch.setattr(module, "IDS", ids)
+    operands, targets = a_head(vocab_size=vocab_size)
+    few = module.frequent(targets, operands.b, vocab_size)
+    assert few.counted == min(ids, vocab_size)
+    logits, log_sums = exact_rows(operands, vocab_size)
+    ours, at_target = module.references(operands, targets, few)
+    counted = targets >= 0
+    expected = logits.gather(1, targets.clamp_min(0)[:, None])[:, 0]
+    torch.testing.assert_close(at_target[counted].double(), expected[counted], rtol=1e-5, atol=1e-5)
+    assert torch.all(ours.double() <= log_sums + 0.05), "logits of the few are rounded to bfloat16"
+    assert torch.all(ours[counted] >= at_target[counted])
+    if ids > vocab_size:
+        torch.testing.assert_close(ours.double(), log_sums, rtol=0, atol=0.05)
+    counts = torch.bincount(targets[counted], minlength=vocab_size)
+    rows = operands.b.float()[counts.sort(descending=True, stable=True).indices[:ids]]
+    assert torch.equal(few.weight[: len(rows)].float(), rows)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("room", [64, 2])
+def test_rows_match_float64(z_loss, room):
+    from gpt2_fp8.kernels.probability_rows import probability_rows
+    from gpt2_fp8.kernels.product_probabilities import EXPONENT
+    from gpt2_fp8.kernels.references import References
+
+    operands, targets = a_head()
+    logits, log_sums = exact_rows(operands, 3001)
+    off = torch.linspace(0, 3, len(log_sums), device=DEVICE)
+    far = torch.tensor([3, 100, 101, 400, 447], device=DEVICE)
+    targets[far] = torch.tensor([5, 6, 7, -1, 9], device=DEVICE)
+    off[far] = 12.0
+    references = References((log_sums - off).float(), logits.gather(1, targets.clamp_min(0)[:, None])[:, 0].float())
+    made = made_of(operands, references.log_sums, 3001)
+    loss_weight = torch.full((1,), 0.03, device=DEVICE)
+    scale_inv = loss_weight / 2**EXPONENT / 0.9972
+    known, aside = probability_rows(made, references, targets, loss_weight, scale_inv, room, z_loss)
+    expected_far = [3, 100, 101, 447][:room]
+    assert aside.found.item() == 4
+    assert aside.rows[: len(expected_far)].tolist() == expected_far
+    assert aside.targets[: len(expected_far)].tolist() == targets[expected_far].tolist()
+    assert torch.all(aside.targets[len(expected_far) :] == -1)
+    here = targets >= 0
+    here[torch.tensor(expected_far, device=DEVICE)] = False
+    assert all(torch.count_nonzero(column[~here]) == 0 for column in known)
+    lse, at = log_sums / LOG2E, targets.clamp_min(0)[:, None]
+    losses = F.cross_entropy(logits / LOG2E, targets, ignore_index=-1, reduction="none")
+    torch.testing.assert_close(known.losses[here].double(), losses[here], rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(known.log_sums[here].double(), lse[here], rtol=1e-5, atol=1e-5)
+    more = 1 + 2 * z_loss * lse
+    torch.testing.assert_close(known.factors[here].double(), ((-off).exp2() * more)[here], rtol=2e-5, atol=0)
+    p = (logits - log_sums[:, None]).exp2().gather(1, at)[:, 0] * more
+    stored = made.q.double().gather(1, at)[:, 0] * known.factors.double() * scale_inv.double()
+    expected = (p - 1) * loss_weight.double() - stored
+    torch.testing.assert_close(known.rest[here].double(), expected[here], rtol=1e-4, atol=1e-7)
+
+
+def test_rows_at_targets_are_added():
+    from gpt2_fp8.kernels.target_rows import add_target_rows
+
+    operands, targets = a_head()
+    y, weight, y_inv, w_inv = operands
+    generator = torch.Generator(DEVICE).manual_seed(5)
+    dy = torch.randn(y.shape, device=DEVICE, generator=generator).bfloat16()
+    factors, rest = (torch.rand(len(y), device=DEVICE, generator=generator) for _ in range(2))
+    factors[targets < 0] = rest[targets < 0] = 0
+    expected = dy.double() * factors[:, None].double()
+    expected += rest[:, None].double() * weight.double()[targets.clamp_min(0)] * w_inv.double()
+    of_weight = add_target_rows(dy, factors, rest, targets, (weight, w_inv), (y, y_inv))
+    torch.testing.assert_close(dy.double(), expected, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(
+        of_weight.double(), rest[:, None].double() * y.double() * y_inv.double(), rtol=2**-8, atol=1e-6
+    )
+    assert torch.count_nonzero(dy[targets < 0]) == 0
+
+
+def test_a_normalised_row_times_its_factor():
+    from gpt2_fp8.kernels.layer_norm import layer_norm_cast, layer_norm_transposed
+    from gpt2_fp8.kernels.slot import Slot
+
+    generator = torch.Generator(DEVICE).manual_seed(6)
+    x = torch.randn(208, 256, device=DEVICE, generator=generator).bfloat16()
+    weight, bias = (torch.randn(256, device=DEVICE, generator=generator) for _ in range(2))
+    slot = Slot(*(torch.full((1,), value, device=DEVICE) for value in (16.0, 1 / 16, 0.0)), E4M3)
+    _, qt, _ = layer_norm_cast(x, weight, bias, 1e-5, slot)
+    amax = slot.amax.clone()
+    assert torch.equal(
+        bits(layer_norm_transposed(x, weight, bias, 1e-5, slot, torch.ones(208, device=DEVICE))), bits(qt)
+    )
+    factors = torch.rand(208, device=DEVICE, generator=generator)
+    ours = layer_norm_transposed(x, weight, bias, 1e-5, slot, factors)
+    exact = F.layer_norm(x.double(), (256,), weight.double(), bias.double(), 1e-5) * factors[:, None].double() * 16
+    off = (ours.double().t() - exact).abs()
+    assert torch.all(off <= exact.abs() * 2**-4 * 1.01 + 2**-10)
+    assert torch.equal(slot.amax, amax), "factors are no part of the amax"
+
+
+# The whole head
+
+
+def both_ways(monkeypatch, ids, room=64, change=None):
+    """Loss and gradients by logits and by probabilities, and how many rows there were of each chunk to set aside."""
+    model, fp8 = calibrated("fused", ids=ids)
+    if change:
+        change(model)
+    with state.restored(model):
+        by_logits = gradients(model, ids, True, fp8.forward_context)
+    found = []
+    from gpt2_fp8.layers import head_chunks
+
+    def noted(*arguments):
+        known, aside = head_chunks_rows(*arguments)
+        found.append(aside.found.item())
+        return known, aside
+
+    head_chunks_rows = head_chunks.probability_rows
+    monkeypatch.setattr(head_chunks, "probability_rows", noted)
+    monkeypatch.setattr(FEWEST_ROWS, 1)
+    monkeypatch.setattr(head_chunks, "ROOM", room)
+    return by_logits, gradients(model, ids, True, fp8.forward_context), found
+
+
+@pytest.mark.parametrize("chunk", [16384, 512])
+def test_the_head_is_as_near_to_bf16_as_that_of_logits(monkeypatch, chunk):
+    monkeypatch.setattr("gpt2_fp8.layers.head.CHUNK_ROWS", chunk)
+    ids = tokens(4)
+    ids[1, 40:] = -1
+    exact_loss, exact = gradients(common.build("reference"), ids, False, common.bf16)
+    (loss, expected), (again, ours), found = both_ways(monkeypatch, ids)
+    assert found == [0] * (1 if chunk > 1024 else 2)
+    assert again == pytest.approx(loss, rel=1e-4)
+    assert again == pytest.approx(exact_loss, rel=2e-3)
+    assert error(ours, exact) < 1.05 * error(expected, exact)
+    assert error(ours, expected) < 0.06, "another grid of E5M2's numbers"
+
+
+def surprise(model):
+    """Give each row nearly all of its probability to an id that is neither frequent nor its target."""
+    with torch.no_grad():
+        model.tokens.weight[:VOCAB] += 0.02 * torch.randn(
+            VOCAB, model.tokens.weight.shape[1], device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(7)
+        )
+        model.head.layer_norm_weight.mul_(24)
+
+
+def test_rows_far_from_their_references_are_computed_again(monkeypatch):
+    monkeypatch.setattr("gpt2_fp8.kernels.references.IDS", 128)
+    (loss, expected), (again, ours), found = both_ways(monkeypatch, tokens(4), room=1024, change=surprise)
+    assert 16 < found[0] < 1024, "some are set aside, and some are not"
+    assert again == pytest.approx(loss, rel=1e-4)
+    assert error(ours, expected) < 0.06
+
+
+def test_it_repeats(monkeypatch):
+    monkeypatch.setattr("gpt2_fp8.kernels.references.IDS", 128)
+    monkeypatch.setattr(FEWEST_ROWS, 1)
+    ids = tokens(4)
+    model, fp8 = calibrated("fused", ids=ids)
+    surprise(model)
+    with common.determinism():
+        runs = []
+        for _ in range(2):
+            with state.restored(model):
+                runs.append(gradients(model, ids, True, fp8.forward_context))
+    assert runs[0][0] == runs[1][0]
+    common.assert_same_gradients(runs[0][1], runs[1][1])
+
+
+def test_nothing_but_ignored_targets_is_zero(monkeypatch):
+    monkeypatch.setattr(FEWEST_ROWS, 1)
+    model, fp8 = calibrated("fused", ids=tokens(4))
+    loss, ours = gradients(model, torch.full_like(tokens(4), -1), True, fp8.forward_context)
+    assert loss == 0
+    assert all(torch.count_nonzero(gradient) == 0 for gradient in ours.values())
