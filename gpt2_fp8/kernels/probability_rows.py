@@ -23,7 +23,6 @@ from torch import Tensor
 
 from gpt2_fp8.kernels.cross_entropy import LOG2E
 from gpt2_fp8.kernels.product_probabilities import EXPONENT, LARGEST, Probabilities
-from gpt2_fp8.kernels.references import References
 
 ROWS, SLABS, WARPS = 32, 64, 4  # what a program of the first kernel holds at once
 BLOCK, BLOCK_WARPS = 4096, 16  # rows that the second kernel, one program, looks at together
@@ -48,7 +47,7 @@ class Aside(NamedTuple):
 
 @triton.jit
 def _rows(
-    sums, references, at_target, targets, q, loss_weight, q_scale_inv, losses, log_sums, factors, rest, largest_out,
+    q, sums, at_target, references, targets, loss_weight, q_scale_inv, losses, log_sums, factors, rest, largest_out,
     slabs, M, N, z_loss, EXPONENT: tl.constexpr, Z: tl.constexpr, ROWS: tl.constexpr, SLABS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -106,7 +105,7 @@ def _set_aside(
 
 
 def probability_rows(
-    made: Probabilities, references: References, targets: Tensor, loss_weight: Tensor, q_scale_inv: Tensor, room: int,
+    made: Probabilities, references: Tensor, targets: Tensor, loss_weight: Tensor, q_scale_inv: Tensor, room: int,
     z_loss: float = 0.0,
 ) -> tuple[Rows, Aside]:  # fmt: skip
     """Compute what is known of each row, and set aside up to `room` rows that may have saturated.
@@ -115,13 +114,13 @@ def probability_rows(
     u times a row's factor the gradient of the loss. With `z_loss`, probabilities count 1 + 2 z_loss lse times.
     """
     (slabs, m), n = made.sums.shape, made.q.shape[1]
-    assert all(t.is_contiguous() for t in (*made, *references, targets))
+    assert all(t.is_contiguous() for t in (*made, references, targets))
     assert room <= BLOCK, room
     known = Rows(*(torch.empty(m, dtype=torch.float32, device=targets.device) for _ in Rows._fields))
     largest = torch.empty_like(known.losses)
     _rows[(triton.cdiv(m, ROWS),)](
-        made.sums, *references, targets, made.q, loss_weight, q_scale_inv, *known, largest, slabs, m, n, z_loss,
-        EXPONENT=EXPONENT, Z=z_loss > 0, ROWS=ROWS, SLABS=SLABS, num_warps=WARPS,
+        made.q, made.sums, made.at_target, references, targets, loss_weight, q_scale_inv, *known, largest,
+        slabs, m, n, z_loss, EXPONENT=EXPONENT, Z=z_loss > 0, ROWS=ROWS, SLABS=SLABS, num_warps=WARPS,
     )  # fmt: skip
     rows, left = torch.empty(2, room, dtype=torch.int64, device=targets.device)
     aside = Aside(rows, left, torch.empty(1, dtype=torch.int32, device=targets.device))

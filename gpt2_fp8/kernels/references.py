@@ -28,16 +28,9 @@ class Frequent(NamedTuple):
     weight: Tensor  # FP8 [ids, d]
 
 
-class References(NamedTuple):
-    """Two numbers of each row, float32 [M], in powers of two."""
-
-    log_sums: Tensor  # at most log2 of the row's sum of exponentials
-    at_target: Tensor  # the logit of the row's target; 0 without one
-
-
 @triton.jit
 def _references(
-    logits, y, weight, targets, y_scale_inv, weight_scale_inv, log_sums, at_target, ids, count, D,
+    logits, y, weight, targets, y_scale_inv, weight_scale_inv, log_sums, ids, count, D,
     IDS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -52,7 +45,6 @@ def _references(
     b = tl.load(weight + target * D + columns, mask=inside, other=0.0).to(tl.float32)
     logit = tl.sum(a * b, axis=0) * (tl.load(y_scale_inv) * tl.load(weight_scale_inv)) * LOG2E
     tl.store(log_sums + row, tl.where(target >= 0, tl.maximum(log_sum, logit), log_sum))
-    tl.store(at_target + row, logit)
 
 
 def frequent(targets: Tensor, weight: Tensor, vocab_size: int) -> Frequent:
@@ -68,15 +60,18 @@ def frequent(targets: Tensor, weight: Tensor, vocab_size: int) -> Frequent:
     return Frequent(min(len(ids), vocab_size), weight.view(torch.uint8)[ids].view(weight.dtype))
 
 
-def references(operands: Operands, targets: Tensor, ids: Frequent) -> References:
-    """Compute the references of the rows of a head's input. operands: those of its GEMM. targets: int64 [M]."""
+def references(operands: Operands, targets: Tensor, ids: Frequent) -> Tensor:
+    """Compute the references of a head's rows, float32 [M]: at most log2 of the row's sum of exponentials.
+
+    operands: those of its GEMM. targets: int64 [M].
+    """
     y, weight, *scales = operands
     (m, d), few = y.shape, len(ids.weight)
     logits = torch.empty(m, few, dtype=torch.bfloat16, device=y.device)
     matmul(y, ids.weight, logits, *scales, fast_accumulate=True)
-    log_sums, at_target = (torch.empty(m, dtype=torch.float32, device=y.device) for _ in range(2))
+    log_sums = torch.empty(m, dtype=torch.float32, device=y.device)
     _references[(m,)](
-        logits, y, weight, targets, *scales, log_sums, at_target, few, ids.counted, d,
+        logits, y, weight, targets, *scales, log_sums, few, ids.counted, d,
         IDS=triton.next_power_of_2(few), COLUMNS=triton.next_power_of_2(d), num_warps=WARPS,
     )  # fmt: skip
-    return References(log_sums, at_target)
+    return log_sums

@@ -124,7 +124,7 @@ def _of_probabilities(chunk: Chunk, ids: Frequent, gradients: HeadGradients) -> 
     y8, _, statistics = layer_norm_cast(*normalisation, both=False)
     operands = linear.operands(y8)
     of_rows = references(operands, targets, ids)
-    made = product_probabilities.product_probabilities(operands, of_rows.log_sums, vocab_size)
+    made = product_probabilities.product_probabilities(operands, of_rows, targets, vocab_size)
     scale_inv = gradients.scale_inv(2.0**product_probabilities.EXPONENT)
     known, aside = probability_rows(made, of_rows, targets, gradients.loss_weight, scale_inv, ROOM, gradients.z_loss)
     weight, inputs = (linear.w8, operands.b_scale_inv), (y8, operands.a_scale_inv)

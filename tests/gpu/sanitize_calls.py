@@ -109,7 +109,7 @@ def heads() -> None:
         operands = product_gelu.Operands(values(m, k).to(E4M3), values(n, k).to(E4M3), number(0.3), number(0.07))
         wanted, vocab_size = targets(m, n - 84), n - 84
         of_rows = references.references(operands, wanted, references.frequent(wanted, operands.b, vocab_size))
-        made = product_probabilities.product_probabilities(operands, of_rows.log_sums, vocab_size)
+        made = product_probabilities.product_probabilities(operands, of_rows, wanted, vocab_size)
         known, _ = probability_rows.probability_rows(made, of_rows, wanted, number(0.4), number(0.1), 8)
         inputs, weight = (operands.a, operands.a_scale_inv), (operands.b, operands.b_scale_inv)
         add_target_rows(values(m, k), known.factors, known.rest, wanted, weight, inputs)

@@ -1,6 +1,6 @@
 // From a b^T, the logits, to probabilities relative to a reference, as E5M2 in both layouts, and their sums by row and
-// slab: 2^(EXPONENT + logit log2(e) - reference). The logits themselves are never in memory. Columns from vocab_size on
-// are 0.
+// slab: 2^(EXPONENT + logit log2(e) - reference). Columns from vocab_size on are 0. The logits themselves are never in
+// memory, but for one of each row, that of its target.
 //
 // A tile's transpose is turned in shared memory, in STAGED bytes for each warp group. A word of a thread is two columns
 // of two rows, and so a part of a matrix of two-byte elements, each two rows of a column, which stmatrix turns. The copy
@@ -35,10 +35,13 @@ struct Probabilities {
   u8* q;
   float* sums_out;
   const float* references;
+  const long long* targets;
+  float* at_target;
   const int M, N, vocab_size;
   const float unit;  // of the sums, to logits in powers of two
   int slab = 0;
   float shift[2];
+  int target[2];
 
   __device__ void begin(int of_slab) { slab = of_slab; }
   __device__ int mine(int row) const {
@@ -48,6 +51,20 @@ struct Probabilities {
   __device__ void prepare(int row) {
     const float2 two = __ldg(reinterpret_cast<const float2*>(references + mine(row)));
     shift[0] = EXPONENT - two.x, shift[1] = EXPONENT - two.y;
+    const longlong2 ids = __ldg(reinterpret_cast<const longlong2*>(targets + mine(row)));
+    target[0] = static_cast<int>(ids.x), target[1] = static_cast<int>(ids.y);
+  }
+
+  // Write the logit of row `first` + s if its target is among this thread's columns, the first of which is `column`. Few
+  // threads have one; for them it is searched, since registers cannot be indexed.
+  __device__ __forceinline__ void pick(int first, int s, int column, const float (&sums)[SUMS]) {
+    const int wanted = target[s] - column;
+    if (wanted < 0 || wanted >= COLUMNS || wanted % SPAN >= PIECE) return;
+    float found = 0;
+#pragma unroll
+    for (int i = 0; i < SUMS / 2; ++i)  // the thread's columns, in order
+      if (wanted == i / PIECE * SPAN + i % PIECE) found = sums[i / 2 * 4 + s * 2 + i % 2];
+    at_target[first + s] = found * unit;
   }
 
   __device__ void finish(int row, const float (&sums)[SUMS]) {
@@ -75,6 +92,7 @@ struct Probabilities {
     // Column 16 q + 2 i + e of a span lies in line 8 i + 2 q + e of the staged ones, whose 16-byte parts are swizzled by
     // q (SWIZZLE_64B). This lane's address is of line `lane`.
     const u32 at = shared(staged) + lane * ROWS + (place.warp ^ lane / 2 % 4) * 16;
+    pick(first, 0, column, sums), pick(first, 1, column, sums);
     float totals[2] = {};
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
@@ -119,15 +137,17 @@ struct Probabilities {
   }
 };
 
-// map: of a [M, K]; turned: of qt [N, M]; b: [N, K]; q: [M, N]; sums_out: [N / COLUMNS, M]; references: [M].
+// map: of a [M, K]; turned: of qt [N, M]; b: [N, K]; q: [M, N]; sums_out: [N / COLUMNS, M]; references, targets: [M];
+// at_target: [M], not written where the target is negative.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) product_probabilities(
     const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap turned, const u8* __restrict__ b,
     u8* __restrict__ q, float* __restrict__ sums_out, const float* __restrict__ references,
-    const float* __restrict__ a_scale_inv, const float* __restrict__ b_scale_inv, int M, int N, int vocab_size) {
+    const long long* __restrict__ targets, float* __restrict__ at_target, const float* __restrict__ a_scale_inv,
+    const float* __restrict__ b_scale_inv, int M, int N, int vocab_size) {
   extern __shared__ __align__(1024) u8 shared_memory[];
   StagedMemory& memory = *reinterpret_cast<StagedMemory*>(shared_memory);
   const int group = min(my_place().group, WARPGROUPS - 1);
-  Probabilities epilogue{memory.staged[group], &turned, q, sums_out, references, M, N, vocab_size,
+  Probabilities epilogue{memory.staged[group], &turned, q, sums_out, references, targets, at_target, M, N, vocab_size,
                          *a_scale_inv * *b_scale_inv * LOG2E};
   run_product(memory.product, &map, b, M, N, epilogue);
 }
