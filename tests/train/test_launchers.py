@@ -173,6 +173,17 @@ def test_what_the_agent_starts_again_continues_in_the_same_folder(tmp_path, one)
     assert_equal_but_for_rounding(the_run(tmp_path), one)
 
 
+def test_what_was_refused_is_refused_again_where_the_agent_starts_it_again(tmp_path):
+    """The folder is another run's: it is not continued because an agent has counted a failure."""
+    train_until(4, tmp_path / "outputs/run", *BATCH)
+    saved = sorted(path.name for path in (tmp_path / "outputs/run/checkpoints").iterdir())
+    options = ["--nproc-per-node", "2", "--max-restarts", "1"]
+    code, output = finish(agent(tmp_path, options, *WORDS, "run_name=run"))
+    assert code == 1, output
+    assert output.count("error: outputs/run already holds a run, saved up to step-00000004") == 2, output
+    assert sorted(path.name for path in (tmp_path / "outputs/run/checkpoints").iterdir()) == saved
+
+
 def test_two_nodes_are_two_agents(tmp_path, own):
     """A rank of the second is killed: both agents start theirs again."""
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two"]
