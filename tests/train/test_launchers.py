@@ -329,6 +329,16 @@ def test_a_step_that_three_processes_cannot_share(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
+def test_nodes_with_different_numbers_of_processes(tmp_path):
+    """Each rank counts other processes than the others, so what else it finds wrong is not said."""
+    variables = by_hand()
+    ends = ranks(
+        tmp_path, lambda rank: variables(rank) | {"LOCAL_WORLD_SIZE": str(2 - rank), "LOCAL_RANK": "0"}, *WORDS
+    )
+    said = refused(ends, r"RANK and WORLD_SIZE has started 2 processes, 2 on \S+ and 1 on \S+ \(rank 1\)")
+    assert "fix: LOCAL_WORLD_SIZE=N, the same number on every node" in said
+
+
 def test_what_one_rank_alone_refuses_is_said_of_it(tmp_path):
     patch = f"{OTHER_WORDS}\nsys.argv += ['optim.lr=fast'] * (os.environ['RANK'] == '1')\n"
     refused(ranks(tmp_path, by_hand(), *WORDS, "run_name=run", patch=patch), r"error: rank 1 on \S+: optim.lr")
