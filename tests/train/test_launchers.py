@@ -339,6 +339,13 @@ def test_nodes_with_different_numbers_of_processes(tmp_path):
     assert "fix: LOCAL_WORLD_SIZE=N, the same number on every node" in said
 
 
+def test_a_package_that_a_node_lacks_is_said_by_its_first_process(tmp_path):
+    """As where the environment was not activated. It was a traceback of each process, with exit code 1."""
+    patch = 'sys.modules["hydra"] = None'
+    said = refused(ranks(tmp_path, by_hand(), *WORDS, patch=patch), r"error: \S+ has no package hydra\n")
+    assert "fix: activate the environment in which gpt2_fp8 is installed, on every node; or " in said
+
+
 def test_what_one_rank_alone_refuses_is_said_of_it(tmp_path):
     patch = f"{OTHER_WORDS}\nsys.argv += ['optim.lr=fast'] * (os.environ['RANK'] == '1')\n"
     refused(ranks(tmp_path, by_hand(), *WORDS, "run_name=run", patch=patch), r"error: rank 1 on \S+: optim.lr")
