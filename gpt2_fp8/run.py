@@ -147,9 +147,7 @@ def _run(argv: list[str]) -> None:
             return
         argv = compose.look_only(argv)
     else:
-        checked = checked_line.checked(argv, loading.gathering)
-        slurm_sweep.require_commands(argv)
-        argv = checked
+        argv = checked_line.checked(argv, loading.gathering)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
     sys.argv[1:] = argv
     try:

@@ -188,7 +188,10 @@ REFUSED = [
     (['slurm.options=["--time=3"]'], "is set by the script itself", "slurm.time=VALUE"),
     (['slurm.options=["--output=x"]'], "is set by the script itself", "leave it out"),
     (["slurm.options='--exclusive'"], "slurm.options", "["),
-    (["slurm.time=1,2"], "is several values", "one"),
+    (["slurm.time=1,2"], "is several values", "one slurm.time"),
+    (["slurm.partition=gpu,gpu2"], "is several values", "all of them: 'slurm.partition=\"gpu,gpu2\"'"),
+    (["slurm.options=--exclusive,--overcommit"], "is several values", "'slurm.options=[--exclusive,--overcommit]'"),
+    (["hydra/launcher=slurm"], "hydra/launcher=slurm: a script is for one run", "leave it out; -m hydra"),
     (["slurm=3"], "set one by one", "slurm.KEY=VALUE"),
     (["~slurm.time"], "set one by one", "slurm.KEY=VALUE"),
     (["trainer=cpu", "slurm.gpu_type=h100"], "the run is on CPUs", "leave slurm.gpu_type out"),
@@ -205,6 +208,12 @@ def test_what_is_refused(words, cause, remedy, capsys):
     assert cause in said.err
     assert remedy in said.err
     assert said.err.count("error: ") == said.err.count("  fix: ") == 1
+
+
+@pytest.mark.parametrize(("words", "cause", "remedy"), [case for case in REFUSED if "all of them" in case[2]])
+def test_several_values_are_taken_as_advised(words, cause, remedy, capsys):
+    (word,) = shlex.split(remedy.partition(": ")[2])
+    assert "#SBATCH --partition=gpu,gpu2\n" in printed(capsys, word)
 
 
 def test_jobs_that_copy_tokens_to_one_disk_at_the_same_time_do_not_collide(tmp_path, capsys):

@@ -26,6 +26,7 @@ class Purpose(NamedTuple):
     restarted: bool | None = None  # whether its folder may hold what it has saved before; None: its launcher knows
     drawn: bool = False  # its schedule is only drawn: a warm-up and a decay that do not fit stay as they are
     elsewhere: bool = False  # it is started in other surroundings, where its nodes have a place to meet
+    begins: bool = False  # the run, or the sweep, begins here, so that the programs that it calls must be here
     name: str | None = None  # for a run, or a sweep, whose own name would be the time
 
 
