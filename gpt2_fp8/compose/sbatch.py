@@ -13,7 +13,7 @@ from gpt2_fp8.compose import overrides as words_of_run
 from gpt2_fp8.compose import slurm_sweep
 from gpt2_fp8.compose.commandline import Program, read
 from gpt2_fp8.compose.override_parser import parse
-from gpt2_fp8.config import checks, own_words, parsing, sbatch_schema
+from gpt2_fp8.config import checks, own_words, parsing, sbatch_schema, sbatch_words
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.sbatch_schema import PREFIX, SbatchRunConfig, SlurmConfig
@@ -39,11 +39,14 @@ class Request(NamedTuple):
 
 def preflight(argv: list[str]) -> Request:
     """Return what a command line (without the program's name) asks for. Raises UserError with every problem."""
+    strange = list(sbatch_words.taken_out(argv))
+    argv = sbatch_words.without(argv, strange)
     own = [word for word in argv if word.lstrip("+~").startswith((f"{PREFIX}.", f"{PREFIX}="))]
     bare = [word for word in argv if word.lstrip("+").partition("=")[0] in SlurmConfig.__dataclass_fields__]
     words = [word for word in argv if word not in (*own, *bare)]
     said = [word.lstrip("+") for word in bare]
-    problems = [Problem(f"there is no key {word.partition('=')[0]}", f"{PREFIX}.{word}") for word in said]
+    problems = [problem for _, problem in strange]
+    problems += [Problem(f"there is no key {word.partition('=')[0]}", f"{PREFIX}.{word}") for word in said]
     several = "-m" if read(words)[0].multirun else next((word for word in words if "hydra.mode=" in word), None)
     if several is not None:
         problems.append(Problem(f"{several}: a script is for one run", _SWEEP))

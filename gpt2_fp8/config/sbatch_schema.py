@@ -27,9 +27,11 @@ OWN = (
     "no-requeue", "array", "wrap",
 )  # fmt: skip
 
-_INSTEAD = {  # of sbatch's words, a run's
+INSTEAD = {  # of sbatch's words, a run's
     "array": "-m hydra/launcher=slurm sends several runs, in an array",
     "nodes": "trainer.num_nodes=N",
+    "job-name": "run_name=NAME",
+    "gres": "trainer.devices=N; slurm.gpu_type=KIND for GPUs of a kind",
     **dict.fromkeys(("ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "gpus-per-task"), "trainer.devices=N"),
 }
 
@@ -119,7 +121,7 @@ def _option(option: str) -> tuple[str, str] | None:
     if name in OWN:
         key = name.replace("-", "_")
         own = key in SlurmConfig.__dataclass_fields__
-        remedy = f"{PREFIX}.{key}=VALUE" if own else _INSTEAD.get(name, "leave it out")
+        remedy = f"{PREFIX}.{key}=VALUE" if own else INSTEAD.get(name, "leave it out")
         return "is set by the script itself", remedy
     return None
 
