@@ -17,6 +17,8 @@ NODE = ["trainer=ddp", "trainer.devices=8", "micro_batch_size=2", "global_batch_
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for folder in ("kept", "a b"):  # of tokens
+        (tmp_path / folder).mkdir()
     for name in ("PYTHONPATH", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -184,6 +186,7 @@ REFUSED = [
     (["slurm.scratch=here"], "is no folder of a node's", "slurm.scratch=/local/disk"),
     (["slurm.scratch='/a\";rm'"], "is no folder of a node's", "slurm.scratch=/local/disk"),
     (["slurm.copy_tokens=true"], "this run has no data.cache_dir", "data.cache_dir=FOLDER"),
+    (["slurm.copy_tokens=true", "data.cache_dir=nowhere"], "there is no folder nowhere", "python -m gpt2_fp8.prepare"),
     (["slurm.options=[exclusive]"], "is no option of sbatch", "--exclusive"),
     (['slurm.options=["--time=3"]'], "is set by the script itself", "slurm.time=VALUE"),
     (['slurm.options=["--output=x"]'], "is set by the script itself", "leave it out"),
@@ -227,7 +230,6 @@ def test_several_values_are_taken_as_advised(words, cause, remedy, capsys):
 
 def test_jobs_that_copy_tokens_to_one_disk_at_the_same_time_do_not_collide(tmp_path, capsys):
     """Two jobs of one user on a node, or nodes that share their scratch: `cp` fails where another makes the file."""
-    (tmp_path / "kept").mkdir()
     (tmp_path / "kept/a.u16").write_bytes(b"tokens")
     alone = f"{tmp_path}/only"
     (tmp_path / "cp").write_text(f'#!/bin/sh\nmkdir {alone} || exit 1\nsleep 0.2\n/bin/cp "$@"; rmdir {alone}\n')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from gpt2_fp8.config.data_schema import TextData
@@ -101,9 +102,14 @@ def check_run(slurm: SlurmConfig, config: RunConfig) -> Iterator[Finding]:
     if trainer.accelerator == "cpu" and slurm.gpu_type is not None:
         reason = "the run is on CPUs (trainer.accelerator=cpu)"
         yield _finding(slurm, "gpu_type", reason, f"leave {PREFIX}.gpu_type out")
-    if slurm.copy_tokens and not (isinstance(config.data, TextData) and config.data.cache_dir is not None):
+    cache = config.data.cache_dir if isinstance(config.data, TextData) else None
+    if slurm.copy_tokens and cache is None:
         reason = "this run has no data.cache_dir"
         remedy = "data.cache_dir=FOLDER, which `python -m gpt2_fp8.prepare` has filled; or leave it out"
+        yield _finding(slurm, "copy_tokens", reason, remedy)
+    elif slurm.copy_tokens and cache is not None and not Path(cache).expanduser().is_dir():
+        reason = f"there is no folder {show(cache)} (data.cache_dir) to copy, for which the job would wait in vain"
+        remedy = f"`python -m gpt2_fp8.prepare` with the same words fills it; or leave {PREFIX}.copy_tokens out"
         yield _finding(slurm, "copy_tokens", reason, remedy)
 
 
