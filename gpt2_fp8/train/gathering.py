@@ -129,6 +129,7 @@ def _unshared(meeting: Meeting, folder: Path, hosts: Sequence[str]) -> list[Prob
     (failed, *_) = meeting.exchange("written", failed)
     if failed:
         return [Problem(failed, "choose another folder: hydra.run.dir=FOLDER")]
+    looked = meeting.exchange("looked", str(folder.absolute()))  # a relative one begins where each was started
     saw = meeting.exchange("seen", first or _sees(sign))
     if first:
         with suppress(OSError):
@@ -136,9 +137,14 @@ def _unshared(meeting: Meeting, folder: Path, hosts: Sequence[str]) -> list[Prob
     blind = [rank for rank, seen in enumerate(saw) if not seen]
     if not blind:
         return []
-    where = f"rank 0 writes on {hosts[0]} is not seen by rank {blind[0]} on {hosts[blind[0]]}"
+    there = f"rank {blind[0]} on {hosts[blind[0]]} in {looked[blind[0]]}"
+    cause = f"what rank 0 writes on {hosts[0]} into {looked[0]} is not seen by {there}"
     remedy = "a folder on a file system that all nodes share: start in one, or hydra.run.dir=FOLDER"
-    return [Problem(f"the nodes do not share the folder of the run: what {where}, {folder}", remedy)]
+    if looked[0] != looked[blind[0]]:
+        remedy = (
+            "start all processes in the same folder, which all nodes share; or hydra.run.dir=FOLDER, by its whole path"
+        )
+    return [Problem(f"the nodes do not share the folder of the run: {cause}", remedy)]
 
 
 def _sees(sign: Path) -> bool:

@@ -455,6 +455,19 @@ def test_a_folder_that_nodes_do_not_share(tmp_path):
     refused([finish(process) for process in (first, second)], "the nodes do not share the folder of the run")
 
 
+def test_processes_that_were_started_in_different_folders(tmp_path):
+    """A relative folder is another one for each: both are said."""
+    (tmp_path / "elsewhere").mkdir()
+    variables, patch = by_hand(), "from gpt2_fp8.train import gathering\ngathering.SHARED_SECONDS = 1.0"
+    program = tmp_path / patched(tmp_path, patch)
+    folders = (tmp_path, tmp_path / "elsewhere")
+    both = [start(cwd, program, *WORDS, "run_name=run", **variables(rank)) for rank, cwd in enumerate(folders)]
+    said = refused([finish(process) for process in both], "the nodes do not share the folder of the run: what rank 0")
+    for folder in folders:
+        assert f" {folder}/outputs/run" in said
+    assert "fix: start all processes in the same folder" in said
+
+
 STOP = """
 import os, signal
 from gpt2_fp8.runtime import rank_watch
