@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import agent, last_say, launcher, output, process_end, programs, signals, slurm, sweep_room
+from gpt2_fp8.runtime import (
+    agent,
+    last_say,
+    launcher,
+    output,
+    packages,
+    process_end,
+    programs,
+    signals,
+    slurm,
+    sweep_room,
+)
 from gpt2_fp8.runtime.signal_handlers import Interrupted, Signals
 from gpt2_fp8.train import loading
 
@@ -125,19 +136,18 @@ def main(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> None:
-    import hydra
+    with packages.needed():
+        import hydra
 
-    from gpt2_fp8 import compose
-    from gpt2_fp8.compose import checked_line, slurm_sweep, sweep_start
+        from gpt2_fp8 import compose
+        from gpt2_fp8.compose import checked_line, slurm_sweep, sweep_start
 
     if compose.is_help(argv):
         if launcher.repeats():
             return
         argv = compose.look_only(argv)
     else:
-        checked = checked_line.checked(argv, loading.gathering)
-        slurm_sweep.require_commands(argv)
-        argv = checked
+        argv = checked_line.checked(argv, loading.gathering)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
     sys.argv[1:] = argv
     try:

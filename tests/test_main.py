@@ -64,6 +64,13 @@ def test_a_program_that_there_is_not(capsys):
     assert f"the programs are {', '.join(NAMES)}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["bnech"], []])
+def test_one_of_several_processes_says_it(words, capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert __main__.main(words) == (2 if words else 0)
+    assert tuple(capsys.readouterr()) == ("", "")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_version_is_ours(name, tmp_path):
     done = command("--version", cwd=tmp_path, module=f"gpt2_fp8.{name}")

@@ -350,6 +350,7 @@ def test_every_preparation_is_that_of_a_run(tmp_path, monkeypatch):
 def test_every_script_is_printed_as_shown(tmp_path, monkeypatch, capsys):
     """`tests/slurm` sends such scripts to a SLURM."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "cache").mkdir()  # which `prepare` has filled
     asked = [found.words for found in ALL if found.words[: len(SBATCH)] == SBATCH]
     assert len(asked) >= 3
     for words in asked:

@@ -17,6 +17,8 @@ NODE = ["trainer=ddp", "trainer.devices=8", "micro_batch_size=2", "global_batch_
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for folder in ("kept", "a b"):  # of tokens
+        (tmp_path / folder).mkdir()
     for name in ("PYTHONPATH", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -184,11 +186,24 @@ REFUSED = [
     (["slurm.scratch=here"], "is no folder of a node's", "slurm.scratch=/local/disk"),
     (["slurm.scratch='/a\";rm'"], "is no folder of a node's", "slurm.scratch=/local/disk"),
     (["slurm.copy_tokens=true"], "this run has no data.cache_dir", "data.cache_dir=FOLDER"),
+    (["slurm.copy_tokens=true", "data.cache_dir=nowhere"], "there is no folder nowhere", "python -m gpt2_fp8.prepare"),
     (["slurm.options=[exclusive]"], "is no option of sbatch", "--exclusive"),
     (['slurm.options=["--time=3"]'], "is set by the script itself", "slurm.time=VALUE"),
     (['slurm.options=["--output=x"]'], "is set by the script itself", "leave it out"),
     (["slurm.options='--exclusive'"], "slurm.options", "["),
-    (["slurm.time=1,2"], "is several values", "one"),
+    (["slurm.nodelist=node3"], "there is no key slurm.nodelist", "'slurm.options=[\"--nodelist=node3\"]'"),
+    (["+slurm.exclusive=true"], "there is no key slurm.exclusive", "'slurm.options=[\"--exclusive\"]'"),
+    (["mail_type=END"], "there is no key mail_type", "'slurm.options=[\"--mail-type=END\"]'"),
+    (["--mail-type", "END"], "--mail-type is an option of sbatch", "'slurm.options=[\"--mail-type=END\"]'"),
+    (["--exclusive"], "--exclusive is an option of sbatch", "'slurm.options=[\"--exclusive\"]'"),
+    (["--gpus-per-node=4"], "--gpus-per-node=4 is an option of sbatch", "trainer.devices=N"),
+    (["slurm.ntasks_per_node=4"], "there is no key slurm.ntasks_per_node", "trainer.devices=N"),
+    (["slurm.gres=gpu:4"], "there is no key slurm.gres", "trainer.devices=N"),
+    (["--job-name=long"], "--job-name=long is an option of sbatch", "run_name=NAME"),
+    (["slurm.time=1,2"], "is several values", "one slurm.time"),
+    (["slurm.partition=gpu,gpu2"], "is several values", "all of them: 'slurm.partition=\"gpu,gpu2\"'"),
+    (["slurm.options=--exclusive,--overcommit"], "is several values", "'slurm.options=[--exclusive,--overcommit]'"),
+    (["hydra/launcher=slurm"], "hydra/launcher=slurm: a script is for one run", "leave it out; -m hydra"),
     (["slurm=3"], "set one by one", "slurm.KEY=VALUE"),
     (["~slurm.time"], "set one by one", "slurm.KEY=VALUE"),
     (["trainer=cpu", "slurm.gpu_type=h100"], "the run is on CPUs", "leave slurm.gpu_type out"),
@@ -207,9 +222,14 @@ def test_what_is_refused(words, cause, remedy, capsys):
     assert said.err.count("error: ") == said.err.count("  fix: ") == 1
 
 
+@pytest.mark.parametrize(("words", "cause", "remedy"), [case for case in REFUSED if "all of them" in case[2]])
+def test_several_values_are_taken_as_advised(words, cause, remedy, capsys):
+    (word,) = shlex.split(remedy.partition(": ")[2])
+    assert "#SBATCH --partition=gpu,gpu2\n" in printed(capsys, word)
+
+
 def test_jobs_that_copy_tokens_to_one_disk_at_the_same_time_do_not_collide(tmp_path, capsys):
     """Two jobs of one user on a node, or nodes that share their scratch: `cp` fails where another makes the file."""
-    (tmp_path / "kept").mkdir()
     (tmp_path / "kept/a.u16").write_bytes(b"tokens")
     alone = f"{tmp_path}/only"
     (tmp_path / "cp").write_text(f'#!/bin/sh\nmkdir {alone} || exit 1\nsleep 0.2\n/bin/cp "$@"; rmdir {alone}\n')

@@ -26,7 +26,7 @@ def checked(argv: list[str], gathering: Callable[[], Any]) -> list[str]:
     """
     started, lasting = launcher.of_run(), slurm.lasting_name(argv)
     if not started.meets:
-        return _named(argv, lasting, planned(argv, Purpose(name=lasting)))
+        return _named(argv, lasting, planned(argv, Purpose(begins=True, name=lasting)))
     if not started.rank:
         _say(f"{programs.VERSION}: loading torch, to meet the other ranks")
     ranks = gathering()
@@ -34,7 +34,7 @@ def checked(argv: list[str], gathering: Callable[[], Any]) -> list[str]:
     jobs: Planned = []
     problems: list[Problem] = []
     try:
-        jobs = planned(argv, Purpose(restarted=met.launcher.again, name=lasting))
+        jobs = planned(argv, Purpose(restarted=met.launcher.again, begins=True, name=lasting))
     except UserError as error:
         problems = error.problems
     if len(jobs) > 1:  # a sweep of the only process

@@ -167,6 +167,11 @@ def _other_programs_flags(parser: argparse.ArgumentParser, args: argparse.Namesp
 def _no_flag(word: str, key: str, value: str, program: Program) -> Problem:
     """Report a flag such as --lr=0.1 or --max_steps 10, and name the key that was meant if there is one."""
     key = key.replace("-", "_")
+    if key == "local_rank":  # the same for every process, without its number
+        cause = (
+            "--local-rank, which torch.distributed.launch and deepspeed add to the words, is not a flag of this program"
+        )
+        return Problem(cause, "torchrun in their place, with the same options: it sets LOCAL_RANK instead")
     known = key_paths(program.schema)
     leaves = {path.rpartition(".")[2]: path for path in reversed(known)}
     told = foreign_keys.advice(key, value or None)

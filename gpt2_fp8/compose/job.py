@@ -23,9 +23,10 @@ from gpt2_fp8.runtime import launcher
 class Purpose(NamedTuple):
     """What a configuration is wanted for, where that is not a run that begins here."""
 
-    restarted: bool = False  # a launcher has started the run again, so that its folder may hold what it has saved
+    restarted: bool | None = None  # whether its folder may hold what it has saved before; None: its launcher knows
     drawn: bool = False  # its schedule is only drawn: a warm-up and a decay that do not fit stay as they are
     elsewhere: bool = False  # it is started in other surroundings, where its nodes have a place to meet
+    begins: bool = False  # the run, or the sweep, begins here, so that the programs that it calls must be here
     name: str | None = None  # for a run, or a sweep, whose own name would be the time
 
 

@@ -54,6 +54,7 @@ def configs(
         folders += [(number, job.folder)] if number is not None and job.folder is not None else []
     problems += [finding.problem for finding in [*composer.found, *sweeps.shared_folders(folders)]]
     problems += slurm_sweep.check(whole, [config for config, _ in done], multirun)
+    problems += slurm_sweep.lacking(whole, multirun) if purpose.begins else ()
     return [] if composer.found else done
 
 

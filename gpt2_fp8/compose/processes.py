@@ -10,6 +10,7 @@ from gpt2_fp8.config import rank_share
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.runtime import accelerate
 from gpt2_fp8.runtime.launched import Launcher
 from gpt2_fp8.runtime.variable_reader import VariableReader
 
@@ -40,10 +41,11 @@ def continued(config: RunConfig, folder: Path) -> RunConfig:
 def check(
     config: RunConfig, launcher: Launcher, typed: Container[str], environment: Mapping[str, str], alone: bool = True
 ) -> Iterator[Finding]:
-    """Find processes that the launcher has not started, and nodes whose processes could not meet.
+    """Find processes that the launcher has not started or would divide a model, and nodes that could not meet.
 
     `config` is as it was composed. A run that is not `alone` is a job of a sweep, whose launcher says what it takes.
     """
+    yield from (Finding(("trainer.strategy",), problem) for problem in accelerate.refused(environment))
     if not launcher.starts_all:
         if alone:
             yield from _own_nodes(config, environment)

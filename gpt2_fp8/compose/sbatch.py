@@ -10,9 +10,10 @@ from hydra.core.override_parser.types import Override
 
 from gpt2_fp8 import compose
 from gpt2_fp8.compose import overrides as words_of_run
+from gpt2_fp8.compose import slurm_sweep
 from gpt2_fp8.compose.commandline import Program, read
 from gpt2_fp8.compose.override_parser import parse
-from gpt2_fp8.config import checks, own_words, parsing, sbatch_schema
+from gpt2_fp8.config import checks, own_words, parsing, sbatch_schema, sbatch_words
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.sbatch_schema import PREFIX, SbatchRunConfig, SlurmConfig
@@ -21,6 +22,7 @@ from gpt2_fp8.config.schema import RunConfig
 PROGRAM = Program("python -m gpt2_fp8.sbatch", SbatchRunConfig, ("help", "overrides", "config_dir", "config_name"))
 _SWEEP = "-m hydra/launcher=slurm sends the jobs of a sweep, without a script: docs/slurm.md"
 _TEXTS = ("partition", "account", "qos", "constraint", "time", "mem", "gpu_type")  # whose value may look like a number
+_LISTS, _NAMES = ("setup", "options"), ("partition", "constraint")  # that may have several values, as a list or a text
 
 
 class Request(NamedTuple):
@@ -37,11 +39,14 @@ class Request(NamedTuple):
 
 def preflight(argv: list[str]) -> Request:
     """Return what a command line (without the program's name) asks for. Raises UserError with every problem."""
+    strange = list(sbatch_words.taken_out(argv))
+    argv = sbatch_words.without(argv, strange)
     own = [word for word in argv if word.lstrip("+~").startswith((f"{PREFIX}.", f"{PREFIX}="))]
     bare = [word for word in argv if word.lstrip("+").partition("=")[0] in SlurmConfig.__dataclass_fields__]
     words = [word for word in argv if word not in (*own, *bare)]
     said = [word.lstrip("+") for word in bare]
-    problems = [Problem(f"there is no key {word.partition('=')[0]}", f"{PREFIX}.{word}") for word in said]
+    problems = [problem for _, problem in strange]
+    problems += [Problem(f"there is no key {word.partition('=')[0]}", f"{PREFIX}.{word}") for word in said]
     several = "-m" if read(words)[0].multirun else next((word for word in words if "hydra.mode=" in word), None)
     if several is not None:
         problems.append(Problem(f"{several}: a script is for one run", _SWEEP))
@@ -71,6 +76,8 @@ def preflight(argv: list[str]) -> Request:
 
 def _for_script(problem: Problem) -> Problem:
     """Return a problem of the run's words, with a remedy that a script for one run can follow."""
+    if problem.cause == slurm_sweep.SINGLE:
+        return Problem(f"{problem.cause.partition(':')[0]}: a script is for one run", f"leave it out; {_SWEEP}")
     if not problem.cause.endswith(words_of_run.SINGLE):
         return problem
     as_text = problem.remedy.partition("; ")[2]
@@ -86,7 +93,9 @@ def _values(overrides: list[Override], problems: list[Problem]) -> dict[str, Any
             problems.append(Problem(f"{line}: its keys are set one by one", f"{PREFIX}.KEY=VALUE; --help lists them"))
         elif override.is_sweep_override():
             several = line.partition("=")[2]
-            problems.append(Problem(f"{line} is several values", f"one, or a list: '{PREFIX}.{name}=[{several}]'"))
+            forms = {**dict.fromkeys(_LISTS, f"[{several}]"), **dict.fromkeys(_NAMES, f'"{several}"')}
+            remedy = f"all of them: '{PREFIX}.{name}={forms[name]}'" if name in forms else f"one {PREFIX}.{name}"
+            problems.append(Problem(f"{line} is several values", remedy))
         else:
             value = override.value()
             is_number = name in _TEXTS and isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -10,11 +10,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from gpt2_fp8.config import slurm_launcher
-from gpt2_fp8.config.errors import Problem, RunError, UserError
+from gpt2_fp8.config.errors import Problem, RunError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.runtime import launcher
 
 _CHOICE = f"hydra/launcher={slurm_launcher.NAME}"
+SINGLE = f"{_CHOICE}: a single run would begin here, not on SLURM"  # a cause
+_CHOSEN = "hydra.runtime.choices.hydra/launcher"
 _FOLDER = ".submitit"  # in the sweep's
 _KEYS = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes")
 
@@ -41,9 +44,13 @@ def check(whole: DictConfig, configs: Sequence[RunConfig], multirun: bool) -> It
     """
     if not slurm_launcher.is_chosen(whole.hydra.launcher.get("_target_")):
         return
+    if OmegaConf.select(whole, _CHOSEN) == slurm_launcher.BASE:
+        cause = f"hydra/launcher={slurm_launcher.BASE} asks SLURM for no GPU and one core, unless it is told"
+        yield Problem(cause, f"{_CHOICE}, the same launcher, which asks for what the run needs")
+        return
     if not multirun:
-        cause = f"{_CHOICE}: a single run would begin here, not on SLURM"
-        yield Problem(cause, "put -m in front, to send it; or print a script: python -m gpt2_fp8.sbatch")
+        yield Problem(SINGLE, _alone())
+        return
     if any(config.trainer.devices == "auto" for config in configs):
         cause = "trainer.devices=auto: SLURM must be told how many GPUs of a node a job is to have"
         yield Problem(cause, "trainer.devices=8, for instance")
@@ -56,12 +63,19 @@ def check(whole: DictConfig, configs: Sequence[RunConfig], multirun: bool) -> It
             yield Problem(cause, f"one value of {key} for the sweep; another sweep for another value")
 
 
-def require_commands(argv: Sequence[str]) -> None:
-    """Raise UserError if a command line sends jobs to SLURM, and there is none."""
+def _alone() -> str:
+    if launcher.current().several:  # -m would be refused: each process would send the sweep
+        return f"leave {_CHOICE} out: the processes have been started, and train together"
+    return "put -m in front, to send it; or print a script: python -m gpt2_fp8.sbatch"
+
+
+def lacking(whole: DictConfig, multirun: bool) -> Iterator[Problem]:
+    """Find that a sweep is to be sent to SLURM, by a word or a file, and that there is none on this machine."""
     missing = [name for name in ("srun", "sbatch") if shutil.which(name) is None]
-    if _CHOICE in argv and missing:
-        cause = f"{_CHOICE}: there is no {' or '.join(missing)} on this machine"
-        raise UserError.of(cause, f"type it where the cluster takes jobs; without {_CHOICE}, they run here")
+    if multirun and missing and slurm_launcher.is_chosen(whole.hydra.launcher.get("_target_")):
+        choice = f"hydra/launcher={OmegaConf.select(whole, _CHOSEN)}"
+        cause = f"{choice}: there is no {' or '.join(missing)} on this machine"
+        yield Problem(cause, f"type it where the cluster takes jobs; without {choice}, they run here")
 
 
 def begin(settings: DictConfig) -> None:

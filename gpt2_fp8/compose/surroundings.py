@@ -35,7 +35,8 @@ class Surroundings:
         plain: its configuration, with `${...}` as written.
         number: its place in a sweep; None if it is the only job.
         given: tells whether a word sets a key.
-        restarted: whether the processes know that they are started again: the run's folder then is its own.
+        restarted: whether the processes know that they are started again: the run's folder then is its own. None: they
+            have not met, and their launcher says it.
         folder: where it will write; None until that is known.
     """
 
@@ -46,7 +47,7 @@ class Surroundings:
         config: RunConfig,
         number: int | None,
         given: Callable[[str], bool],
-        restarted: bool = False,
+        restarted: bool | None = None,
     ):
         self.cfg, self.plain, self.config, self.number, self.given = cfg, plain, config, number, given
         self.restarted = restarted
@@ -94,7 +95,7 @@ class Surroundings:
         if self.number is not None:
             problems += run_folder.check_sweep(Path(str(OmegaConf.select(self.cfg, setting))))
         yield from (Finding((key,), problem) for problem in problems)
-        again = self.restarted or launcher.current().again
+        again = launcher.current().again if self.restarted is None else self.restarted
         if slurm_launcher.is_chosen(self.cfg.hydra.launcher.get("_target_")):  # its jobs are new, and begin afresh
             again = False
         if self.config.ckpt_path is None and not wrong and not again:

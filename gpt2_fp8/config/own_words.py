@@ -79,6 +79,11 @@ def continued(typed: Typed, folder: Path, limits: Sequence[str] = ()) -> str:
     return typed.but((*_PLACE, "init_from"), (*_placed(folder, typed.here), "ckpt_path=last", *limits))
 
 
+def added(typed: Typed, folder: Path, limits: Sequence[str] = ()) -> str:
+    """Return the words that let the run in `folder` go on, for the line that has started its processes."""
+    return shlex.join([*_placed(folder, typed.here), "ckpt_path=last", *limits])
+
+
 def going_on(folder: Path, here: Path, saved: bool, in_sweep: bool = False) -> str:
     """Say how the run in `folder` goes on after it has ended early, with the words that name it.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from gpt2_fp8.config.data_schema import TextData
@@ -27,9 +28,11 @@ OWN = (
     "no-requeue", "array", "wrap",
 )  # fmt: skip
 
-_INSTEAD = {  # of sbatch's words, a run's
+INSTEAD = {  # of sbatch's words, a run's
     "array": "-m hydra/launcher=slurm sends several runs, in an array",
     "nodes": "trainer.num_nodes=N",
+    "job-name": "run_name=NAME",
+    "gres": "trainer.devices=N; slurm.gpu_type=KIND for GPUs of a kind",
     **dict.fromkeys(("ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "gpus-per-task"), "trainer.devices=N"),
 }
 
@@ -99,9 +102,14 @@ def check_run(slurm: SlurmConfig, config: RunConfig) -> Iterator[Finding]:
     if trainer.accelerator == "cpu" and slurm.gpu_type is not None:
         reason = "the run is on CPUs (trainer.accelerator=cpu)"
         yield _finding(slurm, "gpu_type", reason, f"leave {PREFIX}.gpu_type out")
-    if slurm.copy_tokens and not (isinstance(config.data, TextData) and config.data.cache_dir is not None):
+    cache = config.data.cache_dir if isinstance(config.data, TextData) else None
+    if slurm.copy_tokens and cache is None:
         reason = "this run has no data.cache_dir"
         remedy = "data.cache_dir=FOLDER, which `python -m gpt2_fp8.prepare` has filled; or leave it out"
+        yield _finding(slurm, "copy_tokens", reason, remedy)
+    elif slurm.copy_tokens and cache is not None and not Path(cache).expanduser().is_dir():
+        reason = f"there is no folder {show(cache)} (data.cache_dir) to copy, for which the job would wait in vain"
+        remedy = f"`python -m gpt2_fp8.prepare` with the same words fills it; or leave {PREFIX}.copy_tokens out"
         yield _finding(slurm, "copy_tokens", reason, remedy)
 
 
@@ -119,7 +127,7 @@ def _option(option: str) -> tuple[str, str] | None:
     if name in OWN:
         key = name.replace("-", "_")
         own = key in SlurmConfig.__dataclass_fields__
-        remedy = f"{PREFIX}.{key}=VALUE" if own else _INSTEAD.get(name, "leave it out")
+        remedy = f"{PREFIX}.{key}=VALUE" if own else INSTEAD.get(name, "leave it out")
         return "is set by the script itself", remedy
     return None
 

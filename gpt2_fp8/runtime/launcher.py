@@ -80,6 +80,12 @@ def is_first_rank() -> bool:
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
+def is_beside_first() -> bool:
+    """Return whether another process is the first of this one's node; also where the variables are wrong."""
+    names = ("LOCAL_RANK", "SLURM_LOCALID")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "0") != "0"
+
+
 def repeats() -> bool:
     """Return whether rank 0, another process, shows the same as this one. Not where the variables are wrong."""
     try:

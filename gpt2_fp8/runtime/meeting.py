@@ -19,6 +19,7 @@ from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.runtime import agent, roll_call
 from gpt2_fp8.runtime.attendance import Attendance
 from gpt2_fp8.runtime.launched import Launcher
+from gpt2_fp8.runtime.launcher import turns_before
 from gpt2_fp8.runtime.meeting_place import connected
 from gpt2_fp8.runtime.patience import LOOK_SECONDS
 
@@ -49,6 +50,8 @@ class Meeting:
             self.folder = self._everyones.get("folder").decode()
             # The count is each agent's own, and another node's failure counts nowhere.
             self.launcher = launcher._replace(restarts=max(launcher.restarts, 1))
+        elif launcher.agent_listens:  # what the agent has started before was refused, and the folder may be another's
+            self.launcher = launcher._replace(restarts=turns_before())
         try:
             self.name = roll_call.call(self.launcher, self._everyones, self._attendance)
         except BaseException as error:

@@ -18,8 +18,9 @@ from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.compat.lightning_logging import detach_logging
 from gpt2_fp8.compat.lightning_process import rank
-from gpt2_fp8.config import own_words, rank_share
+from gpt2_fp8.config import output_folder, own_words, rank_share
 from gpt2_fp8.config.checks import check_batch
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
@@ -43,13 +44,21 @@ def run(config: RunConfig, folder: Path, words: Sequence[str] = (), typed: Typed
 
     `words`: the run's overrides. A micro-batch that is among them must not change. `typed`: its command line, of
     which the log makes others; None: it has none of its own, as a job of a sweep. Writes `summary.json` at every end,
-    good or bad. Raises the errors of `config.errors` for ends of a known kind.
+    good or bad, of what it has begun. Raises the errors of `config.errors` for ends of a known kind.
     """
     quiet()
     locked = rank() == 0 and not config.trainer.fast_dev_run
     spool.clear()
     with RunLock(folder) if locked else nullcontext():
+        if locked and config.ckpt_path is None and (words or typed is not None):
+            _refuse_taken(folder)
         return _run(config, folder, words, typed)
+
+
+def _refuse_taken(folder: Path) -> None:
+    """Raise UserError if a folder that was free when the command line was checked holds another run by now."""
+    if found := output_folder.check_untaken(folder):
+        raise UserError(finding.problem for finding in found)
 
 
 def _run(config: RunConfig, folder: Path, words: Sequence[str], line: Typed | None) -> float | None:

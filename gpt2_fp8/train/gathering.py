@@ -18,12 +18,14 @@ import torch
 from gpt2_fp8.config.errors import Problem, SharedRefusal, UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import devices
+from gpt2_fp8.runtime.launched import ACCELERATE, VARIABLES
 from gpt2_fp8.runtime.meeting import Meeting, join
 
 __all__ = ["agree", "join"]
 
 SHARED_SECONDS = 20.0  # in which a new file is seen on every node: network file systems remember what was not there
 _LOOK_SECONDS = 0.5
+_PER_NODE = {ACCELERATE: "--num_processes N", VARIABLES: "LOCAL_WORLD_SIZE=N"}
 
 
 def agree(meeting: Meeting, config: RunConfig | None, folder: str | None, problems: Sequence[Problem]) -> Path:
@@ -36,12 +38,14 @@ def agree(meeting: Meeting, config: RunConfig | None, folder: str | None, proble
     Raises SharedRefusal with the problems of all ranks, and if they do not share the folder, or if their GPUs differ.
     """
     own: dict[str, Any] = {"host": socket.gethostname(), "folder": folder, "problems": list(problems), "gpu": None}
+    own |= {"local_world_size": meeting.launcher.local_world_size}
     if config is not None:
         try:
             own["gpu"] = gpu(meeting, devices.device(config))
         except UserError as error:
             own["problems"] = list(error.problems)
     ranks = meeting.exchange("start", own)
+    refuse(uneven(meeting.launcher.name, ranks))  # what else each finds wrong is wrong by its own count
     refuse([*told(ranks), *unequal(ranks)])
     agreed = Path(meeting.folder or ranks[0]["folder"])
     if meeting.launcher.several:  # variables need not tell how many nodes there are, and two containers are one host
@@ -74,6 +78,17 @@ def told(ranks: Sequence[dict[str, Any]]) -> list[Problem]:
         of = "" if len(having) == len(ranks) else f"rank {having[0]} on {ranks[having[0]]['host']}: "
         problems.append(Problem(of + cause, remedy))
     return problems
+
+
+def uneven(name: str, ranks: Sequence[dict[str, Any]]) -> list[Problem]:
+    """Return a problem if the launcher `name` has not started as many processes on each node."""
+    first = ranks[0]
+    for number, rank in enumerate(ranks):
+        if rank["local_world_size"] != first["local_world_size"]:
+            counts = f"{first['local_world_size']} on {first['host']} and {rank['local_world_size']} on {rank['host']}"
+            cause = f"{name} has started {len(ranks)} processes, {counts} (rank {number}): not as many on each node"
+            return [Problem(cause, f"{_PER_NODE.get(name, '--nproc-per-node N')}, the same number on every node")]
+    return []
 
 
 def unequal(ranks: Sequence[dict[str, Any]]) -> list[Problem]:
@@ -114,6 +129,7 @@ def _unshared(meeting: Meeting, folder: Path, hosts: Sequence[str]) -> list[Prob
     (failed, *_) = meeting.exchange("written", failed)
     if failed:
         return [Problem(failed, "choose another folder: hydra.run.dir=FOLDER")]
+    looked = meeting.exchange("looked", str(folder.absolute()))  # a relative one begins where each was started
     saw = meeting.exchange("seen", first or _sees(sign))
     if first:
         with suppress(OSError):
@@ -121,9 +137,14 @@ def _unshared(meeting: Meeting, folder: Path, hosts: Sequence[str]) -> list[Prob
     blind = [rank for rank, seen in enumerate(saw) if not seen]
     if not blind:
         return []
-    where = f"rank 0 writes on {hosts[0]} is not seen by rank {blind[0]} on {hosts[blind[0]]}"
+    there = f"rank {blind[0]} on {hosts[blind[0]]} in {looked[blind[0]]}"
+    cause = f"what rank 0 writes on {hosts[0]} into {looked[0]} is not seen by {there}"
     remedy = "a folder on a file system that all nodes share: start in one, or hydra.run.dir=FOLDER"
-    return [Problem(f"the nodes do not share the folder of the run: what {where}, {folder}", remedy)]
+    if looked[0] != looked[blind[0]]:
+        remedy = (
+            "start all processes in the same folder, which all nodes share; or hydra.run.dir=FOLDER, by its whole path"
+        )
+    return [Problem(f"the nodes do not share the folder of the run: {cause}", remedy)]
 
 
 def _sees(sign: Path) -> bool:

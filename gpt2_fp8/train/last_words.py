@@ -11,7 +11,8 @@ from gpt2_fp8.config.amounts import as_typed, counted, duration
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import ModelConfig, RunConfig
-from gpt2_fp8.runtime import programs
+from gpt2_fp8.runtime import launcher, programs
+from gpt2_fp8.runtime.launched import VARIABLES
 from gpt2_fp8.train.summary import Summary
 
 
@@ -59,11 +60,16 @@ def result(summary: Summary, first_step: int) -> str:
 
 def _commands(summary: Summary, config: RunConfig, folder: Path, typed: Typed, shown: str) -> Iterator[str]:
     """Yield what to type next: to go on, and with the programs that exist what can be made of a checkpoint."""
-    if summary.status != "completed":
-        yield own_words.continued(typed, folder)
+    completed = summary.status == "completed"
+    longer = own_words.twice_as_long(config, summary.ended_by, summary.steps) if completed else []
+    started = launcher.current()
+    if started.several:  # `python` alone would go on in a single process
+        line = "line" if started.name == VARIABLES else f"line of {started.name}"
+        yield f"the same {line}, with {own_words.added(typed, folder, longer)}"
+    else:
+        yield own_words.continued(typed, folder, longer)
+    if not completed:
         return
-    longer = own_words.twice_as_long(config, summary.ended_by, summary.steps)
-    yield own_words.continued(typed, folder, longer)
     there = programs.names()
     if "export" in there and _is_exported(config.model):
         yield f"python -m gpt2_fp8.export {shown} exported"

@@ -15,7 +15,7 @@ from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.own_words import Typed, going_on
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import memory_limits, registry, signals, slurm
+from gpt2_fp8.runtime import memory_limits, packages, registry, signals, slurm
 from gpt2_fp8.train import summary
 
 Train = Callable[[RunConfig, Path, Sequence[str], Typed | None], float | None]
@@ -27,7 +27,7 @@ def training(config: RunConfig, folder: Path, here: Path, words: Sequence[str] =
 
     `here`: the folder where plugins are searched for. `words`: the run's overrides, for the summary of one that ends
     here. `in_sweep`: it is a sweep's job. Raises UserError if the process may not have the memory for torch, or if a
-    plugin cannot be imported, and Stopped for a signal.
+    plugin cannot be imported, NotInstalled if a package is missing, and Stopped for a signal.
     """
     with signals.handled() as handlers:
         try:
@@ -48,7 +48,7 @@ def training(config: RunConfig, folder: Path, here: Path, words: Sequence[str] =
 def gathering() -> ModuleType:
     """Import torch and return `train.gathering`, for the processes that a launcher has started to meet.
 
-    Raises UserError as `training` does.
+    Raises UserError and NotInstalled as `training` does.
     """
     with signals.handled():
         _imported()
@@ -63,7 +63,7 @@ def _imported() -> Train:
             raise MemoryError("it takes more")
         # When a process is gone, torch warns of each connection to it by a page of its own stack.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        with _collected_never():
+        with packages.needed(), _collected_never():
             from gpt2_fp8.train.fit import run
     except (ImportError, MemoryError, OSError) as error:
         for kind, what in memory_limits.SHELL.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
-from gpt2_fp8.runtime import launcher, meeting, slurm
+from gpt2_fp8.runtime import accelerate, launcher, meeting, slurm
 from gpt2_fp8.train.footprint import check_step, fitted
 from gpt2_fp8.train.resume import refuse_longer, refuse_other_optimizer
 
@@ -139,8 +140,9 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     started = met.launcher if met is not None else launcher.current()
     if world_size > 1 or started.starts_all:
         log.info("launcher   %s", started if started.starts_all else f"{started.name}: {world_size} processes")
-    if said := slurm.unheard():
-        log.warning("%s", said)
+    for said in (slurm.unheard(), *accelerate.unheard(os.environ, config.precision.name, plan.device)):
+        if said is not None:
+            log.warning("%s", said)
     ran = f"{plan.ran}, recipe {plan.recipe}" if plan.fp8 else plan.ran
     if plan.reason is None:
         log.info("precision  %s", ran)

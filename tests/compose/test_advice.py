@@ -239,6 +239,16 @@ def test_a_foreign_key_keeps_its_value_in_words_that_compose(name, value):
         assert len(preflight(words)) == 1
 
 
+@pytest.mark.parametrize("words", ["--local-rank=1", "--local_rank=1", "--local_rank 1"])
+def test_what_old_launchers_add_to_the_words_is_the_same_for_every_rank(words):
+    """Ranks say once what they all say; with the number in it, it was said by each."""
+    with pytest.raises(UserError) as told:
+        preflight([*shlex.split(words), "seed=1"])
+    (problem,) = told.value.problems
+    assert "1" not in problem.cause
+    assert problem.remedy.startswith("torchrun in their place")
+
+
 def test_no_foreign_key_is_told_with_another_number():
     """A number in an advice is the one that was typed, as a whole number or as a part."""
     for name in foreign_keys.KEYS:

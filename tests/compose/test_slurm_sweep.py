@@ -128,6 +128,34 @@ def test_one_run_needs_the_flag(capsys):
         preflight(["hydra/launcher=slurm"])
 
 
+def test_processes_that_are_started_already_send_nothing(monkeypatch):
+    """-m in front of them would be refused."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(errors.UserError) as refused:
+        preflight(["hydra/launcher=slurm", "trainer.accelerator=cpu"])
+    (problem,) = refused.value.problems
+    assert problem.remedy.startswith("leave hydra/launcher=slurm out")
+
+
+def test_the_plug_ins_own_choice_is_answered_with_ours():
+    with pytest.raises(errors.UserError, match="asks SLURM for no GPU and one core") as refused:
+        preflight(["-m", f"hydra/launcher={BASE}", "seed=1,2"])
+    assert refused.value.problems[0].remedy.startswith("hydra/launcher=slurm, the same launcher")
+
+
+def test_a_sweep_that_a_file_sends_is_refused_where_there_is_no_slurm(tmp_path, monkeypatch):
+    """submitit ended it in a traceback."""
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    text = "# @package _global_\ndefaults:\n  - override /hydra/launcher: slurm\n"
+    (tmp_path / "mine/experiment/sent.yaml").write_text(text)
+    words = ["-m", "-cd", "mine", "experiment=sent", "seed=1,2"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(errors.UserError, match="hydra/launcher=slurm: there is no srun or sbatch on this machine"):
+        preflight(words, Purpose(begins=True))
+    assert len(preflight(words)) == 2
+
+
 def test_a_job_that_sends_a_sweep_and_is_started_again_replaces_nothing(tmp_path, monkeypatch):
     """It has sent the jobs in its first turn. Those of the second would be new, and begin again in the same folders."""
     for name, value in {"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}.items():

@@ -5,7 +5,7 @@ import pytest
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.runtime import devices
 from gpt2_fp8.runtime.launched import Launcher
-from gpt2_fp8.train.gathering import told, unequal
+from gpt2_fp8.train.gathering import told, unequal, uneven
 
 H200, H100 = {"name": "NVIDIA H200", "memory": "140 GiB"}, {"name": "NVIDIA H100", "memory": "79 GiB"}
 
@@ -33,6 +33,14 @@ def test_equal_gpus_on_two_nodes():
 def test_unequal_gpus(ranks, cause):
     (problem,) = unequal(ranks)
     assert problem.cause == cause
+
+
+def test_nodes_with_different_numbers_of_processes():
+    ranks = [rank(host) | {"local_world_size": count} for host, count in (("a", 1), ("b", 2), ("b", 2))]
+    (problem,) = uneven("torchrun", ranks)
+    assert problem.cause == ("torchrun has started 3 processes, 1 on a and 2 on b (rank 1): not as many on each node")
+    assert problem.remedy == "--nproc-per-node N, the same number on every node"
+    assert uneven("torchrun", ranks[1:]) == []
 
 
 def test_a_problem_of_all_is_said_once_and_one_of_some_by_its_rank():

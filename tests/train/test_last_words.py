@@ -73,6 +73,30 @@ def test_a_completed_run_says_where_its_curves_are_and_what_is_next(place, monke
     ]
 
 
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        (
+            {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            "line of torchrun",
+        ),
+        ({}, "line"),  # what sets the variables is not known
+    ],
+)
+def test_a_run_of_several_processes_goes_on_by_the_line_that_has_started_them(place, monkeypatch, variables, line):
+    """python -m gpt2_fp8.run would go on in a single one."""
+    known = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in (known | variables).items():
+        monkeypatch.setenv(name, value)
+    words = ["seed=1", "micro_batch_size=1", "trainer.accelerator=cpu"]
+    assert said(place, ended(), *words)[2] == (
+        f"next: the same {line}, with run_name=x ckpt_path=last trainer.max_steps=600"
+    )
+    assert said(place, ended(status="stopped", steps=7), *words)[2:] == [
+        f"next: the same {line}, with run_name=x ckpt_path=last"
+    ]
+
+
 def test_only_programs_that_exist_are_named(place, monkeypatch):
     monkeypatch.setattr(programs, "names", lambda: ["run"])
     assert len(said(place, ended())) == 3

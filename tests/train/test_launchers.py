@@ -173,6 +173,17 @@ def test_what_the_agent_starts_again_continues_in_the_same_folder(tmp_path, one)
     assert_equal_but_for_rounding(the_run(tmp_path), one)
 
 
+def test_what_was_refused_is_refused_again_where_the_agent_starts_it_again(tmp_path):
+    """The folder is another run's: it is not continued because an agent has counted a failure."""
+    train_until(4, tmp_path / "outputs/run", *BATCH)
+    saved = sorted(path.name for path in (tmp_path / "outputs/run/checkpoints").iterdir())
+    options = ["--nproc-per-node", "2", "--max-restarts", "1"]
+    code, output = finish(agent(tmp_path, options, *WORDS, "run_name=run"))
+    assert code == 1, output
+    assert output.count("error: outputs/run already holds a run, saved up to step-00000004") == 2, output
+    assert sorted(path.name for path in (tmp_path / "outputs/run/checkpoints").iterdir()) == saved
+
+
 def test_two_nodes_are_two_agents(tmp_path, own):
     """A rank of the second is killed: both agents start theirs again."""
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two"]
@@ -318,6 +329,23 @@ def test_a_step_that_three_processes_cannot_share(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
+def test_nodes_with_different_numbers_of_processes(tmp_path):
+    """Each rank counts other processes than the others, so what else it finds wrong is not said."""
+    variables = by_hand()
+    ends = ranks(
+        tmp_path, lambda rank: variables(rank) | {"LOCAL_WORLD_SIZE": str(2 - rank), "LOCAL_RANK": "0"}, *WORDS
+    )
+    said = refused(ends, r"RANK and WORLD_SIZE has started 2 processes, 2 on \S+ and 1 on \S+ \(rank 1\)")
+    assert "fix: LOCAL_WORLD_SIZE=N, the same number on every node" in said
+
+
+def test_a_package_that_a_node_lacks_is_said_by_its_first_process(tmp_path):
+    """As where the environment was not activated. It was a traceback of each process, with exit code 1."""
+    patch = 'sys.modules["hydra"] = None'
+    said = refused(ranks(tmp_path, by_hand(), *WORDS, patch=patch), r"error: \S+ has no package hydra\n")
+    assert "fix: activate the environment in which gpt2_fp8 is installed, on every node; or " in said
+
+
 def test_what_one_rank_alone_refuses_is_said_of_it(tmp_path):
     patch = f"{OTHER_WORDS}\nsys.argv += ['optim.lr=fast'] * (os.environ['RANK'] == '1')\n"
     refused(ranks(tmp_path, by_hand(), *WORDS, "run_name=run", patch=patch), r"error: rank 1 on \S+: optim.lr")
@@ -425,6 +453,19 @@ def test_a_folder_that_nodes_do_not_share(tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     refused([finish(process) for process in (first, second)], "the nodes do not share the folder of the run")
+
+
+def test_processes_that_were_started_in_different_folders(tmp_path):
+    """A relative folder is another one for each: both are said."""
+    (tmp_path / "elsewhere").mkdir()
+    variables, patch = by_hand(), "from gpt2_fp8.train import gathering\ngathering.SHARED_SECONDS = 1.0"
+    program = tmp_path / patched(tmp_path, patch)
+    folders = (tmp_path, tmp_path / "elsewhere")
+    both = [start(cwd, program, *WORDS, "run_name=run", **variables(rank)) for rank, cwd in enumerate(folders)]
+    said = refused([finish(process) for process in both], "the nodes do not share the folder of the run: what rank 0")
+    for folder in folders:
+        assert f" {folder}/outputs/run" in said
+    assert "fix: start all processes in the same folder" in said
 
 
 STOP = """
