@@ -16,9 +16,10 @@ from torch import Tensor
 
 from gpt2_fp8.kernels.cross_entropy import LOG2E, LOWEST
 from gpt2_fp8.kernels.gemm import matmul
+from gpt2_fp8.kernels.probability_grid import frequent_ids
 from gpt2_fp8.kernels.product_gelu import Operands
 
-IDS, WARPS = 2048, 4
+WARPS = 4
 
 
 class Frequent(NamedTuple):
@@ -58,13 +59,9 @@ def _references(
 def frequent(targets: Tensor, weight: Tensor, vocab_size: int) -> Frequent:
     """Choose the ids that are most often the target, and take their rows of the weight, FP8 [N, d].
 
-    targets: int64 [M]; negative ones do not count. Of equally frequent ids the smaller ones are taken, so the choice is
-    the same every time.
+    targets: int64 [M]; negative ones do not count.
     """
-    n = weight.shape[0]
-    counts = torch.zeros(n, dtype=torch.int32, device=targets.device)
-    counts.scatter_add_(0, targets.clamp_min(0), (targets >= 0).to(torch.int32))
-    ids = counts.sort(descending=True, stable=True).indices[:IDS]
+    ids = frequent_ids(targets, weight.shape[0])
     return Frequent(min(len(ids), vocab_size), weight.view(torch.uint8)[ids].view(weight.dtype))
 
 

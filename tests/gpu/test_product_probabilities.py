@@ -42,7 +42,7 @@ def made_of(operands, references, vocab_size):
 
 @pytest.mark.parametrize("case", CASES)
 def test_matches_float64(case):
-    from gpt2_fp8.kernels.product_probabilities import EXPONENT
+    from gpt2_fp8.kernels.probability_grid import EXPONENT
 
     *shape, vocab_size = case
     operands = whole(shape)
@@ -120,7 +120,7 @@ def a_head(m=448, n=3072, k=256, vocab_size=3001):
 def test_references_are_at_most_the_sum_and_have_the_target(monkeypatch, ids, vocab_size):
     from gpt2_fp8.kernels import references as module
 
-    monkeypatch.setattr(module, "IDS", ids)
+    monkeypatch.setattr("gpt2_fp8.kernels.probability_grid.IDS", ids)
     operands, targets = a_head(vocab_size=vocab_size)
     few = module.frequent(targets, operands.b, vocab_size)
     assert few.counted == min(ids, vocab_size)
@@ -141,8 +141,8 @@ def test_references_are_at_most_the_sum_and_have_the_target(monkeypatch, ids, vo
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("room", [64, 2])
 def test_rows_match_float64(z_loss, room):
+    from gpt2_fp8.kernels.probability_grid import EXPONENT
     from gpt2_fp8.kernels.probability_rows import probability_rows
-    from gpt2_fp8.kernels.product_probabilities import EXPONENT
     from gpt2_fp8.kernels.references import References
 
     operands, targets = a_head()
@@ -265,7 +265,7 @@ def surprise(model):
 
 
 def test_rows_far_from_their_references_are_computed_again(monkeypatch):
-    monkeypatch.setattr("gpt2_fp8.kernels.references.IDS", 128)
+    monkeypatch.setattr("gpt2_fp8.kernels.probability_grid.IDS", 128)
     (loss, expected), (again, ours), found = both_ways(monkeypatch, tokens(4), room=1024, change=surprise)
     assert 16 < found[0] < 1024, "some are set aside, and some are not"
     assert again == pytest.approx(loss, rel=1e-4)
@@ -273,7 +273,7 @@ def test_rows_far_from_their_references_are_computed_again(monkeypatch):
 
 
 def test_it_repeats(monkeypatch):
-    monkeypatch.setattr("gpt2_fp8.kernels.references.IDS", 128)
+    monkeypatch.setattr("gpt2_fp8.kernels.probability_grid.IDS", 128)
     monkeypatch.setattr(FEWEST_ROWS, 1)
     ids = tokens(4)
     model, fp8 = calibrated("fused", ids=ids)
