@@ -35,7 +35,6 @@ class Emulated(Backend):
 
     name = "emulated"
     fused_loss = False
-    head_factor = emulated_probabilities.UNIT
     # Else Inductor leaves out bfloat16's rounding between operations that it fuses.
     compile_options: ClassVar[dict[str, Any]] = {"emulate_precision_casts": True}
 
@@ -93,6 +92,10 @@ class Emulated(Backend):
         """See `Backend`. Scales that were found with other operands are not taken from a checkpoint."""
         name = f"{self.name} {self.switches}"
         return FP8Scaling.of_run(model, self.config, self.recipe, name, self.forward_context)
+
+    @override
+    def head_factor(self, rows: int, columns: int) -> float:
+        return emulated_probabilities.UNIT
 
     @override
     def fp8_tensors(self) -> list[FP8Tensor]:
