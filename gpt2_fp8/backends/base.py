@@ -33,8 +33,6 @@ class Backend(ABC):
         name: the value of `precision.backend` that chooses it.
         compiled: whether `torch.compile` compiles its loss.
         compile_options: options of `torch.compile` for that.
-        head_factor: what multiplies the logits' gradient before it is cast to FP8, the loss's divisor left out; None:
-            its scale comes from the recipe, as every other tensor's.
         recorded: whether `torch.compile` records CUDA graphs of it.
         graphs: whether this run's micro-batches are recorded and replayed.
         records_graphs: whether it can record micro-batches as CUDA graphs.
@@ -47,7 +45,6 @@ class Backend(ABC):
     records_graphs: ClassVar[bool] = False
     fused_loss: ClassVar[bool] = True
     compile_options: ClassVar[dict[str, Any]] = {}
-    head_factor: ClassVar[float | None] = None
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         self.config, self.ran, self.device = config, ran, device
@@ -70,6 +67,15 @@ class Backend(ABC):
     @abstractmethod
     def kernels(self, vocab_size: int) -> dict[str, str]:
         """Describe what computes each part of the model, by the part; the first key is `layers`."""
+
+    def head_factor(self, rows: int, columns: int) -> float | None:
+        """Return what multiplies the logits' gradient before it is cast to FP8, the loss's divisor left out.
+
+        None: its scale comes from the recipe, as every other tensor's. Where rows have factors of their own, it is that
+        of a row whose reference is exact, and others have a larger one. `rows`: of a micro-batch; `columns`: of its
+        logits, with padding.
+        """
+        return None
 
     @property
     def label(self) -> str:

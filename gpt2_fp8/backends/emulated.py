@@ -21,7 +21,7 @@ from gpt2_fp8.config.precision_schema import (
     FP8PrecisionConfig,
 )
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.layers import Family, emulated, emulated_head
+from gpt2_fp8.layers import Family, emulated, emulated_probabilities
 from gpt2_fp8.layers.emulated_gemm import Emulation
 from gpt2_fp8.model.gpt2 import GPT2
 from gpt2_fp8.precision.fp8_tensors import KINDS, FP8Tensor, Kind, fp8_tensors
@@ -35,7 +35,6 @@ class Emulated(Backend):
 
     name = "emulated"
     fused_loss = False
-    head_factor = emulated_head.FACTOR
     # Else Inductor leaves out bfloat16's rounding between operations that it fuses.
     compile_options: ClassVar[dict[str, Any]] = {"emulate_precision_casts": True}
 
@@ -93,6 +92,10 @@ class Emulated(Backend):
         """See `Backend`. Scales that were found with other operands are not taken from a checkpoint."""
         name = f"{self.name} {self.switches}"
         return FP8Scaling.of_run(model, self.config, self.recipe, name, self.forward_context)
+
+    @override
+    def head_factor(self, rows: int, columns: int) -> float:
+        return emulated_probabilities.UNIT
 
     @override
     def fp8_tensors(self) -> list[FP8Tensor]:

@@ -24,7 +24,6 @@ class Fused(Backend):
 
     name = "fused"
     records_graphs = True
-    head_factor = 2.0**15  # `kernels.softmax_cast.GRADIENT_SCALE`, which imports Triton
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         super().__init__(config, ran, device)
@@ -57,6 +56,12 @@ class Fused(Backend):
     @override
     def scaling(self, model: GPT2) -> Scaling:
         return FP8Scaling.of_run(model, self.config, self.recipe, self.name, self.forward_context)
+
+    @override
+    def head_factor(self, rows: int, columns: int) -> float:
+        from gpt2_fp8.layers.chosen import head_factor
+
+        return head_factor(rows, columns, self.config.model.n_embd)
 
     @override
     def why_not_attention(self, kernel: AttentionKernel) -> str | None:

@@ -41,18 +41,22 @@ class SampledPass:
         self._twin: GPT2 | None = None
         self._observe: Observe = _nothing
 
-    def __call__(self, ids: Tensor, share: int, scales: Mapping[FP8Tensor, Tensor]) -> dict[FP8Tensor, Tensor]:
+    def __call__(
+        self, ids: Tensor, share: int, micro_batch: int, scales: Mapping[FP8Tensor, Tensor]
+    ) -> dict[FP8Tensor, Tensor]:
         """Return the figures of each tensor that was met: float32 [4] on the device, as `precision.quantized` has them.
 
         Args:
             ids: int32 [sequences, n_positions + 1]; -1 is padding.
             share: sequences that a rank computes in a step: gradients are of the mean over these.
+            micro_batch: sequences that the run computes at once; these here may be fewer.
             scales: float32 scalars of the tensors whose scale is stored.
         """
         given = dict(scales)
-        if (head := self._by_name.get((HEAD, "gradient"))) and self.backend.head_factor is not None:
+        factor = self.backend.head_factor(micro_batch * (ids.shape[1] - 1), self.model.tokens.num_embeddings)
+        if (head := self._by_name.get((HEAD, "gradient"))) and factor is not None:
             targets = torch.count_nonzero(ids[:, 1:] >= 0).clamp_min(1)
-            given[head] = self.backend.head_factor * targets * (share / len(ids))
+            given[head] = factor * targets * (share / len(ids))
         found: dict[FP8Tensor, Tensor] = {}
 
         def observe(layer: str, kind: str, x: Tensor) -> None:

@@ -106,7 +106,7 @@ class FP8Health:
     def _sampled(self, ids: Tensor) -> Mapping[FP8Tensor, list[float]]:
         stored = self.stored
         scales = dict(zip(stored.found, stored.scales().unbind(), strict=True)) if stored.found else {}
-        found = self._pass(ids, self._step.share, scales)
+        found = self._pass(ids, self._step.share, self._step.micro_batch_size, scales)
         values = torch.stack(list(found.values())).tolist()
         return dict(zip(found, values, strict=True))
 

@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpt2_fp8.kernels.cross_entropy import LOG2E
-from gpt2_fp8.kernels.product_probabilities import EXPONENT, LARGEST, Probabilities
+from gpt2_fp8.kernels.probability_grid import EXPONENT
+from gpt2_fp8.kernels.product_probabilities import LARGEST, Probabilities
 
 ROWS, SLABS, WARPS = 32, 64, 4  # what a program of the first kernel holds at once
 BLOCK, BLOCK_WARPS = 4096, 16  # rows that the second kernel, one program, looks at together

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.kernels import nvrtc
+from gpt2_fp8.kernels.probability_grid import EXPONENT
 from gpt2_fp8.kernels.product_gelu import Operands, product_kernel, tensor_map
 from gpt2_fp8.kernels.shapes import COLUMNS, ROWS, STAGED
 
-# u of a row whose reference is exact lies below 2^11. It is at least 2^-16, E5M2's smallest number, from 2^-27 on.
-EXPONENT = 11
 LARGEST = 57344.0  # of E5M2
 
 

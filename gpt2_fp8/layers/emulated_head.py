@@ -1,19 +1,20 @@
 """The head of the emulated layers: the last normalisation, the GEMM with the embedding, and the loss.
 
-As in the fused layers (`layers.head`), the logits' gradient is (softmax - onehot) times 2^15 in E5M2, under every
-recipe and format. No scale must be found, since its values lie in [-1, 1]. The loss's divisor goes into the scale of
-the GEMMs instead, with what rounding takes from a row's sum (`kernels.rounding`). What it takes from the gradient of a
-row's target is added to their results (`kernels.target_rows`). With a backward in bf16, the gradient is in bfloat16.
+As in the fused layers (`layers.head_chunks.of_probabilities`), probabilities go from the GEMM's float32 sums to E5M2,
+under every recipe and format. No scale must be found: see `layers.emulated_probabilities`. Two of its results belong to
+the rows. The factors multiply the rows of dgrad's result, and those of the head's input before wgrad's cast, whose
+amax does not count them. What E5M2 lacks at a row's target is added to both results (`kernels.target_rows`). The loss's
+divisor goes into the scale of the GEMMs, with what rounding takes from a row's sum (`kernels.rounding`).
 
-Penalties change the gradient to softmax (1 + 2 z lse) - onehot + 2 l x / vocabulary, where lse is the logarithm of a
-row's sum of exponentials. It is cast with the same factor, and saturates as `kernels.softmax_cast` says.
+Without a cast of the gradient, it and the loss come from logits in bfloat16, as in the plain-torch layers. So does the
+loss without gradients.
 
 Shapes: M = batch * tokens rows, d = n_embd, N = padded_vocab_size.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,6 @@ from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.config.block_spec import Norm
 from gpt2_fp8.config.schema import PenaltyConfig
-from gpt2_fp8.kernels.rounding import mean_of_rounded
 from gpt2_fp8.layers.delayed_scaling import Place
 from gpt2_fp8.layers.emulated_gemm import (
     NO_SLOTS,
@@ -37,12 +37,10 @@ from gpt2_fp8.layers.emulated_gemm import (
     weight_gradient,
     without_autocast,
 )
+from gpt2_fp8.layers.emulated_probabilities import GRADIENT, MEAN, UNIT, Penalty, gradient, softmax, stored
 from gpt2_fp8.layers.emulated_scales import EmulatedScales
-from gpt2_fp8.layers.fp8_cast import Operand, saturated, uncast
+from gpt2_fp8.layers.fp8_cast import Operand, cast, uncast
 from gpt2_fp8.layers.reference import LayerNormLinear
-
-GRADIENT, FACTOR = torch.float8_e5m2, 2.0**15
-MEAN = mean_of_rounded(GRADIENT)
 
 
 class Head(LayerNormLinear):
@@ -76,10 +74,10 @@ class Head(LayerNormLinear):
         weight = scale / torch.count_nonzero(targets >= 0).clamp_min(1)
         slots = self._slots()
         on_logits = (penalty.z_loss, penalty.logit_l2) if penalty and penalty.of_logits else None
-        return _Loss.apply(
-            rows, self.weight, slots.forward, slots.seen_forward, targets, weight.float(), self.casts, vocab_size,
-            on_logits,
-        )  # fmt: skip
+        is_cast = self.casts.dgrad_gradient is not None or self.casts.wgrad_gradient is not None
+        # inside a Function gradients are always off
+        how = _How(self.casts, vocab_size, on_logits, stored=is_cast and torch.is_grad_enabled())
+        return _Loss.apply(rows, self.weight, slots.forward, slots.seen_forward, targets, weight.float(), how)
 
     def _slots(self) -> Slots:
         (scales,) = self.scales
@@ -90,79 +88,67 @@ class Head(LayerNormLinear):
         return F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.epsilon).float()
 
 
+class _How(NamedTuple):
+    """What `_Loss` does with its tensors."""
+
+    casts: Casts
+    vocab_size: int
+    penalty: Penalty
+    stored: bool  # whether there will be a gradient of the logits that is cast for a GEMM
+
+
 class _Loss(torch.autograd.Function):
     """Logits and their cross-entropy; the backward casts the logits' gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, weight: Tensor, scale: Tensor | None, seen: Tensor | None, targets: Tensor,
-        divisor: Tensor, casts: Casts, vocab_size: int, penalty: tuple[float, float] | None,
+        divisor: Tensor, how: _How,
     ) -> Tensor:  # fmt: skip
         with without_autocast(y):
-            inputs, w, amaxes = cast_forward(y, weight, casts, scale)
-            logits = product(inputs.fprop, w.t()).to(torch.bfloat16)
-            real = logits[:, :vocab_size].float()
+            inputs, w, amaxes = cast_forward(y, weight, how.casts, scale)
+            logits = product(inputs.fprop, w.t())
+            logits = logits if how.stored else logits.to(torch.bfloat16)
+            real = logits[:, : how.vocab_size].float()
             total = F.cross_entropy(real, targets, ignore_index=-1, reduction="sum")
         kept = inputs.wgrad
-        ctx.save_for_backward(logits, targets, divisor, kept.values, kept.scale_inv, w.values, w.scale_inv, amaxes)
-        ctx.vocab_size, ctx.casts, ctx.penalty = vocab_size, casts, penalty
-        if penalty is None:
+        operands = kept.values, kept.scale_inv, w.values, w.scale_inv
+        ctx.save_for_backward(logits, targets, divisor, *operands, amaxes, y if how.stored else None, scale)
+        ctx.how = how
+        if how.penalty is None:
             return total * divisor
-        of_rows = penalty[0] * real.logsumexp(1).square() + penalty[1] * real.square().mean(1)
+        z_loss, logit_l2 = how.penalty
+        of_rows = z_loss * real.logsumexp(1).square() + logit_l2 * real.square().mean(1)
         penalties = torch.where(targets >= 0, of_rows, 0.0).sum()
         return torch.stack([total + penalties, total, penalties]) * divisor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, divisor, y_values, y_scale_inv, w_values, w_scale_inv, amaxes = ctx.saved_tensors
-        casts: Casts = ctx.casts
+        logits, targets, divisor, y_values, y_scale_inv, w_values, w_scale_inv, amaxes, rows, scale = ctx.saved_tensors
+        how: _How = ctx.how
+        casts = how.casts
         y = Operand(y_values, y_scale_inv, casts.wgrad_input is not None)
         w = Operand(w_values, w_scale_inv, casts.weight is not None)
-        given = upstream[0] if ctx.penalty is None else upstream[0][0]
-        g, factor = _gradient(logits, targets, ctx.vocab_size, ctx.penalty), given * divisor
-        in_fp8 = Operand(saturated(g * FACTOR, GRADIENT), factor / (FACTOR * MEAN), True)
-        in_bf16 = uncast(g * factor)
-        rest, at = _rest(g, targets)
-        rest = rest * factor
+        counts = (upstream[0] if how.penalty is None else upstream[0][0]) * divisor
         with without_autocast(logits):
-            if casts.dgrad_gradient is None:
-                dy = rounded_product(in_bf16, w)
-            else:
-                dy = round_to_bf16(product(in_fp8, w) + rest * _numbers(w)[at])
-            if casts.wgrad_gradient is None:
-                dw = weight_gradient(in_bf16, y)
-            else:
-                dw = weight_gradient(in_fp8, y).index_add(0, at, rest * _numbers(y))
-        return dy, dw, None, amaxes, None, None, None, None, None
-
-
-def _rest(g: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute what the cast gradient lacks at each row's target, float32 [M, 1], and the targets.
-
-    Rows without one get a 0 for the id 0.
-    """
-    at = targets.clamp_min(0)
-    exact = g.gather(1, at[:, None])
-    return exact - saturated(exact * FACTOR, GRADIENT).float() / (FACTOR * MEAN), at
+            p = softmax(logits, how.vocab_size, how.penalty)
+            dy = dw = None
+            if how.stored:
+                q, factors, rest = stored(p, logits, targets)
+                in_fp8, rest, at = Operand(q, counts / (UNIT * MEAN), True), rest * counts, targets.clamp_min(0)
+                if casts.dgrad_gradient is not None:
+                    dy = round_to_bf16(rounded_product(in_fp8, w) * factors + rest * _numbers(w)[at])
+                if casts.wgrad_gradient is not None:
+                    times = cast(rows * factors, casts.wgrad_input, None if scale is None else scale[0])
+                    dw = weight_gradient(in_fp8, times).index_add(0, at, rest * _numbers(y))
+            if dy is None or dw is None:
+                in_bf16 = uncast(gradient(p, targets, logits.shape[1]) * counts)
+                dy = rounded_product(in_bf16, w) if dy is None else dy
+                dw = weight_gradient(in_bf16, y) if dw is None else dw
+        return dy, dw, None, amaxes, None, None, None
 
 
 def _numbers(x: Operand) -> Tensor:
     """Return an operand's numbers, float32."""
     return x.values.float() * (1.0 if x.scale_inv is None else x.scale_inv)
-
-
-def _gradient(logits: Tensor, targets: Tensor, vocab_size: int, penalty: tuple[float, float] | None) -> Tensor:
-    """Compute softmax(logits) - onehot(targets), float32 [M, N], or with the penalties z-loss and L2, by their weights.
-
-    It is 0 in rows whose target is negative and in columns from `vocab_size` on.
-    """
-    real = logits[:, :vocab_size].float()
-    p = torch.softmax(real, 1)
-    columns = torch.arange(vocab_size, device=logits.device)
-    if penalty is not None:
-        z_loss, logit_l2 = penalty
-        p = p * (1 + 2.0 * z_loss * real.logsumexp(1, keepdim=True)) + 2.0 * logit_l2 / vocab_size * real
-    p = torch.where(columns == targets[:, None], p - 1, p)
-    p = p * (targets >= 0)[:, None]
-    return F.pad(p, (0, logits.shape[1] - vocab_size))

@@ -20,6 +20,7 @@ from torch import Tensor
 from gpt2_fp8.kernels import product_gelu, product_probabilities, shapes
 from gpt2_fp8.kernels.gemm import matmul
 from gpt2_fp8.kernels.layer_norm import layer_norm_cast, layer_norm_transposed
+from gpt2_fp8.kernels.probability_grid import EXPONENT
 from gpt2_fp8.kernels.probability_rows import probability_rows
 from gpt2_fp8.kernels.product_logits import product_logits
 from gpt2_fp8.kernels.references import Frequent, frequent, references
@@ -125,7 +126,7 @@ def _of_probabilities(chunk: Chunk, ids: Frequent, gradients: HeadGradients) -> 
     operands = linear.operands(y8)
     of_rows = references(operands, targets, ids)
     made = product_probabilities.product_probabilities(operands, of_rows, targets, vocab_size)
-    scale_inv = gradients.scale_inv(2.0**product_probabilities.EXPONENT)
+    scale_inv = gradients.scale_inv(2.0**EXPONENT)
     known, aside = probability_rows(made, of_rows, targets, gradients.loss_weight, scale_inv, ROOM, gradients.z_loss)
     weight, inputs = (linear.w8, operands.b_scale_inv), (y8, operands.a_scale_inv)
     dy = torch.empty_like(x)

@@ -111,6 +111,19 @@ def test_stored_amaxes_are_those_of_the_sampled_pass():
         assert sampled[tensor] == pytest.approx(amax, rel=0.1), tensor
 
 
+def test_the_heads_scale_is_that_of_the_runs_micro_batches(monkeypatch):
+    """Of four sequences of 64 tokens, also where fewer are sampled; the vocabulary of 257 is padded to 320."""
+    step, asked = training_step(EMULATED), []
+    head_factor = step.plan.backend.head_factor
+    monkeypatch.setattr(step.plan.backend, "head_factor", lambda *sizes: asked.append(sizes) or head_factor(*sizes))
+    monkeypatch.setattr("gpt2_fp8.engine.fp8_health.TOKENS", 128)
+    _, seen = trained(step, 1, FP8Health(step))
+    assert asked == [(4 * 64, 320)]
+    (head,) = [health for health in seen if str(health.tensor) == "the gradient of head"]
+    assert head.scale == 2**11 * 8 * 64, "the mean over a step's tokens is taken back"
+    assert head.headroom == pytest.approx(math.log2(28), abs=0.1), "softmax minus one is nearly -1 at a target"
+
+
 def test_a_scale_that_is_too_small_flushes_and_one_too_large_saturates():
     step = training_step(EMULATED)
     health = FP8Health(step)

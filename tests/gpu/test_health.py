@@ -29,6 +29,7 @@ DELAYED = [
     ["precision.backend=te", "recipe=delayed", "activation_checkpointing=full"],
     ["precision.backend=emulated", "recipe=delayed", "compile=false"],
 ]
+ROWS = 4 * 128  # of a micro-batch
 STATELESS = [
     ["precision.backend=te", "recipe=current"],
     ["precision.backend=te", "recipe=block"],
@@ -78,9 +79,9 @@ def test_stored_amaxes_are_those_of_the_tensors_they_are_said_to_be_of(words):
     step, ids = trained(*words)
     health = FP8Health(step)
     stored = {h.tensor: h for h in health.read()}
-    own = step.plan.backend.head_factor is not None  # the head's gradient has a scale of its own
-    assert len(stored) == len(health.tensors) - own
-    found = health._pass(ids, step.share, {})
+    factor = step.plan.backend.head_factor(ROWS, step.model.tokens.num_embeddings)
+    assert len(stored) == len(health.tensors) - (factor is not None), "the head's gradient has a scale of its own"
+    found = health._pass(ids, step.share, step.micro_batch_size, {})
     for tensor, h in stored.items():
         amax = found[tensor][0].item()
         assert 1 / 1.5 < amax / h.amax < 1.5, (str(tensor), amax, h.amax)
@@ -99,12 +100,19 @@ def test_a_new_model_is_healthy(words):
 
 
 @hopper
-def test_the_heads_factor_is_the_kernels():
-    from gpt2_fp8.backends.fused import Fused
+@pytest.mark.parametrize("fewest", [ROWS, ROWS + 1], ids=["probabilities", "logits"])
+def test_the_heads_factor_is_the_kernels(monkeypatch, fewest):
+    """Whichever of both ways a micro-batch goes."""
+    from gpt2_fp8.kernels.probability_grid import EXPONENT
     from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE
-    from gpt2_fp8.layers.head_gradients import GRADIENT
+    from gpt2_fp8.layers.head_gradients import GRADIENT, HeadGradients
 
-    assert Fused.head_factor == GRADIENT_SCALE[GRADIENT]
+    asked, scale_inv = [], HeadGradients.scale_inv
+    monkeypatch.setattr("gpt2_fp8.kernels.shapes.FEWEST_ROWS", fewest)
+    monkeypatch.setattr(HeadGradients, "scale_inv", lambda self, f: asked.append(f) or scale_inv(self, f))
+    step, _ = trained("precision.backend=fused", "recipe=delayed", "cuda_graphs=false", steps=1)
+    factor = step.plan.backend.head_factor(ROWS, step.model.tokens.num_embeddings)
+    assert factor == asked[0] == (2**EXPONENT if fewest == ROWS else GRADIENT_SCALE[GRADIENT])
 
 
 @pytest.mark.parametrize("words", [*FUSED, ["precision.backend=te"], ["precision.backend=te", "recipe=current"]])

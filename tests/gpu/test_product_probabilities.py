@@ -45,7 +45,7 @@ def made_of(operands, references, vocab_size, targets=None):
 
 @pytest.mark.parametrize("case", CASES)
 def test_matches_float64(case):
-    from gpt2_fp8.kernels.product_probabilities import EXPONENT
+    from gpt2_fp8.kernels.probability_grid import EXPONENT
 
     *shape, vocab_size = case
     operands = whole(shape)
@@ -142,7 +142,7 @@ def a_head(m=448, n=3072, k=256, vocab_size=3001):
 def test_references_are_at_most_the_sum_and_have_the_target(monkeypatch, ids, vocab_size):
     from gpt2_fp8.kernels import references as module
 
-    monkeypatch.setattr(module, "IDS", ids)
+    monkeypatch.setattr("gpt2_fp8.kernels.probability_grid.IDS", ids)
     operands, targets = a_head(vocab_size=vocab_size)
     few = module.frequent(targets, operands.b, vocab_size)
     assert few.counted == min(ids, vocab_size)
@@ -150,10 +150,10 @@ def test_references_are_at_most_the_sum_and_have_the_target(monkeypatch, ids, vo
     ours = module.references(operands, targets, few)
     counted = targets >= 0
     at_target = logits.gather(1, targets.clamp_min(0)[:, None])[:, 0]
-    assert torch.all(ours.double() <= log_sums + 0.05), "logits of the few are rounded to bfloat16"
+    assert torch.all(ours.double() <= log_sums + 1e-4)
     assert torch.all(ours[counted].double() >= at_target[counted] - 1e-4)
     if ids > vocab_size:
-        torch.testing.assert_close(ours.double(), log_sums, rtol=0, atol=0.05)
+        torch.testing.assert_close(ours.double(), log_sums, rtol=0, atol=0.2)
     counts = torch.bincount(targets[counted], minlength=vocab_size)
     rows = operands.b.float()[counts.sort(descending=True, stable=True).indices[:ids]]
     assert torch.equal(few.weight[: len(rows)].float(), rows)
@@ -162,8 +162,8 @@ def test_references_are_at_most_the_sum_and_have_the_target(monkeypatch, ids, vo
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("room", [64, 2])
 def test_rows_match_float64(z_loss, room):
+    from gpt2_fp8.kernels.probability_grid import EXPONENT
     from gpt2_fp8.kernels.probability_rows import probability_rows
-    from gpt2_fp8.kernels.product_probabilities import EXPONENT
 
     operands, targets = a_head()
     logits, log_sums = exact_rows(operands, 3001)
@@ -285,7 +285,7 @@ def surprise(model):
 
 
 def test_rows_far_from_their_references_are_computed_again(monkeypatch):
-    monkeypatch.setattr("gpt2_fp8.kernels.references.IDS", 128)
+    monkeypatch.setattr("gpt2_fp8.kernels.probability_grid.IDS", 128)
     (loss, expected), (again, ours), found = both_ways(monkeypatch, tokens(4), room=1024, change=surprise)
     assert 16 < found[0] < 1024, "some are set aside, and some are not"
     assert again == pytest.approx(loss, rel=1e-4)
@@ -293,7 +293,7 @@ def test_rows_far_from_their_references_are_computed_again(monkeypatch):
 
 
 def test_it_repeats(monkeypatch):
-    monkeypatch.setattr("gpt2_fp8.kernels.references.IDS", 128)
+    monkeypatch.setattr("gpt2_fp8.kernels.probability_grid.IDS", 128)
     monkeypatch.setattr(FEWEST_ROWS, 1)
     ids = tokens(4)
     model, fp8 = calibrated("fused", ids=ids)

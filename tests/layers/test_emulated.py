@@ -7,14 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from gpt2_fp8.config.precision_schema import EMULATED
+from gpt2_fp8.config.schema import PenaltyConfig
 from gpt2_fp8.kernels.rounding import mean_of_rounded
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
 from gpt2_fp8.layers.emulated import Emulated
-from gpt2_fp8.layers.emulated_gemm import NO_SLOTS, Emulation, linear
-from gpt2_fp8.layers.emulated_head import FACTOR, GRADIENT, Head
-from gpt2_fp8.layers.fp8_cast import BLOCK, Cast, cast, saturated, scale_of
+from gpt2_fp8.layers.emulated_gemm import NO_SLOTS, Emulation, cast_forward, linear, product, weight_gradient
+from gpt2_fp8.layers.emulated_head import Head
+from gpt2_fp8.layers.emulated_probabilities import UNIT
+from gpt2_fp8.layers.fp8_cast import BLOCK, Cast, cast, saturated, scale_of, uncast
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.model.loss import cross_entropy, split
 from gpt2_fp8.precision import state
@@ -335,6 +337,20 @@ def test_logits_are_those_of_the_loss():
 OPERANDS_OF_HEAD = [[f"head_{name}"] for name in OPERANDS]
 
 
+def exactly_stored(logits, targets):
+    """The numbers of a gradient in E5M2, its rows' factors, all of it, and what the numbers lack; float64 of logits.
+
+    Every id is frequent here, so the references are the sums of exponentials of logits that are rounded to bfloat16.
+    """
+    counted, at = (targets >= 0)[:, None], targets.clamp_min(0)[:, None]
+    log_sums = logits.logsumexp(1, keepdim=True)
+    references = logits.bfloat16().double().logsumexp(1, keepdim=True).maximum(logits.gather(1, at))
+    factors = torch.exp(references - log_sums) * counted
+    u = saturated(torch.exp(logits - references) * UNIT, E5M2).double() / (UNIT * mean_of_rounded(E5M2))
+    p = (logits.softmax(1) - F.one_hot(at[:, 0], logits.shape[1])) * counted
+    return u, factors, p, ((p - u * factors) * counted).gather(1, at)[:, 0]
+
+
 @pytest.mark.parametrize(
     "switches", [["head"], *OPERANDS_OF_HEAD, ["head_dgrad_gradient", "head_wgrad_gradient"]], ids="+".join
 )
@@ -360,29 +376,105 @@ def test_the_head_casts_what_its_switches_name(switches):
         it = cast(values, Cast("current", E4M3, 1, 1))
         return it.values.double() * it.scale_inv.double()
 
-    def fixed(values):
-        exact = values / part * FACTOR
-        rows, columns = counted.nonzero()[:, 0], targets.flatten()[counted]
-        cast = saturated(exact, GRADIENT).double() / mean_of_rounded(GRADIENT)
-        cast[rows, columns] = exact[rows, columns].double()
-        return cast / FACTOR * part
-
     w = operand("weight", head.weight.detach(), current)
-    logits = (operand("fprop_input", y.detach(), current) @ w.T).bfloat16().double()[:, :VOCAB]
-    counted = targets.flatten() >= 0
-    expected = F.cross_entropy(logits[counted], targets.flatten()[counted])
-    p = logits.softmax(1)
-    p[counted, targets.flatten()[counted]] -= 1
-    p[~counted] = 0
+    logits = operand("fprop_input", y.detach(), current) @ w.T
+    is_cast = {name: bool({"head", f"head_{name}"} & set(switches)) for name in ("dgrad_gradient", "wgrad_gradient")}
+    if not any(is_cast.values()):
+        logits = logits.bfloat16().double()
+    at = targets.flatten()
+    counted = at >= 0
+    expected = F.cross_entropy(logits[counted, :VOCAB], at[counted])
+    u, factors, p, rest = exactly_stored(logits[:, :VOCAB], at)
     part = 0.5 / counted.sum()
-    p = F.pad(p.float(), (0, len(w) - VOCAB)) * part
-    dw = operand("wgrad_gradient", p, fixed).T @ operand("wgrad_input", y.detach(), current)
-    y.backward((operand("dgrad_gradient", p, fixed) @ w).bfloat16().float())
+    padding = (0, len(w) - VOCAB)
+    u, p = F.pad(u, padding) * part, F.pad(p, padding).float() * part
+    rest, at = rest[:, None] * part, at.clamp_min(0)
+    given_input = operand("wgrad_input", y.detach(), current)
+    dy, dw = p.bfloat16().double() @ w, p.bfloat16().double().T @ given_input
+    if is_cast["dgrad_gradient"]:
+        dy = (u @ w).bfloat16().double() * factors + rest * w[at]
+    if is_cast["wgrad_gradient"]:
+        dw = u.T @ operand("wgrad_input", y.detach() * factors, current)
+        dw.index_add_(0, at, rest * given_input)
+    y.backward(dy.bfloat16().float())
     assert loss.item() == pytest.approx(0.5 * expected.item(), rel=1e-6)
     for ours, theirs in ((head.weight.grad, dw), (head.layer_norm_weight.grad, norm.grad)):
         # An operand in FP8 makes 5e-3 of one, or changes the loss.
         assert ((ours - theirs).norm() / theirs.norm()).item() < 2e-3
     assert torch.count_nonzero(head.weight.grad[VOCAB:]) == 0
+
+
+@pytest.mark.parametrize("penalty", [None, PenaltyConfig(z_loss=0.02, logit_l2=0.1)], ids=["alone", "penalties"])
+@pytest.mark.parametrize("switches", [["head_weight"], ["head_fprop_input", "head_weight", "head_wgrad_input"]])
+def test_a_gradient_that_is_not_cast_is_of_logits_in_bfloat16_to_the_last_bit(switches, penalty):
+    given = ids()
+    given[1, 4:] = -1
+    model = build(switches, recipe="current")
+    with autocast():
+        inputs, targets = split(given)
+        x = model.hidden_states(inputs).detach()
+        loss = model.head.loss(x, targets, VOCAB, 0.5, None, penalty)
+    (loss if penalty is None else loss[0]).backward()
+    head, targets = model.head, targets.flatten()
+    with torch.no_grad():
+        y = head._normalise(x).flatten(0, 1)
+        operands, w, _ = cast_forward(y, head.weight, head.casts, None)
+        logits = product(operands.fprop, w.t()).bfloat16()
+        real = logits[:, :VOCAB].float()
+        part = 0.5 / torch.count_nonzero(targets >= 0)
+        p = torch.softmax(real, 1)
+        if penalty is not None:
+            p = p * (1 + 2.0 * 0.02 * real.logsumexp(1, keepdim=True)) + 2.0 * 0.1 / VOCAB * real
+        p = p - F.one_hot(targets.clamp_min(0), VOCAB)
+        g = F.pad(p * (targets >= 0)[:, None], (0, logits.shape[1] - VOCAB)) * part
+        dw = weight_gradient(uncast(g), operands.wgrad)
+    alone = loss if penalty is None else loss[1]
+    assert torch.equal(alone, F.cross_entropy(real, targets, ignore_index=-1, reduction="sum") * part)
+    assert torch.equal(head.weight.grad, dw)
+
+
+def test_a_loss_without_gradients_is_of_logits_in_bfloat16():
+    """As those of an evaluation are in the fused head; in training they are not rounded."""
+    model = build(recipe="current")
+    with autocast():
+        inputs, targets = split(ids())
+        x = model.hidden_states(inputs).detach()
+        trained = model.head.loss(x, targets, VOCAB, 1.0, None)
+        with torch.no_grad():
+            alone = model.head.loss(x, targets, VOCAB, 1.0, None)
+            y = model.head._normalise(x).flatten(0, 1)
+    operands, w, _ = cast_forward(y, model.head.weight.detach(), model.head.casts, None)
+    logits = product(operands.fprop, w.t())
+    assert torch.equal(trained.detach(), F.cross_entropy(logits[:, :VOCAB], targets.flatten(), reduction="sum") / 128)
+    rounded = logits[:, :VOCAB].bfloat16().float()
+    assert torch.equal(alone, F.cross_entropy(rounded, targets.flatten(), reduction="sum") / 128)
+    assert alone != trained
+
+
+def test_factors_are_in_the_inputs_of_wgrad_and_not_in_their_amax(monkeypatch):
+    """Delayed scaling's scale is that of the input without them."""
+    seen = []
+
+    def noted(x, how, scale=None):
+        seen.append((x, scale))
+        return cast(x, how, scale)
+
+    model = build()
+    calibrate(model, lambda given: loss_of(model, given), ids(), autocast)
+    monkeypatch.setattr("gpt2_fp8.layers.emulated_head.cast", noted)
+    monkeypatch.setattr("gpt2_fp8.kernels.probability_grid.IDS", 16)
+    with autocast():
+        inputs, targets = split(ids())
+        x = model.hidden_states(inputs, True).detach()
+        model.head.loss(x, targets, VOCAB, 1.0, True).backward()
+        y = model.head._normalise(x).flatten(0, 1).detach()
+    ((given, scale),) = seen
+    factors = (given / y).median(1).values
+    assert torch.all((factors > 0.01) & (factors < 0.5)), "16 of 257 ids have little of a first softmax"
+    torch.testing.assert_close(given, y * factors[:, None])
+    place = model.scales.column(model.head.places["input"])
+    assert scale == model.scales.scale[place]
+    assert model.scales.history[0, place] == y.abs().max()
 
 
 # Scales

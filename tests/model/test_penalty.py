@@ -130,16 +130,19 @@ def test_the_emulated_head_has_the_same(given, switches):
     assert alone.dim() == 0
 
 
-def test_the_emulated_heads_gradient_saturates_and_keeps_its_sign():
-    """A row that is certain, with a large sum: softmax (1 + 2 z lse) is beyond what E5M2 times 2^15 holds."""
-    from gpt2_fp8.layers.emulated_head import FACTOR, GRADIENT, _gradient
-    from gpt2_fp8.layers.fp8_cast import saturated
+def test_the_emulated_heads_gradient_keeps_its_size_and_its_sign():
+    """A row that is certain, with a large sum: softmax (1 + 2 z lse) is 41. And one in which that is negative."""
+    from gpt2_fp8.layers.emulated_probabilities import GRADIENT, MEAN, UNIT, gradient, softmax, stored
 
     logits = torch.full((2, VOCAB), -50.0)
     logits[:, 3] = torch.tensor([200.0, -10.0])
-    g = _gradient(logits, torch.tensor([4, 4]), VOCAB, (0.1, 0.0))
-    torch.testing.assert_close(g[0, 3].item(), 1 + 2 * 0.1 * 200)
-    cast = saturated(g * FACTOR, GRADIENT).float()
-    assert cast.isfinite().all()
-    assert cast[0, 3] == torch.finfo(GRADIENT).max
-    assert torch.equal(cast.sign()[:, 3:5], g.sign()[:, 3:5])
+    targets = torch.tensor([4, 4])
+    p = softmax(logits, VOCAB, (0.1, 0.0))
+    g, cast = gradient(p, targets, VOCAB), stored(p, logits, targets)
+    torch.testing.assert_close(g[:, 3], torch.tensor([1 + 2 * 0.1 * 200, 1 - 2 * 0.1 * 10]))
+    values = cast.values.float()
+    assert values.max() < torch.finfo(GRADIENT).max
+    meant = values * cast.factors / (UNIT * MEAN)
+    meant[:, 4:5] += cast.rest
+    torch.testing.assert_close(meant[:, 3:5], g[:, 3:5], rtol=2**-3, atol=0)
+    assert torch.equal(meant.sign()[:, 3:5], g.sign()[:, 3:5])

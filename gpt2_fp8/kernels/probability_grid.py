@@ -1,0 +1,25 @@
+"""The numbers in which a head's probabilities are stored as E5M2: their factor, and the ids of their references.
+
+A row's probabilities are relative to a reference of its own (`kernels.references`). So the grid of E5M2's numbers is
+another one in every row. This is plain torch, for the kernels and for their emulation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# u of a row whose reference is exact lies below 2^11. It is at least 2^-16, E5M2's smallest number, from 2^-27 on.
+EXPONENT = 11
+IDS = 2048  # that stand for all
+
+
+def frequent_ids(targets: Tensor, columns: int) -> Tensor:
+    """Choose the ids below `columns` that are most often the target, int64 [at most IDS], the most frequent first.
+
+    targets: int64 [M]; negative ones do not count. Of equally frequent ids the smaller ones are taken, so the choice is
+    the same every time. Columns that no target can be come last.
+    """
+    counts = torch.zeros(columns, dtype=torch.int32, device=targets.device)
+    counts.scatter_add_(0, targets.clamp_min(0), (targets >= 0).to(torch.int32))
+    return counts.sort(descending=True, stable=True).indices[:IDS]
