@@ -340,11 +340,14 @@ OPERANDS_OF_HEAD = [[f"head_{name}"] for name in OPERANDS]
 def exactly_stored(logits, targets):
     """The numbers of a gradient in E5M2, its rows' factors, all of it, and what the numbers lack; float64 of logits.
 
-    Every id is frequent here, so the references are the sums of exponentials of logits that are rounded to bfloat16.
+    Every id is frequent here, so the references are the sums of exponentials of logits that are rounded to bfloat16,
+    less what that may have added.
     """
     counted, at = (targets >= 0)[:, None], targets.clamp_min(0)[:, None]
     log_sums = logits.logsumexp(1, keepdim=True)
-    references = logits.bfloat16().double().logsumexp(1, keepdim=True).maximum(logits.gather(1, at))
+    few = logits.bfloat16().double()
+    references = few.logsumexp(1, keepdim=True) - few.amax(1, keepdim=True).abs() / 256
+    references = references.maximum(logits.gather(1, at))
     factors = torch.exp(references - log_sums) * counted
     u = saturated(torch.exp(logits - references) * UNIT, E5M2).double() / (UNIT * mean_of_rounded(E5M2))
     p = (logits.softmax(1) - F.one_hot(at[:, 0], logits.shape[1])) * counted
