@@ -1,9 +1,9 @@
 """What the rows of a head's probabilities need beside them, after `kernels.product_probabilities`.
 
 A row of its result is u, probabilities times 2^EXPONENT and times what the row's reference was off by. The sum of u
-tells the latter. So a row's loss is known now, and so is the factor that makes u the gradient: it goes into both GEMMs
-of the backward. Their result is one number a row for the input's gradient, which is multiplied with it. The weight's
-gradient sums over rows, so that the rows of the head's input have it instead.
+tells the latter. So a row's loss is known now, and so is the factor that makes u the gradient. The input's gradient has
+a row for each row of u, which is multiplied by it afterwards. The weight's gradient is a sum over rows: there the rows
+of the head's input are multiplied by it, before they are quantized.
 
 u has no -1 at a row's target. What the stored number lacks there, down to the exact p - 1, is computed in float32 and
 added to the results: see `kernels.target_rows`.
