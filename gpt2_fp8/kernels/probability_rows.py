@@ -23,7 +23,8 @@ from torch import Tensor
 
 from gpt2_fp8.kernels.cross_entropy import LOG2E
 from gpt2_fp8.kernels.probability_grid import EXPONENT
-from gpt2_fp8.kernels.product_probabilities import LARGEST, Probabilities
+from gpt2_fp8.kernels.product_probabilities import Probabilities
+from gpt2_fp8.kernels.slot import LARGEST
 
 ROWS, SLABS, WARPS = 32, 64, 4  # what a program of the first kernel holds at once
 BLOCK, BLOCK_WARPS = 4096, 16  # rows that the second kernel, one program, looks at together
@@ -125,5 +126,6 @@ def probability_rows(
     )  # fmt: skip
     rows, left = torch.empty(2, room, dtype=torch.int64, device=targets.device)
     aside = Aside(rows, left, torch.empty(1, dtype=torch.int32, device=targets.device))
-    _set_aside[(1,)](largest, targets, *known, *aside, m, room, LIMIT=LARGEST, BLOCK=BLOCK, num_warps=BLOCK_WARPS)
+    limit = LARGEST[made.q.dtype]
+    _set_aside[(1,)](largest, targets, *known, *aside, m, room, LIMIT=limit, BLOCK=BLOCK, num_warps=BLOCK_WARPS)
     return known, aside

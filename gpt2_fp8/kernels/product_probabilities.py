@@ -26,8 +26,6 @@ from gpt2_fp8.kernels.probability_grid import EXPONENT
 from gpt2_fp8.kernels.product_gelu import Operands, product_kernel, tensor_map
 from gpt2_fp8.kernels.shapes import COLUMNS, ROWS, STAGED
 
-LARGEST = 57344.0  # of E5M2
-
 
 class Probabilities(NamedTuple):
     """The result of `product_probabilities`."""

@@ -52,7 +52,7 @@ def _logits(rows: int, padded_vocab_size: int, n_embd: int, missing: bool) -> st
     """Describe training's logits. Those of an evaluation are in bfloat16, and stored."""
     why_no_statistics = shapes.why_no_product(rows, padded_vocab_size, n_embd)
     if missing or why_no_statistics:
-        return _product("", "without their statistics", why_no_statistics, missing)
+        return _because("without their statistics", why_no_statistics)
     why_stored = shapes.why_logits(rows, padded_vocab_size, n_embd)
     return _product("never in memory", "with their statistics", why_stored, missing)
 
@@ -60,4 +60,8 @@ def _logits(rows: int, padded_vocab_size: int, n_embd: int, missing: bool) -> st
 def _product(fused: str, otherwise: str, why_not: str | None, missing: bool) -> str:
     if why_not is None and not missing:
         return fused
-    return otherwise + (f" ({why_not})" if why_not else "")
+    return _because(otherwise, why_not)
+
+
+def _because(what: str, why: str | None) -> str:
+    return what + (f" ({why})" if why else "")
