@@ -95,9 +95,14 @@ def _logits(chunk: Chunk, y8: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def has_probabilities(chunks: Sequence[Chunk]) -> bool:
-    """Return whether a micro-batch's rows can be, and are worth, chunks of probabilities: see `shapes.why_logits`."""
+    """Return whether a micro-batch's rows can be, and are worth, chunks of probabilities: see `shapes.why_logits`.
+
+    The kernel must fit each chunk, a shorter last one too, and be there on this device.
+    """
     rows, w8 = sum(len(chunk.x) for chunk in chunks), chunks[0].head.linear.w8
-    return rows >= shapes.FEWEST_ROWS and all(product_gelu.fits(chunk.x, w8, shapes.STAGED) for chunk in chunks)
+    if shapes.why_logits(rows, *w8.shape):
+        return False
+    return all(product_gelu.fits(chunk.x, w8, shapes.STAGED) for chunk in chunks)
 
 
 def of_probabilities(chunks: Sequence[Chunk], x: Tensor, targets: Tensor, gradients: HeadGradients) -> Known:

@@ -1,0 +1,46 @@
+"""Which way a micro-batch's rows go through the fused head, of chunks whose kernels do not run."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpt2_fp8.kernels import nvrtc
+from tests.layers.standins import families
+
+ON_HOPPER = (9, 0), None
+
+
+@pytest.fixture(scope="module")
+def head_chunks():
+    with families():
+        from gpt2_fp8.layers import head_chunks
+
+        yield head_chunks
+
+
+@pytest.mark.parametrize(
+    ("chunks", "width", "device", "expected"),
+    [
+        ([16384], 768, ON_HOPPER, True),
+        ([16384, 16384], 1024, ON_HOPPER, True),
+        ([16384, 64], 768, ON_HOPPER, True),
+        ([8192, 8192], 768, ON_HOPPER, True),  # they count together
+        ([16320], 768, ON_HOPPER, False),  # too few
+        ([16384, 80], 768, ON_HOPPER, False),  # the last has no whole tiles
+        ([8208, 8240], 768, ON_HOPPER, False),  # nor have these, though both together would
+        ([16384], 1280, ON_HOPPER, False),
+        ([16384], 768, ((10, 0), None), False),
+        ([16384], 768, ((9, 0), "cuda-core is not installed"), False),
+    ],
+)
+def test_probabilities_are_of_micro_batches_whose_every_chunk_fits(
+    monkeypatch, head_chunks, chunks, width, device, expected
+):
+    capability, missing = device
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(nvrtc, "missing", lambda: missing)
+    empty = lambda rows: torch.empty(rows, width, dtype=torch.float8_e4m3fn, device="meta")  # noqa: E731
+    head = SimpleNamespace(linear=SimpleNamespace(w8=empty(50304)))
+    given = [head_chunks.Chunk(head, empty(rows), None, 50257, slice(0, rows)) for rows in chunks]
+    assert head_chunks.has_probabilities(given) is expected
