@@ -37,18 +37,29 @@ def _rest(logits, targets, exponents, q, loss_weight, q_scale_inv, rows, N, z_lo
 
 
 @triton.jit
+def _operands(weight, inputs, target, rows, D, COLUMNS: tl.constexpr):
+    """Load a tile of the weight's rows of the targets, and of the inputs. And the latter's offsets, and which exist.
+
+    Their products are the callers'. Were they formed here, the compiler would fuse other ones with a sum, and round
+    elsewhere.
+    """
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (columns < D)[None, :]
+    here = rows.to(tl.int64)[:, None] * D + columns[None, :]
+    w = tl.load(weight + target[:, None] * D + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(inputs + here, mask=inside, other=0.0).to(tl.float32)
+    return w, y, here, inside
+
+
+@triton.jit
 def _target_rows(
     logits, targets, exponents, q, q_scale_inv, loss_weight, weight, weight_scale_inv, inputs, input_scale_inv,
     to_inputs, to_weight, N, D, z_loss, Z: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (columns < D)[None, :]
     rest, target = _rest(logits, targets, exponents, q, loss_weight, q_scale_inv, rows, N, z_loss, Z)
     rest = rest[:, None]
-    here = rows.to(tl.int64)[:, None] * D + columns[None, :]
-    w = tl.load(weight + target[:, None] * D + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(inputs + here, mask=inside, other=0.0).to(tl.float32)
+    w, y, here, inside = _operands(weight, inputs, target, rows, D, COLUMNS)
     tl.store(to_inputs + here, rest * (w * tl.load(weight_scale_inv)), mask=inside)
     tl.store(to_weight + here, rest * (y * tl.load(input_scale_inv)), mask=inside)
 
@@ -59,14 +70,9 @@ def _add_target_rows(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (columns < D)[None, :]
     target = tl.load(targets + rows)
     lacking, factor = tl.load(rest + rows)[:, None], tl.load(factors + rows)[:, None]
-    here = rows.to(tl.int64)[:, None] * D + columns[None, :]
-    at_target = tl.where(target >= 0, target, 0)[:, None] * D + columns[None, :]
-    w = tl.load(weight + at_target, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(inputs + here, mask=inside, other=0.0).to(tl.float32)
+    w, y, here, inside = _operands(weight, inputs, tl.where(target >= 0, target, 0), rows, D, COLUMNS)
     made = tl.load(dy + here, mask=inside, other=0.0).to(tl.float32) * factor
     tl.store(dy + here, made + lacking * (w * tl.load(weight_scale_inv)), mask=inside)
     tl.store(to_weight + here, lacking * (y * tl.load(input_scale_inv)), mask=inside)
