@@ -87,23 +87,37 @@ def _kernel(name: str, n: int, shape: _Shape, device: torch.device, **constants:
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, both: bool, factors: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, both: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute both layouts, mean and rstd: see `layer_norm.layer_norm_cast`.
+    """Compute both layouts, mean and rstd: see `layer_norm.layer_norm_cast`."""
+    m, n = x.shape
+    q, qt = empty_pair(m, n, slot.dtype, x.device, both)
+    mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
+    _normalise(x, weight, bias, epsilon, slot, (q, qt, mean, rstd), both)
+    return q, qt, mean, rstd
 
-    factors: float32 [M]; what is quantized is a normalised row times its factor.
-    """
+
+def transposed(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, factors: Tensor) -> Tensor:
+    """Compute the second layout alone, of rows times their factors: see `layer_norm.layer_norm_transposed`."""
+    m, n = x.shape
+    qt = torch.empty(n, m, dtype=slot.dtype, device=x.device)
+    _normalise(x, weight, bias, epsilon, slot, (None, qt, None, None), True, factors)
+    return qt
+
+
+def _normalise(
+    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, slot: Slot, results: tuple[Tensor | None, ...], both: bool,
+    factors: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the results: both layouts, mean and rstd; with factors, float32 [M], the second alone."""
     m, n = x.shape
     processors = nvrtc.processors(x.device)
     shape = _forward_shape(n, m, processors)
-    q, qt = empty_pair(m, n, slot.dtype, x.device, both)
-    mean, rstd = (torch.empty(m, dtype=torch.float32, device=x.device) for _ in range(2))
     e4m3 = slot.dtype == torch.float8_e4m3fn
     launch = _kernel("layer_norm_forward", n, shape, x.device, E4M3=e4m3, BOTH=both, FACTORS=factors is not None)
     grid = min(-(-m // shape.tile), processors * shape.blocks)
     more = () if factors is None else (factors,)
-    launch(grid, x, weight, bias, q, qt, mean, rstd, slot.scale, slot.amax, m, float(epsilon), *more)
-    return q, qt, mean, rstd
+    launch(grid, x, weight, bias, *results, slot.scale, slot.amax, m, float(epsilon), *more)
 
 
 def backward(

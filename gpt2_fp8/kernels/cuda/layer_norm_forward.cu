@@ -1,7 +1,8 @@
 #include "layer_norm.cuh"
 
 // x [M, N] bfloat16 -> q [M, N] and, if BOTH, qt [N, M]: FP8 of the normalised rows times `scale`; the rows'
-// statistics. With FACTORS each row is multiplied by its own factor as well, after its part in `amax`.
+// statistics. With FACTORS only qt is written, and each row is multiplied by its own factor as well, after its part in
+// `amax`.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_forward(
     const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias, u8* __restrict__ q,
     u8* __restrict__ qt, float* __restrict__ mean_out, float* __restrict__ rstd_out, const float* __restrict__ scale,
@@ -58,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_forward
         }
       }
       const float rstd = rsqrtf(over_block<ROWS, WARPS>(sums, partial[1]) * (1.0f / N) + epsilon);
-      if (threadIdx.x < ROWS) mean_out[row + threadIdx.x] = mean, rstd_out[row + threadIdx.x] = rstd;
+      if (!FACTORS && threadIdx.x < ROWS) mean_out[row + threadIdx.x] = mean, rstd_out[row + threadIdx.x] = rstd;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const float reciprocal = of_row(rstd, r);
@@ -74,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) layer_norm_forward
           v[r][c] *= all;
         }
         u8* at = q + static_cast<u64>(row + r) * N + column;
-        if (inside) *reinterpret_cast<u32*>(at) = fp8(v[r][0], v[r][1], v[r][2], v[r][3]);
+        if (!FACTORS && inside) *reinterpret_cast<u32*>(at) = fp8(v[r][0], v[r][1], v[r][2], v[r][3]);
       }
       if (BOTH && inside) keep<ROWS>(words, part * ROWS / 4, column, v);
     }
