@@ -44,6 +44,8 @@ MODELS, NUMERICS = ROOT / "docs/models.md", ROOT / "docs/numerics.md"
 DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, NUMERICS, CONTRIBUTING, MODELS, ROOT / "docs/python.md"]
 DOCUMENTS += [ROOT / "CHANGELOG.md", ROOT / "docs/huggingface.md", ROOT / "docs/seeds.md"]
 DOCUMENTS.append(ROOT / "docs/optimizers.md")
+QUALITY = ROOT / "docs/quality.md"
+DOCUMENTS.append(QUALITY)
 DATA = ROOT / "docs/data.md"
 DOCTORS_PAGE, WATCH = ROOT / "docs/doctor.md", ROOT / "docs/what-to-watch.md"
 FP8, SETTINGS, CHECKPOINTS, OUTPUT, SWEEPS = (
@@ -199,6 +201,7 @@ def test_the_documents_have_commands():
         "README.md",
         "models.md",
         "performance.md",
+        "quality.md",
         "numerics.md",
         "huggingface.md",
         "seeds.md",
