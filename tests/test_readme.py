@@ -688,6 +688,22 @@ def anchor(title):
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
+def test_the_contents_of_the_page_on_quality_are_its_headings_in_their_order():
+    before, _, sections = QUALITY.read_text().partition("## Contents\n")
+    listed = re.findall(r"^( *)- \[(.*)\]\(#(.*)\)$", sections.partition("\n## ")[0], re.MULTILINE)
+    headings = re.findall(r"^##(#*) (.*)$", sections, re.MULTILINE)
+    assert listed == [("  " * len(depth), title, anchor(title)) for depth, title in headings]
+    assert len(listed) > 20
+    assert not re.search(r"^## ", before, re.MULTILINE)
+
+
+def test_every_question_of_the_page_on_numerics_leads_to_its_answer():
+    questions = [row[0] for row in rows(NUMERICS, "question")]
+    assert len(questions) > 12
+    for question in questions:
+        assert re.fullmatch(r"\[.*\?\]\((quality\.md)?#[\w-]+\)", question), question
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_files_named_exist(document):
     """Every `a/b.py`, `b.yaml` or `b.md` in backticks, but for stand-ins in capitals and what a run makes."""
