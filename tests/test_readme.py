@@ -44,6 +44,8 @@ MODELS, NUMERICS = ROOT / "docs/models.md", ROOT / "docs/numerics.md"
 DOCUMENTS = [README, ARCHITECTURE, PERFORMANCE, NUMERICS, CONTRIBUTING, MODELS, ROOT / "docs/python.md"]
 DOCUMENTS += [ROOT / "CHANGELOG.md", ROOT / "docs/huggingface.md", ROOT / "docs/seeds.md"]
 DOCUMENTS.append(ROOT / "docs/optimizers.md")
+QUALITY = ROOT / "docs/quality.md"
+DOCUMENTS.append(QUALITY)
 DATA = ROOT / "docs/data.md"
 DOCTORS_PAGE, WATCH = ROOT / "docs/doctor.md", ROOT / "docs/what-to-watch.md"
 FP8, SETTINGS, CHECKPOINTS, OUTPUT, SWEEPS = (
@@ -199,6 +201,7 @@ def test_the_documents_have_commands():
         "README.md",
         "models.md",
         "performance.md",
+        "quality.md",
         "numerics.md",
         "huggingface.md",
         "seeds.md",
@@ -683,6 +686,22 @@ def anchors(document):
 def anchor(title):
     """What a link to a heading ends in."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def test_the_contents_of_the_page_on_quality_are_its_headings_in_their_order():
+    before, _, sections = QUALITY.read_text().partition("## Contents\n")
+    listed = re.findall(r"^( *)- \[(.*)\]\(#(.*)\)$", sections.partition("\n## ")[0], re.MULTILINE)
+    headings = re.findall(r"^##(#*) (.*)$", sections, re.MULTILINE)
+    assert listed == [("  " * len(depth), title, anchor(title)) for depth, title in headings]
+    assert len(listed) > 20
+    assert not re.search(r"^## ", before, re.MULTILINE)
+
+
+def test_every_question_of_the_page_on_numerics_leads_to_its_answer():
+    questions = [row[0] for row in rows(NUMERICS, "question")]
+    assert len(questions) > 12
+    for question in questions:
+        assert re.fullmatch(r"\[.*\?\]\((quality\.md)?#[\w-]+\)", question), question
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
