@@ -103,9 +103,12 @@ def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
 
 
 def unfit(config: RunConfig, recipe: str) -> bool:
-    """Return whether a recipe cannot multiply a model's widths, or the tokens of a forward pass."""
-    multiple, tokens = recipe_multiple(recipe), config.micro_batch * config.model.n_positions
-    return any(n % multiple for n in (*block_spec(config.model).widths, tokens))
+    """Return whether a recipe cannot multiply a model's widths, or the tokens of one sequence.
+
+    A sample is one sequence, and so are the last sequences of a validation.
+    """
+    multiple = recipe_multiple(recipe)
+    return any(n % multiple for n in (*block_spec(config.model).widths, config.model.n_positions))
 
 
 def key(cases: Sequence[RunConfig]) -> dict[str, Any]:

@@ -114,5 +114,5 @@ def _why_not(config: RunConfig, device: str) -> str | None:
         return f"recipe={config.recipe.name} cannot run on this GPU: {reason}"
     if unfit(config, config.recipe.name):
         multiple = recipe_multiple(config.recipe.name)
-        return f"FP8 matrix products need the model's widths and a pass's tokens to be multiples of {multiple}"
+        return f"FP8 matrix products need the model's widths and a sequence's tokens to be multiples of {multiple}"
     return None
