@@ -7,16 +7,10 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from gpt2_fp8.config import attention_support, backend_support
+from gpt2_fp8.config import attention_support, backend_support, emulation
 from gpt2_fp8.config.backend_support import asked, why_not_asked
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.precision_schema import (
-    IN_BACKWARD,
-    OF_HEAD,
-    FP8PrecisionConfig,
-    PlainPrecisionConfig,
-    StatelessRecipe,
-)
+from gpt2_fp8.config.precision_schema import FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe
 from gpt2_fp8.config.schema import RunConfig
 
 _OF_PRECISION = "precision.name", "recipe", "precision.keep_bf16", "precision.backward"
@@ -71,13 +65,8 @@ def _emulate(config: RunConfig) -> Iterator[Finding]:
         able = why_not_asked(changed) is None and not _refused(changed)
         ways = f"{'add precision.backend=emulated, or ' if able else ''}leave precision.emulate out"
         yield Finding(("precision.emulate",), Problem(cause, ways))
-    elif in_vain := [name for name in precision.emulate if name in IN_BACKWARD[precision.backward]]:
-        cause = f"precision.emulate names {in_vain[0]}, which precision.backward={precision.backward} keeps in bf16"
-        remedy = f"leave {', '.join(in_vain)} out of precision.emulate, or add precision.backward=fp8"
-        yield Finding(("precision.emulate", "precision.backward"), Problem(cause, remedy))
-    elif "head" in precision.emulate and (twice := [it for it in precision.emulate if it.startswith(OF_HEAD)]):
-        cause = f"precision.emulate names head and {twice[0]}, and head is all operands of the head"
-        yield Finding(("precision.emulate",), Problem(cause, f"leave out head, or {', '.join(twice)}"))
+    else:
+        yield from emulation.check(precision, config.model.n_layer)
 
 
 def _remedy(config: RunConfig) -> str:

@@ -196,6 +196,27 @@ TABLE = [
         "precision.emulate names head and head_weight, and head is all operands of the head",
         "leave out head, or head_weight",
     ),
+    (
+        "precision.backend=emulated precision.emulate=[head_dgrad_gradient] precision.keep_bf16=[head]",
+        "precision.emulate names head_dgrad_gradient, and precision.keep_bf16=[head] keeps the head in bf16",
+        "leave head_dgrad_gradient out of precision.emulate, or precision.keep_bf16='[]'",
+    ),
+    (
+        "precision.backend=emulated precision.emulate=[head,weight] precision.keep_bf16=[blocks.*,head]",
+        "precision.emulate names head, and precision.keep_bf16=[blocks.*,head] keeps the head in bf16",
+        "leave head, weight out of precision.emulate, or precision.keep_bf16='[]'",
+    ),
+    (
+        "precision.backend=emulated precision.emulate=[residual,weight] model.n_layer=4 "
+        "precision.keep_bf16=[first:2,last:2,head]",
+        "precision.emulate names weight, and precision.keep_bf16=[first:2,last:2,head] keeps every block in bf16",
+        "leave weight out of precision.emulate, or precision.keep_bf16='[first:2,head]'",
+    ),
+    (
+        "precision.fast_accumulation=true precision.keep_bf16=[blocks.*]",
+        "it is for the blocks, and precision.keep_bf16 keeps each of them in bf16",
+        "leave precision.fast_accumulation out",
+    ),
     ("precision.keep_bf16=head", "needs a list", "precision.keep_bf16='[head]'"),
     # precision=auto
     ("precision=auto recipe.margin=1", "recipe.margin belongs to recipe=delayed", "choose recipe=delayed"),
