@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Set
 from gpt2_fp8.config.block_spec import EMULATED_OPTIONS, FUSED_OPTIONS, Option, block_spec, why_not
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.kept_layers import Kept, every_block, kept, partly, split_mlp
+from gpt2_fp8.config.model_fits import in_any_shape
 from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
 from gpt2_fp8.config.schema import ModelConfig, RunConfig
 
@@ -70,12 +71,8 @@ def why_not_torchao(config: RunConfig) -> str | None:
 
 
 def _lacking(model: ModelConfig, offers: Set[Option]) -> str | None:
-    """Name the options of a model that layers with `offers` lack; None if there are none, or if its keys do not fit."""
-    try:
-        spec = block_spec(model)
-    except ValueError:  # which `model_checks` tells
-        return None
-    return why_not(spec, "they", offers)
+    """Name the options of a model that layers with `offers` lack; None if there are none. Its shape need not fit."""
+    return why_not(block_spec(in_any_shape(model)), "they", offers)
 
 
 def _only_fp8(config: RunConfig) -> str | None:

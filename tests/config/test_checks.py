@@ -34,7 +34,7 @@ IDS = "data=token_files data.train_files=[/etc/passwd] data.val_sequences=0"
 MIXED = "data=mixture +data@data.sources.a=fineweb +data@data.sources.b=openwebtext"
 TABLE = [
     # numbers that do not fit together
-    ("model.n_embd=100 model.n_head=3 precision=bf16", "the heads share", "model.n_embd=99, or model.n_head=2"),
+    ("model.n_embd=100 model.n_head=3 precision=bf16", "the heads share", "model.n_embd=96, or model.n_head=2"),
     ("model.n_embd=96 model.n_head=5", "heads share n_embd", "model.n_embd=80, or model.n_head=4"),
     ("model.n_head=1000000000000 precision=bf16", "the heads share n_embd", "or model.n_head=128"),
     ("global_batch_size=999983 micro_batch_size=999982", "does not divide", "micro_batch_size=1, or glob"),
@@ -260,10 +260,16 @@ TABLE = [
     (
         "precision.backend=emulated precision.emulate=[weights]",
         "needs a list of fprop_input, weight, dgrad_gradient, wgrad_gradient, wgrad_input, residual, head",
-        "precision.emulate='[fprop_input,weight]'",
+        "did you mean precision.emulate='[weight]'?",
     ),
-    ("precision.backend=emulated precision.emulate=weight", "needs a list of fprop_input,", "'[fprop_input,weight]'"),
-    ("precision=bf16 precision.emulate=[weight]", "belongs to precision=fp8_hybrid", "leave precision.emulate out"),
+    ("precision.backend=emulated precision.emulate=[wieght,haed]", "a list of", "emulate='[weight,head]'?"),
+    ("precision.backend=emulated precision.emulate=[xyz]", "needs a list of", "emulate='[fprop_input,weight]'"),
+    ("precision.backend=emulated precision.emulate=weight", "needs a list of", "mean precision.emulate='[weight]'?"),
+    (
+        "precision=bf16 precision.emulate=[weight]",
+        "belongs to precision=fp8_hybrid or fp8_e4m3, and this run has precision=bf16",
+        "choose precision=fp8_hybrid precision.backend=emulated, or leave precision.emulate out",
+    ),
     ("precision.backend=emulated cuda_graphs=true", "and this is precision.backend=emulated", "cuda_graphs=auto"),
     ("precision.backend=emulated precision.fast_accumulation=true", "only the fused FP8", "leave precision.fast"),
     ("cuda_graphs=true precision=bf16", "and this is precision=bf16", "cuda_graphs=auto"),
