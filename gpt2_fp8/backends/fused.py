@@ -74,14 +74,18 @@ class Fused(Backend):
 
     @override
     def kernels(self, vocab_size: int) -> dict[str, str]:
+        from gpt2_fp8.layers.attention import has_torchs, why_not_flash
         from gpt2_fp8.layers.chosen import chosen
 
-        rows = self.config.micro_batch * self.config.model.n_positions
+        heads, tokens, _ = self.attention_shape
+        rows = self.config.micro_batch * tokens
         parts = chosen(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
         if self.config.attention in ("sdpa", "math", "cudnn"):
             parts["attention"] = self.torch_attention()
         elif self.config.attention == "te":
             parts["attention"] = "Transformer Engine's choice"
+        elif has_torchs(heads, tokens):
+            parts["attention"] = f"{self.torch_attention()} ({why_not_flash(heads, tokens)})"
         return {"layers": f"fused FP8 chain{', in CUDA graphs' if self.graphs else ''}", **parts}
 
     @override
