@@ -132,6 +132,30 @@ def test_every_way_out_of_odd_shapes_is_taken(bases):
     assert min(numbers) == 0
 
 
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("model.n_embd=72", "model.n_embd=64, or precision=bf16"),
+        ("model.n_embd=72 precision.fallback=allow", "model.n_embd=64"),  # its default, and typed
+        ("model.n_positions=40 precision.keep_bf16=[]", "model.n_positions=32"),
+        ("precision=bf16 precision.keep_bf16=[head]", "choose precision=fp8_hybrid, or leave precision.keep_bf16 out"),
+        ("precision=bf16 precision.keep_bf16=[head] model.n_embd=72", "leave precision.keep_bf16 out"),
+        ("precision=bf16 precision.backend=reference precision.keep_bf16=[head]", "leave precision.keep_bf16 out"),
+        ("precision=bf16 precision.emulate=[weight] model=llama3_small", "leave precision.emulate out"),
+    ],
+)
+def test_a_precision_that_the_other_words_rule_out_is_not_proposed(line, remedy):
+    with pytest.raises(UserError) as told:
+        preflight(shlex.split(line))
+    assert [problem.remedy for problem in told.value.problems] == [remedy]
+
+
+def test_what_is_wrong_beside_it_does_not_count():
+    with pytest.raises(UserError) as told:
+        preflight(["seed=-1", "model.n_embd=72", "optim.lr=x"])
+    assert "model.n_embd=64, or precision=bf16" in [problem.remedy for problem in told.value.problems]
+
+
 def without(word, names):
     """A list that is typed, without some of its items."""
     key, _, text = word.partition("=")
