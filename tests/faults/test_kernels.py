@@ -65,6 +65,11 @@ def layers(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tm
         (["model=gpt2_wide"], "normalisation in Triton, over tiles (rows are wider than 2,048)"),
         (["model=gpt2", "model.n_positions=48", "micro_batch_size=3"], "(144 rows are no multiple of 64)"),
         (["model=tiny"], "attention cuDNN (heads of 32)"),
+        (["model=gpt2", "precision.keep_bf16=[head,first]"],
+         "gelu inside its GEMMs; logits Transformer Engine's, in bf16; norm"),
+        (["model=gpt2", "precision.keep_bf16=[blocks.*]"],
+         "gelu Transformer Engine's, in bf16; logits never in memory; normalisation in CUDA C++, over rows; "
+         "casts in CUDA C++; attention Transformer Engine's choice"),
         (["model=gpt2", "model.n_embd=1008"], "attention Transformer Engine's choice, not cuDNN (heads of 84)"),
         (["model=gpt2", "model.n_head=1"], "attention Transformer Engine's choice, not cuDNN (heads of 768)"),
         (["model=gpt2", "model.n_positions=144"], "attention cuDNN forward, FlashAttention 4 backward"),
