@@ -206,6 +206,22 @@ def test_what_cannot_be_run_is_refused_before_anything_is(study, tmp_path, capsy
     assert not (tmp_path / "study").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "cause", "fix"),
+    [
+        ("model=gpt2_optimized", "they have no RMSNorm", "other words after --"),
+        ("recipe=mxfp8", "not recipe=mxfp8", "recipe=current\n"),
+        ("precision.keep_bf16=[head]", "names head", "precision.keep_bf16='[]'\n"),
+        ("precision=bf16", "precision.emulate belongs to", "other words after --"),
+    ],
+)
+def test_the_factorial_proposes_no_word_that_its_conditions_set(study, tmp_path, capsys, words, cause, fix):
+    assert study("fp8_gap").main([str(tmp_path / "study"), "--", "trainer=cpu", words]) == 2
+    lines = capsys.readouterr().err.splitlines(keepends=True)
+    assert cause in lines[0]
+    assert lines[1].startswith(f"  fix: {fix}")
+
+
 # Real runs
 
 

@@ -32,7 +32,7 @@ from jobs import Job, Leg, Queue
 from statistics_of import Effect, difference, mean_and_deviation, paired
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.run_length import last_step
 
 
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         jobs = _jobs(options.folder, rows, options.seeds, words, options.steps)
         _same_study(options.folder, words)
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(error if options.conditions else _of_common(error), file=sys.stderr)
         return 2
     code = Queue(jobs, options.gpus, options.at_once).run()
     losses = {name: {job.seed: job.loss for job in jobs if job.name == name and job.loss is not None} for name in rows}
@@ -114,6 +114,17 @@ def _jobs(
             raise UserError.of(f"{name}: @{marks} of {steps} steps", "each @N is later than the one before, and no end")
         jobs += [Job(folder, name, seed, legs, tuple(words), steps, after) for seed in dict.fromkeys(seeds)]
     return jobs
+
+
+def _of_common(error: UserError) -> UserError:
+    """Return what is wrong with the factorial; no remedy changes a key that its conditions set."""
+    own = [word.partition("=")[0] for word in settings(())]
+    problems = []
+    for cause, remedy in error.problems:
+        ways = [way for way in remedy.split(", or ") if not any(key in way for key in own)]
+        instead = f"other words after --, such as model=gpt2 alone; the study sets {' and '.join(own)}"
+        problems.append(Problem(cause, ", or ".join(ways) or instead))
+    return UserError(problems)
 
 
 def _same_study(folder: Path, words: list[str]) -> None:

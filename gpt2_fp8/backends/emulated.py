@@ -10,16 +10,8 @@ from typing_extensions import override
 
 from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
 from gpt2_fp8.backends.twin import bf16_loss
-from gpt2_fp8.config import backend_support
-from gpt2_fp8.config.precision_schema import (
-    EMULATABLE,
-    EMULATED,
-    IN_BACKWARD,
-    OF_HEAD,
-    AutoRecipe,
-    DelayedRecipe,
-    FP8PrecisionConfig,
-)
+from gpt2_fp8.config import backend_support, emulation
+from gpt2_fp8.config.precision_schema import OF_HEAD, AutoRecipe, DelayedRecipe, FP8PrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.layers import Family, emulated, emulated_probabilities
 from gpt2_fp8.layers.emulated_gemm import Emulation
@@ -66,11 +58,9 @@ class Emulated(Backend):
 
     @property
     def switches(self) -> list[str]:
-        """The operands that are emulated, in the order of `EMULATABLE`."""
+        """The operands that are emulated in layers that are not kept in bf16, in the order of `EMULATABLE`."""
         assert isinstance(self.config.precision, FP8PrecisionConfig)
-        chosen, in_bf16 = self.config.precision.emulate, IN_BACKWARD[self.config.precision.backward]
-        wanted = EMULATED if chosen is None else chosen
-        return [name for name in EMULATABLE if name in wanted and name not in in_bf16]
+        return emulation.switches(self.config.precision)
 
     @override
     def family(self) -> Family:
@@ -80,9 +70,9 @@ class Emulated(Backend):
         assert self.recipe.name != "mxfp8"
         assert self.recipe.name != "rowwise"
         forward, gradient = formats(precision)
-        emulation = Emulation(self.recipe.name, forward, gradient, frozenset(self.switches), precision.backward)
+        how = Emulation(self.recipe.name, forward, gradient, frozenset(self.switches), precision.backward)
         delayed = delayed_scaling(precision, self.recipe) if isinstance(self.recipe, DelayedRecipe) else None
-        return emulated.Emulated(emulation, delayed, self.recompute, self.kernel)
+        return emulated.Emulated(how, delayed, self.recompute, self.kernel)
 
     def bf16_loss(self, model: GPT2) -> LossOf:
         """See `Backend`. A twin of plain-torch layers computes it."""
@@ -107,10 +97,12 @@ class Emulated(Backend):
 
     @override
     def kernels(self, vocab_size: int) -> dict[str, str]:
+        assert isinstance(self.config.precision, FP8PrecisionConfig)
         how = ", compiled" if self.compiled else ""
+        effective = emulation.effective(self.config.precision, self.config.model.n_layer)
         return {
             "layers": f"FP8 emulated in plain torch{how}",
-            "emulated": ", ".join(self.switches) or "nothing",
+            "emulated": ", ".join(effective) or "nothing",
             "attention": self.torch_attention(),
         }
 

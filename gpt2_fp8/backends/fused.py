@@ -8,6 +8,7 @@ from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
 from gpt2_fp8.backends.twin import bf16_loss
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec
+from gpt2_fp8.config.kept_layers import every_block, kept
 from gpt2_fp8.config.precision_schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig
 from gpt2_fp8.config.schema import AttentionKernel, RunConfig
 from gpt2_fp8.layers import Family
@@ -17,6 +18,7 @@ from gpt2_fp8.precision.scaling import FP8Scaling, Scaling
 from gpt2_fp8.precision.support import why_no_hopper, why_no_transformer_engine
 
 SMALL_TOKENS = 32768  # tokens of a micro-batch; up to here launching kernels one by one costs more than it gains
+_KEPT = "Transformer Engine's, in bf16"
 
 
 class Fused(Backend):
@@ -74,15 +76,30 @@ class Fused(Backend):
 
     @override
     def kernels(self, vocab_size: int) -> dict[str, str]:
+        from gpt2_fp8.layers.attention import has_torchs, why_not_flash
         from gpt2_fp8.layers.chosen import chosen
 
-        rows = self.config.micro_batch * self.config.model.n_positions
+        heads, tokens, _ = self.attention_shape
+        rows = self.config.micro_batch * tokens
         parts = chosen(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
         if self.config.attention in ("sdpa", "math", "cudnn"):
             parts["attention"] = self.torch_attention()
         elif self.config.attention == "te":
             parts["attention"] = "Transformer Engine's choice"
+        elif has_torchs(heads, tokens):
+            parts["attention"] = f"{self.torch_attention()} ({why_not_flash(heads, tokens)})"
+        parts |= self._in_bf16()
         return {"layers": f"fused FP8 chain{', in CUDA graphs' if self.graphs else ''}", **parts}
+
+    def _in_bf16(self) -> dict[str, str]:
+        """Describe the parts that no fused layer has, since `precision.keep_bf16` keeps all that would have them."""
+        in_bf16 = kept(self.keep_bf16, self.config.model.n_layer)
+        parts = {"logits": _KEPT} if in_bf16.head else {}
+        if every_block(in_bf16):
+            parts["gelu"] = _KEPT
+            if self.config.attention == "auto":
+                parts["attention"] = "Transformer Engine's choice"
+        return parts
 
     @override
     def slower(self) -> list[str]:

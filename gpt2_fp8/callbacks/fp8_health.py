@@ -37,7 +37,7 @@ class FP8HealthLog(pl.Callback):
     and after the last. That interval is doubled until passes take at most `COST` of the time, unless it was typed. The
     first one, which compiles, is not counted.
 
-    All is done by rank 0. The others wait for it in the next step. A run that has no FP8 has nothing to log.
+    All is done by rank 0. The others wait for it in the next step. A run that casts nothing to FP8 has nothing to log.
 
     Args:
         config: the run's.
@@ -62,7 +62,8 @@ class FP8HealthLog(pl.Callback):
             recipe = pl_module.step.plan.backend.recipe
             self._flags = FP8RedFlags(recipe, self.config.optim.warmup_steps, self._say)
             with self._only_looking(trainer.global_step):
-                self._health = FP8Health(pl_module.step)
+                health = FP8Health(pl_module.step)
+                self._health = health if health.tensors else None
         self._due = self._next(trainer.global_step)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:

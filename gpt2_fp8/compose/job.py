@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt2_fp8.compose import processes, surroundings, sweeps
+from gpt2_fp8.compose import processes, surroundings, sweeps, tried
 from gpt2_fp8.compose.composer import Composer, above, lookup
 from gpt2_fp8.config import checks, parsing, run_length
 from gpt2_fp8.config.errors import Finding, Problem
@@ -88,6 +88,17 @@ class Job:
 
     def check(self) -> tuple[RunConfig | None, list[Problem]]:
         """Return the configuration, if there is one, and its problems, except those that follow from other mistakes."""
+        words = list(self.words)
+        config, problems = self.checked()
+        return config, tried.tried(problems, words, self._problems_of)
+
+    def _problems_of(self, words: Sequence[Override]) -> list[Problem]:
+        composer = Composer(self.request, self.composer.catalog)
+        _, problems = Job(composer, words, self.number, self.whole, self.purpose).checked()
+        return [*problems, *(finding.problem for finding in composer.found)]
+
+    def checked(self) -> tuple[RunConfig | None, list[Problem]]:
+        """Return what `check` does, with ways out that are not tried."""
         cfg, data = self.composed()
         config, found = parsing.build(RunConfig, data)
         found = [*found, *self.absent(found)]

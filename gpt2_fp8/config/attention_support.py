@@ -10,10 +10,15 @@ from dataclasses import replace
 
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.model_fits import cudnn_takes
 from gpt2_fp8.config.precision_schema import AutoPrecisionConfig
 from gpt2_fp8.config.schema import AttentionKernel, RunConfig
 
 ON_A_GPU: tuple[AttentionKernel, ...] = ("cudnn", "flash", "te")
+
+
+def _has_cudnns_heads(config: RunConfig) -> bool:
+    return cudnn_takes(config.model.head_size or config.model.n_embd // config.model.n_head)
 
 
 def has_plain_layers(config: RunConfig) -> bool:
@@ -46,7 +51,8 @@ def _why_not(config: RunConfig) -> tuple[str, str, str] | None:
         )
     if config.trainer.accelerator == "cpu":
         return "trainer.accelerator", "its kernels are a GPU's, and this is trainer.accelerator=cpu", "attention=auto"
-    held = "sdpa" if config.trainer.deterministic else "cudnn"  # cuDNN's is not deterministic in torch
+    cudnn = not config.trainer.deterministic and _has_cudnns_heads(config)  # cuDNN's is not deterministic in torch
+    held = "cudnn" if cudnn else "sdpa"
     if precision.name == "fp32":
         in_bf16 = ", or precision=bf16" if kernel == "flash" or kernel == held else ""
         return "precision", "its kernels take bfloat16, and this is precision=fp32", f"attention=sdpa{in_bf16}"
@@ -74,5 +80,7 @@ def _why_not(config: RunConfig) -> tuple[str, str, str] | None:
 def _may_have_te(config: RunConfig) -> bool:
     """Return whether Transformer Engine's layers have everything that a run of plain layers asks for."""
     assert not isinstance(config.precision, AutoPrecisionConfig)
+    if getattr(config.precision, "emulate", None) is not None:  # which is for the emulated layers alone
+        return False
     changed = replace(config, precision=replace(config.precision, backend="te"))
     return backend_support.why_not_asked(changed) is None and not any(backend_support.options(changed))

@@ -7,16 +7,10 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from gpt2_fp8.config import attention_support, backend_support
+from gpt2_fp8.config import attention_support, backend_support, bf16_instead, emulation
 from gpt2_fp8.config.backend_support import asked, why_not_asked
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.precision_schema import (
-    IN_BACKWARD,
-    OF_HEAD,
-    FP8PrecisionConfig,
-    PlainPrecisionConfig,
-    StatelessRecipe,
-)
+from gpt2_fp8.config.precision_schema import FP8PrecisionConfig, StatelessRecipe
 from gpt2_fp8.config.schema import RunConfig
 
 _OF_PRECISION = "precision.name", "recipe", "precision.keep_bf16", "precision.backward"
@@ -40,6 +34,7 @@ _CURRENT = _Change("recipe=current", {}, {"recipe": StatelessRecipe(name="curren
 _ROWWISE = _Change("recipe=rowwise", {}, {"recipe": StatelessRecipe(name="rowwise")})
 _EMULATE_ALL = _Change("precision.emulate=null", {"emulate": None}, {})
 _NO_GRAPHS = _Change("cuda_graphs=auto", {}, {"cuda_graphs": "auto"})
+_ANY_ATTENTION = _Change("attention=auto", {}, {"attention": "auto"})
 
 
 def check(config: RunConfig) -> Iterator[Finding]:
@@ -70,14 +65,9 @@ def _emulate(config: RunConfig) -> Iterator[Finding]:
         changed = replace(config, precision=replace(precision, backend="emulated"))
         able = why_not_asked(changed) is None and not _refused(changed)
         ways = f"{'add precision.backend=emulated, or ' if able else ''}leave precision.emulate out"
-        yield Finding(("precision.emulate",), Problem(cause, ways))
-    elif in_vain := [name for name in precision.emulate if name in IN_BACKWARD[precision.backward]]:
-        cause = f"precision.emulate names {in_vain[0]}, which precision.backward={precision.backward} keeps in bf16"
-        remedy = f"leave {', '.join(in_vain)} out of precision.emulate, or add precision.backward=fp8"
-        yield Finding(("precision.emulate", "precision.backward"), Problem(cause, remedy))
-    elif "head" in precision.emulate and (twice := [it for it in precision.emulate if it.startswith(OF_HEAD)]):
-        cause = f"precision.emulate names head and {twice[0]}, and head is all operands of the head"
-        yield Finding(("precision.emulate",), Problem(cause, f"leave out head, or {', '.join(twice)}"))
+        yield Finding(("precision.emulate", "precision.backend"), Problem(cause, ways))
+    else:
+        yield from emulation.check(precision, config.model.n_layer)
 
 
 def _remedy(config: RunConfig) -> str:
@@ -90,21 +80,9 @@ def _remedy(config: RunConfig) -> str:
     ways = [words for words in found if _EMULATED not in words][:_MOST] or found
     ways += [words for words in found if words == (_EMULATED,)][: _MOST - len(ways)]
     named = [_typed(config, words) for words in ways]
-    if _is_plain_in_bf16(config):
-        named.insert(1, "precision=bf16")
+    if asked(config) == "reference" and (in_bf16 := bf16_instead.words(config)):
+        named.insert(1, in_bf16)
     return ", or ".join(named[:_MOST])
-
-
-def _is_plain_in_bf16(config: RunConfig) -> bool:
-    """Return whether precision=bf16 is enough: plain torch is asked for, and no key of FP8's alone differs."""
-    precision = config.precision
-    if asked(config) != "reference" or not isinstance(precision, FP8PrecisionConfig):
-        return False
-    plain = FP8PrecisionConfig(
-        name=precision.name, backend="reference", keep_bf16=[], fast_accumulation=False, fallback="allow"
-    )
-    changed = replace(config, precision=PlainPrecisionConfig(name="bf16", backend="reference"))
-    return precision == plain and why_not_asked(changed) is None and _refused(changed) <= _refused(config)
 
 
 def _changes(config: RunConfig) -> list[_Change]:
@@ -112,17 +90,22 @@ def _changes(config: RunConfig) -> list[_Change]:
     name = asked(config)
     backends = [] if name == "auto" else [_AUTO]
     recipes = [_CURRENT, _ROWWISE, *backends] if name == "torchao" else [*backends, _CURRENT]
-    graphs = [_NO_GRAPHS] if config.cuda_graphs is True else []
+    kernels = [_NO_GRAPHS] if config.cuda_graphs is True else []
+    kernels += [_ANY_ATTENTION] if config.attention in attention_support.ON_A_GPU else []
     if not isinstance(config.precision, FP8PrecisionConfig):
-        return [*backends, *graphs]
+        return [*backends, *kernels]
     cast = [] if config.precision.emulate is None else [_EMULATE_ALL]
-    return [*recipes, _IN_FP8, *graphs, *cast, _EMULATED]
+    return [*recipes, _IN_FP8, *kernels, *cast, _EMULATED]
 
 
 def _changed(config: RunConfig, words: tuple[_Change, ...]) -> RunConfig:
+    """Return the settings after these words. If only torchao is left of `auto`, its layers are asked for."""
     for word in words:
         config = replace(config, precision=replace(config.precision, **word.precision), **word.run)
-    return config
+    if not isinstance(config.precision, FP8PrecisionConfig) or _AUTO not in words:
+        return config
+    alone = backend_support.why_not_fused(config) and backend_support.why_not_te(config)
+    return replace(config, precision=replace(config.precision, backend="torchao")) if alone else config
 
 
 def _accepts(config: RunConfig, words: tuple[_Change, ...]) -> bool:
@@ -134,14 +117,12 @@ def _accepts(config: RunConfig, words: tuple[_Change, ...]) -> bool:
     return why_not_asked(changed) is None and _refused(changed) <= _refused(config)
 
 
-def _refused(config: RunConfig) -> set[str]:
-    """Return the keys that are refused beside the backend."""
-    return {found.keys[0] for found in (*_options(config), *attention_support.check(config))}
+def _refused(config: RunConfig) -> set[tuple[str, ...]]:
+    """Return the keys that do not fit each other, beside the backend."""
+    return {found.keys for found in (*_options(config), *attention_support.check(config))}
 
 
 def _typed(config: RunConfig, words: tuple[_Change, ...]) -> str:
     """Return what is typed. If only torchao can compute it, its layers are named, since they may not be installed."""
-    changed = _changed(config, words)
-    alone = backend_support.why_not_fused(changed) and backend_support.why_not_te(changed)
-    by_torchao = alone and isinstance(config.precision, FP8PrecisionConfig)
+    by_torchao = asked(_changed(config, words)) == "torchao"
     return " ".join(_BY_TORCHAO if word is _AUTO and by_torchao else word.typed for word in words)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Set
 
 from gpt2_fp8.config.block_spec import EMULATED_OPTIONS, FUSED_OPTIONS, Option, block_spec, why_not
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.kept_layers import Kept, kept, partly, split_mlp
+from gpt2_fp8.config.kept_layers import Kept, every_block, kept, partly, split_mlp
+from gpt2_fp8.config.model_fits import in_any_shape
 from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
 from gpt2_fp8.config.schema import ModelConfig, RunConfig
 
@@ -70,12 +71,8 @@ def why_not_torchao(config: RunConfig) -> str | None:
 
 
 def _lacking(model: ModelConfig, offers: Set[Option]) -> str | None:
-    """Name the options of a model that layers with `offers` lack; None if there are none, or if its keys do not fit."""
-    try:
-        spec = block_spec(model)
-    except ValueError:  # which `model_checks` tells
-        return None
-    return why_not(spec, "they", offers)
+    """Name the options of a model that layers with `offers` lack; None if there are none. Its shape need not fit."""
+    return why_not(block_spec(in_any_shape(model)), "they", offers)
 
 
 def _only_fp8(config: RunConfig) -> str | None:
@@ -133,7 +130,7 @@ def options(config: RunConfig) -> Iterator[Finding]:
     """Find options that the layers of a run do not have, whichever layers these are."""
     precision = config.precision
     fast = isinstance(precision, FP8PrecisionConfig) and precision.fast_accumulation
-    if fast and (reason := _only_fused(config, "that choice")):
+    if fast and (reason := _only_fused(config, "that choice") or _why_no_sums(config)):
         remedy = "leave precision.fast_accumulation out"
         problem = Problem(f"precision.fast_accumulation=true: {reason}", remedy)
         yield Finding(("precision.fast_accumulation",), problem)
@@ -143,6 +140,12 @@ def options(config: RunConfig) -> Iterator[Finding]:
     if config.cuda_graphs is True and (reason := _why_no_graphs(config)):
         problem = Problem(f"cuda_graphs=true: {reason}", "cuda_graphs=auto takes them where they help")
         yield Finding(("cuda_graphs",), problem)
+
+
+def _why_no_sums(config: RunConfig) -> str | None:
+    """Return why there is no sum that `fast_accumulation` could change; None if there is one."""
+    reason = "it is for the blocks, and precision.keep_bf16 keeps each of them in bf16"
+    return reason if every_block(_kept(config)) else None
 
 
 def why_not_recorded(config: RunConfig) -> str | None:

@@ -26,7 +26,8 @@ from gpt2_fp8.config.data_schema import HubData, MixtureData
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.kept_layers import fits_nothing
 from gpt2_fp8.config.keys import finding, show, value_of
-from gpt2_fp8.config.model_checks import in_bf16, largest_divisor, nearest, products, width_multiple
+from gpt2_fp8.config.model_checks import or_in_bf16, products, width_multiple
+from gpt2_fp8.config.model_fits import largest_divisor, nearest
 from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 
@@ -168,7 +169,7 @@ def _tokens(config: RunConfig) -> Iterator[Finding]:
     positions, multiple = config.model.n_positions, width_multiple(config)
     if positions % multiple:
         reason = f"{products(config)} need sequences of a multiple of {multiple} tokens"
-        remedy = f"model.n_positions={nearest(positions, multiple)}, or {in_bf16(config)}"
+        remedy = or_in_bf16(config, f"model.n_positions={nearest(positions, multiple)}")
         yield finding(config, "model.n_positions", reason, remedy)
 
 

@@ -40,6 +40,8 @@ KINDS = {
 }
 OPTIMIZERS = ("adamw", "adamw_bf16", "adamw8bit", "muon")  # tests hold this against conf/optimizer
 DEFAULTS = {"precision": "fp8_hybrid"}  # what is advised of several that have a key; otherwise the first of them
+# What a key needs beside the choice that has it.
+BESIDE = {"precision.emulate": "precision.backend=emulated"}
 
 
 def unchosen(path: str, value: object = None) -> str | None:
@@ -64,6 +66,13 @@ def near(name: str, names: Iterable[str], n: int = 3, cutoff: float = 0.6) -> li
     if name.lower() in lower:
         return [lower[name.lower()]]
     return [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=n, cutoff=cutoff)]
+
+
+def near_list(path: str, value: object, names: Sequence[str]) -> str | None:
+    """Return what to type for a list of `names`, each once, with others in it; None if it is not known of all."""
+    meant = [near(str(item), names, 1) for item in (value if isinstance(value, list) else [value])]
+    items = dict.fromkeys(found[0] for found in meant if found)
+    return f"did you mean {path}='[{','.join(items)}]'?" if meant and all(meant) else None
 
 
 def either(words: Sequence[str]) -> str:
@@ -93,12 +102,13 @@ def unknown_key(
     group, _, leaf = path.rpartition(".")
     if owners:
         group = f"data@{group}" if group.startswith("data.sources.") else group
-        theirs = [name for owner in owners for name in KINDS.get(owner, (owner,))]
+        theirs = [name for owner in owners for name in KINDS.get(owner, (owner,)) if (group, name) not in REFUSED]
         ours = either([f"{group}={name}" for name in KINDS.get(str(tag), (str(tag),))])
-        listed = f" {path}='[FILE]'" if leaf in ("train_files", "val_files") else ""
+        beside = f" {path}='[FILE]'" if leaf in ("train_files", "val_files") else ""
+        beside += f" {BESIDE[path]}" if path in BESIDE else ""
         return (
             f"{path} belongs to {group}={either(theirs)}, and this run has {ours}",
-            f"choose {group}={min(theirs, key=lambda name: name != DEFAULTS.get(group))}{listed}, or leave {path} out",
+            f"choose {group}={min(theirs, key=lambda name: name != DEFAULTS.get(group))}{beside}, or leave {path} out",
         )
     paths = list(everywhere)
     matches = [p for p in paths if p.rpartition(".")[2] == leaf]

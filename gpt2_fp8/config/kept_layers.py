@@ -102,6 +102,11 @@ def partly(kept: Kept) -> str | None:
     return next((f"blocks.{i}" for i, parts in enumerate(kept.blocks) if parts and parts != ALL_PARTS), None)
 
 
+def every_block(kept: Kept) -> bool:
+    """Return whether no product of any block computes in FP8."""
+    return all(parts == ALL_PARTS for parts in kept.blocks)
+
+
 def split_mlp(kept: Kept) -> str | None:
     """Name a block of whose MLP one product of two is kept; None if there is none."""
     return next((f"blocks.{i}" for i, parts in enumerate(kept.blocks) if len(parts & MLP) == 1), None)

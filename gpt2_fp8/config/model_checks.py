@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpt2_fp8.config.backend_support import asked
+from gpt2_fp8.config import bf16_instead, model_fits
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.keys import finding
+from gpt2_fp8.config.model_fits import head_size, key_value_heads, nearest
 from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.config.schema import ModelConfig, RunConfig
 
@@ -26,53 +26,23 @@ def check(config: RunConfig) -> Iterator[Finding]:
         yield _unequal_heads(model, multiple)
     if model.n_head % (model.n_kv_head or model.n_head):
         reason = "each key-value head serves the same number of heads"
-        yield _finding(model, "n_head n_kv_head", reason, f"model.n_kv_head={_key_value_heads(model, multiple)}")
+        yield _finding(model, "n_head n_kv_head", reason, f"model.n_kv_head={key_value_heads(model, multiple)}")
     yield from _rope(model, multiple)
     yield from _widths(config, multiple)
 
 
 def _unequal_heads(model: ModelConfig, multiple: int) -> Finding:
-    ways = [f"model.n_embd={_fitting_width(model, multiple)}"]
-    kept = model.n_kv_head and _key_value_heads(model, multiple)
-    fitting = [
-        heads
-        for heads in _divisors(model.n_embd, model.n_head)
-        if heads % (kept or heads) == 0 and model.n_embd // heads % _size_step(model, multiple, heads, kept) == 0
-    ]
-    if fitting and model.n_embd % multiple == 0:
-        ways.append(f"model.n_head={max(fitting)}")
+    ways = [_width(model, multiple)]
+    if (fitting := model_fits.heads(model, multiple)) and model.n_embd % multiple == 0:
+        ways.append(f"model.n_head={fitting}")
     return _finding(model, "n_embd n_head", "the heads share n_embd in equal parts", ", or ".join(ways))
 
 
-def _key_value_heads(model: ModelConfig, multiple: int) -> int:
-    """Return the number of key-value heads that a model has, or the nearest that its heads can share."""
-    asked = model.n_kv_head or model.n_head
-    if model.n_head % asked == 0:
-        return asked
-    size = _head_size(model)
-    able = _divisors(model.n_head, model.n_head)
-    turns = size and (size % 2 == 0 or model.positions != "rope")
-    if size and turns and model.n_head * size % multiple == 0:  # otherwise the size is what must change
-        able = [heads for heads in able if 2 * heads * size % multiple == 0]
-    return max((heads for heads in able if heads <= asked), default=min(able))
-
-
-def _size_step(model: ModelConfig, multiple: int, n_head: int, n_kv_head: int | None) -> int:
-    """Return what a head's size must be a multiple of, for RoPE and for the widths that attention projects to."""
-    steps = [multiple // math.gcd(multiple, heads) for heads in (n_head, 2 * (n_kv_head or n_head))]
-    return math.lcm(*steps, 2 if model.positions == "rope" else 1)
-
-
-def _fitting_size(model: ModelConfig, multiple: int, size: int) -> int:
-    return nearest(size, _size_step(model, multiple, model.n_head, _key_value_heads(model, multiple)))
-
-
-def _fitting_width(model: ModelConfig, multiple: int) -> int:
-    """Return the nearest width of the residual stream that fits, with heads that share it if they do."""
-    if model.head_size is not None:
-        return nearest(model.n_embd, multiple)
-    step = _size_step(model, multiple, model.n_head, _key_value_heads(model, multiple))
-    return nearest(model.n_embd, math.lcm(multiple, model.n_head * step))
+def _width(model: ModelConfig, multiple: int) -> str:
+    """Return the words of the nearest width. A head size that says what the width says goes with it."""
+    width = model_fits.width(model, multiple)
+    goes_with_it = model.head_size is not None and model_fits.shares_width(model)
+    return f"model.n_embd={width}" + (f" model.head_size={width // model.n_head}" if goes_with_it else "")
 
 
 def _rope(model: ModelConfig, multiple: int) -> Iterator[Finding]:
@@ -80,11 +50,11 @@ def _rope(model: ModelConfig, multiple: int) -> Iterator[Finding]:
     if model.positions != "rope":
         yield from _no_rotations(model, multiple)
         return
-    size = _head_size(model)
+    size = head_size(model)
     if size and size % 2:
         keys = "positions n_embd n_head" if model.head_size is None else "positions head_size"
         reason = f"RoPE turns pairs of channels, and a head has {size}"
-        yield _finding(model, keys, reason, f"model.head_size={_fitting_size(model, multiple, size)}")
+        yield _finding(model, keys, reason, f"model.head_size={model_fits.size(model, multiple, size)}")
     given = [key for key in _BANDS if getattr(model, key) is not None]
     if missing := _missing(model):
         reason = f"Llama 3's scaling also needs {' and '.join(f'model.{key}' for key in missing)}"
@@ -127,26 +97,22 @@ def _widths(config: RunConfig, multiple: int) -> Iterator[Finding]:
     model = config.model
     reason = f"{products(config)} need a multiple of {multiple}"
     if model.n_embd % multiple:
-        remedy = f"model.n_embd={_fitting_width(model, multiple)}, or {in_bf16(config)}"
-        yield _finding(model, "n_embd", reason, remedy)
+        yield _finding(model, "n_embd", reason, or_in_bf16(config, _width(model, multiple)))
     if (model.mlp_width or multiple) % multiple:
         assert model.mlp_width is not None
-        remedy = f"model.mlp_width={nearest(model.mlp_width, multiple)}, or {in_bf16(config)}"
+        remedy = or_in_bf16(config, f"model.mlp_width={nearest(model.mlp_width, multiple)}")
         yield _finding(model, "mlp_width", reason, remedy)
-    size = model.head_size if model.n_embd % multiple else _head_size(model)  # else the width decides it
+    if model.n_embd % multiple and model_fits.shares_width(model):  # which decides the size of a head
+        return
+    size = head_size(model)
     if not size or (size % 2 and model.positions == "rope"):
         return
-    for heads, of in ((model.n_head, "queries"), (2 * _key_value_heads(model, multiple), "keys and values")):
+    for heads, of in ((model.n_head, "queries"), (2 * key_value_heads(model, multiple), "keys and values")):
         if heads * size % multiple:
             keys = "n_head head_size" if of == "queries" else "n_kv_head head_size"
-            remedy = f"model.head_size={_fitting_size(model, multiple, size)}, or {in_bf16(config)}"
+            remedy = or_in_bf16(config, f"model.head_size={model_fits.size(model, multiple, size)}")
             yield _finding(model, keys, f"{reason}, and the {of} have {heads * size} channels", remedy)
             return
-
-
-def _head_size(model: ModelConfig) -> int | None:
-    """Return the channels of a head; None if the heads do not share n_embd, which is told by itself."""
-    return model.head_size or (None if model.n_embd % model.n_head else model.n_embd // model.n_head)
 
 
 def width_multiple(config: RunConfig) -> int:
@@ -165,25 +131,9 @@ def products(config: RunConfig) -> str:
     return f"the FP8 matrix products of recipe={name}" if name in _MULTIPLES else "FP8 matrix products"
 
 
-def in_bf16(config: RunConfig) -> str:
-    """Return what is typed for bf16 in place of FP8; layers that are for FP8 alone are not kept."""
-    only_fp8 = asked(config) in ("fused", "torchao", "emulated")
-    return f"precision=bf16{' precision.backend=auto' if only_fp8 else ''}"
-
-
-def nearest(value: int, multiple: int) -> int:
-    """Return the multiple that is nearest to a value, and not 0."""
-    return max(1, round(value / multiple)) * multiple
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor up to `most`; of a number beyond 10^12, of those with a factor up to a million."""
-    return max(_divisors(number, most))
-
-
-def _divisors(number: int, most: int) -> list[int]:
-    small = [d for d in range(1, min(math.isqrt(number), 10**6) + 1) if number % d == 0]
-    return [d for one in small for d in (one, number // one) if d <= most]
+def or_in_bf16(config: RunConfig, words: str) -> str:
+    """Return what is typed for a shape that fits FP8, and for bf16 if that is another way out."""
+    return ", or ".join(filter(None, [words, bf16_instead.words(config)]))
 
 
 def _finding(model: ModelConfig, keys: str, reason: str, remedy: str) -> Finding:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from gpt2_fp8.config import run_length
 from gpt2_fp8.config.amounts import as_typed
-from gpt2_fp8.config.model_checks import largest_divisor
+from gpt2_fp8.config.model_fits import largest_divisor
 from gpt2_fp8.config.schema import RunConfig
 
 RUN = "python -m gpt2_fp8.run"

@@ -123,6 +123,7 @@ class _Builder:
             (item,) = get_args(lists[0])
             remedy = hints.VALUES.get(path) or f"{path}={_example(lists)}"
             remedy = f"{path}='[{show(value)}]'" if item is str and isinstance(value, str) else remedy
+            remedy = hints.near_list(path, value, get_args(item)) or remedy  # of a Literal
             several = ", ".join(get_args(item)) if get_origin(item) is Literal else _SEVERAL[item]
             return self._bad(path, f"{path}={show(value)}: needs a list of {several}", remedy)
         meant = self._nearest(members, value, literals, path)

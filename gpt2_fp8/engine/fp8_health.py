@@ -107,7 +107,7 @@ class FP8Health:
         stored = self.stored
         scales = dict(zip(stored.found, stored.scales().unbind(), strict=True)) if stored.found else {}
         found = self._pass(ids, self._step.share, self._step.micro_batch_size, scales)
-        values = torch.stack(list(found.values())).tolist()
+        values = torch.stack(list(found.values())).tolist() if found else []
         return dict(zip(found, values, strict=True))
 
 

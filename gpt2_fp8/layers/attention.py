@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from gpt2_fp8.compat.flash_attn import flash_backward, why_no_flash
 from gpt2_fp8.compat.torch_private import cudnn_attention
 from gpt2_fp8.config.block_spec import Heads
+from gpt2_fp8.config.model_fits import cudnn_takes
 from gpt2_fp8.config.schema import AttentionKernel
 from gpt2_fp8.layers import reference, te
 
@@ -24,8 +25,15 @@ SHORT_TOKENS = 128  # one block of its backward; shorter sequences take other ke
 
 
 def kernels(heads: Heads) -> str:
-    """Name the kernels that `attention` will run if it may choose, for people."""
-    return "cuDNN" if why_not_flash(heads) else "cuDNN forward, FlashAttention 4 backward"
+    """Name the kernels that `attention` runs if it may choose, for people; not of sequences that `has_torchs`."""
+    if not why_not_flash(heads):
+        return "cuDNN forward, FlashAttention 4 backward"
+    return "cuDNN" if cudnn_takes(heads.size) else "Transformer Engine's choice, not cuDNN"
+
+
+def has_torchs(heads: Heads, tokens: int) -> bool:
+    """Return whether torch chooses the kernel for sequences of `tokens` in what `attention` builds if it may choose."""
+    return tokens <= SHORT_TOKENS and not why_not_flash(heads)
 
 
 def why_not_flash(heads: Heads, tokens: int | None = None) -> str | None:
@@ -34,7 +42,7 @@ def why_not_flash(heads: Heads, tokens: int | None = None) -> str | None:
     `tokens`: of a sequence. Without them, only the heads are asked about.
     """
     if tokens is not None and tokens <= SHORT_TOKENS:
-        return f"sequences of {tokens} tokens, and it is for more than {SHORT_TOKENS}"
+        return f"sequences of {tokens} tokens, and FlashAttention 4 is for more than {SHORT_TOKENS}"
     return why_no_flash() if heads.size in HEAD_SIZES else f"heads of {heads.size}"
 
 

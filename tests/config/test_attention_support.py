@@ -4,6 +4,8 @@ import itertools
 import re
 from dataclasses import replace
 
+import pytest
+
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import attention_support, backend_check
 from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
@@ -69,3 +71,20 @@ def test_transformer_engines_attention_on_plain_layers_has_a_reason_and_what_doe
     assert "plain-torch layers, which call torch's attention alone" in one.problem.cause
     assert "attention=cudnn (torch's call of cuDNN, which Transformer Engine calls too)" in one.problem.remedy
     assert "or precision.backend=te," in one.problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("words", "proposed"),
+    [
+        (["model=gpt2"], "attention=cudnn"),
+        (["model=gpt2", "model.n_embd=1008"], "attention=sdpa"),  # heads of 84
+        (["model=gpt2", "model.n_head=1"], "attention=sdpa"),
+        (["model=gpt2", "model.head_size=256"], "attention=cudnn"),
+        (["model=gpt2", "model.head_size=60"], "attention=sdpa"),
+    ],
+    ids=str,
+)
+def test_cudnns_kernel_is_proposed_for_heads_that_it_takes(words, proposed):
+    (config,) = preflight(["precision=bf16", *words])
+    (one,) = attention_support.check(replace(config, attention="te"))
+    assert re.split("[, ]", one.problem.remedy)[0] == proposed

@@ -34,7 +34,7 @@ IDS = "data=token_files data.train_files=[/etc/passwd] data.val_sequences=0"
 MIXED = "data=mixture +data@data.sources.a=fineweb +data@data.sources.b=openwebtext"
 TABLE = [
     # numbers that do not fit together
-    ("model.n_embd=100 model.n_head=3 precision=bf16", "the heads share", "model.n_embd=99, or model.n_head=2"),
+    ("model.n_embd=100 model.n_head=3 precision=bf16", "the heads share", "model.n_embd=96, or model.n_head=2"),
     ("model.n_embd=96 model.n_head=5", "heads share n_embd", "model.n_embd=80, or model.n_head=4"),
     ("model.n_head=1000000000000 precision=bf16", "the heads share n_embd", "or model.n_head=128"),
     ("global_batch_size=999983 micro_batch_size=999982", "does not divide", "micro_batch_size=1, or glob"),
@@ -196,6 +196,27 @@ TABLE = [
         "precision.emulate names head and head_weight, and head is all operands of the head",
         "leave out head, or head_weight",
     ),
+    (
+        "precision.backend=emulated precision.emulate=[head_dgrad_gradient] precision.keep_bf16=[head]",
+        "precision.emulate names head_dgrad_gradient, and precision.keep_bf16=[head] keeps the head in bf16",
+        "leave head_dgrad_gradient out of precision.emulate, or precision.keep_bf16='[]'",
+    ),
+    (
+        "precision.backend=emulated precision.emulate=[head,weight] precision.keep_bf16=[blocks.*,head]",
+        "precision.emulate names head, and precision.keep_bf16=[blocks.*,head] keeps the head in bf16",
+        "leave head, weight out of precision.emulate, or precision.keep_bf16='[]'",
+    ),
+    (
+        "precision.backend=emulated precision.emulate=[residual,weight] model.n_layer=4 "
+        "precision.keep_bf16=[first:2,last:2,head]",
+        "precision.emulate names weight, and precision.keep_bf16=[first:2,last:2,head] keeps every block in bf16",
+        "leave weight out of precision.emulate, or precision.keep_bf16='[first:2,head]'",
+    ),
+    (
+        "precision.fast_accumulation=true precision.keep_bf16=[blocks.*]",
+        "it is for the blocks, and precision.keep_bf16 keeps each of them in bf16",
+        "leave precision.fast_accumulation out",
+    ),
     ("precision.keep_bf16=head", "needs a list", "precision.keep_bf16='[head]'"),
     # precision=auto
     ("precision=auto recipe.margin=1", "recipe.margin belongs to recipe=delayed", "choose recipe=delayed"),
@@ -239,10 +260,16 @@ TABLE = [
     (
         "precision.backend=emulated precision.emulate=[weights]",
         "needs a list of fprop_input, weight, dgrad_gradient, wgrad_gradient, wgrad_input, residual, head",
-        "precision.emulate='[fprop_input,weight]'",
+        "did you mean precision.emulate='[weight]'?",
     ),
-    ("precision.backend=emulated precision.emulate=weight", "needs a list of fprop_input,", "'[fprop_input,weight]'"),
-    ("precision=bf16 precision.emulate=[weight]", "belongs to precision=fp8_hybrid", "leave precision.emulate out"),
+    ("precision.backend=emulated precision.emulate=[wieght,haed]", "a list of", "emulate='[weight,head]'?"),
+    ("precision.backend=emulated precision.emulate=[xyz]", "needs a list of", "emulate='[fprop_input,weight]'"),
+    ("precision.backend=emulated precision.emulate=weight", "needs a list of", "mean precision.emulate='[weight]'?"),
+    (
+        "precision=bf16 precision.emulate=[weight]",
+        "belongs to precision=fp8_hybrid or fp8_e4m3, and this run has precision=bf16",
+        "choose precision=fp8_hybrid precision.backend=emulated, or leave precision.emulate out",
+    ),
     ("precision.backend=emulated cuda_graphs=true", "and this is precision.backend=emulated", "cuda_graphs=auto"),
     ("precision.backend=emulated precision.fast_accumulation=true", "only the fused FP8", "leave precision.fast"),
     ("cuda_graphs=true precision=bf16", "and this is precision=bf16", "cuda_graphs=auto"),

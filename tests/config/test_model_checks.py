@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config import model_checks
+from gpt2_fp8.config import model_checks, model_fits
+from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
 
 WIDTHS = {
@@ -97,7 +98,14 @@ def test_one_word_is_one_problem_that_names_no_key_as_typed(words):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("model.head_size=20 model.n_head=3 model.n_embd=60", ["model.n_embd=64, or", "model.head_size=16, or"]),
+        ("model.head_size=20 model.n_head=3 model.n_embd=60", ["model.n_embd=48 model.head_size=16, or"]),
+        ("model.head_size=20 model.n_head=3 model.n_embd=72", ["model.n_embd=64, or", "model.head_size=16, or"]),
+        ("model=gpt2 model.n_embd=1000", ["model.n_embd=960", "model.n_embd=960, or"]),  # 1,008 has heads of 84
+        ("model=llama3_small model.n_embd=1000", ["model.n_embd=1024", "model.n_embd=1024, or"]),  # 992 has heads of 62
+        ("model=gpt2 model.n_head=13", ["model.n_embd=832, or model.n_head=12"]),
+        ("model=gpt2 model.n_embd=864 model.n_head=10", ["model.n_embd=880, or model.n_head=9"]),
+        ("model=gpt2 model.n_embd=100 model.n_head=48", ["model.n_embd=96", "model.n_embd=96, or"]),  # 384 is not near
+        ("model=gpt2 model.head_size=99 model.n_kv_head=2", ["model.head_size=96, or"]),  # 100 is nearer
         ("model=gpt2 model.head_size=1", ["model.head_size=4, or"]),
         ("model.n_embd=100 model.mlp_width=500", ["model.n_embd=96, or", "model.mlp_width=496, or"]),
         ("model.n_head=12 model.n_kv_head=5 model.head_size=4", ["model.n_kv_head=4"]),
@@ -109,3 +117,20 @@ def test_what_is_nearest_is_told(words, told):
     found = list(model_checks.check(with_words(preflight([base])[0], changes)))
     assert len(found) == len(told)
     assert all(one.problem.remedy.startswith(remedy) for one, remedy in zip(found, told, strict=True))
+
+
+@pytest.mark.parametrize("model", ["tiny", "gpt2_optimized", "llama3_small", "llama3_2_1b"])
+def test_a_shape_that_does_not_fit_has_the_options_of_one_that_does(model):
+    """`in_any_shape` changes no option of a model that fits, and every other one is described."""
+    (base,) = preflight([f"model={model}"])
+    fitting = 0
+    for values in itertools.product(*WIDTHS.values()):
+        shaped = replace(base.model, **dict(zip(WIDTHS, values, strict=True)))
+        options = block_spec(model_fits.in_any_shape(shaped)).options()
+        try:
+            expected = block_spec(shaped).options()
+        except ValueError:
+            continue
+        fitting += 1
+        assert options == expected, shaped
+    assert fitting > 100

@@ -22,7 +22,7 @@ from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.data import reader
 from gpt2_fp8.kernels import nvrtc
-from gpt2_fp8.layers import attention
+from gpt2_fp8.layers import attention, sdpa
 from gpt2_fp8.layers.received import Received
 from gpt2_fp8.runtime import collectives
 from gpt2_fp8.train.setup import announce
@@ -39,6 +39,7 @@ LOST = "flash-attn-4 does not load: OSError: libcute.so"
 def layers(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """The log's record of `layers`, for what is missing, on a GPU that is none."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(sdpa, "kernels", lambda *_: "torch's cuDNN kernel")  # which it asks the GPU
 
     def say(kernels: str | None, flash: str | None, *words: str) -> logging.LogRecord:
         monkeypatch.setattr(nvrtc, "missing", lambda: kernels)
@@ -64,6 +65,18 @@ def layers(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tm
         (["model=gpt2_wide"], "normalisation in Triton, over tiles (rows are wider than 2,048)"),
         (["model=gpt2", "model.n_positions=48", "micro_batch_size=3"], "(144 rows are no multiple of 64)"),
         (["model=tiny"], "attention cuDNN (heads of 32)"),
+        (["model=gpt2", "precision.keep_bf16=[head,first]"],
+         "gelu inside its GEMMs; logits Transformer Engine's, in bf16; norm"),
+        (["model=gpt2", "precision.keep_bf16=[blocks.*]"],
+         "gelu Transformer Engine's, in bf16; logits never in memory; normalisation in CUDA C++, over rows; "
+         "casts in CUDA C++; attention Transformer Engine's choice"),
+        (["model=gpt2", "model.n_embd=1008"], "attention Transformer Engine's choice, not cuDNN (heads of 84)"),
+        (["model=gpt2", "model.n_head=1"], "attention Transformer Engine's choice, not cuDNN (heads of 768)"),
+        (["model=gpt2", "model.n_positions=144"], "attention cuDNN forward, FlashAttention 4 backward"),
+        (
+            ["model=gpt2", "model.n_positions=128"],
+            "attention torch's cuDNN kernel (sequences of 128 tokens, and FlashAttention 4 is for more than 128)",
+        ),
     ],
 )  # fmt: skip
 def test_127_the_log_says_which_kernels_run_and_why_not_others(layers: Any, words: list[str], expected: str) -> None:

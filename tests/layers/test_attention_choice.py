@@ -4,10 +4,11 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 from gpt2_fp8.config.block_spec import gpt2_heads
 from gpt2_fp8.layers import attention, reference, te
-from gpt2_fp8.layers.attention import FlashAttention, flash_backward, kernels, why_no_flash, why_not_flash
+from gpt2_fp8.layers.attention import FlashAttention, flash_backward, has_torchs, kernels, why_no_flash, why_not_flash
 
 OF_64 = gpt2_heads(n_head=12, n_embd=768)
 
@@ -83,7 +84,24 @@ def test_a_kernel_that_is_asked_for_is_taken_whatever_is_installed(install, func
 def test_short_sequences_are_not_flash_attentions(install):
     install(backward)
     assert why_not_flash(OF_64, 129) is None
-    assert why_not_flash(OF_64, 128) == "sequences of 128 tokens, and it is for more than 128"
+    assert why_not_flash(OF_64, 128) == "sequences of 128 tokens, and FlashAttention 4 is for more than 128"
+
+
+@pytest.mark.parametrize("tokens", [128, 129])
+@pytest.mark.parametrize("function", [backward, None], ids=["installed", "not installed"])
+def test_short_sequences_go_to_torch_only_where_others_go_to_flash_attention(install, function, tokens, monkeypatch):
+    """What `has_torchs` says is what the module does: Transformer Engine's takes sequences of any length."""
+    went = []
+    install(function)
+    monkeypatch.setattr(te, "attention", lambda *_, **__: lambda qkv: went.append("te"))
+    monkeypatch.setattr(reference, "causal_attention", lambda *_: went.append("torch"))
+    monkeypatch.setattr(attention._FlashAttention, "apply", lambda *_: went.append("flash"))
+    attention.attention(OF_64)(torch.empty(1, tokens, OF_64.packed))
+    assert (went == ["torch"]) == has_torchs(OF_64, tokens) == (function is not None and tokens == 128)
+    assert (
+        went == ["torch"]
+        or kernels(OF_64) == {"te": "cuDNN", "flash": "cuDNN forward, FlashAttention 4 backward"}[went[0]]
+    )
 
 
 @pytest.mark.parametrize("error", [OSError("libcute.so: cannot open"), RuntimeError("no compiler")])
@@ -100,9 +118,21 @@ def test_one_that_does_not_load_is_left_alone(error, tmp_path, monkeypatch):
     sys.modules.pop("flash_attn", None)
 
 
-@pytest.mark.parametrize(("n_head", "n_embd"), [(4, 128), (4, 384), (2, 512)])
-def test_other_heads_have_cudnns(install, n_head, n_embd):
+@pytest.mark.parametrize(
+    ("n_head", "n_embd", "said"),
+    [
+        (4, 128, "cuDNN"),
+        (4, 384, "cuDNN"),
+        (2, 512, "cuDNN"),
+        (1, 264, "Transformer Engine's choice, not cuDNN"),
+        (12, 1008, "Transformer Engine's choice, not cuDNN"),
+        (768, 768, "Transformer Engine's choice, not cuDNN"),
+    ],
+)
+def test_other_heads_are_transformer_engines(install, n_head, n_embd, said):
+    """On Hopper it takes cuDNN, which has kernels for multiples of 8 up to 256."""
     install(backward)
     heads = gpt2_heads(n_head, n_embd)
-    assert kernels(heads) == "cuDNN"
+    assert kernels(heads) == said
+    assert not has_torchs(heads, 16)
     assert why_not_flash(heads) == f"heads of {n_embd // n_head}"

@@ -62,8 +62,19 @@ def test_each_step_is_there_once_after_a_kill_and_a_resume(tmp_path):
     assert metrics(tmp_path / "legs")["fp8/scale_age"] == metrics(tmp_path / "whole")["fp8/scale_age"]
 
 
-def test_a_run_without_fp8_says_nothing_of_it(tmp_path):
-    train(tmp_path, "trainer.max_steps=3", "trainer.val_check_interval=3")
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        [*FP8, "precision.emulate=[]"],
+        [*FP8, "precision.emulate=[residual]", "recipe=current"],
+        [*FP8, "precision.keep_bf16=['*']"],
+    ],
+    ids=lambda words: " ".join(words[2:]) or "fallback",
+)
+def test_a_run_that_casts_nothing_says_nothing_of_it(tmp_path, caplog, words):
+    train(tmp_path, *words, "trainer.max_steps=3", "trainer.val_check_interval=3")
+    assert [message for message in caplog.messages if "health" in message] == []
     assert not (tmp_path / "fp8.csv").exists()
     assert not any(name.startswith("fp8/") for name in metrics(tmp_path))
 
