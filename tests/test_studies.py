@@ -50,9 +50,17 @@ def test_the_gradients_bias_is_told_by_kind_of_parameter(study, tmp_path, capsys
         assert noise < error
         assert noise / 2 < bias < 2 * error
         assert abs(slope - 1) <= bias
-    rows.write_text("nothing\n")
-    assert study("gradient_bias").main(asked) == 2
-    assert "write NAME: WORDS" in capsys.readouterr().err
+    for text, cause in {
+        "nothing\n": "write NAME: WORDS",
+        "one: precision.emulate=[]": "has one row",
+        "none: precision.emulate=[]\nb: precision.backend=fused": "b: precision=fp8_hybrid would run in fp32",
+        "none: precision.emulate=[]\nb: @3 precision.emulate=[]": "b: @STEP changes a run's words",
+        "none: precision.emulate=[]\nb: -m": "b: -m asks for several runs",
+        "none: precision.emulate=[]\nb: model.n_embd=64": "the checkpoint does not fit the model",
+    }.items():
+        rows.write_text(text)
+        assert study("gradient_bias").main(asked) == 2, text
+        assert cause in capsys.readouterr().err
     assert study("gradient_bias").main(["run", "--conditions", str(tmp_path / "none.txt"), "--", *words]) == 2
     assert capsys.readouterr().err.count("\n") == 2
 
