@@ -269,7 +269,7 @@ def test_the_studys_command_composes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
     factorial, study = (importlib.import_module(name) for name in ("factorial", "fp8_gap"))
     commands = [found.words for found in ALL if found.words[: len(STUDY)] == STUDY]
-    assert len(commands) == 6
+    assert len(commands) == 7
     steps = set()
     for command in commands:
         mark = command.index("--")
@@ -277,7 +277,8 @@ def test_the_studys_command_composes(tmp_path, monkeypatch):
         stand_ins(words)
         options = command[len(STUDY) : mark]
         if "--conditions" in options:  # the factorial's stand for those of a file that the reader has
-            del options[options.index("--conditions") :][:2]
+            place = options.index("--conditions")
+            del options[place : place + 2]
         jobs = study.read([*options, "--", *words])[1].jobs()
         assert len(jobs) == len({job.seed for job in jobs}) * len(factorial.EMULATED)
         steps |= {job.steps for job in jobs}

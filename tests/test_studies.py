@@ -395,7 +395,7 @@ def queue(study, planned, monkeypatch, capsys):
 def test_conditions_wait_for_the_start_of_their_seed(queue, tmp_path):
     code, begun, out = queue({}, "--from", "4", "--seeds", "1", "2")
     assert code == 0, out
-    assert "4 runs, 0 of them done, 2 starts before them" in out
+    assert "4 runs, 0 of them done; common starts to train first: 2" in out
     assert begun[:2] == ["start, seed 1", "start, seed 2"]
     assert sorted(begun[2:]) == ["a, seed 1", "a, seed 2", "b, seed 1", "b, seed 1", "b, seed 2", "b, seed 2"]
     assert queue({}, "--from", "4", "--seeds", "1", "2")[:2] == (0, [])

@@ -67,7 +67,8 @@ class Job:
     def fell_back(self) -> str | None:
         """In what the run has computed instead of the precision that was asked for, and why; None: it has not."""
         found = self._summary().get("precision")
-        asked, ran, reason = (found.get(key) for key in ("asked", "ran", "reason")) if found else (None,) * 3
+        found = found if isinstance(found, dict) else {}
+        asked, ran, reason = (found.get(key) for key in ("asked", "ran", "reason"))
         return None if ran is None or asked in (ran, "auto") else f"{ran} instead of {asked}: {reason}"
 
     @property

@@ -46,7 +46,7 @@ class Queue:
         self._waiting: list[Job] = [*(start for start in found if start in self._starts), *left]
         self._running: dict[Job, Running] = {}
         self._failed: list[Job] = []
-        first = f", {len(self._starts)} starts before them" if self._starts else ""
+        first = f"; common starts to train first: {len(self._starts)}" if self._starts else ""
         print(f"{len(jobs)} runs, {len(jobs) - len(left)} of them done{first}", flush=True)
 
     def run(self) -> int:
