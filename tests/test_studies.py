@@ -379,6 +379,7 @@ def queue(study, planned, monkeypatch, capsys):
     def queue(ends, *argv):
         def command(job):
             begun.append(str(job))
+            assert job.start is None or job.start.done or job.began, f"{job} has not waited"
             leg = next((leg for leg in job.legs if leg.until is None or job.step < leg.until), job.legs[-1])
             step, ran, code = ends.get(str(job), (leg.until or job.steps, "fp8", 0))
             return [sys.executable, "-c", RUN, str(job.folder), str(step), ran, str(code)]
@@ -402,6 +403,7 @@ def test_conditions_wait_for_the_start_of_their_seed(queue, tmp_path):
     shutil.rmtree(tmp_path / "study/start")  # what has begun needs it no more
     (tmp_path / "study/a/seed-1/summary.json").unlink()
     assert queue({}, "--from", "4", "--seeds", "1", "2")[:2] == (0, ["a, seed 1"])
+    assert queue({}, "--from", "4", "--seeds", "3")[0] == 0, "beside a start, with a place left"
 
 
 def test_a_start_that_fails_fails_its_conditions_and_no_others(queue, tmp_path):
