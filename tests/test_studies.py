@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.reports import spread
 from tests.runs import SMALL, metrics, summary, train
 
 STUDIES = Path(__file__).resolve().parents[1] / "docs/studies"
@@ -50,9 +53,17 @@ def test_the_gradients_bias_is_told_by_kind_of_parameter(study, tmp_path, capsys
         assert noise < error
         assert noise / 2 < bias < 2 * error
         assert abs(slope - 1) <= bias
-    rows.write_text("nothing\n")
-    assert study("gradient_bias").main(asked) == 2
-    assert "write NAME: WORDS" in capsys.readouterr().err
+    for text, cause in {
+        "nothing\n": "write NAME: WORDS",
+        "one: precision.emulate=[]": "has one row",
+        "none: precision.emulate=[]\nb: precision.backend=fused": "b: precision=fp8_hybrid would run in fp32",
+        "none: precision.emulate=[]\nb: @3 precision.emulate=[]": "b: @STEP changes a run's words",
+        "none: precision.emulate=[]\nb: -m": "b: -m asks for several runs",
+        "none: precision.emulate=[]\nb: model.n_embd=64": "the checkpoint does not fit the model",
+    }.items():
+        rows.write_text(text)
+        assert study("gradient_bias").main(asked) == 2, text
+        assert cause in capsys.readouterr().err
     assert study("gradient_bias").main(["run", "--conditions", str(tmp_path / "none.txt"), "--", *words]) == 2
     assert capsys.readouterr().err.count("\n") == 2
 
@@ -95,12 +106,8 @@ def test_planted_effects_are_found_whatever_interactions_of_two_there_are(study)
     assert [effect.error for effect in found] == pytest.approx([0.004 * math.sqrt(1 / 24 + 1 / 24)] * 6)
 
 
-def test_a_difference_has_the_error_of_both_means(study):
+def test_a_contrast_of_single_runs_has_no_error(study):
     statistics = study("statistics_of")
-    found = statistics.difference([1.0, 2.0, 3.0], [5.0, 9.0])
-    assert found.value == 2 - 7
-    assert found.error == pytest.approx(math.sqrt(1 / 3 + 8 / 2))
-    assert math.isnan(statistics.difference([1.0], [2.0, 3.0]).error)
     assert math.isnan(statistics.contrast([[1.0], [2.0]], [-1, 1]).error)
     assert statistics.contrast([[1.0], [2.0]], [-1, 1]).value == 1
 
@@ -110,55 +117,102 @@ def test_equal_seeds_are_compared_without_what_they_have_in_common(study):
     effect, count = paired({1: 5.2, 2: 4.2, 9: 1.0}, {2: 4.1, 1: 5.0, 3: 7.0})
     assert (effect.value, count) == (pytest.approx(0.15), 2)
     assert effect.error == pytest.approx(0.05)
-    assert paired({1: 5.0}, {2: 4.0})[1] == 0
+    assert paired({1: 5.0}, {2: 4.0}) is None
 
 
 def test_the_table_compares_with_the_first_condition(study):
-    table = study("fp8_gap")._table({"bf16": {1: 4.0, 2: 4.2}, "fused": {1: 4.1, 2: 4.5, 3: 4.3}, "late": {}})
-    lines = table.splitlines()
+    """The bounds are those of `gpt2_fp8.compare`."""
+    losses = {"bf16": {1: 4.0, 2: 4.2}, "fused": {1: 4.1, 2: 4.5, 3: 4.3}, "late": {}, "one": {1: 4.1}}
+    lines = study("gap_table").table(losses).splitlines()
+    assert "at most (95 %)" in lines[0]
     assert lines[1].split() == ["bf16", "2", "4.1000", "0.1414"]
-    row = "fused 3 4.3000 0.2000 +0.2000 (0.1528) +4.88 %; on 2 equal seeds +0.2000 (0.1000)"
-    assert " ".join(lines[2].split()) == row
+    bound = spread.welch([4.1, 4.5, 4.3], [4.0, 4.2]).above
+    assert bound > 0.2 + 0.1528 * 1.645
+    row = f"fused 3 4.3000 0.2000 +0.2000 (0.1528), at most {bound:+.4f} +4.88 %"
+    assert " ".join(lines[2].split()) == f"{row}; on 2 equal seeds +0.2000 (0.1000), at most +0.8314"
     assert lines[3].split() == ["late", "0"]
+    assert lines[4].endswith("+0.0000 (of one seed)  +0.00 %; on 1 equal seeds +0.1000 (of one seed)")
 
 
 # Jobs
 
 
-def test_a_condition_with_a_change_of_precision_has_two_legs(study):
-    legs = study("jobs").Leg.parse("precision=bf16 @350 'notes=a b' precision=fp8_hybrid")
+def test_a_condition_with_a_change_of_precision_has_two_legs(study, tmp_path):
+    (tmp_path / "rows.txt").write_text("# two legs\na: precision=bf16 @350 'notes=a b' precision=fp8_hybrid\n")
+    (legs,) = study("rows").read(str(tmp_path / "rows.txt")).values()
     assert [(leg.words, leg.until) for leg in legs] == [
         (("precision=bf16",), 350),
         (("notes=a b", "precision=fp8_hybrid"), None),
     ]
 
 
+@pytest.fixture
+def planned(study, tmp_path):
+    """The jobs of a study with these rows, of 300 steps unless they say otherwise."""
+
+    def planned(lines, *argv, words=()):
+        (tmp_path / "rows.txt").write_bytes(lines if isinstance(lines, bytes) else lines.encode())
+        rows = "--conditions", str(tmp_path / "rows.txt")
+        return study("fp8_gap").read([str(tmp_path / "study"), *rows, *argv, "--", "trainer=cpu", *words])[1].jobs()
+
+    return planned
+
+
 @pytest.mark.parametrize(("step", "words", "stops"), [(0, "one", 3), (2, "one", 3), (3, "two", None), (7, "two", None)])
-def test_a_run_goes_on_with_the_leg_of_its_step(study, monkeypatch, tmp_path, step, words, stops):
-    jobs = study("jobs")
-    job = jobs.Job(tmp_path, "a: b/c", 5, jobs.Leg.parse("notes=one @3 notes=two"), ("seed=0",), 8)
-    monkeypatch.setattr(jobs.Job, "step", step)
+def test_a_run_goes_on_with_the_leg_of_its_step(study, monkeypatch, planned, tmp_path, step, words, stops):
+    lines = "a - b/c: notes=one plugins=[json,stop_at] @3 notes=two precision=fp8_hybrid"
+    (job,) = planned(lines, "--seeds", "5")
+    monkeypatch.setattr(study("jobs").Job, "step", step)
     command = job.command()
     assert f"notes={words}" in command
-    assert ("callbacks.extra=[stop_at]" in command) == (stops is not None)
+    assert ("callbacks.extra=['stop_at']" in command) == (stops is not None)
+    assert ("plugins=['json','stop_at']" in command) == (stops is not None)
     assert ("+tags.stop_at=3" in command) == (stops is not None)
-    assert f"hydra.run.dir={tmp_path}/a_b_c/seed-5" in command
-    assert command.index("seed=5") > command.index("seed=0")
+    assert "precision.fallback=error" in command
+    assert f"hydra.run.dir='{tmp_path}/study/a_-_b_c/seed-5'" in command
+    assert {"seed=5", "ckpt_path=last"} < set(command)
+
+
+def test_a_run_begins_from_the_start_of_its_seed_until_it_has_a_checkpoint(planned, tmp_path):
+    lines = f"a: precision=bf16\nb: precision=bf16 @9 {FP8}"
+    jobs = planned(lines, "--from", "4", "--seeds", "1", "2")
+    assert [(str(job), str(job.start), job.step) for job in jobs[1:3]] == [
+        ("a, seed 2", "start, seed 2", 4),
+        ("b, seed 1", "start, seed 1", 4),
+    ]
+    job, start = jobs[2], tmp_path / "study/start/seed-1"
+    assert job.start is not jobs[3].start
+    assert {f"ckpt_path='{start}/checkpoints/step-00000004'", "+tags.stop_at=9"} < set(job.command())
+    assert {"ckpt_path=last", "+tags.stop_at=4", "precision=bf16"} < set(job.start.command())
+    own = job.folder / "checkpoints/step-00000009"
+    own.mkdir(parents=True)
+    (own / "manifest.json").write_text("{}")
+    assert job.began
+    assert job.step == 9
+    assert "ckpt_path=last" in job.command()
+    assert "+tags.stop_at=9" not in job.command()
+
+
+BF16 = {"asked": "bf16", "ran": "bf16", "reason": None}
+FELL = {"asked": "fp8_hybrid", "ran": "bf16", "reason": "no FP8 units"}
 
 
 @pytest.mark.parametrize(
     ("found", "loss"),
     [
         ({"status": "completed", "steps": 8, "last_val_loss": 2.5}, 2.5),
+        ({"status": "completed", "steps": 8, "last_val_loss": 2.5, "precision": BF16}, 2.5),
+        ({"status": "completed", "steps": 8, "last_val_loss": 2.5, "precision": FELL | {"asked": "auto"}}, 2.5),
+        ({"status": "completed", "steps": 8, "last_val_loss": 2.5, "precision": FELL}, None),
         ({"status": "completed", "steps": 4, "last_val_loss": 2.5}, None),  # a leg's end
         ({"status": "stopped", "steps": 8, "last_val_loss": 2.5}, None),
         ({"status": "diverged", "steps": 8, "last_val_loss": None}, None),
+        ([], None),
         (None, None),
     ],
 )
-def test_only_a_whole_run_has_a_result(study, tmp_path, found, loss):
-    jobs = study("jobs")
-    job = jobs.Job(tmp_path, "bf16", 1, jobs.Leg.parse("precision=bf16"), (), 8)
+def test_only_a_whole_run_in_its_precision_has_a_result(study, tmp_path, found, loss):
+    job = study("jobs").Job(tmp_path, "bf16", 1, (study("rows").Leg(("precision=bf16",)),), (), 8)
     job.folder.mkdir(parents=True)
     if found is not None:
         (job.folder / "summary.json").write_text(json.dumps(found))
@@ -166,15 +220,15 @@ def test_only_a_whole_run_has_a_result(study, tmp_path, found, loss):
 
 
 def test_the_figure_of_a_window_is_its_mean_training_loss(study, tmp_path):
-    jobs = study("jobs")
-    job = jobs.Job(tmp_path, "bf16", 1, jobs.Leg.parse("precision=bf16"), (), 8, after=2)
+    job = study("jobs").Job(tmp_path, "bf16", 1, (study("rows").Leg(("precision=bf16",), 8),), (), 8, after=2)
     job.folder.mkdir(parents=True)
-    rows = ["step,train_loss", "2,9.0", "4,3.0", "5,", "6,2.0", "8,1.0", "10,9.0"]
-    (job.folder / "metrics.csv").write_text("\n".join(rows))
-    (job.folder / "summary.json").write_text(json.dumps({"status": "completed", "steps": 6}))
+    rows = ["step,train_loss", "2,9.0", "4,3.0", "5,", "6,2.0", "8,1.0", "10,9.0", ""]
+    for steps, loss in ((6, None), (8, 2.0), (10, 2.0)):  # the last: a window of a run that went further
+        (job.folder / "metrics.csv").write_text("\n".join(rows))
+        (job.folder / "summary.json").write_text(json.dumps({"status": "completed", "steps": steps}))
+        assert job.loss == loss
+    (job.folder / "metrics.csv").unlink()
     assert job.loss is None
-    (job.folder / "summary.json").write_text(json.dumps({"status": "completed", "steps": 8}))
-    assert job.loss == 2.0
 
 
 @pytest.mark.parametrize("steps", [("5", "5"), ("100", "400"), ("-1", "20"), ("100", "105")])
@@ -185,25 +239,206 @@ def test_a_window_lies_in_the_run_and_has_a_row(study, tmp_path, capsys, steps):
     assert f"error: a: --steps {' '.join(steps)} of 300" in capsys.readouterr().err
 
 
-WRONG = {
-    "no colon": ("precision=bf16", [], "is no new condition"),
-    "twice": ("a: precision=bf16\na: precision=fp32", [], "is no new condition"),
-    "bad word": ("a: precision=bf17", [], "there is no such choice"),
-    "no validation": ("a: precision=bf16", ["data.val_sequences=0"], "the table is of validation losses"),
-    "change after the end": ("a: precision=bf16 @300 precision=fp32", [], "@[300] of 300 steps"),
+A = "a: precision=bf16"
+WRONG = {  # rows, words behind `--`, options, and the cause
+    "no colon": ("precision=bf16", [], [], "it has no name before a colon"),
+    "no name": (": precision=bf16", [], [], "it has no name before a colon"),
+    "twice": (f"{A}\na: precision=fp32", [], [], "a row above has the name a"),
+    "nothing": ("", [], [], "holds no row"),
+    "no text": (b"\xff: precision=bf16", [], [], "cannot be read"),
+    "open quote": ("a: 'notes=b", [], [], "its words cannot be read"),
+    "bad word": ("a: precision=bf17", [], [], "a: precision=bf17: there is no such choice"),
+    "one folder": ("a b: precision=bf16\na_b: precision=fp32", [], [], "a_b: its folder a_b is that of a b too"),
+    "folder above": ("..: precision=bf16", [], [], "is the study's own folder, or one above it"),
+    "folder of the note": ("study.json: precision=bf16", [], [], "is the study's note"),
+    "no validation": (A, ["data.val_sequences=0"], [], "the table is of validation losses"),
+    "change after the end": ("a: precision=bf16 @300 precision=fp32", [], [], "@[300] of 300 steps"),
+    "another model": ("a: precision=bf16 @3 model.n_head=2", [], [], "model.n_head=2 cannot go on from"),
+    "its own seed": (A, ["seed=5"], [], "seed=5: the study sets seed itself"),
+    "its own folder": (A, ["++hydra.run.dir=x"], [], "the study sets hydra.run.dir itself"),
+    "may fall back": ("a: precision=fp8_hybrid precision.fallback=allow", [], [], "the study sets precision.fallback"),
+    "weights": (A, ["init_from=weights"], [], "init_from=weights, and runs begin from a seed"),
+    "no steps": (A, ["trainer.fast_dev_run=true"], [], "leaves nothing to compare"),
+    "a time": (A, ["trainer.max_time=00:01:00:00"], [], "are compared after equal steps"),
+    "epochs": (A, ["trainer.max_steps=null", "trainer.max_epochs=1"], [], "no epochs are counted"),
+    "several runs": (A, ["-m"], [], "a: -m asks for several runs"),
+    "several values": (A, ["optim.lr=1e-3,1e-4"], [], "optim.lr=1e-3,1e-4 is several values"),
+    "help": (A, ["--help"], [], "ask for help or settings"),
+    "late flag": (A, ["-cd", "/tmp"], [], "-cd stands behind other words"),
+    "no seed": (A, [], ["--seeds", "-1"], "seed=-1: must be from 0"),
+    "none at once": (A, [], ["--at-once", "0"], "--at-once 0 is less than 1"),
+    "no option": (A, [], ["--form", "3"], "did you mean --from?"),
+    "start 0": (A, [], ["--from", "0"], "--from 0 of 300 steps"),
+    "start below 0": (A, [], ["--from", "-3"], "--from -3 of 300 steps"),
+    "start at the end": (A, [], ["--from", "300"], "--from 300 of 300 steps"),
+    "start at the window's end": (A, [], ["--from", "200", "--steps", "100", "200"], "--from 200 of 200 steps"),
+    "window before the start": (A, [], ["--from", "150", "--steps", "100", "200"], "one run up to --from 150"),
+    "change before the start": (f"{A} @20 precision=fp32", [], ["--from", "20"], "@[20] of 300 steps from 20"),
+    "folder of the start": (f"start{A[1:]}", [], ["--from", "20"], "start is that of the common start"),
+    "start of another model": (f"{A}\nb: optimizer=muon", [], ["--from", "20"], "b: optimizer=muon cannot go on from"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_cannot_be_run_is_refused_before_anything_is(study, tmp_path, capsys, what):
-    lines, words, cause = WRONG[what]
-    (tmp_path / "rows.txt").write_text(lines)
-    argv = [str(tmp_path / "study"), "--conditions", str(tmp_path / "rows.txt"), "--", "trainer=cpu", *words]
+def test_what_cannot_be_run_is_refused_before_anything_is(study, planned, tmp_path, monkeypatch, capsys, what):
+    lines, words, options, cause = WRONG[what]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    with pytest.raises(UserError) as refused:
+        planned(lines, *options, words=words)
+    assert cause in str(refused.value)
+    argv = [str(tmp_path / "study"), "--conditions", str(tmp_path / "rows.txt"), *options, "--", "trainer=cpu", *words]
+    assert study("fp8_gap").main(argv) == 2
+    assert capsys.readouterr().err == f"{refused.value}\n"
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(["--from", "0"], ["--from", "75"]), (["--from", "400"], ["--from", "75"]),
+     (["--from", "150", "--steps", "100", "200"], ["--from", "150", "--steps", "150", "200"])],
+)  # fmt: skip
+def test_the_fix_of_a_start_can_be_typed(planned, first, then):
+    with pytest.raises(UserError) as refused:
+        planned(A, *first)
+    assert str(refused.value).endswith(f"fix: {' '.join(then[-3:] if '--steps' in then else then)}")
+    assert planned(A, *then)
+
+
+def test_the_factorials_own_keys_are_not_for_its_runs(study, tmp_path, capsys):
+    argv = [str(tmp_path / "study"), "--", "trainer=cpu", "precision.emulate=[weight]"]
     assert study("fp8_gap").main(argv) == 2
     error = capsys.readouterr().err
-    assert cause in error
-    assert "fix: " in error
-    assert not (tmp_path / "study").exists()
+    assert error.startswith("error: precision.emulate=[weight]: the study sets precision.emulate itself\n  fix: ")
+    assert error.count("\n") == 2
+
+
+def test_a_studys_folder_keeps_the_meaning_of_its_runs(study, tmp_path):
+    """Other words, other words of a condition, another start, a folder of two conditions. New conditions may come."""
+    rows, jobs, keep = study("rows"), study("gap_jobs"), study("gap_note").keep
+    one, two = ((rows.Leg((f"precision={name}",)),) for name in ("bf16", "fp32"))
+
+    def note(conditions, words=("notes=a",), start=None):
+        keep(jobs.Study(tmp_path / "study", conditions, [1], list(words), None, start))
+
+    note({"a": one})
+    note({"b c": two, "a": one})
+    for conditions, words, start, cause in (
+        ({"a": one}, ("notes=b",), None, "holds runs that were given other words"),
+        ({"a": two}, ("notes=a",), None, "a: .* holds runs of that name"),
+        ({"a": rows.Leg.parse(["precision=bf16", "@3"])}, ("notes=a",), None, "a: .* holds runs of that name"),
+        ({"a": one}, ("notes=a",), 3, "holds runs that began elsewhere"),
+        ({"b_c": two}, ("notes=a",), None, "its folder b_c is that of b c too"),
+    ):
+        with pytest.raises(UserError, match=cause):
+            note(conditions, words, start)
+    note({"a": one, "b c": two})
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "", '{"conditions": {}}', '{"words": [], "conditions": 3}'])
+def test_a_note_that_cannot_be_read_is_said(study, tmp_path, text):
+    (tmp_path / "study.json").write_text(text)
+    with pytest.raises(UserError, match=r"study\.json cannot be read"):
+        study("gap_note").keep(study("gap_jobs").Study(tmp_path, {}, [1], []))
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below", "/proc/study"])
+def test_a_folder_that_cannot_be_made_is_said(study, tmp_path, folder):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="FOLDER="):
+        study("gap_note").keep(study("gap_jobs").Study(tmp_path / folder, {}, [1], []))
+
+
+def test_a_note_of_an_earlier_version_goes_on(study, tmp_path):
+    (tmp_path / "study.json").write_text('{"words": ["notes=a"]}')
+    given = {"a": (study("rows").Leg(("precision=bf16",)),)}
+    study("gap_note").keep(study("gap_jobs").Study(tmp_path, given, [1], ["notes=a"]))
+    assert json.loads((tmp_path / "study.json").read_text())["conditions"] == {"a": ["precision=bf16"]}
+
+
+# The queue, with processes that leave what a run does
+
+
+RUN = """
+import json, pathlib, sys
+folder, step, ran, code = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+(folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
+(folder / "checkpoints" / f"step-{step:08d}" / "manifest.json").touch()
+precision = {"asked": "fp8", "ran": ran, "reason": "no units"}
+summary = {"status": "failed" if code else "completed", "steps": step, "last_val_loss": 2.5, "precision": precision}
+(folder / "summary.json").write_text(json.dumps(summary | {"exit_code": code, "message": "it broke" if code else ""}))
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def queue(study, planned, monkeypatch, capsys):
+    """Runs a study's queue. `ends`: by condition and seed the step, the precision and the exit code of a process."""
+    begun = []
+
+    def queue(ends, *argv):
+        def command(job):
+            begun.append(str(job))
+            assert job.start is None or job.start.done or job.began, f"{job} has not waited"
+            leg = next((leg for leg in job.legs if leg.until is None or job.step < leg.until), job.legs[-1])
+            step, ran, code = ends.get(str(job), (leg.until or job.steps, "fp8", 0))
+            return [sys.executable, "-c", RUN, str(job.folder), str(step), ran, str(code)]
+
+        monkeypatch.setattr(study("jobs").Job, "command", command)
+        monkeypatch.setattr(study("queue_of"), "POLL_SECONDS", 0.01)
+        begun.clear()
+        code = study("queue_of").Queue(planned("a: notes=a\nb: notes=b @9 notes=c", *argv), [], 2).run()
+        return code, begun[:], capsys.readouterr().out
+
+    return queue
+
+
+def test_conditions_wait_for_the_start_of_their_seed(queue, tmp_path):
+    code, begun, out = queue({}, "--from", "4", "--seeds", "1", "2")
+    assert code == 0, out
+    assert "4 runs, 0 of them done; common starts to train first: 2" in out
+    assert begun[:2] == ["start, seed 1", "start, seed 2"]
+    assert sorted(begun[2:]) == ["a, seed 1", "a, seed 2", "b, seed 1", "b, seed 1", "b, seed 2", "b, seed 2"]
+    assert queue({}, "--from", "4", "--seeds", "1", "2")[:2] == (0, [])
+    shutil.rmtree(tmp_path / "study/start")  # what has begun needs it no more
+    (tmp_path / "study/a/seed-1/summary.json").unlink()
+    assert queue({}, "--from", "4", "--seeds", "1", "2")[:2] == (0, ["a, seed 1"])
+    assert queue({}, "--from", "4", "--seeds", "3")[0] == 0, "beside a start, with a place left"
+
+
+def test_a_start_that_fails_fails_its_conditions_and_no_others(queue, tmp_path):
+    code, begun, out = queue({"start, seed 2": (4, "bf16", 0)}, "--from", "4", "--seeds", "2", "1")
+    assert code == 1
+    assert f"start, seed 2: failed: bf16 instead of fp8: no units; see {tmp_path}/study/start/seed-2" in out
+    assert "; 2 runs that begin from it are not trained" in out
+    assert sum("failed" in line for line in out.splitlines()) == 1
+    assert sorted(begun) == ["a, seed 1", "b, seed 1", "b, seed 1", "start, seed 1", "start, seed 2"]
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ((9, "bf16", 0), "failed: bf16 instead of fp8: no units"),  # the first leg, whose words the summary then loses
+        ((5, "fp8", 1), "failed: it broke"),
+        ((5, "fp8", 0), "failed: it ended at step 5 of 300"),  # without a step more when started again
+    ],
+)
+def test_a_run_that_fails_says_why(queue, end, why):
+    code, begun, out = queue({"b, seed 1": end}, "--seeds", "1")
+    assert code == 1
+    assert f"b, seed 1: {why}" in out
+    assert "a, seed 1: 2.5000" in out
+    assert begun.count("b, seed 1") == (2 if end == (5, "fp8", 0) else 1)
+    if end[1] == "bf16":
+        assert queue({}, "--seeds", "1")[:2] == (1, []), "going on would not mend it"
+
+
+def test_a_run_that_cannot_be_started_is_said_and_others_go_on(queue, tmp_path):
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study/a").touch()
+    code, begun, out = queue({}, "--seeds", "1")
+    assert (code, "a, seed 1: failed: it cannot be started" in out) == (1, True), out
+    assert set(begun) == {"b, seed 1"}
 
 
 @pytest.mark.parametrize(
@@ -307,11 +542,31 @@ def test_a_window_ends_runs_before_their_schedule(tmp_path):
 
 
 @pytest.mark.whole
-def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path):
-    study = start(tmp_path, "bad: init_from=weights\ngood: precision=fp32")
-    (tmp_path / "weights").mkdir()
+def test_fp8_that_is_not_there_fails_and_the_others_go_on(tmp_path):
+    """Nothing is trained in another precision, and no table compares it."""
+    study = start(tmp_path, "bad: precision=fp8_hybrid\ngood: precision=fp32")
     out, _ = study.communicate(timeout=200)
     assert study.returncode == 1, out
-    assert "bad, seed 1: failed, see " in out
+    assert "bad, seed 1: failed: precision=fp8_hybrid cannot run here: the CPU has no FP8 matrix units; see " in out
     assert "error: " in (tmp_path / "study/bad/seed-1/output.txt").read_text()
+    assert not (tmp_path / "study/bad/seed-1/metrics.csv").exists()
     assert summary(tmp_path / "study/good/seed-1")["status"] == "completed"
+
+
+@pytest.mark.whole
+def test_conditions_go_on_from_one_checkpoint(tmp_path):
+    """A condition with the start's own words is the uninterrupted run, to the bit."""
+    whole = tmp_path / "whole"
+    train(whole, "precision=fp32", "seed=1", base=[*WORDS, "callbacks.progress_bar=false"])
+    study = start(tmp_path, f"fp32: precision=fp32\nfp8: {FP8}", options=["--from", "3", "--steps", "3", "8"])
+    out, _ = study.communicate(timeout=200)
+    assert study.returncode == 0, out
+    first, same, other = (metrics(tmp_path / "study" / name / "seed-1") for name in ("start", "fp32", "fp8"))
+    losses = metrics(whole)["train_loss"]
+    assert first["train_loss"] == {step: losses[step] for step in (1, 2, 3)}
+    assert same["train_loss"] == {step: losses[step] for step in range(4, 9)}
+    assert list(other["train_loss"]) == list(same["train_loss"])
+    assert other["train_loss"] != same["train_loss"]
+    assert other["lr"] == same["lr"], "the schedule is the whole run's"
+    assert f"fp32, seed 1: {sum(same['train_loss'].values()) / 5:.4f}" in out
+    assert "on 1 equal seeds" in out

@@ -22,24 +22,27 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
+import rows
 import torch
+from rows import Leg
 from torch import Tensor
 
-from gpt2_fp8 import compose
 from gpt2_fp8.backends.resolve import resolve
-from gpt2_fp8.compose import benchmark_rows
-from gpt2_fp8.compose.benchmark_rows import BenchRow
+from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.precision_schema import AutoPrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.runtime import devices
 from gpt2_fp8.runtime.arguments import Parser
-from gpt2_fp8.train import trained
+from gpt2_fp8.train import resume, trained
+
+EMULATED = "precision.backend=emulated recipe=delayed compile=false"
 
 
 class Errors:
@@ -80,19 +83,24 @@ def main(argv: list[str]) -> int:
         asked = parser.parse_args(argv[:mark])
         if asked.batches < 1:
             raise UserError.of("--batches is less than 1", "--batches 64")
-        print(measure(asked.run, _rows(asked.conditions), asked.batches, argv[mark + 1 :]))
+        print(measure(asked.run, rows.read(asked.conditions), asked.batches, argv[mark + 1 :]))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def measure(run: str, conditions: list[BenchRow], batches: int, words: list[str]) -> str:
-    """Return the tables of all conditions but the first."""
-    configs = {row.name: compose.preflight([*words, *row.words])[0] for row in conditions}
+def measure(run: str, conditions: Mapping[str, tuple[Leg, ...]], batches: int, words: list[str]) -> str:
+    """Return the tables of all conditions but the first. Raises UserError."""
+    configs = _composed(conditions, words)
     first, *others = configs
-    weights = trained.load(run, "last").weights
-    models = {name: _gradients(config, dict(weights)) for name, config in configs.items()}
+    try:
+        weights = trained.load(run, "last").weights
+    except CheckpointError as error:
+        raise UserError.of(
+            error.problems[0].cause, "name a run's folder, or a checkpoint's, as the first word"
+        ) from None
+    models = {name: _gradients(name, config, dict(weights)) for name, config in configs.items()}
     found = {name: Errors() for name in configs}
     for i, ids in enumerate(_batches(configs[first], batches)):
         given = None
@@ -107,19 +115,32 @@ def measure(run: str, conditions: list[BenchRow], batches: int, words: list[str]
     return "\n\n".join(_table(name, found[name], found[first], batches) for name in others)
 
 
-def _rows(file: str) -> list[BenchRow]:
-    problems: list[Problem] = []
-    rows = benchmark_rows.read(file, problems, "--conditions")
-    if problems:
-        raise UserError(problems)
-    return rows
+def _composed(conditions: Mapping[str, tuple[Leg, ...]], words: list[str]) -> dict[str, RunConfig]:
+    """Return what the words of each condition come to. Raises UserError, also for what has no gradients to compare."""
+    if len(conditions) < 2:
+        raise UserError.of("--conditions has one row, and others are compared with it", "add a row")
+    problems: rows.Problems = {}
+    found = {name: rows.composed(name, [*words, *legs[0].words], {}, problems) for name, legs in conditions.items()}
+    for name, config in found.items():
+        if len(conditions[name]) > 1:
+            problems[Problem("@STEP changes a run's words, and nothing is trained here", "leave it out")] = name
+        if config is not None and isinstance(config.precision, AutoPrecisionConfig):
+            problems[Problem("precision=auto is measured by a run alone", "precision=fp8_hybrid")] = name
+        if config is not None and config.micro_batch_size == "auto":
+            problems[Problem("micro_batch_size=auto is measured by a run alone", "micro_batch_size=1")] = name
+    rows.refuse(problems)
+    return {name: config for name, config in found.items() if config is not None}
 
 
-def _gradients(config: RunConfig, weights: dict[str, Tensor]) -> Gradients:
+def _gradients(name: str, config: RunConfig, weights: dict[str, Tensor]) -> Gradients:
     device = devices.device(config)
     plan = resolve(config, device)
+    if plan.ran != plan.asked:
+        cause = f"{name}: precision={plan.asked} would run in {plan.ran} here: {plan.reason}"
+        raise UserError.of(cause, f"measure it where it runs, or emulate it: {EMULATED}")
     with torch.device(device):
         model = plan.backend.build(vocabulary(config))
+    resume.refuse_other_weights(model.state_dict(), weights)
     model.load_state_dict(weights)
     return Gradients(plan, model, plan.backend.scaling(model), Tensor.backward)
 

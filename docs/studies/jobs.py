@@ -1,50 +1,20 @@
-"""The runs of a study: which words each leg has, what is left to do, and several processes at a time."""
+"""The runs of a study: where each is, what it has come to, and the command of what is left of it."""
 
 from __future__ import annotations
 
-import csv
-import json
-import os
-import re
-import shlex
-import signal
-import subprocess
 import sys
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gpt2_fp8.checkpoint import pointers
+from rows import Leg, folder_name
 
-HERE = Path(__file__).resolve().parent
-STOP = "plugins=[stop_at]", "callbacks.extra=[stop_at]"  # stop_at.py
-POLL_SECONDS = 0.2
+from gpt2_fp8 import compose
+from gpt2_fp8.checkpoint import bounded, pointers
+from gpt2_fp8.train import metrics_csv
 
-
-@dataclass(frozen=True)
-class Leg:
-    """A part of a run with its own words. `until`: the step after which the next leg continues; None: its end."""
-
-    words: tuple[str, ...]
-    until: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> tuple[Leg, ...]:
-        """Return the legs of a condition: `WORDS @STEP WORDS ...`."""
-        parts: list[list[str]] = [[]]
-        marks: list[int | None] = []
-        for word in shlex.split(text):
-            if re.fullmatch(r"@\d+", word):
-                marks.append(int(word[1:]))
-                parts.append([])
-            else:
-                parts[-1].append(word)
-        return tuple(cls(tuple(words), until) for words, until in zip(parts, [*marks, None], strict=True))
+START = "start"  # the name of the runs that others begin from
 
 
 @dataclass(frozen=True)
@@ -52,6 +22,7 @@ class Job:
     """One run of a study: a condition with one seed, of `steps` optimizer steps.
 
     `after`: its figure is the mean training loss of the steps after this one; None: the last validation loss.
+    `start`: the run from whose last checkpoint it begins; None: it begins with step 1.
     """
 
     study: Path
@@ -61,116 +32,103 @@ class Job:
     words: tuple[str, ...]
     steps: int
     after: int | None = None
+    start: Start | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}, seed {self.seed}"
 
     @property
     def folder(self) -> Path:
         """The run's own folder."""
-        return self.study / re.sub(r"[^\w+.-]+", "_", self.name) / f"seed-{self.seed}"
+        return self.study / folder_name(self.name) / f"seed-{self.seed}"
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has what it is for."""
+        return self.loss is not None
 
     @property
     def loss(self) -> float | None:
-        """The run's figure; None unless the run is done."""
-        summary = self._summary()
-        done = summary.get("status") == "completed" and summary.get("steps") == self.steps
-        if self.after is None or not done:
-            return summary.get("last_val_loss") if done else None
-        with (self.folder / "metrics.csv").open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["train_loss"]]
-        return fmean(float(row["train_loss"]) for row in rows if self.after < int(row["step"]) <= self.steps)
+        """The run's figure; None unless the run is done, in the precision that was asked for."""
+        if not self._ended() or self.fell_back:
+            return None
+        if self.after is None:
+            return self._summary().get("last_val_loss")
+        rows = metrics_csv.read(self.folder / "metrics.csv", ["train_loss"]).rows
+        found = [row["train_loss"] for row in rows if self.after < row["step"] <= self.steps]
+        return fmean(found) if found else None
+
+    @property
+    def told(self) -> str:
+        """How a run that is done is told."""
+        return f"{self.loss:.4f}"
+
+    @property
+    def fell_back(self) -> str | None:
+        """In what the run has computed instead of the precision that was asked for, and why; None: it has not."""
+        found = self._summary().get("precision")
+        found = found if isinstance(found, dict) else {}
+        asked, ran, reason = (found.get(key) for key in ("asked", "ran", "reason"))
+        return None if ran is None or asked in (ran, "auto") else f"{ran} instead of {asked}: {reason}"
+
+    @property
+    def began(self) -> bool:
+        """Whether it has a checkpoint of its own."""
+        return any(self.folder.glob("checkpoints/*/manifest.json"))
 
     @property
     def step(self) -> int:
-        """The optimizer step of its last checkpoint."""
-        last = pointers.read(self.folder / "checkpoints", "last")
-        return last.step if last else 0
+        """The optimizer step that it goes on from."""
+        checkpoints = self.folder / "checkpoints"
+        if last := pointers.read(checkpoints, "last"):
+            return last.step
+        return max(pointers.steps(checkpoints), default=self.start.steps if self.start else 0)
 
     def command(self) -> list[str]:
         """Return the command of the leg that is next, which continues what is there."""
-        leg = next(leg for leg in self.legs if leg.until is None or self.step < leg.until)
-        stop = () if leg.until is None else (*STOP, f"+tags.stop_at={leg.until}")
-        own = f"hydra.run.dir={self.folder}", f"seed={self.seed}", "ckpt_path=last", "callbacks.progress_bar=false"
-        return [sys.executable, "-m", "gpt2_fp8.run", *self.words, *leg.words, *own, *stop]
+        leg = next((leg for leg in self.legs if leg.until is None or self.step < leg.until), self.legs[-1])
+        last = "last" if self.start is None or self.began else compose.quoted(str(self.start.checkpoint))
+        own = f"hydra.run.dir={compose.quoted(str(self.folder))}", f"seed={self.seed}", f"ckpt_path={last}"
+        words = *self.words, *leg.words, *leg.added, *own, "callbacks.progress_bar=false"
+        return [sys.executable, "-m", "gpt2_fp8.run", *words]
+
+    def why_failed(self, code: int) -> str:
+        """Say why the run is not done after its process has ended with `code`, as far as it has said so itself."""
+        found = self._summary()
+        said = str(found.get("message") or "").partition("\n")[0] if code and found.get("exit_code") == code else ""
+        ended = "" if code else f"it ended at step {self.step} of {self.steps}, without a figure"
+        reason = self.fell_back or said.removeprefix("error: ") or ended
+        return ": ".join(filter(None, ["failed", reason])) + f"; see {self.folder / 'output.txt'}"
+
+    def _ended(self) -> bool:
+        """Return whether the run came to its end. A window of steps can be read from a longer run as well."""
+        found = self._summary()
+        steps = found.get("steps")
+        longer = self.after is not None and isinstance(steps, int) and steps > self.steps
+        return found.get("status") == "completed" and (steps == self.steps or longer)
 
     def _summary(self) -> dict[str, Any]:
-        with suppress(OSError, ValueError):
-            return json.loads((self.folder / "summary.json").read_text())
-        return {}
-
-
-class Queue:
-    """Runs jobs that are not done, some at a time, each on one GPU of the list.
-
-    Args:
-        jobs: in the order in which they begin.
-        gpus: names for CUDA_VISIBLE_DEVICES, given out in turn; none: the processes see what this one sees.
-        at_once: how many at a time; None: one for each GPU.
-    """
-
-    def __init__(self, jobs: Sequence[Job], gpus: Sequence[str], at_once: int | None):
-        places = at_once or len(gpus) or 1
-        self._free = deque(gpus[i % len(gpus)] if gpus else None for i in range(places))
-        self._waiting = deque(job for job in jobs if job.loss is None)
-        self._running: dict[Job, tuple[subprocess.Popen[bytes], str | None]] = {}
-        self._failed: list[Job] = []
-        print(f"{len(jobs)} runs, {len(jobs) - len(self._waiting)} of them done", flush=True)
-
-    def run(self) -> int:
-        """Run everything. Returns 0, 1 if a run has failed, or 130 if interrupted, once all processes have ended."""
         try:
-            with _interrupts():
-                while self._waiting or self._running:
-                    while self._free and self._waiting:
-                        self._start(self._waiting.popleft(), self._free.popleft())
-                    self._collect()
-                    time.sleep(POLL_SECONDS)
-        except KeyboardInterrupt:
-            print("interrupted: the runs save what they have; the same command continues", flush=True)
-            return 130
-        finally:
-            for process, _ in self._running.values():
-                process.send_signal(signal.SIGTERM)
-            for process, _ in self._running.values():
-                while process.poll() is None:  # a second Ctrl-C reaches the runs too, which then leave at once
-                    with suppress(KeyboardInterrupt):
-                        process.wait()
-        return 1 if self._failed else 0
-
-    def _start(self, job: Job, gpu: str | None) -> None:
-        paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
-        job.folder.mkdir(parents=True, exist_ok=True)
-        with (job.folder / "output.txt").open("ab") as output:  # also what a run says before it has a log
-            process = subprocess.Popen(job.command(), stdout=output, stderr=output, env=environment)
-        self._running[job] = process, gpu
-
-    def _collect(self) -> None:
-        """Take the processes that have ended; start the next leg of their runs, or note how they ended."""
-        for job, (process, gpu) in list(self._running.items()):
-            if process.poll() is None:
-                continue
-            del self._running[job]
-            if process.returncode == 0 and job.step < job.steps:  # a leg is done, and not the run
-                self._start(job, gpu)
-                continue
-            self._free.append(gpu)
-            failed = process.returncode != 0 or job.loss is None
-            if failed:
-                self._failed.append(job)
-            ended = f"failed, see {job.folder / 'output.txt'}" if failed else f"{job.loss:.4f}"
-            print(f"{job.name}, seed {job.seed}: {ended}", flush=True)
+            found = bounded.read_json(self.folder / "summary.json")
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
-@contextmanager
-def _interrupts() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C."""
+class Start(Job):
+    """A run from whose last checkpoint the others of its seed begin. It has no figure."""
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of its last step."""
+        return self.folder / "checkpoints" / pointers.folder_name(self.steps)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    @property
+    def done(self) -> bool:
+        """Whether the others can begin."""
+        return self._ended() and self.fell_back is None and (self.checkpoint / "manifest.json").is_file()
+
+    @property
+    def told(self) -> str:
+        """How a start that is done is told."""
+        return f"done, at step {self.steps}"

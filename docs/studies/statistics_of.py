@@ -1,4 +1,4 @@
-"""Means of losses over seeds, differences of such means, and their standard errors."""
+"""Means of losses over seeds, differences on equal seeds, and contrasts of conditions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev, variance
 from typing import NamedTuple
+
+from gpt2_fp8.reports import spread
+from gpt2_fp8.reports.spread import Difference
 
 
 class Effect(NamedTuple):
@@ -20,25 +23,16 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values), stdev(values) if len(values) > 1 else math.nan
 
 
-def difference(values: Sequence[float], base: Sequence[float]) -> Effect:
-    """Return how far the mean of `values` is above that of `base`; each has its own variance."""
-    if min(len(values), len(base)) < 2:
-        return Effect(fmean(values) - fmean(base), math.nan)
-    error = math.sqrt(variance(values) / len(values) + variance(base) / len(base))
-    return Effect(fmean(values) - fmean(base), error)
-
-
-def paired(values: Mapping[int, float], base: Mapping[int, float]) -> tuple[Effect, int]:
-    """Return the mean difference of equal seeds, and how many there are; NaN if there is none.
+def paired(values: Mapping[int, float], base: Mapping[int, float]) -> tuple[Difference, int] | None:
+    """Return the mean difference of equal seeds, and how many there are; None if there is none.
 
     Runs of one seed begin with equal weights and read equal batches. As long as they stay close, the seed's own part
     is in both, and the difference has a smaller error than that of two means.
     """
-    found = [values[seed] - base[seed] for seed in values.keys() & base.keys()]
-    if not found:
-        return Effect(math.nan, math.nan), 0
-    mean, deviation = mean_and_deviation(found)
-    return Effect(mean, deviation / math.sqrt(len(found))), len(found)
+    seeds = sorted(values.keys() & base.keys())
+    if not seeds:
+        return None
+    return spread.paired([values[seed] for seed in seeds], [base[seed] for seed in seeds]), len(seeds)
 
 
 def contrast(values: Sequence[Sequence[float]], signs: Sequence[int]) -> Effect:
