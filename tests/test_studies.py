@@ -219,6 +219,35 @@ def test_only_a_whole_run_in_its_precision_has_a_result(study, tmp_path, found, 
     assert job.loss == loss
 
 
+def test_a_run_is_evaluated_once_it_is_trained(study, planned):
+    (job,) = planned("a: notes=a", "--seeds", "1", "--evaluate", "bf16")
+    assert job.command()[2] == "gpt2_fp8.run"
+    assert not job.goes_on(0), "nothing is done yet"
+    job.folder.mkdir(parents=True)
+    ended = {"status": "completed", "steps": 300, "last_val_loss": 2.5}
+    (job.folder / "summary.json").write_text(json.dumps(ended))
+    (job.folder / "checkpoints/step-00000300").mkdir(parents=True)
+    assert (job.trained, job.loss, job.goes_on(0), job.goes_on(300)) == (True, None, True, False)
+    command = job.command()
+    assert command[2:5] == ["gpt2_fp8.evaluate", f"ckpt_path='{job.folder}'", "precision=bf16"]
+    results = job.folder / "evaluated-bf16.json"
+    assert command[5] == f"out='{results}'"
+    for text, loss in (("{", None), ("[]", None), ('{"precision": "fp32", "loss": 2.25}', None)):
+        results.write_text(text)
+        assert job.loss is loss
+    results.write_text('{"precision": "bf16", "loss": 2.25}')
+    assert (job.loss, job.done) == (2.25, True)
+    (job.folder / "summary.json").write_text(json.dumps(ended | {"status": "stopped"}))
+    assert job.loss is None
+
+
+def test_an_evaluation_and_a_window_are_two_figures(study, tmp_path, capsys):
+    (tmp_path / "rows.txt").write_text("a: notes=a\n")
+    argv = [str(tmp_path / "study"), "--conditions", str(tmp_path / "rows.txt")]
+    assert study("fp8_gap").main([*argv, "--evaluate", "bf16", "--steps", "100", "200", "--", "trainer=cpu"]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
 def test_the_figure_of_a_window_is_its_mean_training_loss(study, tmp_path):
     job = study("jobs").Job(tmp_path, "bf16", 1, (study("rows").Leg(("precision=bf16",), 8),), (), 8, after=2)
     job.folder.mkdir(parents=True)
@@ -570,3 +599,20 @@ def test_conditions_go_on_from_one_checkpoint(tmp_path):
     assert other["lr"] == same["lr"], "the schedule is the whole run's"
     assert f"fp32, seed 1: {sum(same['train_loss'].values()) / 5:.4f}" in out
     assert "on 1 equal seeds" in out
+
+
+@pytest.mark.whole
+def test_the_last_weights_are_judged_in_another_precision(tmp_path):
+    study = start(tmp_path, f"fp8: {FP8}", options=["--evaluate", "fp32"])
+    out, _ = study.communicate(timeout=200)
+    assert study.returncode == 0, out
+    folder = tmp_path / "study/fp8/seed-1"
+    found = json.loads((folder / "evaluated-fp32.json").read_text())
+    assert f"fp8, seed 1: {found['loss']:.4f}" in out
+    assert found["loss"] != summary(folder)["last_val_loss"], "that one is of FP8"
+    trained = (folder / "metrics.csv").read_bytes()
+    (folder / "evaluated-fp32.json").unlink()
+    again = start(tmp_path, f"fp8: {FP8}", options=["--evaluate", "fp32"])
+    assert "1 runs, 0 of them done" in again.communicate(timeout=200)[0]
+    assert json.loads((folder / "evaluated-fp32.json").read_text())["loss"] == found["loss"]
+    assert (folder / "metrics.csv").read_bytes() == trained

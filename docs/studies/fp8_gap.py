@@ -22,6 +22,9 @@ begin from one checkpoint stay close to each other. So the figure to read is the
 much smaller than that of two means, which have the spread of the starts in them. It is what a condition costs from
 that step on, not from the beginning.
 
+`--evaluate bf16` evaluates the last weights of every run in bf16, once it is done, and takes that for its figure. So a
+condition is judged by what it has learnt, without what rounding adds to a loss while it is computed.
+
 "at most" is the bound below which a difference is with 95 % confidence: Welch's of two means, Student's on equal seeds.
 
 A run that computes in another precision than it was asked for has failed, as one that fails. To train it again, delete
@@ -84,8 +87,11 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, Study]:
         conditions = {condition(on): (Leg(settings(on)),) for on in EMULATED}
         if problems := list(rows.overridden(words, FACTORIAL)):
             raise UserError(problems)
+    if options.evaluate and options.steps:
+        cause = f"--evaluate {options.evaluate} is about the last weights, and --steps about a mean training loss"
+        raise UserError.of(cause, "leave one of them out")
     window = (options.steps[0], options.steps[1]) if options.steps else None
-    return options, Study(options.folder, conditions, options.seeds, words, window, options.start)
+    return options, Study(options.folder, conditions, options.seeds, words, window, options.start, options.evaluate)
 
 
 def _of_factorial(study: Study) -> list[Job]:
@@ -111,6 +117,7 @@ def _parser() -> Parser:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, nargs=2, metavar=("FROM", "TO"), help="end after TO; mean training loss")
     parser.add_argument("--from", type=int, dest="start", metavar="STEP", help="one run up to STEP for all conditions")
+    parser.add_argument("--evaluate", choices=["bf16", "fp32"], help="the figure: the last weights' loss in it")
     parser.add_argument("--gpus", nargs="+", default=[], help="as CUDA_VISIBLE_DEVICES names them; none: no change")
     parser.add_argument("--at-once", type=int, help="runs at a time; one for each GPU if left out")
     return parser

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import rows
+from evaluated import Evaluated
 from jobs import START, Job, Start
 from rows import Leg
 
@@ -34,7 +35,10 @@ NO_END = {  # keys that begin or end a run in a way that cannot be compared, and
 
 @dataclass(frozen=True)
 class Study:
-    """What the command line asks for. `start`: the step of the common start; `window`: the steps of `--steps`."""
+    """What the command line asks for.
+
+    `start`: the step of the common start. `window`: the steps of `--steps`. `evaluate`: the precision of `--evaluate`.
+    """
 
     folder: Path
     conditions: Mapping[str, tuple[Leg, ...]]
@@ -42,6 +46,7 @@ class Study:
     words: Sequence[str]
     window: tuple[int, int] | None = None
     start: int | None = None
+    evaluate: str | None = None
 
     def jobs(self) -> list[Job]:
         """Return every job, all seeds of a condition after each other. Raises UserError for what is refused."""
@@ -83,7 +88,8 @@ class Study:
         after, until = self.window or (None, None)
         legs = (*legs[:-1], replace(legs[-1], until=until))
         legs = tuple(leg.with_own_words(config) for leg, config in zip(legs, configs, strict=True))
-        return Job(self.folder, name, seed, legs, tuple(self.words), until or last_step(configs[-1]), after, start)
+        of_run = self.folder, name, seed, legs, tuple(self.words), until or last_step(configs[-1]), after, start
+        return Job(*of_run) if self.evaluate is None else Evaluated(*of_run, self.evaluate)
 
     def _starts(self, seeds: Sequence[int], configs: Mapping[str, list[RunConfig]]) -> dict[int, Start | None]:
         assert self.start is not None

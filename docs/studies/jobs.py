@@ -50,13 +50,18 @@ class Job:
     @property
     def loss(self) -> float | None:
         """The run's figure; None unless the run is done, in the precision that was asked for."""
-        if not self._ended() or self.fell_back:
+        if not self.trained:
             return None
         if self.after is None:
             return self._summary().get("last_val_loss")
         rows = metrics_csv.read(self.folder / "metrics.csv", ["train_loss"]).rows
         found = [row["train_loss"] for row in rows if self.after < row["step"] <= self.steps]
         return fmean(found) if found else None
+
+    @property
+    def trained(self) -> bool:
+        """Whether the run came to its end, in the precision that was asked for."""
+        return self._ended() and self.fell_back is None
 
     @property
     def told(self) -> str:
@@ -83,6 +88,10 @@ class Job:
         if last := pointers.read(checkpoints, "last"):
             return last.step
         return max(pointers.steps(checkpoints), default=self.start.steps if self.start else 0)
+
+    def goes_on(self, step: int) -> bool:
+        """Return whether a process that went on from `step`, and has ended well, has left another leg."""
+        return step < self.step < self.steps
 
     def command(self) -> list[str]:
         """Return the command of the leg that is next, which continues what is there."""
@@ -126,7 +135,7 @@ class Start(Job):
     @property
     def done(self) -> bool:
         """Whether the others can begin."""
-        return self._ended() and self.fell_back is None and (self.checkpoint / "manifest.json").is_file()
+        return self.trained and (self.checkpoint / "manifest.json").is_file()
 
     @property
     def told(self) -> str:

@@ -95,12 +95,12 @@ class Queue:
         self._running[job] = Running(process, gpu, job.step)
 
     def _collect(self) -> None:
-        """Take the processes that have ended; start the next leg of their runs, or note how they ended."""
+        """Take the processes that have ended; start what is next of their runs, or note how they ended."""
         for job, (process, gpu, step) in list(self._running.items()):
             if process.poll() is None:
                 continue
             del self._running[job]
-            if process.returncode == 0 and step < job.step < job.steps:  # a leg is done, and not the run
+            if process.returncode == 0 and job.goes_on(step):
                 self._start(job, gpu)
             else:
                 self._end(job, gpu, process.returncode)
