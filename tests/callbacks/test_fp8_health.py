@@ -34,6 +34,7 @@ def watched(monkeypatch):
 
     class Pretended:
         failed = None
+        tensors = (tensor,)
 
         def __init__(self, step):
             self.seconds = seen.seconds
