@@ -269,7 +269,7 @@ def test_the_studys_command_composes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
     factorial, study = (importlib.import_module(name) for name in ("factorial", "fp8_gap"))
     commands = [found.words for found in ALL if found.words[: len(STUDY)] == STUDY]
-    assert len(commands) == 8
+    assert len(commands) == 9
     steps = set()
     for command in commands:
         mark = command.index("--")
