@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from statistics import fmean
 
 from factorial import FACTORS, main_effects
-from statistics_of import mean_and_deviation, paired
+from statistics_of import paired
 
 from gpt2_fp8.reports import spread
 from gpt2_fp8.reports.spread import Difference
@@ -28,11 +30,12 @@ def table(losses: Losses) -> str:
         if not values:
             lines.append(f"{name:{width}}  {0:4}")
             continue
-        mean, deviation = mean_and_deviation(values)
-        line = f"{name:{width}}  {len(values):4}  {mean:.4f}  {deviation:9.4f}"
+        own = spread.spread(values)
+        deviation = math.nan if own.deviation is None else own.deviation
+        line = f"{name:{width}}  {len(values):4}  {own.mean:.4f}  {deviation:9.4f}"
         if name != first and base:
             found = spread.welch(values, base)
-            line += f"  {_told(found)}  {100 * found.value / spread.spread(base).mean:+.2f} %"
+            line += f"  {_told(found)}  {100 * found.value / fmean(base):+.2f} %"
             equal = paired(by_seed, losses[first])
             line += f"; on {equal[1]} equal seeds {_told(equal[0])}" if equal else ""
         lines.append(line)
@@ -44,7 +47,7 @@ def effects(losses: Losses) -> str:
     if missing := [name for name, values in losses.items() if not values]:
         return f"no table yet: {len(missing)} of {len(losses)} conditions have no run that is done"
     seeds = {name: list(values.values()) for name, values in losses.items()}
-    grand = mean_and_deviation([mean_and_deviation(values)[0] for values in seeds.values()])[0]
+    grand = fmean(map(fmean, seeds.values()))
     lines = [table(losses), "", "operand          effect of FP8 on the loss (standard error)"]
     for name, effect in zip(FACTORS, main_effects(seeds), strict=True):
         lines.append(f"{name:15}  {effect.value:+.4f} ({effect.error:.4f})  {100 * effect.value / grand:+.2f} %")

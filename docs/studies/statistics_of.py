@@ -1,10 +1,10 @@
-"""Means of losses over seeds, differences on equal seeds, and contrasts of conditions."""
+"""Differences of losses on equal seeds, and contrasts of conditions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev, variance
+from statistics import fmean, variance
 from typing import NamedTuple
 
 from gpt2_fp8.reports import spread
@@ -16,11 +16,6 @@ class Effect(NamedTuple):
 
     value: float
     error: float
-
-
-def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the standard deviation; NaN instead of the latter for a single value."""
-    return fmean(values), stdev(values) if len(values) > 1 else math.nan
 
 
 def paired(values: Mapping[int, float], base: Mapping[int, float]) -> tuple[Difference, int] | None:
