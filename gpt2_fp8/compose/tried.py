@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 from hydra.core.override_parser.types import Override
 
@@ -22,14 +23,14 @@ def tried(problems: list[Problem], words: Sequence[Override], check: Check) -> l
 
     `check` returns the problems of other words.
     """
-    return [
-        Problem(problem.cause, _remedy(problem, {one.cause for one in problems}, words, check)) for problem in problems
-    ]
+    known = {problem.cause for problem in problems}
+    goes = cache(lambda choice: _goes_with(choice, known, words, check))  # several problems may have the same way out
+    return [Problem(cause, _remedy(remedy, goes)) for cause, remedy in problems]
 
 
-def _remedy(problem: Problem, known: set[str], words: Sequence[Override], check: Check) -> str:
-    ways = problem.remedy.split(", or ")
-    left = [way for way in ways if not (choice := _CHOICE.fullmatch(way)) or _goes_with(choice[1], known, words, check)]
+def _remedy(remedy: str, goes: Callable[[str], bool]) -> str:
+    ways = remedy.split(", or ")
+    left = [way for way in ways if not (choice := _CHOICE.fullmatch(way)) or goes(choice[1])]
     return ", or ".join(left or ways)
 
 
