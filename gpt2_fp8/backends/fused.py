@@ -76,30 +76,31 @@ class Fused(Backend):
 
     @override
     def kernels(self, vocab_size: int) -> dict[str, str]:
-        from gpt2_fp8.layers.attention import has_torchs, why_not_flash
         from gpt2_fp8.layers.chosen import chosen
 
-        heads, tokens, _ = self.attention_shape
-        rows = self.config.micro_batch * tokens
-        parts = chosen(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
-        if self.config.attention in ("sdpa", "math", "cudnn"):
-            parts["attention"] = self.torch_attention()
-        elif self.config.attention == "te":
-            parts["attention"] = "Transformer Engine's choice"
-        elif has_torchs(heads, tokens):
-            parts["attention"] = f"{self.torch_attention()} ({why_not_flash(heads, tokens)})"
-        parts |= self._in_bf16()
-        return {"layers": f"fused FP8 chain{', in CUDA graphs' if self.graphs else ''}", **parts}
-
-    def _in_bf16(self) -> dict[str, str]:
-        """Describe the parts that no fused layer has, since `precision.keep_bf16` keeps all that would have them."""
         in_bf16 = kept(self.keep_bf16, self.config.model.n_layer)
-        parts = {"logits": _KEPT} if in_bf16.head else {}
+        rows = self.config.micro_batch * self.config.model.n_positions
+        parts = chosen(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
+        if in_bf16.head:
+            parts["logits"] = _KEPT
         if every_block(in_bf16):
             parts["gelu"] = _KEPT
-            if self.config.attention == "auto":
-                parts["attention"] = "Transformer Engine's choice"
-        return parts
+        parts["attention"] = self._attention(of_te=every_block(in_bf16))
+        return {"layers": f"fused FP8 chain{', in CUDA graphs' if self.graphs else ''}", **parts}
+
+    def _attention(self, of_te: bool) -> str:
+        """Name the kernels of attention, for people. `of_te`: all blocks are Transformer Engine's."""
+        from gpt2_fp8.layers import attention
+
+        heads, tokens, _ = self.attention_shape
+        if self.config.attention in ("sdpa", "math", "cudnn"):
+            return self.torch_attention()
+        if self.config.attention == "te" or (of_te and self.config.attention == "auto"):
+            return "Transformer Engine's choice"
+        if attention.has_torchs(heads, tokens):
+            return f"{self.torch_attention()} ({attention.why_not_flash(heads, tokens)})"
+        why_not = attention.why_not_flash(heads)
+        return attention.kernels(heads) + (f" ({why_not})" if why_not else "")
 
     @override
     def slower(self) -> list[str]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 from gpt2_fp8.config import (
@@ -14,7 +13,7 @@ from gpt2_fp8.config import (
     backend_check,
     document_borders,
     hf_check,
-    kept_layers,
+    kept_check,
     logger_checks,
     mixture,
     model_checks,
@@ -24,11 +23,10 @@ from gpt2_fp8.config import (
 )
 from gpt2_fp8.config.data_schema import HubData, MixtureData
 from gpt2_fp8.config.errors import Finding, Problem, UserError
-from gpt2_fp8.config.kept_layers import fits_nothing
-from gpt2_fp8.config.keys import finding, show, value_of
+from gpt2_fp8.config.keys import finding, value_of
 from gpt2_fp8.config.model_checks import or_in_bf16, products, width_multiple
 from gpt2_fp8.config.model_fits import largest_divisor, nearest
-from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
+from gpt2_fp8.config.precision_schema import AutoPrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 
 
@@ -65,16 +63,7 @@ def check_batch(config: RunConfig, world_size: int) -> None:
 
 
 def _names(config: RunConfig) -> Iterator[Finding]:
-    if isinstance(config.precision, (FP8PrecisionConfig, AutoPrecisionConfig)):
-        for name in config.precision.keep_bf16:
-            if fits_nothing(name, config.model.n_layer):
-                last = config.model.n_layer - 1
-                reason = f"there is no layer {show(name)} in a model of {config.model.n_layer} blocks"
-                remedy = (
-                    f"name head, first, last, first:2, blocks.0 to blocks.{last}, or a part such as blocks.*.mlp: "
-                    f"precision.keep_bf16='[{_kept_instead(config.precision.keep_bf16, config.model.n_layer)}]'"
-                )
-                yield finding(config, "precision.keep_bf16", reason, remedy)
+    yield from kept_check.check(config)
     yield from (
         mixture.found_in(found, name)
         for name, source in mixture.sources_of(config.data)
@@ -85,12 +74,6 @@ def _names(config: RunConfig) -> Iterator[Finding]:
             yield finding(
                 config, key, "is registered by no plugin", "plugins=[MODULE], of the module that registers it"
             )
-
-
-def _kept_instead(names: list[str], n_layer: int) -> str:
-    """Return the list with names that fit nothing as what they most likely mean; an example if that is not known."""
-    meant = [[name] if not fits_nothing(name, n_layer) else kept_layers.meant(name, n_layer) for name in names]
-    return ",".join(dict.fromkeys(chain.from_iterable(meant))) if all(meant) else "head,last"
 
 
 def _names_of_source(config: RunConfig) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.kept_layers import Kept, every_block, kept
+from gpt2_fp8.config.kept_layers import Kept, every_block, every_layer, keeping_less, kept
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.precision_schema import EMULATABLE, EMULATED, IN_BACKWARD, OF_HEAD, FP8PrecisionConfig
 
@@ -39,13 +39,14 @@ def check(precision: FP8PrecisionConfig, n_layer: int) -> Iterator[Finding]:
 
 
 def _of_kept_layers(names: Sequence[str], keep_bf16: list[str], n_layer: int) -> Iterator[Finding]:
-    in_vain = _in_vain(names, kept(keep_bf16, n_layer))
-    if not in_vain:
+    in_bf16 = kept(keep_bf16, n_layer)
+    in_vain = _in_vain(names, in_bf16)
+    if not in_vain or every_layer(in_bf16):  # the latter is no matter of `emulate`: see `kept_check`
         return
     of_head = [name for name in in_vain if _is_of_head(name)]
     what = "the head" if in_vain[0] in of_head else "every block"
     cause = f"names {in_vain[0]}, and precision.keep_bf16={show(keep_bf16)} keeps {what} in bf16"
-    less = _keeping_less(keep_bf16, n_layer, blocks=len(of_head) < len(in_vain), head=bool(of_head))
+    less = keeping_less(keep_bf16, n_layer, blocks=len(of_head) < len(in_vain), head=bool(of_head))
     yield _finding("precision.keep_bf16", cause, f"{_leave_out(in_vain)}, or precision.keep_bf16='[{','.join(less)}]'")
 
 
@@ -57,14 +58,6 @@ def _in_vain(names: Sequence[str], kept: Kept) -> list[str]:
 
 def _is_of_head(name: str) -> bool:
     return name == "head" or name.startswith(OF_HEAD)
-
-
-def _keeping_less(names: list[str], n_layer: int, blocks: bool, head: bool) -> list[str]:
-    """Return the names of `precision.keep_bf16` without what keeps the head, or the last ones that keep all blocks."""
-    left = [name for name in names if not (head and kept([name], n_layer).head)]
-    while blocks and every_block(kept(left, n_layer)):
-        left.remove(next(name for name in reversed(left) if any(kept([name], n_layer).blocks)))
-    return left
 
 
 def _leave_out(names: Sequence[str]) -> str:

@@ -107,6 +107,23 @@ def every_block(kept: Kept) -> bool:
     return all(parts == ALL_PARTS for parts in kept.blocks)
 
 
+def every_layer(kept: Kept) -> bool:
+    """Return whether nothing computes in FP8."""
+    return kept.head and every_block(kept)
+
+
+def keeping_less(names: list[str], n_layer: int, blocks: bool, head: bool) -> list[str]:
+    """Return `names` with less that they keep.
+
+    `head`: without the names that keep the head. `blocks`: of names that keep all blocks together, the last ones are
+    left out until a product of one computes in FP8.
+    """
+    left = [name for name in names if not (head and kept([name], n_layer).head)]
+    while blocks and every_block(kept(left, n_layer)):
+        left.remove(next(name for name in reversed(left) if any(kept([name], n_layer).blocks)))
+    return left
+
+
 def split_mlp(kept: Kept) -> str | None:
     """Name a block of whose MLP one product of two is kept; None if there is none."""
     return next((f"blocks.{i}" for i, parts in enumerate(kept.blocks) if len(parts & MLP) == 1), None)

@@ -1,7 +1,7 @@
 """Which kernels compute the fused layers at a run's shapes, and why not the faster ones.
 
 Each answer follows the function that decides: `product_gelu.fits`, `head_chunks.has_probabilities`,
-`layer_norm_rows.fits`, `cast_lines.fits`, `attention.why_not_flash`.
+`layer_norm_rows.fits`, `cast_lines.fits`. Attention's kernels are told by `layers.attention`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ OF_LOGITS = 2.0**15  # `kernels.softmax_cast.GRADIENT_SCALE`, which imports Trit
 
 
 def chosen(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict[str, str]:
-    """Describe the kernel of each part of the fused layers, by the part.
+    """Describe the kernel of each part of the fused layers but attention, by the part.
 
     `rows`: of a micro-batch, sequences times tokens. `padded_vocab_size`: rows of the embedding.
     """
-    missing, heads, n_embd = nvrtc.missing() is not None, spec.heads, spec.n_embd
+    missing, n_embd = nvrtc.missing() is not None, spec.n_embd
     gelu = shapes.why_no_product(rows, spec.mlp.width, n_embd)
     if missing or n_embd > shapes.WIDEST_COLUMNS:
         norm = "in Triton, over tiles" + ("" if missing else f" (rows are wider than {shapes.WIDEST_COLUMNS:,})")
     else:
         norm = "in CUDA C++, over rows"
-    flash = attention.why_not_flash(heads)
     return {
         "gelu": _product("inside its GEMMs", "outside its GEMMs, in Triton", gelu, missing),
         "logits": _logits(rows, padded_vocab_size, n_embd, missing),
         "normalisation": norm,
         "casts": f"in {'Triton' if missing else 'CUDA C++'}",
-        "attention": attention.kernels(heads) + (f" ({flash})" if flash else ""),
     }
 
 

@@ -203,14 +203,29 @@ TABLE = [
     ),
     (
         "precision.backend=emulated precision.emulate=[head,weight] precision.keep_bf16=[blocks.*,head]",
-        "precision.emulate names head, and precision.keep_bf16=[blocks.*,head] keeps the head in bf16",
-        "leave head, weight out of precision.emulate, or precision.keep_bf16='[]'",
+        "it keeps every layer in bf16, as precision=bf16 does; precision=fp8_hybrid needs one in FP8",
+        "leave precision.keep_bf16 out",
+    ),
+    (
+        "precision=auto precision.keep_bf16=['*']",
+        "it keeps every layer in bf16, as precision=bf16 does; precision=auto needs one in FP8",
+        "leave precision.keep_bf16 out",
+    ),
+    (
+        "precision.backend=te precision.keep_bf16=[first:2,head,last:2] model.n_layer=4",
+        "it keeps every layer in bf16",
+        "leave precision.keep_bf16 out",
+    ),
+    (
+        "precision.keep_bf16=[heads,blocks.*]",
+        "there is no layer heads",
+        "precision.keep_bf16='[head]'",
     ),
     (
         "precision.backend=emulated precision.emulate=[residual,weight] model.n_layer=4 "
-        "precision.keep_bf16=[first:2,last:2,head]",
-        "precision.emulate names weight, and precision.keep_bf16=[first:2,last:2,head] keeps every block in bf16",
-        "leave weight out of precision.emulate, or precision.keep_bf16='[first:2,head]'",
+        "precision.keep_bf16=[first:2,last:2]",
+        "precision.emulate names weight, and precision.keep_bf16=[first:2,last:2] keeps every block in bf16",
+        "leave weight out of precision.emulate, or precision.keep_bf16='[first:2]'",
     ),
     (
         "precision.fast_accumulation=true precision.keep_bf16=[blocks.*]",

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config import attention_support, backend_check, checks, model_checks
+from gpt2_fp8.config import attention_support, backend_check, checks, kept_check, model_checks
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
 
@@ -28,14 +28,19 @@ KEYS = {
     "precision.backend": ("auto", "fused", "te", "torchao", "emulated", "reference"),
     "recipe": ("auto", "delayed", "current", "rowwise", "mxfp8"),
     "precision.backward": ("fp8", "bf16"),
-    "precision.keep_bf16": ([], ["head"], ["*"]),
+    "precision.keep_bf16": ([], ["head"], ["*"], ["first:2", "head", "last:2"], ["heads", "blocks.*"]),
     "precision.emulate": (None, ["weight", "head"], ["dgrad_gradient"]),
     "precision.fast_accumulation": (False, True),
     "cuda_graphs": ("auto", True),
     "attention": ("auto", "te"),
 }
 MODELS = ("tiny", "gpt2", "gpt2_optimized", "llama3_small")
-LEFT_OUT = {"attention": "auto", "precision.emulate": None, "precision.fast_accumulation": False}
+LEFT_OUT = {
+    "attention": "auto",
+    "precision.emulate": None,
+    "precision.fast_accumulation": False,
+    "precision.keep_bf16": [],
+}
 WORD = re.compile(r"(?<![\w.])((?:model|precision)\.\w+|precision|recipe|cuda_graphs|attention)=('?\[[^]]*\]'?|[\w.]+)")
 
 
@@ -66,7 +71,7 @@ def changed(config, key, new, recipes):
 
 def ways(config, remedy, recipes):
     """The configurations after each way out: words that are typed, or that are left out."""
-    for way in re.split(r", or |; ", re.sub(r" \(.*?\)", "", remedy)):
+    for way in re.split(r", or |; ", re.sub(r" \(.*?\)|name head, .*: ", "", remedy)):
         after = config
         for key, text in WORD.findall(way):
             own_keys = vars(config.precision) | {"name": None, "backend": None}
@@ -90,7 +95,7 @@ def ways(config, remedy, recipes):
 
 
 def found_in(config):
-    of_each = (model_checks.check, backend_check.check, attention_support.check, checks._tokens)
+    of_each = (model_checks.check, backend_check.check, attention_support.check, kept_check.check, checks._tokens)
     return [one for check in of_each for one in check(config)]
 
 

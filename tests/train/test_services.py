@@ -70,7 +70,7 @@ def rows_of(folder):
 
 
 def identifiers_of(folder):
-    """The run that each leg belongs to. Not read from folders' names: two legs of one second differ there by a number."""
+    """The run that each leg belongs to. Folders' names do not tell: two legs of one second differ there by a number."""
     return [{record.run.run_id for record in leg if record.run.run_id} for leg in legs_of(folder)]
 
 
