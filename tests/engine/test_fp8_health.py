@@ -51,8 +51,8 @@ CASES = [
     [EMULATED], [EMULATED, "model.dropout=0.1", "activation_checkpointing=full"], [EMULATED, "recipe=current"],
     [EMULATED, "recipe=block"], [EMULATED, "penalty.z_loss=1e-4", "precision.keep_bf16=[first]"],
     ["precision.backend=torchao", "recipe=current"],
-    [EMULATED, "precision.emulate=[]"], [EMULATED, "precision.keep_bf16=['*']"],  # nothing is cast
-    ["precision.backend=torchao", "recipe=current", "precision.keep_bf16=['*']"],
+    [EMULATED, "precision.emulate=[]"],  # nothing is cast
+    ["precision.backend=torchao", "recipe=current", "precision.keep_bf16=['blocks.*']"],
 ]  # fmt: skip
 
 

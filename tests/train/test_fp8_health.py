@@ -68,7 +68,6 @@ def test_each_step_is_there_once_after_a_kill_and_a_resume(tmp_path):
         [],
         [*FP8, "precision.emulate=[]"],
         [*FP8, "precision.emulate=[residual]", "recipe=current"],
-        [*FP8, "precision.keep_bf16=['*']"],
     ],
     ids=lambda words: " ".join(words[2:]) or "fallback",
 )
