@@ -216,15 +216,21 @@ class TrainingStep:
             self.model.train(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a step needs beside weights, optimizer and schedule: micro-batch size and FP8 scales."""
+        """Return what a step needs beside weights, optimizer and schedule.
+
+        That is the micro-batch size, the FP8 scales, and with `document_mask` the mask's rule: the text that gave it
+        need not be there when the model is used.
+        """
         self.settle()
-        return {"micro_batch_size": self._batching.state_dict(), "scaling": self.scaling.state_dict()}
+        rule = {} if self.model.separator is None else {"separator_begins": self.model.separator_begins}
+        return {"micro_batch_size": self._batching.state_dict(), "scaling": self.scaling.state_dict(), **rule}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue a run where its checkpoint left it. Scales wait until the layers are on their device."""
         if sizes := saved.get("micro_batch_size"):  # not in checkpoints of format 1
             self._batching.load_state_dict(sizes)
         self.scaling.load_state_dict(saved.get("scaling", {}))
+        self.model.separator_begins = saved.get("separator_begins", self.model.separator_begins)
 
 
 def _nothing() -> None:

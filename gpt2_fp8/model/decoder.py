@@ -83,10 +83,10 @@ class Decoder:
         angle = None if self._angles is None else self._angles[:longest]
         x, mask = model.embed(ids), None
         if model.separator is not None:
-            mask = within_documents(ids, model.separator, x.dtype)
+            mask = within_documents(ids, model.separator, x.dtype, model.separator_begins)
             place = torch.arange(longest, device=self.device)
-            ends = (ids == model.separator) & (place < lengths[:, None])
-            self._starts[into] = ((place + 1) * ends).amax(1)
+            borders = (ids == model.separator) & (place < lengths[:, None])
+            self._starts[into] = ((place + (not model.separator_begins)) * borders).amax(1)
         for i, block in enumerate(map(_any, model.blocks)):
             q, k, v = block.attention.prepare(block.qkv(x), angle)
             self._keys[i, into, :, :longest], self._values[i, into, :, :longest] = k.transpose(1, 2), v.transpose(1, 2)
@@ -126,8 +126,10 @@ class Decoder:
         keys = torch.arange(max(at) + 1, device=self.device)
         mask = keys <= places[:, None]
         if separator is not None:
-            mask &= keys >= self._starts[:, None]
-            self._starts = torch.where(ids == separator, places + 1, self._starts)
+            begins = self.model.separator_begins
+            starts = torch.where(ids == separator, places + (not begins), self._starts)
+            mask &= keys >= (starts if begins else self._starts)[:, None]
+            self._starts = starts
         return mask[:, None, None]
 
 

@@ -170,4 +170,5 @@ def _build(found: Trained, device: Literal["cuda", "cpu"], dtype: torch.dtype) -
     config = found.config
     model = unaccelerated(config, device).backend.build(vocabulary(config))
     model.load_state_dict(dict(found.weights))
+    model.separator_begins = found.step.get("separator_begins", model.separator_begins)
     return model.to(device=device, dtype=dtype).eval()

@@ -15,9 +15,9 @@ from tests.model.options import OPTIONS, configured
 TIGHT = {"rtol": 0, "atol": 1e-11}  # float64, of logits whose standard deviation is about 1
 
 
-def built(config, separator=None):
+def built(config, *borders):
     """A model in float64 in which every parameter matters."""
-    model = GPT2(config, VOCAB, Composed(reference, recompute="none"), separator=separator).double().eval()
+    model = GPT2(config, VOCAB, Composed(reference, recompute="none"), (), *borders).double().eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -100,8 +100,9 @@ def test_a_row_that_has_ended_stays_and_the_others_go_on():
 
 
 @pytest.mark.parametrize("options", ["none", "RoPE"])
-def test_tokens_see_their_document_alone_where_the_model_was_trained_so(options):
-    model = built(CONFIG if options == "none" else configured(options), separator=7)
+@pytest.mark.parametrize("begins", [False, True])
+def test_tokens_see_their_document_alone_where_the_model_was_trained_so(options, begins):
+    model = built(CONFIG if options == "none" else configured(options), 7, begins)
     decoder = Decoder(model, 2, 16)
     first, second = [1, 7, 3, 4, 5, 7, 6, 8, 9, 7], [7, 2, 2, 2, 7, 7, 1, 0, 3, 7]
     assert_follows(decoder, decoder.begin([first[:3], second[:1]]), model)

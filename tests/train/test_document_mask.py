@@ -6,6 +6,10 @@ import random
 import pytest
 
 from gpt2_fp8 import export
+from gpt2_fp8.config.generate_schema import GenerateConfig
+from gpt2_fp8.train.generation import Generation
+from gpt2_fp8.train.module import GPT2Module
+from tests.data.token_files_made import llm_c, nano, some_ids
 from tests.runs import (
     SMALL,
     assert_same_checkpoint,
@@ -61,6 +65,18 @@ def test_validation_has_the_mask_and_a_checkpoint_may_go_on_without_it(tmp_path,
     train_until(5, tmp_path / "on", base=words)
     train(tmp_path / "on", "ckpt_path=last", "document_mask=false", base=words)
     assert summary(tmp_path / "on")["status"] == "completed"
+
+
+@pytest.mark.parametrize(("write", "begins"), [(nano, False), (llm_c, True)])
+def test_the_rule_of_the_text_is_the_models_where_the_text_is_gone(tmp_path, write, begins):
+    path = write(tmp_path / "text.bin", some_ids(4000))
+    text = ["data=token_files", f"data.train_files=[{path}]", "data.tokenizer=bytes", "data.val_sequences=0"]
+    small = [word for word in SMALL if not word.startswith("data")]
+    train(tmp_path / "run", "document_mask=true", "trainer.max_steps=2", base=[*small, *text])
+    path.unlink()
+    module = GPT2Module.load_from_checkpoint(tmp_path / "run/checkpoints/step-00000002")
+    for model in (module.model, Generation(GenerateConfig(ckpt_path=str(tmp_path / "run"))).model):
+        assert (model.separator, model.separator_begins) == (256, begins)
 
 
 def test_an_export_says_that_transformers_attends_across_documents(tmp_path, words, capsys):
