@@ -84,11 +84,10 @@ class Gradients:
             return accumulate(ids, micro_batch_size, self._in_bf16, self._forward_in_bf16, self._go_back)
 
     def calibrate(self, ids: Tensor, micro_batch_size: int) -> None:
-        """Find delayed scaling's first scales from one micro-batch of an optimizer step's `ids`."""
-        part = ids[:micro_batch_size]
+        """Find delayed scaling's first scales from the first micro-batch of `ids`, of a step or of a validation."""
         self._remember()
         with self._no_sync(), torch.enable_grad():
-            self.scaling.calibrate(self._looked_at(self.loss), part, share=len(part) / len(ids))
+            self.scaling.calibrate(self._looked_at(self.loss), ids[:micro_batch_size])
 
     def _remember(self) -> None:
         """Copy the scales, so that `undo_scales` can put them back."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -77,8 +76,9 @@ class TrainingStep:
         self.scaling = plan.backend.scaling(self.model)
         self._gradients = Gradients(plan, self.model, self.scaling, backward, no_sync)
         self.share = config.global_batch_size // collectives.rank_and_world()[1]
-        first = partial(state_like, self.model, config.optimizer)
-        self._batching = MicroBatching(self._gradients, self.share, config.micro_batch, asked_micro_batch_size, first)
+        self._batching = MicroBatching(
+            self._gradients, self.share, config.micro_batch, asked_micro_batch_size, self._optimizer_state_to_come
+        )
         self.optimizer: Optimizer
         self.schedule: LambdaLR
         self.on_settled: list[Callable[[StepResult], object]] = []
@@ -163,6 +163,10 @@ class TrainingStep:
     def _update(self, loss: Tensor, apply: Callable[[], object], absurd: Tensor | None = None) -> StepResult:
         parameters = self._gradients.parameters
         return update(self.optimizer, apply, parameters, loss, self.config.optim.max_grad_norm, absurd)
+
+    def _optimizer_state_to_come(self) -> list[Tensor]:
+        """Allocate what the first update will; nothing if the optimizer has its state, as a resumed run's."""
+        return [] if self.optimizer.state else state_like(self.model, self.config.optimizer)
 
     def _find_scales(self, ids: Tensor) -> None:
         """Find the scales that delayed scaling needs before the first forward: the checkpoint's, or by calibration."""

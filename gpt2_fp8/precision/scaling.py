@@ -43,7 +43,7 @@ class Scaling:
         """
         return True
 
-    def calibrate(self, loss_of: Callable[[Tensor], Tensor], ids: Tensor, share: float) -> None:
+    def calibrate(self, loss_of: Callable[[Tensor], Tensor], ids: Tensor) -> None:
         """Find the first scales from one micro-batch. For the arguments see `precision.calibrate.calibrate`."""
 
     def remember(self) -> Undo:
@@ -131,8 +131,8 @@ class FP8Scaling(Scaling):
         return True
 
     @override
-    def calibrate(self, loss_of: Callable[[Tensor], Tensor], ids: Tensor, share: float) -> None:
-        calibrate(self.model, loss_of, ids, self.context, share)
+    def calibrate(self, loss_of: Callable[[Tensor], Tensor], ids: Tensor) -> None:
+        calibrate(self.model, loss_of, ids, self.context, share=len(ids) / self.sequences)
 
     @override
     def remember(self) -> Undo:
