@@ -33,7 +33,7 @@ def check_moments(optimizer: Optimizer, saved: dict[str, Any], step: int) -> Non
     own = {index: _state_of(optimizer, parameter) for index, parameter in zip(named, parameters, strict=True)}
     with_betas = [group for group in optimizer.param_groups if "betas" in group]
     ratio = max(_most_ratio(*group["betas"]) for group in [*with_betas, *_with_betas(saved)])
-    if not saved["state"] or not saved["state"].keys() <= own.keys():
+    if saved["state"].keys() != own.keys():  # every parameter has a gradient in each step
         raise ValueError(f"the optimizer state is of {len(saved['state'])} parameters, and the model has {len(own)}")
     for index, moments in saved["state"].items():
         _check_tensors(index, moments, own[index])

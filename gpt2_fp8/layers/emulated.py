@@ -29,7 +29,7 @@ from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
 from gpt2_fp8.layers.embedding import embed
 from gpt2_fp8.layers.emulated_gemm import Emulation, round_to_bf16
 from gpt2_fp8.layers.emulated_head import Head
-from gpt2_fp8.layers.emulated_layers import Gemm, LayerNormLinear, LayerNormMLP, Linear, PlainGemm
+from gpt2_fp8.layers.emulated_product import Product, in_bf16
 from gpt2_fp8.layers.emulated_scales import EmulatedScales
 
 NAME = "the emulated layers"
@@ -109,35 +109,44 @@ class _AddOnce(torch.autograd.Function):
 
 
 class Layers:
-    """What `block.Block` builds a block from, in the emulated form."""
+    """What `block.Block` builds a block from: the plain-torch layers, with products in the emulated form."""
 
     again = staticmethod(reference.again)
 
     def __init__(self, emulation: Emulation, scales: EmulatedScales | None):
-        self._gemm = emulation, scales
+        self._emulated = emulation, scales
         self._rounded = "residual" not in emulation.switches
+
+    def _into_residual(self) -> Product:
+        return Product(*self._emulated, self._rounded, torch.bfloat16 if self._rounded else torch.float32)
 
     def layer_norm_linear(self, in_features: int, out_features: int, norm: Norm, bias: bool, fp8: bool) -> nn.Module:
         """See the package."""
-        if not fp8:
-            return reference.LayerNormLinear(in_features, out_features, norm, bias)
-        return LayerNormLinear(in_features, out_features, norm, bias, Gemm(*self._gemm))
+        made = reference.LayerNormLinear(in_features, out_features, norm, bias)
+        if fp8:
+            made.product = Product(*self._emulated)
+        return made
 
     def linear(self, in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Module:
         """See the package. Its result goes into the residual stream."""
-        if not fp8:
-            return reference.Linear(in_features, out_features, bias)
-        return Linear(in_features, out_features, bias, Gemm(*self._gemm, self._rounded))
+        made = reference.Linear(in_features, out_features, bias)
+        if fp8:
+            made.product = self._into_residual()
+        return made
 
     def layer_norm_mlp(
         self, n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part], recompute: bool
     ) -> nn.Module:
-        """See the package. Its result goes into the residual stream."""
-        if not fp8:
-            return reference.LayerNormMLP(n_embd, mlp, norm, bias, recompute)
-        fc1 = Gemm(*self._gemm) if "fc1" in fp8 else PlainGemm()
-        fc2 = Gemm(*self._gemm, self._rounded) if "fc2" in fp8 else PlainGemm()
-        return LayerNormMLP(n_embd, mlp, norm, bias, recompute, (fc1, fc2))
+        """See the package. Its result goes into the residual stream.
+
+        The hidden layer has bfloat16's numbers. It is in float32, so that GELU's result and gradient are.
+        """
+        made = reference.LayerNormMLP(n_embd, mlp, norm, bias, recompute)
+        if fp8:
+            made.fc1_product = Product(*self._emulated, dtype=torch.float32) if "fc1" in fp8 else in_bf16
+        if "fc2" in fp8:
+            made.fc2_product = self._into_residual()
+        return made
 
     def attention(self, heads: Heads, dropout: float, epsilon: float, kernel: AttentionKernel) -> nn.Module:
         """See the package."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt2_fp8.compat import transformer_engine
+from gpt2_fp8.config.kept_layers import MLP
 from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE, Scales
 from gpt2_fp8.precision.fp8_tensors import HEAD, FP8Tensor
 
@@ -137,9 +138,10 @@ def _holder(model: Any, layer: str) -> tuple[Any, int]:
     block = model.blocks[int(number)]
     if hasattr(block, "linears"):  # the fused layers
         return getattr(block.linears, part), 0
-    if part in ("qkv", "projection"):
-        owner = getattr(block, part)
-        return getattr(owner, "gemm", owner), 0
-    if hasattr(block.mlp, part):  # two products, each with a module or an object of its own
-        return getattr(block.mlp, part), 0
-    return block.mlp, ("fc1", "fc2").index(part)
+    owner, name = (block.mlp, f"{part}_product") if part in MLP else (getattr(block, part), "product")
+    product = getattr(owner, name, None)
+    if hasattr(product, "places"):  # the emulated layers
+        return product, 0
+    if part in MLP and not hasattr(owner, part):  # one module of two products
+        return owner, ("fc1", "fc2").index(part)
+    return getattr(owner, part, owner), 0

@@ -32,15 +32,14 @@ def ids(sequences, seed=0):
 def test_a_validation_that_comes_first_finds_the_scales_of_training(sequences):
     """Its ids are no share of a step, and gradients are of the mean over such a share."""
     words = [*DELAYED, "global_batch_size=16", f"micro_batch_size={sequences}"]
-    first, second, found = built(*words), built(*words), []
+    first, second = built(*words), built(*words)
     text = ids(16)
     first(text)
     first.settle()
     second.evaluate(text[:sequences])
     second(text)
     second.settle()
-    for step in (first, second):
-        found.append(state.capture(step.model))
+    found = [state.capture(step.model) for step in (first, second)]
     assert found[0].keys() == found[1].keys() != set()
     for name, expected in found[0].items():
         assert torch.equal(found[1][name], expected), name

@@ -517,9 +517,9 @@ def test_amaxes_are_those_of_the_operands():
     block.attention.register_full_backward_hook(lambda _, inputs, __: seen.update(packed=inputs[0]))
     gradients(model, ids(), first=True)
     row, column = model.scales.history[0], model.scales.column
-    assert row[column(block.projection.gemm.places["input"])] == seen["out"].abs().max().float()
-    assert row[column(block.projection.gemm.places["weight"])] == block.projection.weight.abs().max()
-    assert row[column(block.qkv.gemm.places["gradient"])] == seen["packed"].abs().max().float()
+    assert row[column(block.projection.product.places["input"])] == seen["out"].abs().max().float()
+    assert row[column(block.projection.product.places["weight"])] == block.projection.weight.abs().max()
+    assert row[column(block.qkv.product.places["gradient"])] == seen["packed"].abs().max().float()
     assert row[column(model.head.places["weight"])] == model.head.weight.abs().max()
 
 
