@@ -479,7 +479,7 @@ def test_the_speed_of_texts_is_measured_as_shown(monkeypatch, capsys):
     asked = [found.words[len(SPEED) :] for found in ALL if found.words[: len(SPEED)] == SPEED]
     assert len(asked) == 7
     for words in [words for words in asked if "model=tiny" in words]:
-        study.main([*words, "tokens=2", "times=1"])
+        assert study.main([*words, "tokens=2", "times=1"]) == 0
         assert re.search(r"^ratio +[\d.]+$", capsys.readouterr().out, re.MULTILINE)
 
 
@@ -489,7 +489,7 @@ def test_peaks_are_measured_as_shown(monkeypatch, capsys):
     study = importlib.import_module("peaks")
     (words,) = [found.words[len(PEAKS) :] for found in ALL if found.words[: len(PEAKS)] == PEAKS]
     assert " ".join(words).isdigit()
-    study.main(64)
+    assert study.main(["64"]) == 0
     assert len(re.findall(r"^\S.* +[\d.e+-]+ TFLOP/s$", capsys.readouterr().out, re.MULTILINE)) == 5
 
 

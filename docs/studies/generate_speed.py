@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ import transformers
 from gpt2_fp8 import load_config
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.generate_schema import GenerateConfig
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
@@ -35,13 +37,40 @@ from gpt2_fp8.train.generation import Generation
 DEFAULTS = {
     "model": "gpt2", "rows": "1", "prompt": "32", "tokens": "64", "times": "5", "device": "auto", "precision": "auto",
 }  # fmt: skip
+NUMBERS = ("rows", "prompt", "tokens", "times")
 
 
-def main(argv: list[str]) -> None:
-    """Measure what `key=value` words ask for."""
-    asked = DEFAULTS | dict(word.split("=", 1) for word in argv)
-    assert asked.keys() == DEFAULTS.keys(), f"the keys are {', '.join(DEFAULTS)}"
-    rows, length, tokens, times = (int(asked[key]) for key in ("rows", "prompt", "tokens", "times"))
+def main(argv: list[str]) -> int:
+    """Measure what `key=value` words ask for. Returns the exit code."""
+    try:
+        measure(read(argv))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def read(argv: list[str]) -> dict[str, str]:
+    """Return the value of each key. Raises UserError with every word that gives none."""
+    given = [word.partition("=") for word in argv]
+    problems = [
+        Problem(f"{key}: there is no such key here", f"{(get_close_matches(key, DEFAULTS, 1) or ['model'])[0]}=VALUE")
+        for key, _, _ in given
+        if key not in DEFAULTS
+    ]
+    problems += [
+        Problem(f"{key}={value}: it is a number from 1 on", f"{key}={DEFAULTS[key]}")
+        for key, _, value in given
+        if key in NUMBERS and not (value.isascii() and value.isdecimal() and int(value))
+    ]
+    if problems:
+        raise UserError(problems)
+    return DEFAULTS | {key: value for key, _, value in given}
+
+
+def measure(asked: dict[str, str]) -> None:
+    """Print the figures of both programs. Raises UserError for a model or a device that is not there."""
+    rows, length, tokens, times = (int(asked[key]) for key in NUMBERS)
     with tempfile.TemporaryDirectory() as folder:
         ready, theirs = both(Path(folder), asked)
     ids = torch.randint(0, ready.model.vocab_size - 1, (rows, length), generator=torch.Generator().manual_seed(0))
@@ -94,4 +123,4 @@ def both(folder: Path, asked: dict[str, str]) -> tuple[Generation, transformers.
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -12,19 +12,17 @@ import csv
 from collections import defaultdict
 from pathlib import Path
 
+from gpt2_fp8.train import metrics_csv
+
 KINDS = {"input": "tab:blue", "weight": "tab:orange", "gradient": "tab:green"}
 WORST = 4  # tensors by name in the picture of layers
 
 
 def columns(path: Path) -> dict[str, dict[int, float]]:
-    """Read a metrics.csv as {column: {step: value}}."""
-    found: dict[str, dict[int, float]] = defaultdict(dict)
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            for name, value in row.items():
-                if value:
-                    found[name][int(row["step"])] = float(value)
-    return found
+    """Read what is drawn of a metrics.csv as {column: {step: value}}."""
+    wanted = ["train_loss", *(f"fp8/{summary}_{kind}" for summary in ("headroom", "scale") for kind in KINDS)]
+    rows = metrics_csv.read(path, wanted).rows
+    return {name: {int(row["step"]): row[name] for row in rows if name in row} for name in wanted}
 
 
 def tensors(path: Path, figure: str) -> dict[str, dict[int, float]]:

@@ -7,6 +7,7 @@ On a GPU, or on a CPU where there is none.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -15,12 +16,28 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.compat import torch_private
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.runtime.arguments import Parser
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def main(size: int) -> None:
-    """Print a line for each format."""
+def main(argv: list[str] | None = None) -> int:
+    """Print a line for each format. Returns the exit code."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", type=int, help="rows and columns of the matrices, a multiple of 16")
+    try:
+        size = parser.parse_args(sys.argv[1:] if argv is None else argv).size
+        if size < 16 or size % 16:
+            raise UserError.of(f"{size} is no multiple of 16", "python docs/studies/peaks.py 8192")
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    _tell_each(size)
+    return 0
+
+
+def _tell_each(size: int) -> None:
     a, b = (torch.randn(size, size, device=DEVICE) for _ in "ab")
     low, lower = (a.bfloat16(), b.bfloat16()), (a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t())
     one = torch.ones((), device=DEVICE)
@@ -48,4 +65,4 @@ def _seconds(product: Callable[[], Tensor], times: int = 10) -> float:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    sys.exit(main())

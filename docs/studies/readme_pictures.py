@@ -8,12 +8,13 @@ The losses are the `metrics.csv` of runs. The speeds are those of the table in d
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+
+from gpt2_fp8.train import metrics_csv
 
 PERFORMANCE = Path(__file__).resolve().parents[1] / "performance.md"
 BLUE, GREY = "#2a6fbb", "#9a9a9a"
@@ -80,8 +81,8 @@ def speeds(page: str) -> Figure:
 
 def _curve(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens and the running mean of the training loss of a `metrics.csv`."""
-    with path.open() as file:
-        found = [(float(row["tokens"]), float(row["train_loss"])) for row in csv.DictReader(file) if row["train_loss"]]
+    rows = metrics_csv.read(path, ["tokens", "train_loss"]).rows
+    found = [(row["tokens"], row["train_loss"]) for row in rows if "train_loss" in row]
     tokens, loss = np.array(found[1:]).T  # the first row is of one step
     kernel = np.ones(SMOOTH) / SMOOTH
     return np.convolve(tokens, kernel, "valid"), np.convolve(loss, kernel, "valid")

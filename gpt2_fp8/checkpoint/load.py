@@ -43,9 +43,9 @@ def read(path: Path | str, map_location: Any = None, only: Collection[str] | Non
     return _assemble(Path(path), _device(map_location), only)
 
 
-def read_weights(path: Path | str, map_location: Any = None) -> dict[str, Tensor]:
-    """Return only the module's state dict, with its tied names. Raises CheckpointError."""
-    weights = _assemble(Path(path), _device(map_location), only=["state_dict"])["state_dict"]
+def read_weights(path: Path | str) -> dict[str, Tensor]:
+    """Return only the module's state dict, with its tied names, on the CPU. Raises CheckpointError."""
+    weights = _assemble(Path(path), "cpu", only=["state_dict"])["state_dict"]
     return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
 

@@ -27,10 +27,9 @@ from torch import Tensor
 from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.kernels.cast import empty_pair, store_both
 from gpt2_fp8.kernels.cross_entropy import LANE, LANES, LOG2E, WARPS, row_statistics
+from gpt2_fp8.kernels.probability_grid import GRADIENT_SCALE
 from gpt2_fp8.kernels.slot import LARGEST
 
-# The factor by which values in [-1, 1] are multiplied before the conversion to FP8.
-GRADIENT_SCALE = {torch.float8_e5m2: 2.0**15, torch.float8_e4m3fn: 2.0**8}
 GROUPS, COLUMNS, TILE_WARPS = 8, 128, 4  # in Triton: a program has 4 * GROUPS rows
 TILE, THREADS = 128, 256  # in CUDA C++: a block has TILE rows and TILE columns
 BLOCKS = 4  # for each multiprocessor

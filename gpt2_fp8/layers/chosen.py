@@ -9,10 +9,8 @@ from __future__ import annotations
 from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
 from gpt2_fp8.config.block_spec import BlockSpec
 from gpt2_fp8.kernels import nvrtc, shapes
-from gpt2_fp8.kernels.probability_grid import EXPONENT
+from gpt2_fp8.kernels.probability_grid import EXPONENT, GRADIENT, GRADIENT_SCALE
 from gpt2_fp8.layers import attention
-
-OF_LOGITS = 2.0**15  # `kernels.softmax_cast.GRADIENT_SCALE`, which imports Triton
 
 
 def chosen(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict[str, str]:
@@ -37,7 +35,7 @@ def chosen(rows: int, spec: BlockSpec, padded_vocab_size: int) -> dict[str, str]
 def head_factor(rows: int, padded_vocab_size: int, n_embd: int) -> float:
     """Return what multiplies the gradient of the logits before its cast: see `backends.base.Backend.head_factor`."""
     has_logits = nvrtc.missing() is not None or shapes.why_logits(rows, padded_vocab_size, n_embd) is not None
-    return OF_LOGITS if has_logits else 2.0**EXPONENT
+    return GRADIENT_SCALE[GRADIENT] if has_logits else 2.0**EXPONENT
 
 
 def slower() -> list[str]:

@@ -14,12 +14,9 @@ from gpt2_fp8.kernels.cast import reduce_columns
 from gpt2_fp8.kernels.embedding import embedding_gradient
 from gpt2_fp8.kernels.gemm import matmul
 from gpt2_fp8.kernels.layer_norm import Statistics, layer_norm_backward
+from gpt2_fp8.kernels.probability_grid import GRADIENT
 from gpt2_fp8.kernels.rounding import mean_of_rounded
 from gpt2_fp8.layers.head_layer import HeadLayer
-
-# The format of the logits' gradient, whatever the blocks' is. Its values reach from 1 down to the probabilities of rare
-# tokens. E4M3 rounds values below 2^-18 to 0: half of a vocabulary or more. Nothing would then push those tokens down.
-GRADIENT = torch.float8_e5m2
 
 
 class Share(NamedTuple):

@@ -9,12 +9,19 @@ from torch import nn
 
 from gpt2_fp8.model.sampling import Sampling, candidates, draw
 
+TOP_K = 50
+
 
 def generate(
-    model: nn.Module, prompt: list[int], tokens: int, vocab_size: int, n_positions: int, seed: int, top_k: int = 50,
+    model: nn.Module,
+    prompt: list[int],
+    tokens: int,
+    vocab_size: int,
+    n_positions: int,
+    seed: int,
     stopped: Callable[[], bool] = lambda: False,
-) -> list[int]:  # fmt: skip
-    """Draw `tokens` ids after `prompt` (at least one id), at temperature 1, among the `top_k` most likely.
+) -> list[int]:
+    """Draw `tokens` ids after `prompt` (at least one id), at temperature 1, among the `TOP_K` most likely.
 
     Call it in evaluation mode. The context is a fixed window of `n_positions`, so that every forward has a shape that
     FP8 supports. Positions after the last token are filled with 0: a causal model does not see them.
@@ -27,7 +34,7 @@ def generate(
     if odd := [i for i in prompt if not 0 <= i < vocab_size]:
         raise ValueError(f"the prompt has the id {odd[0]} of a vocabulary of {vocab_size:,}")
     device = next(model.parameters()).device
-    generator, sampling = torch.Generator().manual_seed(seed), Sampling(top_k=top_k)
+    generator, sampling = torch.Generator().manual_seed(seed), Sampling(top_k=TOP_K)
     ids = list(prompt)
     for _ in range(tokens):
         if stopped():

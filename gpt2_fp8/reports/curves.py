@@ -70,12 +70,6 @@ class Curve:
         """Return the validation loss after `at` tokens, between two validations if need be; None outside of them."""
         return between(self.validations, at)
 
-    def first_at(self, loss: float, width: float) -> float | None:
-        """Return after how many tokens the mean training loss of `width` tokens comes down to `loss`; None: never."""
-        starts = [tokens for tokens in self.tokens if tokens >= width]
-        means = [(tokens, mean) for tokens in starts if (mean := self.mean(tokens, width)) is not None]
-        return first_below(means, loss)
-
     def _sums(self, at: float) -> tuple[float, float]:
         """Return how many tokens up to `at` have a loss, and the sum of their losses."""
         weight = total = start = 0.0

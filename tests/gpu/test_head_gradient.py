@@ -20,8 +20,8 @@ def zipf_logits(exponent, rows=64):
 
 @pytest.mark.parametrize("exponent", [1.0, 1.2])
 def test_80_no_id_of_a_zipf_row_goes_without_its_push_down(exponent):
+    from gpt2_fp8.kernels.probability_grid import GRADIENT
     from gpt2_fp8.kernels.softmax_cast import softmax_gradient_cast, softmax_statistics
-    from gpt2_fp8.layers.head_gradients import GRADIENT
 
     logits = zipf_logits(exponent)
     targets = torch.arange(len(logits), device=DEVICE)

@@ -103,9 +103,8 @@ def test_a_new_model_is_healthy(words):
 @pytest.mark.parametrize("fewest", [ROWS, ROWS + 1], ids=["probabilities", "logits"])
 def test_the_heads_factor_is_the_kernels(monkeypatch, fewest):
     """Whichever of both ways a micro-batch goes."""
-    from gpt2_fp8.kernels.probability_grid import EXPONENT
-    from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE
-    from gpt2_fp8.layers.head_gradients import GRADIENT, HeadGradients
+    from gpt2_fp8.kernels.probability_grid import EXPONENT, GRADIENT, GRADIENT_SCALE
+    from gpt2_fp8.layers.head_gradients import HeadGradients
 
     asked, scale_inv = [], HeadGradients.scale_inv
     monkeypatch.setattr("gpt2_fp8.kernels.shapes.FEWEST_ROWS", fewest)

@@ -60,7 +60,7 @@ def compute(logits, targets, vocab_size, dtype):
 
 def assert_gradient(q, logits, p, exact):
     """The exponent x log2(e) is rounded by float32, which its magnitude worsens; so is p where 1 is taken from it."""
-    from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE
+    from gpt2_fp8.kernels.probability_grid import GRADIENT_SCALE
 
     finite = logits.double().abs().nan_to_num(0, 0, 0).amax()
     noise = p * 2.0**-22 * (4 + finite) + torch.where(exact < 0, 2.0**-22, 0.0)
@@ -71,7 +71,7 @@ def assert_gradient(q, logits, p, exact):
 @pytest.mark.parametrize("spread", [1.0, 20.0])
 @pytest.mark.parametrize(("rows", "vocab_size", "columns"), SHAPES)
 def test_matches_float64(rows, vocab_size, columns, spread, dtype, implementation):
-    from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE
+    from gpt2_fp8.kernels.probability_grid import GRADIENT_SCALE
 
     logits = normal(rows, columns) * spread
     logits[:, vocab_size:] = float("nan")  # takes no part
@@ -144,7 +144,7 @@ def test_a_nan_spoils_its_row_alone(implementation):
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_a_certain_wrong_answer_is_the_scale(dtype, implementation):
     """p = 1 beside the target and 0 on it: plus and minus the scale, which the format holds exactly."""
-    from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE
+    from gpt2_fp8.kernels.probability_grid import GRADIENT_SCALE
 
     logits = torch.full((16, 144), -200.0, device=DEVICE, dtype=torch.bfloat16)
     logits[:, 143] = 200.0

@@ -88,7 +88,7 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        from gpt2_fp8.kernels.softmax_cast import GRADIENT_SCALE
+        from gpt2_fp8.kernels.probability_grid import GRADIENT_SCALE
 
         (x8, w8), dtype = ctx.saved_tensors, torch.float8_e5m2
         factor = GRADIENT_SCALE[dtype] * ctx.divisor
