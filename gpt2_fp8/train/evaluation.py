@@ -18,7 +18,8 @@ from gpt2_fp8.callbacks.peak_memory import PeakMemory
 from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.config import ranking_file
 from gpt2_fp8.config.checks import vocabulary
-from gpt2_fp8.config.evaluate_schema import EvaluateConfig
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.evaluate_schema import EvaluateConfig, in_own_words
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.tokenizer import text_bytes
@@ -60,6 +61,8 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
     trainer = _trainer(config, plan, [clock, memory])
     try:
         (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
+    except UserError as error:  # of the text, in a run's words
+        raise UserError(map(in_own_words, error.problems)) from None
     except SystemExit as end:  # Lightning's answer to Ctrl-C
         if isinstance(end.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None

@@ -99,7 +99,7 @@ def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: Contai
     config, limit, epoch_ends = resolve_length(config, rank(), typed)
     context.checkpointing.intervals.kept.add(epoch_ends)
     checkpoint = setup.checkpoint(config, folder)
-    config, asked = setup.resolve_micro_batch(config, world_size, device, "micro_batch_size" in typed, checkpoint)
+    config, asked = setup.resolve_micro_batch(config, world_size, device, typed, checkpoint)
     if rank() == 0:
         setup.check_room(config, context.checkpointing.folder, len(epoch_ends))
     config, choice = auto_precision.decide(config, device, world_size, checkpoint, rank())
