@@ -160,8 +160,16 @@ def _of_a_path(word: str, program: Program) -> str | None:
 
 def _quoting(key: str, value: str, multirun: bool) -> str:
     if (closing := _CLOSING.get(value[:1])) and value.count(value[0]) != value.count(closing):
-        return f"close the bracket, and quote the whole for the shell: '{key}={value}{closing}'"
+        whole = f"{key}={value}{closing}"
+        word = typed.word(key, value + closing) if _is_refused(whole) else f"'{whole}'"
+        return f"close the bracket, and quote the whole for the shell: {word}"
+    if _is_refused(f"{key}=1"):
+        return (
+            f"keys have only letters of the alphabet from a to z, digits, _ and dots; {RUN.command} --help shows them"
+        )
     word = typed.word(key, value, multirun)
+    if _is_refused(shlex.split(word)[0]):  # {a}, {~: 1}
+        word = shlex.quote(f"{key}={typed.quoted(value)}")
     if line(word) != word:  # what cannot be shown cannot be repeated
         word = f"'{key}=\"...\"'"
     return f"quote the value for Hydra and the whole for the shell: {word}"

@@ -42,7 +42,7 @@ def unquoted(item: str) -> str:
 def _value(text: str) -> str:
     closing = _CLOSING.get(text[:1])
     if closing is None or not text.endswith(closing) or len(text) == 1:
-        return _quoted(text.strip("'\""))
+        return quoted(text.strip("'\""))
     inner = ",".join(map(_item if closing == "]" else _pair, _parts(text[1:-1])))
     return f"{text[0]}{inner}{closing}"
 
@@ -59,11 +59,11 @@ def _pair(text: str) -> str:
 def _text(text: str) -> str:
     """Return a text in quotes, if it needs them and has none."""
     bare = any(form.fullmatch(text) for form in (_BARE, _REFERENCE, _IN_QUOTES))
-    return text if bare else _quoted(text)
+    return text if bare else quoted(text)
 
 
-def _quoted(text: str) -> str:
-    """Return a text in double quotes: Hydra takes a backslash for itself in front of one only."""
+def quoted(text: str) -> str:
+    """Return a text in double quotes: Hydra takes a backslash for its own in front of one only."""
     escaped = re.sub(r'(\\*)"', r'\1\1\\"', text)
     ends = len(text) - len(text.rstrip("\\"))
     return f'"{escaped}{chr(92) * ends}"'

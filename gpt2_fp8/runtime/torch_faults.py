@@ -19,6 +19,8 @@ _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 # An OSError, also as the text that a process of the compiler sends of its own.
 _OS_ERROR = re.compile(r"\[Errno \d+\] ([^:\n]+): '([^'\n]+)'")
 
+_REFUSED = re.compile(r"The value of (TORCH_\w+) must be ")  # torch.distributed's
+
 
 def explained(error: BaseException) -> UserError | None:
     """Return the error that says what to install or which variable to change; None for an error of another kind."""
@@ -60,8 +62,11 @@ def _problem(error: BaseException) -> Problem | None:
     if name == "ValueError" and text.lstrip().startswith("Invalid log settings"):
         cause = f"TORCH_LOGS={os.environ.get('TORCH_LOGS', '')}: torch has no such log"
         return Problem(cause, "unset TORCH_LOGS; or TORCH_LOGS=NAME, of those that TORCH_LOGS=help lists")
-    if name == "InvalidCxxCompiler":
-        tried = os.environ.get("CXX")
+    if name == "ValueError" and (refused := _REFUSED.match(text)):
+        cause = f"{refused[1]}={os.environ.get(refused[1], '')}: {text}"
+        return Problem(cause, f"unset {refused[1]}")
+    tried = os.environ.get("CXX")
+    if name == "InvalidCxxCompiler" or (isinstance(error, OSError) and tried and error.filename == tried):
         cause = f"torch.compile needs a C++ compiler, and {f'CXX={tried} is none' if tried else 'there is no g++ here'}"
         way = "unset CXX, or CXX=PATH of one" if tried else "install one (apt-get install g++), or CXX=PATH"
         return Problem(cause, f"{way}; compile=false does without")

@@ -79,6 +79,21 @@ def test_several_values_that_are_quoted_become_one_list():
     assert shlex.split(found) == ["data.train_files=['a b',plain.txt]"]
 
 
+@pytest.mark.parametrize("text", ["{a}", "{~: 1}", "{a: ~, é}", "(a", "a]", "]["])
+def test_what_looks_like_keys_and_is_none_becomes_a_text(text):
+    assert read([f"notes={text}"]).notes == text
+
+
+def test_a_list_that_is_not_closed_is_closed_and_quoted_at_once():
+    assert read(["data.train_files=[~/a.txt"]).data.train_files == ["~/a.txt"]
+
+
+def test_a_key_with_other_letters_is_not_repeated():
+    with pytest.raises(UserError, match="keys have only letters") as refused:
+        preflight([*WORDS, "größe=1"])
+    assert "größe" not in refused.value.problems[0].remedy
+
+
 def test_items_that_a_shell_has_split_are_quoted_at_once():
     assert read(["data.train_files=[~/a.txt,", "my", "file.txt]"]).data.train_files == ["~/a.txt", "my file.txt"]
 

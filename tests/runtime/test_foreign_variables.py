@@ -21,6 +21,13 @@ def test_a_run_of_a_notebooks_shell_needs_no_window_of_matplotlibs(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_lightnings_variables_change_nothing_of_a_run(tmp_path):
+    lightnings = {"PYTHONPATH": str(ROOT), "PL_TRAINER_LIMIT_TRAIN_BATCHES": "0", "PL_TRAINER_GRADIENT_CLIP_VAL": "0.5"}
+    done = command(*SMALL, "trainer.max_steps=2", "optim.warmup_steps=0", "run_name=r", cwd=tmp_path, **lightnings)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "completed 2 steps" in done.stdout
+
+
 @pytest.mark.parametrize("words", [["run", "--version"], ["table", "--help"]])
 def test_a_program_forgets_the_window_for_what_it_starts_too(words, monkeypatch, tmp_path):
     code = (

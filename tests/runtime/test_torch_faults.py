@@ -98,8 +98,10 @@ def test_a_folder_of_compiled_code_is_tried_before_training(monkeypatch, tmp_pat
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("CXX", "/nope", "CXX=/nope is none"),
+        ("CXX", "./file", "CXX=./file is none"),  # which nobody may execute
+        ("CXX", "./nothing", "CXX=./nothing is none"),
         ("TORCHINDUCTOR_CACHE_DIR", "file", "file, where compiled code is kept"),
+        ("TORCH_DISTRIBUTED_DEBUG", "x", "TORCH_DISTRIBUTED_DEBUG=x: The value of TORCH_DISTRIBUTED_DEBUG must be OFF"),
         ("TORCH_LOGS", "garbage", "TORCH_LOGS=garbage: torch has no such log"),
     ],
 )
