@@ -260,6 +260,40 @@ def test_the_figure_of_a_window_is_its_mean_training_loss(study, tmp_path):
     assert job.loss is None
 
 
+def test_a_row_of_a_window_weighs_as_much_as_its_steps(study, tmp_path):
+    """The first row of a process is of one step: here of step 11, after a start of 10 steps."""
+    jobs = study("jobs")
+    start = jobs.Start(tmp_path, "start", 1, (), (), 10)
+    job = jobs.Job(tmp_path, "bf16", 1, (), (), 30, after=10, start=start)
+    job.folder.mkdir(parents=True)
+    (job.folder / "metrics.csv").write_text("step,train_loss\n11,9.0\n20,3.0\n30,2.0\n")
+    (job.folder / "summary.json").write_text(json.dumps({"status": "completed", "steps": 30}))
+    assert job.loss == pytest.approx((9 + 9 * 3 + 10 * 2) / 20)
+
+
+@pytest.mark.parametrize("after", [2, None])
+def test_a_figure_that_is_not_finite_is_a_failed_run(study, tmp_path, after):
+    job = study("jobs").Job(tmp_path, "bf16", 1, (), (), 4, after=after)
+    job.folder.mkdir(parents=True)
+    (job.folder / "metrics.csv").write_text("step,train_loss\n3,1.0\n4,nan\n")
+    (job.folder / "summary.json").write_text('{"status": "completed", "steps": 4, "last_val_loss": NaN}')
+    assert (job.trained, job.loss, job.done) == (True, None, False)
+    assert "of 4, and its figure is nan; see " in job.why_failed(0)
+
+
+@pytest.mark.parametrize("name", ["Job", "Start"])
+def test_a_figure_is_of_one_reading_of_the_summary(study, tmp_path, monkeypatch, name):
+    """Otherwise a run that ends meanwhile would be judged by two of its states."""
+    jobs, read = study("jobs"), []
+    job = getattr(jobs, name)(tmp_path, "bf16", 1, (), (), 4)
+    job.folder.mkdir(parents=True)
+    (job.folder / "summary.json").write_text('{"status": "completed", "steps": 4, "last_val_loss": 2.5}')
+    read_json = jobs.bounded.read_json
+    monkeypatch.setattr(jobs.bounded, "read_json", lambda path: [read.append(path), read_json(path)][1])
+    assert (job.loss, len(read)) == (2.5, 1)
+    assert (job.trained, len(read)) == (True, 2)
+
+
 @pytest.mark.parametrize("steps", [("5", "5"), ("100", "400"), ("-1", "20"), ("100", "105")])
 def test_a_window_lies_in_the_run_and_has_a_row(study, tmp_path, capsys, steps):
     (tmp_path / "rows.txt").write_text("a: precision=bf16")
@@ -305,7 +339,29 @@ WRONG = {  # rows, words behind `--`, options, and the cause
     "change before the start": (f"{A} @20 precision=fp32", [], ["--from", "20"], "@[20] of 300 steps from 20"),
     "folder of the start": (f"start{A[1:]}", [], ["--from", "20"], "start is that of the common start"),
     "start of another model": (f"{A}\nb: optimizer=muon", [], ["--from", "20"], "b: optimizer=muon cannot go on from"),
-}
+    "start of another validation": (
+        f"{A}\nb: data.val_sequences=2", [], ["--from", "20"], "b: data.val_sequences=2 cannot go on from",
+    ),
+    "start of another order": (f"{A}\nb: data.seed=9", [], ["--from", "20"], "b: data.seed=9 cannot go on from"),
+    "start of another order, but for a seed": (
+        f"{A}\nb: data.seed=1", [], ["--from", "20"], "b: data.seed=1 cannot go on from a checkpoint of data.seed=3",
+    ),
+    "start of another tokenizer": (
+        f"{A}\nb: data.tokenizer=gpt2", [], ["--from", "20"], "b: data.tokenizer=gpt2 cannot go on from",
+    ),
+    "another text in the middle": (f"{A} @3 data.seed=9", [], [], "a: data.seed=9 cannot go on from"),
+    "two validations": (f"{A}\nb: data.val_sequences=2", [], [], "b: data.val_sequences=2, and the first"),
+    "two contexts": (f"{A}\nb: model.n_positions=64", [], [], "b: model.n_positions=64, and the first condition has"),
+    "two texts": (f"{A}\nb: data=tinyshakespeare", [], [], "b: data=tinyshakespeare, and the first condition has"),
+    "two orders of training losses": (f"{A}\nb: data.seed=9", [], ["--steps", "10", "20"], "of two training texts"),
+    "two steps of training losses": (
+        f"{A}\nb: global_batch_size=64", [], ["--steps", "10", "20"], "b: global_batch_size=64, and the first",
+    ),
+    "a window without a log": (A, ["logger=none"], ["--steps", "10", "20"], "read from metrics.csv\n  fix: logger.csv"),
+    "a window that cuts a row": (A, [], ["--steps", "105", "120"], "of which one is cut\n  fix: trainer.log_every"),
+    "one step": (A, ["trainer.max_steps=1"], ["--from", "1"], "--from 1 of 1 steps\n  fix: leave --from out"),
+    "no file": (A, [], ["--conditions", ""], "--conditions"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -320,6 +376,29 @@ def test_what_cannot_be_run_is_refused_before_anything_is(study, planned, tmp_pa
     assert study("fp8_gap").main(argv) == 2
     assert capsys.readouterr().err == f"{refused.value}\n"
     assert not (tmp_path / "study").exists()
+
+
+def test_conditions_may_order_their_training_text_as_they_like(planned):
+    """The validation text is that of all, and a leg may stop validating."""
+    assert planned(f"{A}\nb: data.seed=9 global_batch_size=64")
+    assert planned(f"{A} data.val_sequences=2 @20 data.val_sequences=0", "--steps", "10", "30")
+
+
+def test_text_that_is_held_out_of_training_files_is_chosen_by_them(planned, tmp_path):
+    for name in ("one", "two", "three"):
+        (tmp_path / f"{name}.txt").write_text("a text " * 999)
+    files = f"data=text_files data.train_files=[{tmp_path}/one.txt]", f"data.train_files=[{tmp_path}/two.txt]"
+    words = files[0].split()
+    with pytest.raises(UserError, match=r"data\.train_files=.*two.* of two validation texts"):
+        planned(f"a: notes=a\nb: {files[1]}", words=words)
+    assert planned(f"a: notes=a\nb: {files[1]}", words=[*words, f"data.val_files=[{tmp_path}/three.txt]"])
+
+
+def test_a_studys_folder_is_named(study, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert study("fp8_gap").main(["", "--", "trainer=cpu"]) == 2
+    assert capsys.readouterr().err.startswith("error: FOLDER is an empty word\n  fix: ")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
