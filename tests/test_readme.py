@@ -21,6 +21,7 @@ from torch.distributed.run import get_args_parser as torchrun_options
 from gpt2_fp8 import compare, doctor, evaluate, export, generate, prepare, sbatch, table
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
+from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.sbatch_schema import SlurmConfig
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.config.tokenizer_file import NAMES
@@ -293,7 +294,8 @@ def test_the_command_of_the_gradients_bias_composes(tmp_path, monkeypatch):
     for command in commands:
         words = command[command.index("--") + 1 :]
         stand_ins(words)
-        assert preflight(words)
+        (config,) = preflight(words)
+        assert int(command[command.index("--batches") + 1]) <= last_step(config), "there is a batch for each step"
 
 
 def test_every_command_is_of_a_known_kind():

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.reports import spread
@@ -59,13 +61,78 @@ def test_the_gradients_bias_is_told_by_kind_of_parameter(study, tmp_path, capsys
         "none: precision.emulate=[]\nb: precision.backend=fused": "b: precision=fp8_hybrid would run in fp32",
         "none: precision.emulate=[]\nb: @3 precision.emulate=[]": "b: @STEP changes a run's words",
         "none: precision.emulate=[]\nb: -m": "b: -m asks for several runs",
-        "none: precision.emulate=[]\nb: model.n_embd=64": "the checkpoint does not fit the model",
+        "none: precision.emulate=[]\nb: model.n_embd=64": "b: model.n_embd: a row changes neither",
+        "none: precision.emulate=[]\nb: data.seed=3 optim.lr=7": "b: data.seed, optim.lr: a row changes neither",
+        "none: seed=3\nb: precision.emulate=[]": "none: seed: a row changes neither",
     }.items():
         rows.write_text(text)
         assert study("gradient_bias").main(asked) == 2, text
         assert cause in capsys.readouterr().err
+    rows.write_text("none: precision.emulate=[]\nall:\n")
+    for more, error in {
+        (
+            "--batches",
+            "13",
+            "--",
+        ): "none: --batches 13, and the run has 12: one a step\n  fix: --batches 12, or",
+        ("--batches", "4", "--", "trainer.max_tokens=800"): "and the run has 3: one a step\n  fix: --batches 3\n",
+        ("--", "trainer.max_steps=null", "trainer.max_epochs=1"): "none: trainer.max_epochs=1: the run alone counts",
+        ("--batches", "3", "--", "model.dropout=0.1"): "none: model.dropout=0.1: each condition would",
+        ("--batches", "3", "--", "trainer.overfit_batches=1"): "none: trainer.overfit_batches=1: equal batches",
+        ("--batches", "3", "--", "model.n_head=4"): "model.n_head is 2 there, 4 here",
+        ("--batches", "3", "--", "data.tokenizer=gpt2"): "the checkpoint does not fit the model",
+    }.items():
+        mark = more.index("--")
+        given = [str(tmp_path / "run"), "--conditions", str(rows), *more[:mark], "--", *words, *more[mark + 1 :]]
+        assert study("gradient_bias").main(given) == 2, more
+        assert error in capsys.readouterr().err
     assert study("gradient_bias").main(["run", "--conditions", str(tmp_path / "none.txt"), "--", *words]) == 2
     assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_penalties_are_in_the_gradients_that_are_compared(study, tmp_path, capsys):
+    """With no weight they are nothing; with some, the loss has them too."""
+    words = [*SMALL, "precision=fp32"]
+    train(tmp_path / "run", *words)
+    (tmp_path / "rows.txt").write_text("none:\nno weight: penalty.z_loss=0\nz: penalty=z_loss penalty.z_loss=1\n")
+    asked = [str(tmp_path / "run"), "--conditions", str(tmp_path / "rows.txt"), "--batches", "2", "--", *words]
+    assert study("gradient_bias").main(asked) == 0
+    without, weighed = capsys.readouterr().out.split("\n\n")
+    assert without.startswith("no weight: loss +0.00000\n")
+    assert set(re.findall(r" (\d\.\d+)", without)) == {"0.0000", "1.0000"}
+    loss, error = re.search(r"^z: loss \+([\d.]+)\n.*\nall +([\d.]+)", weighed).groups()
+    assert float(loss) > 1  # the square of log(320), about
+    assert float(error) > 0.1
+    assert study("gradient_bias").main([*asked, "penalty=z_loss"]) == 0
+    without, weighed = capsys.readouterr().out.split("\n\n")
+    assert without.startswith("no weight: loss -0.00")
+
+
+def test_gradients_are_of_a_text_of_ones_own(study, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path / "run", "precision=fp32")
+    (tmp_path / "text_of_the_bias.py").write_text(
+        "from gpt2_fp8.data.stdlib import StdlibSource\nfrom gpt2_fp8.runtime import registry\n"
+        "registry.data_source('text_of_the_bias')(lambda config: StdlibSource())\n"
+    )
+    (tmp_path / "rows.txt").write_text("fp32: precision=fp32\nagain: precision=fp32\n")
+    words = [
+        *SMALL,
+        "plugins=[text_of_the_bias]",
+        "data=registered",
+        "data.source=text_of_the_bias",
+        "data.tokenizer=bytes",
+    ]
+    assert study("gradient_bias").main(["run", "--conditions", "rows.txt", "--batches", "1", "--", *words]) == 0
+    assert capsys.readouterr().out.startswith("again: loss +0.00000\n")
+
+
+def test_a_gradient_that_is_nothing_has_no_ratios(study):
+    bias = study("gradient_bias")
+    first, other = bias.Errors(), bias.Errors()
+    for errors in (first, other):
+        errors.add(0.0, {"bias": torch.zeros(2)})
+    assert bias._table("b", other, first, 1).splitlines()[-1].split() == ["bias", *("nan",) * 4]
 
 
 # Arithmetic
