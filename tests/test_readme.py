@@ -509,6 +509,20 @@ def test_the_readmes_pictures_are_made_as_shown(tmp_path, monkeypatch):
     assert made == dict.fromkeys(("loss.png", "speed.png"), b"\x89PNG\r\n\x1a\n")
 
 
+def test_curves_that_do_not_fit_are_refused(tmp_path, monkeypatch, capsys):
+    """Means of different steps would look like a difference of precisions."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
+    study = importlib.import_module("readme_pictures")
+    for name, tokens in (("a", 4), ("b", 8), ("c", 0)):
+        curve = "".join(f"{step},{step * tokens},2.5\n" for step in range(1, 60 if tokens else 3))
+        (tmp_path / f"{name}.csv").write_text(f"step,tokens,train_loss\n{curve}")
+    for other, cause in (("b", "logged at different tokens"), ("c", "has 2 rows"), ("none", "has 0 rows")):
+        files = str(tmp_path / "a.csv"), str(tmp_path / f"{other}.csv")
+        assert study.main([str(tmp_path / "out"), "--bf16", files[0], "--fp8", files[1]]) == 2
+        assert cause in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_every_container_runs_what_a_run_takes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = [found.words for found in ALL if found.words[:2] == ["docker", "run"]]
