@@ -29,7 +29,7 @@ from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.record import Record
 from gpt2_fp8.measure.sections import measure_sections
 from gpt2_fp8.measure.table import Measured, Row
-from gpt2_fp8.runtime import one_process, output, process_end, programs
+from gpt2_fp8.runtime import one_process, output, process_end, programs, torch_faults
 
 FOLDER = Path("outputs/bench")
 ELSEWHERE = "start the benchmark in a folder that can be written"
@@ -109,10 +109,11 @@ def _main(argv: list[str]) -> int:
         if handlers.code is not None or isinstance(error, KeyboardInterrupt):
             print("stopped", file=sys.stderr)
             return handlers.code or (143 if isinstance(error, _Terminated) else 130)
-        if not isinstance(error, RunError):
+        known = error if isinstance(error, RunError) else torch_faults.explained(error)
+        if known is None:
             raise
-        print(harmless(str(error)), file=sys.stderr)
-        return error.exit_code
+        print(harmless(str(known)), file=sys.stderr)
+        return known.exit_code
     finally:
         handlers.put_back()
     if record.unwritten:

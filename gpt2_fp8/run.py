@@ -21,6 +21,7 @@ from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import (
     agent,
+    foreign_variables,
     last_say,
     launcher,
     output,
@@ -227,6 +228,7 @@ def _unwritable(error: Exception) -> UserError | None:
 def entry() -> None:
     """Run the `gpt2-fp8` command."""
     output.begin()
+    foreign_variables.forget()
     process_end.ignore_at_the_end()
     code = main(sys.argv[1:])
     process_end.leave_with(code)

@@ -66,7 +66,10 @@ def test_a_program_that_there_is_not(capsys):
 
 @pytest.mark.parametrize("words", [["bnech"], []])
 def test_one_of_several_processes_says_it(words, capsys, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")  # alone: left in a shell
+    assert __main__.main(words) == (2 if words else 0)
+    assert "".join(capsys.readouterr())
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert __main__.main(words) == (2 if words else 0)
     assert tuple(capsys.readouterr()) == ("", "")
 

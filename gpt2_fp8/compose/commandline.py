@@ -47,7 +47,7 @@ def is_help(argv: list[str]) -> bool:
         args = flags(argv)
     except UserError:
         return False
-    return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
+    return _shows(args)
 
 
 def flags(argv: list[str]) -> argparse.Namespace:
@@ -88,8 +88,21 @@ def read(argv: list[str], program: Program = RUN) -> tuple[CommandLine, list[Pro
                 "--experimental-rerun would unpickle a file", "repeat the words of outputs/RUN/.hydra/overrides.yaml"
             )
         )
+    if program.flags is None and not _shows(args):
+        problems += without_effect(args)
     name = (args.config_name or "config").removesuffix(".yaml")
     return CommandLine(words + late, args.multirun, name, args.config_dir), problems
+
+
+def without_effect(args: argparse.Namespace) -> list[Problem]:
+    """Report flags that say how `--cfg` shows a configuration, where nothing is shown so."""
+    problems = []
+    if args.resolve and not (args.cfg or args.help):
+        problems.append(Problem("--resolve says how --cfg shows a configuration", "--cfg job --resolve"))
+    if args.package and not args.cfg:
+        cause = "--package says which part of a configuration --cfg shows"
+        problems.append(Problem(cause, shlex.join(["--cfg", "job", "--package", args.package])))
+    return problems
 
 
 def flags_first(argv: list[str]) -> list[str]:
@@ -117,6 +130,11 @@ def shown_by_hydra(args: argparse.Namespace) -> list[str]:
     words += ["--resolve"] if args.resolve else []
     words += ["--package", args.package] if args.package else []
     return [*words, *_flag_words(args), *_hydras_words(args.overrides)]
+
+
+def _shows(args: argparse.Namespace) -> bool:
+    """Return whether Hydra is only to show something."""
+    return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
 
 
 def _hydras_words(words: list[str]) -> list[str]:

@@ -6,7 +6,6 @@ A choice (`data=fineweb`) replaces a group by what a run would have; `group.key=
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple, cast
 
@@ -75,7 +74,7 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
     config = _built(plain, problems)
     if config is not None:
         config = evaluate_schema.for_evaluation(config, typed)
-        problems += map(_in_own_words, evaluate_schema.check_run(config, trained))
+        problems += map(evaluate_schema.in_own_words, evaluate_schema.check_run(config, trained))
     if problems:
         raise UserError(dict.fromkeys(problems))
     assert config is not None
@@ -160,12 +159,3 @@ def _built(plain: dict[str, Any], problems: list[Problem]) -> RunConfig | None:
     config, found = parsing.build(RunConfig, plain)
     problems += [finding.problem for finding in found]
     return config
-
-
-def _in_own_words(problem: Problem) -> Problem:
-    """Say a run's problem for an evaluation: nothing is trained on, and without sequences nothing is evaluated."""
-    problem = problem._replace(remedy=re.sub(r", or data\S*\.val_sequences=0.*", "", problem.remedy))
-    if problem.cause.startswith("data.train_files is empty") or "nothing to train on" in problem.cause:
-        cause = problem.cause.replace("train_files", "val_files").replace("train on", "evaluate")
-        return Problem(cause, problem.remedy.replace("train_files", "val_files").replace("_train_", "_val_"))
-    return problem

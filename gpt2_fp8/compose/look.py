@@ -47,9 +47,7 @@ def _contradictions(args: argparse.Namespace) -> list[Problem]:
     given = [flag for flag in _SHOW if getattr(args, flag.lstrip("-").replace("-", "_"))]
     if len(given) > 1:
         return [Problem(f"{' and '.join(given)} cannot be had together", f"leave out all but one: {given[-1]}")]
-    if args.resolve and not (args.cfg or args.help):
-        return [Problem("--resolve says how --cfg shows a configuration", "--cfg job --resolve")]
-    return []
+    return commandline.without_effect(args)
 
 
 def _composition(composer: Composer, words: list[Override], args: argparse.Namespace) -> list[Problem]:

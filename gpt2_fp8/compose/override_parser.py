@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from gpt2_fp8.compose.commandline import RUN, Program
-from gpt2_fp8.config import hf_check, hints, trained_folder
+from gpt2_fp8.config import hf_check, hints, trained_folder, typed
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.shown import shortened
+from gpt2_fp8.config.shown import line, shortened
 from gpt2_fp8.runtime import programs
 
 _LONG_WORD = 500  # characters; a longer word is not repeated in a message
@@ -34,10 +35,12 @@ def parsed(word: str) -> Override:
     return OverridesParser.create().parse_override(word)
 
 
-def parse(words: list[str], loader: Any, program: Program = RUN) -> tuple[list[Override], list[Problem]]:
+def parse(
+    words: list[str], loader: Any, program: Program = RUN, multirun: bool = False
+) -> tuple[list[Override], list[Problem]]:
     """Return the words that are overrides, and what is wrong with the others.
 
-    Hydra asks `loader` what `glob(...)` matches.
+    Hydra asks `loader` what `glob(...)` matches. `multirun`: commas separate the values of jobs.
     """
     overrides, problems, place = [], [], 0
     while place < len(words):
@@ -47,7 +50,7 @@ def parse(words: list[str], loader: Any, program: Program = RUN) -> tuple[list[O
             problems.append(problem)
             place += length
             continue
-        override = _parse_one(words[place], program)
+        override = _parse_one(words[place], program, multirun)
         if isinstance(override, Problem):
             problems.append(override)
         else:
@@ -73,7 +76,9 @@ def _split_by_blanks(words: list[str]) -> tuple[Problem, int] | None:
         for length in range(2, len(words) + 1):
             if closing in words[length - 1]:
                 whole = " ".join(words[:length])
-                return Problem(f"{whole}: the shell split it at the blanks", f"quote the whole: '{whole}'"), length
+                key, _, value = whole.partition("=")
+                remedy = f"quote the whole: {typed.word(key, value) if _is_refused(whole) else shlex.quote(whole)}"
+                return Problem(f"{whole}: the shell split it at the blanks", remedy), length
     after = []
     for word, following in itertools.pairwise([*words[1:], ""]):
         if "=" in word or word.startswith("~") or word.endswith(":") or following == "=":
@@ -83,11 +88,11 @@ def _split_by_blanks(words: list[str]) -> tuple[Problem, int] | None:
         key, _, value = first.partition("=")
         text = " ".join([value, *after])
         cause = f"{' '.join(after)} stands alone, after {first}: the shell splits at blanks"
-        return Problem(cause, f"if they are one value, quote it: '{key}=\"{text}\"'"), 1 + len(after)
+        return Problem(cause, f"if they are one value, quote it: {typed.word(key, text)}"), 1 + len(after)
     return None
 
 
-def _parse_one(word: str, program: Program) -> Override | Problem:
+def _parse_one(word: str, program: Program, multirun: bool) -> Override | Problem:
     key, equals, value = word.partition("=")
     if re.search("[\ud800-\udfff]", word):  # Python's mark of bytes that are not UTF-8
         return Problem(f"{word} has bytes that are no UTF-8", "type it in UTF-8; `locale` says what the terminal sends")
@@ -106,18 +111,23 @@ def _parse_one(word: str, program: Program) -> Override | Problem:
         reason = " ".join(str(error).split()).partition(" expecting {")[0]
         if len(word) > _LONG_WORD:
             return Problem(f"{shortened(word, 100)} cannot be read: {shortened(reason, 200)}", "give a shorter value")
-        return Problem(f"{word} cannot be read: {reason}", _stray(key, value) or _quoting(key, value))
+        return Problem(f"{word} cannot be read: {reason}", _stray(key, value) or _quoting(key, value, multirun))
     return override if override.key_or_group else Problem(f"{word} has no key in front of =", "key=value")
 
 
 def _stray(key: str, value: str) -> str | None:
     """Return the word without a comma or = too much, if it is then read; `model==gpt2`, `optim.lr=3e-4,`."""
     word = f"{key}={value.strip(',=')}"
+    return word if value.strip(",=") not in ("", value) and not _is_refused(word) else None
+
+
+def _is_refused(word: str) -> bool:
+    """Return whether Hydra cannot read a word."""
     try:
         parsed(word)
     except (HydraException, ValueError, OverflowError, RecursionError):
-        return None
-    return word if value.strip(",=") not in ("", value) else None
+        return True
+    return False
 
 
 def _without_value(word: str, program: Program) -> str:
@@ -148,9 +158,18 @@ def _of_a_path(word: str, program: Program) -> str | None:
     return hints.as_files(word) if program == RUN and path.is_file() else None
 
 
-def _quoting(key: str, value: str) -> str:
+def _quoting(key: str, value: str, multirun: bool) -> str:
     if (closing := _CLOSING.get(value[:1])) and value.count(value[0]) != value.count(closing):
-        return f"close the bracket, and quote the whole for the shell: '{key}={value}{closing}'"
-    plain = value.strip("'\"")
-    inner = f'"{plain}"' if '"' not in plain and "'" not in plain else '"..."'
-    return f"quote the value for Hydra and the whole for the shell: '{key}={inner}'"
+        whole = f"{key}={value}{closing}"
+        word = typed.word(key, value + closing) if _is_refused(whole) else f"'{whole}'"
+        return f"close the bracket, and quote the whole for the shell: {word}"
+    if _is_refused(f"{key}=1"):
+        return (
+            f"keys have only letters of the alphabet from a to z, digits, _ and dots; {RUN.command} --help shows them"
+        )
+    word = typed.word(key, value, multirun)
+    if _is_refused(shlex.split(word)[0]):  # {a}, {~: 1}
+        word = shlex.quote(f"{key}={typed.quoted(value)}")
+    if line(word) != word:  # what cannot be shown cannot be repeated
+        word = f"'{key}=\"...\"'"
+    return f"quote the value for Hydra and the whole for the shell: {word}"

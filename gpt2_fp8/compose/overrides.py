@@ -14,7 +14,7 @@ from gpt2_fp8.compose import sweeps
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.commandline import MAY_BE_NULL, SEVERAL
 from gpt2_fp8.compose.settings_folder import defaults_list
-from gpt2_fp8.config import hints, hydra_policy
+from gpt2_fp8.config import hints, hydra_policy, typed
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import key_paths, show, value_kinds
 from gpt2_fp8.config.schema import RunConfig
@@ -87,9 +87,9 @@ def _as_one(key: str, value: str) -> Iterator[str]:
     """Yield how several values are given as the one value that the key may have."""
     kinds = value_kinds(RunConfig, key) if key in key_paths(RunConfig) else {list, str}
     if list in kinds:
-        yield f"as one list '{key}=[{value}]'"
+        yield f"as one list {typed.word(key, f'[{value}]')}"
     if str in kinds:
-        yield f"as one text '{key}=\"{value}\"'"
+        yield f"as one text {typed.word(key, value)}"
 
 
 def _group_problems(override: Override, catalog: Catalog) -> list[Problem]:

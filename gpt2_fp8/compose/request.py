@@ -34,7 +34,7 @@ class Request:
 
 def request_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> Request:
     """Return the request that a command line makes. Problems are added to `problems`, and their words left out."""
-    overrides, found = parse(line.words, catalog)
+    overrides, found = parse(line.words, catalog, multirun=line.multirun)
     problems += found
     problems += _several_paths(overrides)
     problems += catalog.add_folders(_folders(line, overrides), {o.key_or_group.partition("/")[0] for o in overrides})

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from gpt2_fp8.config import globs, mixture, output_folder, tokenizer_file
+from gpt2_fp8.config import globs, mixture, output_folder, tokenizer_file, typed
 from gpt2_fp8.config.data_schema import FileOrHubData, FilesData, Mixed, TextData, TokenFilesData
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.keys import show
@@ -43,7 +43,7 @@ def _data(data: Mixed) -> Iterator[Finding]:
     if isinstance(data, FileOrHubData) and data.path:
         path = Path(data.path).expanduser()
         if path.is_dir():
-            remedy = f"data=text_files data.train_files='[{data.path}/*.txt]'"
+            remedy = f"data=text_files {typed.listed('data.train_files', [f'{data.path}/*.txt'])}"
             yield Finding.of("data.path", f"data.path={show(data.path)}: is a folder, and one file is needed", remedy)
         elif os.path.lexists(path) and (reason := globs.why_not(path) or globs.unreadable(path)):
             yield Finding.of("data.path", f"data.path: {reason}", "name a file of text, or one that is not there")
@@ -85,7 +85,8 @@ def _patterns(key: str, patterns: list[str]) -> Iterator[Finding]:
             yield Finding.of(key, f"{key}: {reasons[named[0]]}", "rename the file, or leave it out")
         elif len(reasons) == len(matches):
             first = next(iter(reasons))
-            remedy = f"name its files: {key}='[{first}/*.txt]'" if first.is_dir() else "name files that hold the text"
+            files = typed.listed(key, [f"{first}/*.txt"])
+            remedy = f"name its files: {files}" if first.is_dir() else "name files that hold the text"
             yield Finding.of(key, f"{key}: {reasons[first]}", remedy)
         else:
             kept_out = [reason for path in matches if path not in reasons and (reason := globs.unreadable(path))]

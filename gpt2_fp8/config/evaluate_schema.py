@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -100,6 +101,17 @@ def check_run(config: RunConfig, trained: RunConfig) -> list[Problem]:
     if not mixture.sources_of(config.data) or config.data.val_sequences == 0:
         found.append(Problem("data.val_sequences=0: there is nothing to evaluate", "data.val_sequences=256"))
     return [*found, *_tokenizer(config, trained)]
+
+
+def in_own_words(problem: Problem) -> Problem:
+    """Say a run's problem for an evaluation: nothing is trained on, and without sequences nothing is evaluated."""
+    remedy = re.sub(r"(, or|; or do without:) data\S*\.val_sequences=0.*", "", problem.remedy)
+    remedy = remedy.removesuffix(", or make model.n_positions smaller")  # the checkpoint's
+    problem = Problem(problem.cause.replace("the training text is", "the text to evaluate on is"), remedy)
+    if problem.cause.startswith("data.train_files is empty") or "nothing to train on" in problem.cause:
+        cause = problem.cause.replace("train_files", "val_files").replace("train on", "evaluate")
+        return Problem(cause, problem.remedy.replace("train_files", "val_files").replace("_train_", "_val_"))
+    return problem
 
 
 def _tokenizer(config: RunConfig, trained: RunConfig) -> list[Problem]:

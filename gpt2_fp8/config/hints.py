@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-from gpt2_fp8.config import foreign_keys, other_words
+from gpt2_fp8.config import foreign_keys, other_words, typed
 
 # Groups of keys that only a choice brings: what to choose.
 UNCHOSEN = {"logger.wandb": "logger=[default,wandb]", "logger.mlflow": "logger=[default,mlflow]"}
@@ -152,7 +152,7 @@ def as_files(value: str) -> str | None:
     if value.rpartition("/")[2].startswith("_"):  # a file that choices of this program are built upon
         return None
     named = "/" in value or value.endswith((".txt", ".jsonl", ".zst", ".parquet", ".bin"))
-    return f"data={kind} data.train_files='[{value}]'" if named else None
+    return f"data={kind} {typed.listed('data.train_files', [value])}" if named else None
 
 
 def unknown_choice_of_group(group: str, groups: Sequence[str]) -> tuple[str, str]:

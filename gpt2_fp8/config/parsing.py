@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
-from gpt2_fp8.config import hints, other_words
+from gpt2_fp8.config import hints, other_words, typed
 from gpt2_fp8.config.annotations import bare, hints_of, members_of, range_of, tag_field, tags_of
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import key_paths, show
@@ -122,7 +122,9 @@ class _Builder:
         if lists := [m for m in members if get_origin(m) is list]:
             (item,) = get_args(lists[0])
             remedy = hints.VALUES.get(path) or f"{path}={_example(lists)}"
-            remedy = f"{path}='[{show(value)}]'" if item is str and isinstance(value, str) else remedy
+            if item is str and isinstance(value, str):
+                meant = [value] if (found := typed.items(value)) is None else [typed.unquoted(each) for each in found]
+                remedy = typed.listed(path, meant)
             remedy = hints.near_list(path, value, get_args(item)) or remedy  # of a Literal
             several = ", ".join(get_args(item)) if get_origin(item) is Literal else _SEVERAL[item]
             return self._bad(path, f"{path}={show(value)}: needs a list of {several}", remedy)

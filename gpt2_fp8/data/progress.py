@@ -95,14 +95,15 @@ class Progress:
         own, theirs = self.validation, state.get("validation")
         if own and theirs and all(was.get(key) == now[key] for key in ("data", "tokenizer", "n_positions")):
             was["validation"], now["validation"] = theirs, own  # otherwise it differs because the others do
-        for key in [*now, *(key for key in was if key not in now)]:
-            if was.get(key) != now.get(key):
-                cure = "set data.weights= back as they were" if key.startswith("weights.") else "set it back as it was"
-                yield Problem(
-                    f"this run cannot be continued exactly: {_words(key)} was {was.get(key, 'nothing')}, "
-                    f"and is now {now.get(key, 'nothing')}",
-                    _CURES.get(key, cure) + "; or start a new run, with init_from=CHECKPOINT to keep the weights",
-                )
+        keys = [key for key in {**now, **was} if was.get(key) != now.get(key)]
+        causes = [key for key in keys if key.partition(".")[0] != "lanes"]  # lanes follow from the others
+        for key in causes or keys:
+            cure = "set data.weights= back as they were" if key.startswith("weights.") else "set it back as it was"
+            yield Problem(
+                f"this run cannot be continued exactly: {_words(key)} was {was.get(key, 'nothing')}, "
+                f"and is now {now.get(key, 'nothing')}",
+                _CURES.get(key, cure) + "; or start a new run, with init_from=CHECKPOINT to keep the weights",
+            )
 
     def documents(self) -> DocumentCounts:
         """Return the counts of all units that training has reached, over every epoch."""

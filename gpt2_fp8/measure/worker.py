@@ -26,6 +26,7 @@ from gpt2_fp8.config.mixture import without_validation
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
+from gpt2_fp8.engine import compile
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.engine.training_step import TrainingStep
@@ -35,7 +36,7 @@ from gpt2_fp8.measure.subprocesses import one_line
 from gpt2_fp8.measure.versions import versions
 from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
-from gpt2_fp8.runtime import devices, registry
+from gpt2_fp8.runtime import devices, registry, torch_faults
 
 
 def built(config: RunConfig, plan: Plan, vocab_size: int) -> TrainingStep:
@@ -48,16 +49,22 @@ def built(config: RunConfig, plan: Plan, vocab_size: int) -> TrainingStep:
     return step
 
 
+def _refused(error: UserError, known: dict[str, Any]) -> Result:
+    message, remedy = map("; ".join, zip(*error.problems, strict=True))
+    return Result(status="refused", message=message, remedy=remedy, **known)
+
+
 def run(case: Case) -> Result:
     """Measure a case in this process."""
     known: dict[str, Any] = {"versions": versions()}
     try:
         _measure(case, known)
     except UserError as error:
-        message, remedy = map("; ".join, zip(*error.problems, strict=True))
-        return Result(status="refused", message=message, remedy=remedy, **known)
+        return _refused(error, known)
     except Exception as error:
         traceback.print_exc()
+        if (fault := torch_faults.explained(error)) is not None:
+            return _refused(fault, known)
         if is_out_of_memory(error):
             return Result(status="out of memory", message=_wanted(error), **known)
         return Result(status="failed", message=one_line(f"{type(error).__name__}: {error}"), **known)
@@ -74,6 +81,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
     device = devices.device(config)
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
     plan = resolve(config, device)
+    compile.require(plan.backend)
     known.update(
         device=name,
         ran=plan.ran,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem, RunError
 from gpt2_fp8.config.shown import harmless, line
-from gpt2_fp8.runtime import output
+from gpt2_fp8.runtime import output, torch_faults
 
 
 def exit_code(work: Callable[[], None], written: Path | str, remedy: str) -> int:
@@ -28,7 +28,12 @@ def exit_code(work: Callable[[], None], written: Path | str, remedy: str) -> int
         return 130
     except BrokenPipeError:
         return output.without_reader()
-    except OSError as error:
+    except Exception as error:
+        if (known := torch_faults.explained(error)) is not None:
+            print(harmless(str(known)), file=sys.stderr)
+            return known.exit_code
+        if not isinstance(error, OSError):
+            raise
         cause = f"{error.filename or written} cannot be written: {error.strerror or error}"
         print(Problem(line(cause), f"free space there, or {remedy}"), file=sys.stderr)
         return 1

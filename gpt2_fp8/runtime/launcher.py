@@ -83,7 +83,7 @@ def is_first_rank() -> bool:
 def is_beside_first() -> bool:
     """Return whether another process is the first of this one's node; also where the variables are wrong."""
     names = ("LOCAL_RANK", "SLURM_LOCALID")
-    return next((os.environ[name] for name in names if os.environ.get(name)), "0") != "0"
+    return next((os.environ[name] for name in names if os.environ.get(name) and _counts(name)), "0") != "0"
 
 
 def repeats() -> bool:
@@ -97,7 +97,13 @@ def repeats() -> bool:
 
 def is_first_of_all() -> bool:
     """Return whether this process is the first by every variable: of two launchers, too, and of mpirun."""
-    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", *MPI_RANKS))
+    names = ("RANK", "SLURM_PROCID", "LOCAL_RANK", *MPI_RANKS)
+    return all(os.environ.get(name, "0") == "0" for name in names if _counts(name))
+
+
+def _counts(name: str) -> bool:
+    """Return whether a variable tells this process apart from others: a shell may have a LOCAL_RANK that is left."""
+    return name != "LOCAL_RANK" or os.environ.get("WORLD_SIZE", "1") != "1" or "NODE_RANK" in os.environ
 
 
 def recognised(environment: Mapping[str, str], trains: bool = False) -> Launcher:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.runtime import last_say, launcher, output
+from gpt2_fp8.runtime import foreign_variables, last_say, launcher, output
 from gpt2_fp8.runtime.launched import BY_AGENT, SRUN, VARIABLES
 from gpt2_fp8.runtime.launcher_variables import Variables, mpi_processes
 
@@ -30,6 +30,7 @@ def main(name: str, program: Callable[[list[str]], int], pipe_ends: bool = False
         once_a_node: whether it is about a machine, so that one process on each node is meant.
     """
     output.begin(pipe_ends)
+    foreign_variables.forget()
     words = sys.argv[1:]
     problem = refusal(name, words, os.environ, once_a_node)
     if problem is None:

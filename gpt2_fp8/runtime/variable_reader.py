@@ -28,9 +28,10 @@ class VariableReader:
             return default
         if value is None or not value.isascii() or not value.isdigit() or len(value) > _LONGEST:
             said = "is not set" if value is None else f"is {value!a}, not a number"
+            unset = "" if value is None else f"; or unset {name}, if it is left of another run"
             self.refuse(
                 f"{name} {said}, and the variables say that this is one of several processes",
-                f"set {name}, or start the processes with torchrun or srun, which set all of them",
+                f"set {name}, or start the processes with torchrun or srun, which set all of them{unset}",
             )
             return 1
         return int(value)

@@ -18,11 +18,12 @@ from gpt2_fp8.callbacks.peak_memory import PeakMemory
 from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.config import ranking_file
 from gpt2_fp8.config.checks import vocabulary
-from gpt2_fp8.config.errors import Diverged
-from gpt2_fp8.config.evaluate_schema import EvaluateConfig
+from gpt2_fp8.config.errors import Diverged, UserError
+from gpt2_fp8.config.evaluate_schema import EvaluateConfig, in_own_words
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.tokenizer import text_bytes
+from gpt2_fp8.engine import compile
 from gpt2_fp8.runtime import devices, host_memory, registry, spool
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.precision_plugin import FP8Precision
@@ -55,12 +56,15 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
     registry.load(config.plugins, Path.cwd())
     device = devices.device(config)
     plan = as_before(resolve(config, device), config, read_plain(trained.path, "precision"))
+    compile.require(plan.backend)
     data = TokenDataModule.from_config(config)
     module = GPT2Module.unbuilt(config, trained.weights, trained.step, vocabulary(trained.config))
     memory, clock = PeakMemory(), _Clock()
     trainer = _trainer(config, plan, [clock, memory])
     try:
         (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
+    except UserError as error:  # of the text, in a run's words
+        raise UserError(map(in_own_words, error.problems)) from None
     except SystemExit as end:  # Lightning's answer to Ctrl-C
         if isinstance(end.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None

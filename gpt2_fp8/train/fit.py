@@ -20,14 +20,15 @@ from gpt2_fp8.compat.lightning_logging import detach_logging
 from gpt2_fp8.compat.lightning_process import rank
 from gpt2_fp8.config import output_folder, own_words, rank_share
 from gpt2_fp8.config.checks import check_batch
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine import compile
 from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.measure import auto_precision
 from gpt2_fp8.precision.choose import Choice
-from gpt2_fp8.runtime import devices, spool
+from gpt2_fp8.runtime import devices, spool, torch_faults
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
 from gpt2_fp8.train.context import RunContext
@@ -70,6 +71,8 @@ def _run(config: RunConfig, folder: Path, words: Sequence[str], line: Typed | No
         return last_val_loss(parts, context.checkpointing)
     except BaseException as caught:
         error = context.watchdog.explain(caught)  # a torn connection means that another rank has ended
+        if not isinstance(error, RunError):
+            error = torch_faults.explained(error) or error
         if error is not caught:
             raise error from None
         raise
@@ -99,11 +102,12 @@ def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: Contai
     config, limit, epoch_ends = resolve_length(config, rank(), typed)
     context.checkpointing.intervals.kept.add(epoch_ends)
     checkpoint = setup.checkpoint(config, folder)
-    config, asked = setup.resolve_micro_batch(config, world_size, device, "micro_batch_size" in typed, checkpoint)
+    config, asked = setup.resolve_micro_batch(config, world_size, device, typed, checkpoint)
     if rank() == 0:
         setup.check_room(config, context.checkpointing.folder, len(epoch_ends))
     config, choice = auto_precision.decide(config, device, world_size, checkpoint, rank())
     plan = _plan(config, device, choice, checkpoint)
+    compile.require(plan.backend)
     context.chosen(config, choice)
     return _Start(config, plan, checkpoint, world_size, asked, limit)
 

@@ -7,9 +7,11 @@ the memory is estimated before anything is built.
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from gpt2_fp8.config import hints
 from gpt2_fp8.config.block_spec import BlockSpec, block_spec
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
@@ -121,11 +123,13 @@ def check_step(config: RunConfig, vocab_size: int, ranks: int, share: int, on: L
     )
 
 
-def fitted(config: RunConfig, vocab_size: int, ranks: int, share: int, typed: bool) -> RunConfig:
+def fitted(
+    config: RunConfig, vocab_size: int, ranks: int, share: int, typed: bool, keys: Container[str] = ()
+) -> RunConfig:
     """Return `config` with a micro-batch that fits the memory of `ranks` processes: a divisor of `share`.
 
     It is never larger than before, and the log says if it is smaller. `typed`: the user wants this one and no other.
-    Raises UserError if that one cannot fit, or none.
+    `keys`: what the command line sets. Raises UserError if that one cannot fit, or none.
     """
     limit, needed, asked = memory_limits.narrowest(), footprint(config, vocab_size), config.micro_batch
     if limit is None:
@@ -137,7 +141,7 @@ def fitted(config: RunConfig, vocab_size: int, ranks: int, share: int, typed: bo
     fits, wanted = largest_divisor(share, most) if most else 1, asked if typed else 1
     if needed.least(wanted) > left + memory_limits.swap_bytes() / ranks:
         each = f" by each of {ranks} ranks" if ranks > 1 else ""
-        smaller = f"micro_batch_size={fits}" if most else "a smaller model (model=tiny), or a shorter model.n_positions"
+        smaller = f"micro_batch_size={fits}" if most else _smaller_model(keys)
         remedies = [limit.lift] if limit.lift and not most else [smaller, limit.lift]
         have = f"{_size(left)} of the memory of {limit.what} are to be had"
         if left < 1 << 20:
@@ -153,6 +157,14 @@ def fitted(config: RunConfig, vocab_size: int, ranks: int, share: int, typed: bo
         fits, asked, _size(needed.of(fits)), _size(left), limit.what,
     )  # fmt: skip
     return replace(config, micro_batch_size=fits)
+
+
+def _smaller_model(keys: Container[str]) -> str:
+    """Return how the model becomes smaller: by the sizes that were typed, or by another choice."""
+    sizes = [f"model.{name}" for name in ("n_layer", "n_embd", "n_positions", "vocab_size") if f"model.{name}" in keys]
+    return (
+        f"a smaller {hints.either(sizes)}" if sizes else "a smaller model (model=tiny), or a shorter model.n_positions"
+    )
 
 
 def _left(limit: memory_limits.Limit, ranks: int) -> float:

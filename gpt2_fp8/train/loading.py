@@ -15,7 +15,7 @@ from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.own_words import Typed, going_on
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import memory_limits, packages, registry, signals, slurm
+from gpt2_fp8.runtime import memory_limits, packages, registry, signals, slurm, torch_faults
 from gpt2_fp8.train import summary
 
 Train = Callable[[RunConfig, Path, Sequence[str], Typed | None], float | None]
@@ -65,13 +65,15 @@ def _imported() -> Train:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         with packages.needed(), _collected_never():
             from gpt2_fp8.train.fit import run
-    except (ImportError, MemoryError, OSError) as error:
+    except (ImportError, MemoryError, OSError, ValueError) as error:
         for kind, what in memory_limits.SHELL.items():
             if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
                 raise UserError.of(
                     f"torch cannot be loaded into the {limit >> 20:,} MiB that `{what}` leaves: {_reason(error)}",
                     f"type `{what} unlimited` before the command; a limit of a container's memory does no harm",
                 ) from error
+        if (known := torch_faults.explained(error)) is not None:
+            raise known from error
         raise
     return run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -42,9 +42,9 @@ class Batch(NamedTuple):
 
 
 def resolve_micro_batch(
-    config: RunConfig, world_size: int, on: Literal["cuda", "cpu"], typed: bool, start: Path | None
+    config: RunConfig, world_size: int, on: Literal["cuda", "cpu"], typed: Container[str], start: Path | None
 ) -> Batch:
-    """Choose a run's micro-batch, which was `typed` or is in a file of settings.
+    """Choose a run's micro-batch, which is among the keys `typed` or in a file of settings.
 
     A GPU begins with what was asked for (`auto`: its whole share of a step), and takes the largest part of it that
     fits. A CPU begins with no more than memory allows (`footprint`). If it continues from `start`, it begins with the
@@ -59,9 +59,15 @@ def resolve_micro_batch(
     if on == "cuda":
         return Batch(config, asked)
     before = (read_plain(start, "training_step").get("micro_batch_size") or {}) if start else {}
-    if not typed and before.get("asked") == asked and before["fits"] and share % before["fits"] == 0:
+    if (
+        "micro_batch_size" not in typed
+        and before.get("asked") == asked
+        and before["fits"]
+        and share % before["fits"] == 0
+    ):
         config = replace(config, micro_batch_size=before["fits"])
-    return Batch(fitted(config, vocabulary(config), ranks, share, typed and not auto), asked)
+    given = "micro_batch_size" in typed and not auto
+    return Batch(fitted(config, vocabulary(config), ranks, share, given, typed), asked)
 
 
 def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_fp8.compose import look_only, preflight
+from gpt2_fp8.compose import is_help, look_only, preflight
 from gpt2_fp8.config import foreign_keys, foreign_values, other_words
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.hints import TWO_SOURCES
@@ -261,3 +261,18 @@ def test_no_foreign_key_is_told_with_another_number():
 def test_a_word_of_a_hint_composes(word):
     words = [*BESIDE.get(word.partition("=")[0], []), word]
     assert len(preflight(words)) == 1
+
+
+@pytest.mark.parametrize("line", ["--resolve", "--package trainer", "-p trainer seed=1", "-m --resolve seed=1,2"])
+def test_a_flag_that_only_says_how_to_show_starts_no_run(line):
+    with pytest.raises(UserError) as refused:
+        preflight([*line.split(), "trainer=cpu"])
+    (problem,) = refused.value.problems
+    assert look_only([*problem.remedy.split(), "trainer=cpu"])
+    assert is_help(problem.remedy.split())
+
+
+@pytest.mark.parametrize("line", ["--info --resolve", "--help --package trainer"])
+def test_a_flag_that_says_how_to_show_what_is_not_shown_is_refused(line):
+    with pytest.raises(UserError, match="--cfg"):
+        look_only(line.split())

@@ -88,6 +88,9 @@ def test_119_where_not_one_sequence_fits_the_run_is_refused(machine):
     with pytest.raises(UserError, match=r"micro_batch_size=1 needs about 5\.0 GiB") as refused:
         fitted(config(), 50257, ranks=1, share=512, typed=False)
     assert "a smaller model (model=tiny)" in str(refused.value)
+    keys = {"model", "model.n_layer", "model.vocab_size"}
+    with pytest.raises(UserError, match=r"fix: a smaller model\.n_layer or model\.vocab_size$"):
+        fitted(config(), 50257, ranks=1, share=512, typed=False, keys=keys)
 
 
 @pytest.mark.parametrize(("on", "fits"), [("cpu", 115_008), ("cuda", 235_680)])

@@ -100,7 +100,10 @@ def test_108_a_checkpoint_that_does_not_say_is_taken_as_before(tmp_path, begun):
     [("data.seed=7", "seed"), ("model.n_positions=16", "n_positions"), ("global_batch_size=4", "global_batch_size")],
 )
 def test_15_other_text_is_refused(tmp_path, begun, override, named):
-    assert named in refused(tmp_path, begun, override)
+    said = refused(tmp_path, begun, override)
+    assert named in said
+    assert said.count("error:") == (2 if "n_positions" in override else 1)  # the text's, and the model's
+    assert "lanes" not in said  # a key that there is not
 
 
 def test_16_another_length_and_schedule_are_taken(tmp_path, begun):

@@ -225,10 +225,13 @@ def test_it_is_said_in_a_line():
         (SRUN | TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, True, False),  # the agent may be on any node
         (BATCH_SCRIPT | LIGHTNINGS, False, False),
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, True, False),
+        ({"LOCAL_RANK": "1"}, False, True),  # left in a shell
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "1"}, False, True),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, False, False),
     ],
 )
 def test_one_process_speaks_for_all(monkeypatch, environment, first, of_all):
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -265,6 +265,8 @@ REFUSED = [
     ("RUN data=text_files", "data.val_files is empty: nothing to evaluate", "data.val_files='[/corpus/*.jsonl.zst]'"),
     ("RUN data=text_files data.train_files=[gone.txt]", "gone.txt", "correct the path"),
     ("RUN data=text_files data.val_files=[gone.txt]", "data.val_files: gone.txt does not exist", "correct the path"),
+    ("RUN data=text_files data.val_files=[short.txt]", "the text to evaluate on is too short: ", "more text"),
+    ("RUN data=text_files data.train_files=[short.txt]", "the text to evaluate on is too short: ", "more text"),
     ("RUN data.val_sequences=0", "there is nothing to evaluate", "data.val_sequences=256"),
     ("RUN data.val_sequences=-1", "data.val_sequences=-1: must not be negative", "choose 0 or more"),
     ("RUN data.tokenizer=gpt2", "the model was trained on the ids of bytes", "data.tokenizer=bytes"),
@@ -295,6 +297,8 @@ def test_what_is_wrong_is_said_with_what_to_type(run: Path, capsys: Any, words: 
     if "damaged" in words:
         shutil.copytree(checkpoint(run, 12), "damaged")
         Path("damaged/model.safetensors").write_bytes(b"x")
+    if "short.txt" in words:
+        Path("short.txt").write_text("short")
     if "bad.jsonl" in words:
         Path("bad.jsonl").write_text(f"{json.dumps(ITEMS[0])}\n\n" + '{"ctx": 3}\n')
     argv = [f"ckpt_path={run}" if word == "RUN" else word for word in shlex.split(words)]
@@ -305,6 +309,8 @@ def test_what_is_wrong_is_said_with_what_to_type(run: Path, capsys: Any, words: 
     told, fix = said.splitlines()[-2:]
     assert cause in told
     assert remedy in fix
+    assert "n_positions smaller" not in fix
+    assert "val_sequences=0" not in fix
 
 
 @pytest.mark.parametrize(

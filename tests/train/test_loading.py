@@ -62,7 +62,13 @@ def test_who_collects_nothing_is_left_alone(first):
 
 
 @pytest.mark.parametrize(
-    ("variables", "told"), [({}, False), ({"LOCAL_RANK": "1"}, True), ({"SLURM_LOCALID": "1"}, True)]
+    ("variables", "told"),
+    [
+        ({}, False),
+        ({"LOCAL_RANK": "1"}, False),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, True),
+        ({"SLURM_LOCALID": "1"}, True),
+    ],
 )
 def test_a_package_that_is_missing_is_named_with_the_python_that_lacks_it(first, monkeypatch, variables, told):
     for name, value in variables.items():

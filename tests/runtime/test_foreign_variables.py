@@ -1,0 +1,60 @@
+"""Variables that a notebook or a shell has left: no program of ours falls over them, and a library keeps them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.data.hub_runs import ROOT
+from tests.runs import SMALL, command
+
+pytestmark = pytest.mark.whole
+INLINE = {
+    "PYTHONPATH": str(ROOT),
+    "MPLBACKEND": "module://not_installed_here.backend_inline",
+}
+
+
+def test_a_run_of_a_notebooks_shell_needs_no_window_of_matplotlibs(tmp_path):
+    done = command(*SMALL, "trainer.max_steps=1", "optim.warmup_steps=0", "run_name=r", cwd=tmp_path, **INLINE)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_lightnings_variables_change_nothing_of_a_run(tmp_path):
+    lightnings = {"PYTHONPATH": str(ROOT), "PL_TRAINER_LIMIT_TRAIN_BATCHES": "0", "PL_TRAINER_GRADIENT_CLIP_VAL": "0.5"}
+    done = command(*SMALL, "trainer.max_steps=2", "optim.warmup_steps=0", "run_name=r", cwd=tmp_path, **lightnings)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "completed 2 steps" in done.stdout
+
+
+@pytest.mark.parametrize("words", [["run", "--version"], ["table", "--help"]])
+def test_a_program_forgets_the_window_for_what_it_starts_too(words, monkeypatch, tmp_path):
+    code = (
+        "import atexit, os, runpy, sys; atexit.register(lambda: print('left', 'MPLBACKEND' in os.environ)); "
+        "sys.argv[:] = sys.argv[1:]; runpy.run_module('gpt2_fp8', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "gpt2_fp8", *words],
+        cwd=tmp_path, text=True, capture_output=True, env=os.environ | INLINE ,
+    )  # fmt: skip
+    assert done.stdout.endswith("left False\n"), done.stderr
+
+
+def test_who_imports_the_package_keeps_the_environment(tmp_path):
+    code = "import os, gpt2_fp8; gpt2_fp8.load_config('model=tiny', 'trainer=cpu'); print(os.environ['MPLBACKEND'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True,
+        env=os.environ | INLINE ,
+    )  # fmt: skip
+    assert done.stdout == f"{INLINE['MPLBACKEND']}\n", done.stderr
+
+
+@pytest.mark.parametrize("value", ["1", "x"])
+def test_a_local_rank_left_in_a_shell_is_refused_aloud_and_once(value, tmp_path):
+    done = command(*SMALL, "run_name=r", cwd=tmp_path, LOCAL_RANK=value, PYTHONPATH=str(ROOT))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: LOCAL_RANK{'=1, which' if value == '1' else ' is '}")
+    assert "unset LOCAL_RANK" in done.stderr
+    assert done.stderr.count("error:") == 1
+    assert os.listdir(tmp_path) == []
