@@ -55,6 +55,7 @@ TABLE = [
     ("trainer.max_epochs=0", "must be at least 1", "choose 1 or more"),
     ("data=fineweb trainer.max_epochs=1", "a hub's text is streamed", "as trainer.max_tokens=NUMBER"),
     ("data=tinyshakespeare trainer.max_epochs=1", "a hub's text is streamed", "trainer.max_epochs=null"),
+    ("run_name=x ckpt_path=last debug=fdr", "trainer.fast_dev_run=true, ckpt_path=last: ", "leave one of them out; "),
     ("trainer.max_epochs=1 debug=overfit", "there are no passes over the text", "leave one of them out"),
     ("callbacks.keep_epochs=true", "no epochs are counted", "add trainer.max_epochs=NUMBER"),
     ("trainer.max_time=12h", "must be a time above 0, as days:hours", "trainer.max_time=00:12:00:00"),
