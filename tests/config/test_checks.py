@@ -183,14 +183,29 @@ TABLE = [
     ("precision=bf16 precision.backward=bf16", "belongs to precision=fp8_", "or leave precision.backward out"),
     ("precision.backward=bf8", "must be fp8, bf16 or bf16_wgrad", "precision.backward=fp8"),
     (
-        "precision.backend=emulated precision.backward=bf16 precision.emulate=[weight,wgrad_gradient]",
+        "precision.backend=emulated precision.backward=bf16 precision.emulate=[fprop_input,wgrad_gradient]",
         "precision.emulate names wgrad_gradient, which precision.backward=bf16 keeps in bf16",
         "leave wgrad_gradient out of precision.emulate, or add precision.backward=fp8",
     ),
     (
         "precision.backend=emulated precision.backward=bf16_wgrad precision.emulate=[head_wgrad_input]",
         "precision.emulate names head_wgrad_input, which precision.backward=bf16_wgrad keeps in bf16",
-        "leave head_wgrad_input out of precision.emulate, or add precision.backward=fp8",
+        "add precision.backward=fp8",  # without that operand, nothing would be less in FP8 by this backward
+    ),
+    (
+        "precision.backend=emulated precision.backward=bf16 precision.emulate=[weight,fprop_input,wgrad_input]",
+        "precision.emulate names wgrad_input, and precision.backward=bf16 takes that operand as the forward has it",
+        "leave wgrad_input out of precision.emulate, or add precision.backward=fp8",
+    ),
+    (
+        "precision.backend=emulated precision.backward=bf16 precision.emulate=[]",
+        "precision.backward=bf16 changes no operand of precision.emulate=[]",
+        "add precision.backward=fp8",
+    ),
+    (
+        "precision.backend=emulated precision.emulate=[weight] precision.keep_bf16=[head,first]",
+        "precision.keep_bf16 names head, where precision.emulate=[weight] has no operand",
+        "precision.keep_bf16='[first]'",
     ),
     (
         "precision.backend=emulated precision.emulate=[head_weight,weight,head]",
@@ -200,7 +215,7 @@ TABLE = [
     (
         "precision.backend=emulated precision.emulate=[head_dgrad_gradient] precision.keep_bf16=[head]",
         "precision.emulate names head_dgrad_gradient, and precision.keep_bf16=[head] keeps the head in bf16",
-        "leave head_dgrad_gradient out of precision.emulate, or precision.keep_bf16='[]'",
+        "leave head_dgrad_gradient out of precision.emulate and add precision.keep_bf16='[]', or precision.keep_",
     ),
     (
         "precision.backend=emulated precision.emulate=[head,weight] precision.keep_bf16=[blocks.*,head]",
