@@ -108,6 +108,14 @@ def test_15_other_text_is_refused(tmp_path, begun, override, named):
     assert named in refused(tmp_path, begun, override)
 
 
+def test_15_another_seed_is_refused_though_the_text_keeps_its_own(tmp_path, begun):
+    """The weights and the random numbers are the checkpoint's: the seed would do nothing but name the run."""
+    said = refused(tmp_path, begun, "seed=7", "data.seed=1337")
+    assert said.count("this run cannot be continued exactly: seed was 1337, and is now 7") == 1
+    both = refused(tmp_path, begun, "seed=7")
+    assert both == said, "told once, though the text has another seed too"
+
+
 def test_15_a_run_that_repeats_its_first_steps_is_continued_as_that_alone(tmp_path):
     train_until(2, tmp_path / "run", *SHORT, "trainer.overfit_batches=2")
     begun = checkpoint(tmp_path / "run", 2)
