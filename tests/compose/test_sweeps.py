@@ -123,6 +123,65 @@ def test_jobs_in_folders_by_their_names_are_in_the_table_and_are_continued(tmp_p
     ]
 
 
+BEGUN = "optim.lr=1e-3,2e-3 precision=bf16,fp8_hybrid"
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """What Hydra has written of a sweep's jobs, of which the first has gone on once."""
+    monkeypatch.chdir(tmp_path)
+    rates = [(rate, precision) for rate in ("0.001", "0.002") for precision in ("bf16", "fp8_hybrid")]
+    for number, (rate, precision) in enumerate(rates):
+        words = [
+            f"optim.lr={rate}",
+            f"precision={precision}",
+            "model=tiny",
+            *(["ckpt_path=last"] if not number else []),
+        ]
+        folder = tmp_path / f"outputs/s/{number}/.hydra"
+        folder.mkdir(parents=True)
+        (folder / "overrides.yaml").write_text(yaml.safe_dump(words))
+
+
+@pytest.mark.usefixtures("begun")
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            "optim.lr=2e-3,1e-3 precision=bf16,fp8_hybrid",
+            "job 0 was optim.lr=0.001, and would go on as optim.lr=0.002, as 2 was",
+        ),
+        (
+            "optim.lr=1e-3,2e-3 precision=fp8_hybrid,bf16",
+            "job 0 was precision=bf16, and would go on as precision=fp8_hybrid",
+        ),
+        (
+            "optim.lr=2e-3 precision=bf16,fp8_hybrid",
+            "job 0 was optim.lr=0.001, and would go on as optim.lr=2e-3, as 2 was",
+        ),
+    ],
+)
+def test_a_job_that_would_continue_another_jobs_run_is_refused(line, told):
+    with pytest.raises(UserError) as error:
+        preflight(["-m", "run_name=s", "model=tiny", "ckpt_path=last", *line.split()])
+    assert told in error.value.problems[0].cause
+    assert preflight(["-m", "run_name=t", "model=tiny", *line.split()]), "another name begins another sweep"
+
+
+@pytest.mark.usefixtures("begun")
+@pytest.mark.parametrize(
+    "line",
+    [
+        BEGUN,
+        f"{BEGUN} trainer.max_steps=400 notes=longer",
+        "precision=bf16,fp8_hybrid optim.lr=1e-3",
+        "optim.lr=5e-4,6e-4 precision=bf16,fp8_hybrid",  # rates that no job had
+    ],
+)
+def test_a_sweep_goes_on_by_its_own_words_in_their_order(line):
+    assert preflight(["-m", "run_name=s", "model=tiny", "ckpt_path=last", *line.split()])
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("word", ["notes=${seed}", "run_name=${hydra:job.num}_x"])
 def test_a_word_that_is_made_of_others_is_in_the_table_as_each_job_has_it(tmp_path, word):
