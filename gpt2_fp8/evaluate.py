@@ -3,8 +3,8 @@
     python -m gpt2_fp8.evaluate ckpt_path=outputs/first
     python -m gpt2_fp8.evaluate ckpt_path=outputs/first data=text_files data.train_files='[corpus/*.txt]' precision=fp32
 
-Exit codes: 0 done; 1 the results could not be written; 2 the input; 4 the source of the text was lost; 130 stopped by
-SIGINT; 141 the reader of its output has ended.
+Exit codes: 0 done; 1 the results could not be written; 2 the input; 3 the loss is not finite; 4 the source of the text
+was lost; 130 stopped by SIGINT; 141 the reader of its output has ended.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Examples:
   python -m gpt2_fp8.evaluate ckpt_path=outputs/first checkpoint=best precision=fp32 data.val_sequences=1000
   python -m gpt2_fp8.evaluate ckpt_path=outputs/first data=fineweb ranking=hellaswag_val.jsonl out=result.json
 
-docs/evaluate.md says more. Exit codes: 0 done; 1 out could not be written; 2 your input; 4 the data source was lost;
-130, 141 stopped."""
+docs/evaluate.md says more. Exit codes: 0 done; 1 out could not be written; 2 your input; 3 the loss is not finite;
+4 the data source was lost; 130, 141 stopped."""
 _LINES = {
     "loss": "{:.6f} nats a token",
     "perplexity": "{:.4f}",

@@ -21,6 +21,7 @@ from torch.distributed.run import get_args_parser as torchrun_options
 from gpt2_fp8 import compare, doctor, evaluate, export, generate, prepare, sbatch, table
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
+from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.sbatch_schema import SlurmConfig
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.config.tokenizer_file import NAMES
@@ -293,7 +294,8 @@ def test_the_command_of_the_gradients_bias_composes(tmp_path, monkeypatch):
     for command in commands:
         words = command[command.index("--") + 1 :]
         stand_ins(words)
-        assert preflight(words)
+        (config,) = preflight(words)
+        assert int(command[command.index("--batches") + 1]) <= last_step(config), "there is a batch for each step"
 
 
 def test_every_command_is_of_a_known_kind():
@@ -505,6 +507,20 @@ def test_the_readmes_pictures_are_made_as_shown(tmp_path, monkeypatch):
     study.main(words)
     made = {path.name: path.read_bytes()[:8] for path in Path("docs/pictures").iterdir()}
     assert made == dict.fromkeys(("loss.png", "speed.png"), b"\x89PNG\r\n\x1a\n")
+
+
+def test_curves_that_do_not_fit_are_refused(tmp_path, monkeypatch, capsys):
+    """Means of different steps would look like a difference of precisions."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
+    study = importlib.import_module("readme_pictures")
+    for name, tokens in (("a", 4), ("b", 8), ("c", 0)):
+        curve = "".join(f"{step},{step * tokens},2.5\n" for step in range(1, 60 if tokens else 3))
+        (tmp_path / f"{name}.csv").write_text(f"step,tokens,train_loss\n{curve}")
+    for other, cause in (("b", "logged at different tokens"), ("c", "has 2 rows"), ("none", "has 0 rows")):
+        files = str(tmp_path / "a.csv"), str(tmp_path / f"{other}.csv")
+        assert study.main([str(tmp_path / "out"), "--bf16", files[0], "--fp8", files[1]]) == 2
+        assert cause in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_container_runs_what_a_run_takes(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 import importlib
 import re
 import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -58,7 +60,12 @@ def test_a_bare_loop_trains_and_says_its_speed(study, capsys, monkeypatch):
         (["--steps", "0"], "--steps is less than 1"),
         (["--stepz", "2"], "unrecognized arguments: --stepz 2"),
         (["--precision", "bf16", "--", "seed=1,2", "-m"], "2 runs are asked for"),
-        (["--", "micro_batch_size=auto"], "micro_batch_size=auto: a loop has a number"),
+        (["--", "micro_batch_size=auto"], "micro_batch_size=auto is measured by a run alone"),
+        (["--", "precision=auto"], "precision=auto is measured by a run alone"),
+        (
+            ["--", "trainer.max_steps=null", "trainer.max_epochs=2"],
+            "trainer.max_epochs=2: the run alone counts steps",
+        ),
         (["--recipe", "nothing"], "recipe=nothing: there is no such choice"),
     ],
 )
@@ -67,6 +74,63 @@ def test_a_loop_that_cannot_be_is_refused_in_two_lines(words, told, study, capsy
     error, fix = capsys.readouterr().err.splitlines()
     assert error == f"error: {told}"
     assert fix.startswith("  fix: ")
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_gpu_is_read_for_a_time(seconds, study, capsys):
+    assert study("power").main(["--seconds", seconds]) == 2
+    assert capsys.readouterr().err == f"error: --seconds {seconds} is no time above 0\n  fix: --seconds 20\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "fix"),
+    [
+        (["model=tiny", "prompt=300"], "prompt=300, tokens=64: tiny has a context of 256", "prompt=128 tokens=128"),
+        (["model=tiny", "prompt=200"], "prompt=200, tokens=64: tiny has a context of 256", "tokens=56"),
+        (["device=nowhere"], "device=nowhere: must be auto, cpu or gpu", "device=auto, or device=cpu, or device=gpu"),
+        (["precision=fp8"], "precision=fp8: must be auto, fp32 or bf16", "precision=auto, "),
+    ],
+)
+def test_texts_that_cannot_be_written_are_refused_before_anything_is(words, told, fix, study, capsys):
+    assert study("generate_speed").main(words) == 2
+    error, remedy = capsys.readouterr().err.splitlines()
+    assert error == f"error: {told}"
+    assert remedy.startswith(f"  fix: {fix}")
+
+
+READERLESS = {
+    "bare_loop": ["--precision", "bf16", "--steps", "1", "--warmup", "1", "--", *TINY], "block_bytes": [],
+    "fp8_gap": ["--help"], "gemms": ["--help"], "generate_speed": ["model=tiny", "tokens=2", "times=1"],
+    "gradient_bias": ["--help"], "peaks": ["64"], "power": ["--help"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READERLESS)
+def test_a_reader_that_ends_costs_no_traceback(name):
+    command = [sys.executable, str(STUDIES / f"{name}.py"), *READERLESS[name]]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    program.stdout.close()
+    said = program.stderr.read()
+    assert program.wait(timeout=100) == 0
+    assert "BrokenPipe" not in said, said
+
+
+def test_a_study_that_is_interrupted_says_no_more(study, monkeypatch):
+    program = study("program")
+    monkeypatch.setattr(program.output, "begin", lambda: None)
+
+    def main(argv):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        program.run(main)
+    assert ended.value.code == 130
+
+
+def test_a_block_has_no_settings(study, capsys):
+    """A width that is typed would be one that is not counted."""
+    assert study("block_bytes").main(["--width", "512"]) == 2
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -192,7 +256,7 @@ def test_every_command_of_the_documents_is_read(study, tmp_path, monkeypatch):
 
 def test_the_bytes_of_a_block_are_those_of_the_page(study, capsys):
     """What bf16 keeps is counted here; the fused layers' count is made of the fields that they keep."""
-    study("block_bytes").main()
+    assert study("block_bytes").main([]) == 0
     told = capsys.readouterr().out
     page = (STUDIES.parent / "performance.md").read_text().partition("### Bytes of a block")[2].partition("\n## ")[0]
     sums = re.findall(r"^\| sum.*$", told, re.MULTILINE)

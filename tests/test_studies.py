@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.reports import spread
@@ -59,13 +61,78 @@ def test_the_gradients_bias_is_told_by_kind_of_parameter(study, tmp_path, capsys
         "none: precision.emulate=[]\nb: precision.backend=fused": "b: precision=fp8_hybrid would run in fp32",
         "none: precision.emulate=[]\nb: @3 precision.emulate=[]": "b: @STEP changes a run's words",
         "none: precision.emulate=[]\nb: -m": "b: -m asks for several runs",
-        "none: precision.emulate=[]\nb: model.n_embd=64": "the checkpoint does not fit the model",
+        "none: precision.emulate=[]\nb: model.n_embd=64": "b: model.n_embd: a row changes neither",
+        "none: precision.emulate=[]\nb: data.seed=3 optim.lr=7": "b: data.seed, optim.lr: a row changes neither",
+        "none: seed=3\nb: precision.emulate=[]": "none: seed: a row changes neither",
     }.items():
         rows.write_text(text)
         assert study("gradient_bias").main(asked) == 2, text
         assert cause in capsys.readouterr().err
+    rows.write_text("none: precision.emulate=[]\nall:\n")
+    for more, error in {
+        (
+            "--batches",
+            "13",
+            "--",
+        ): "none: --batches 13, and the run has 12: one a step\n  fix: --batches 12, or",
+        ("--batches", "4", "--", "trainer.max_tokens=800"): "and the run has 3: one a step\n  fix: --batches 3\n",
+        ("--", "trainer.max_steps=null", "trainer.max_epochs=1"): "none: trainer.max_epochs=1: the run alone counts",
+        ("--batches", "3", "--", "model.dropout=0.1"): "none: model.dropout=0.1: each condition would",
+        ("--batches", "3", "--", "trainer.overfit_batches=1"): "none: trainer.overfit_batches=1: equal batches",
+        ("--batches", "3", "--", "model.n_head=4"): "model.n_head is 2 there, 4 here",
+        ("--batches", "3", "--", "data.tokenizer=gpt2"): "the checkpoint does not fit the model",
+    }.items():
+        mark = more.index("--")
+        given = [str(tmp_path / "run"), "--conditions", str(rows), *more[:mark], "--", *words, *more[mark + 1 :]]
+        assert study("gradient_bias").main(given) == 2, more
+        assert error in capsys.readouterr().err
     assert study("gradient_bias").main(["run", "--conditions", str(tmp_path / "none.txt"), "--", *words]) == 2
     assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_penalties_are_in_the_gradients_that_are_compared(study, tmp_path, capsys):
+    """With no weight they are nothing; with some, the loss has them too."""
+    words = [*SMALL, "precision=fp32"]
+    train(tmp_path / "run", *words)
+    (tmp_path / "rows.txt").write_text("none:\nno weight: penalty.z_loss=0\nz: penalty=z_loss penalty.z_loss=1\n")
+    asked = [str(tmp_path / "run"), "--conditions", str(tmp_path / "rows.txt"), "--batches", "2", "--", *words]
+    assert study("gradient_bias").main(asked) == 0
+    without, weighed = capsys.readouterr().out.split("\n\n")
+    assert without.startswith("no weight: loss +0.00000\n")
+    assert set(re.findall(r" (\d\.\d+)", without)) == {"0.0000", "1.0000"}
+    loss, error = re.search(r"^z: loss \+([\d.]+)\n.*\nall +([\d.]+)", weighed).groups()
+    assert float(loss) > 1  # the square of log(320), about
+    assert float(error) > 0.1
+    assert study("gradient_bias").main([*asked, "penalty=z_loss"]) == 0
+    without, weighed = capsys.readouterr().out.split("\n\n")
+    assert without.startswith("no weight: loss -0.00")
+
+
+def test_gradients_are_of_a_text_of_ones_own(study, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path / "run", "precision=fp32")
+    (tmp_path / "text_of_the_bias.py").write_text(
+        "from gpt2_fp8.data.stdlib import StdlibSource\nfrom gpt2_fp8.runtime import registry\n"
+        "registry.data_source('text_of_the_bias')(lambda config: StdlibSource())\n"
+    )
+    (tmp_path / "rows.txt").write_text("fp32: precision=fp32\nagain: precision=fp32\n")
+    words = [
+        *SMALL,
+        "plugins=[text_of_the_bias]",
+        "data=registered",
+        "data.source=text_of_the_bias",
+        "data.tokenizer=bytes",
+    ]
+    assert study("gradient_bias").main(["run", "--conditions", "rows.txt", "--batches", "1", "--", *words]) == 0
+    assert capsys.readouterr().out.startswith("again: loss +0.00000\n")
+
+
+def test_a_gradient_that_is_nothing_has_no_ratios(study):
+    bias = study("gradient_bias")
+    first, other = bias.Errors(), bias.Errors()
+    for errors in (first, other):
+        errors.add(0.0, {"bias": torch.zeros(2)})
+    assert bias._table("b", other, first, 1).splitlines()[-1].split() == ["bias", *("nan",) * 4]
 
 
 # Arithmetic
@@ -260,6 +327,40 @@ def test_the_figure_of_a_window_is_its_mean_training_loss(study, tmp_path):
     assert job.loss is None
 
 
+def test_a_row_of_a_window_weighs_as_much_as_its_steps(study, tmp_path):
+    """The first row of a process is of one step: here of step 11, after a start of 10 steps."""
+    jobs = study("jobs")
+    start = jobs.Start(tmp_path, "start", 1, (), (), 10)
+    job = jobs.Job(tmp_path, "bf16", 1, (), (), 30, after=10, start=start)
+    job.folder.mkdir(parents=True)
+    (job.folder / "metrics.csv").write_text("step,train_loss\n11,9.0\n20,3.0\n30,2.0\n")
+    (job.folder / "summary.json").write_text(json.dumps({"status": "completed", "steps": 30}))
+    assert job.loss == pytest.approx((9 + 9 * 3 + 10 * 2) / 20)
+
+
+@pytest.mark.parametrize("after", [2, None])
+def test_a_figure_that_is_not_finite_is_a_failed_run(study, tmp_path, after):
+    job = study("jobs").Job(tmp_path, "bf16", 1, (), (), 4, after=after)
+    job.folder.mkdir(parents=True)
+    (job.folder / "metrics.csv").write_text("step,train_loss\n3,1.0\n4,nan\n")
+    (job.folder / "summary.json").write_text('{"status": "completed", "steps": 4, "last_val_loss": NaN}')
+    assert (job.trained, job.loss, job.done) == (True, None, False)
+    assert "of 4, and its figure is nan; see " in job.why_failed(0)
+
+
+@pytest.mark.parametrize("name", ["Job", "Start"])
+def test_a_figure_is_of_one_reading_of_the_summary(study, tmp_path, monkeypatch, name):
+    """Otherwise a run that ends meanwhile would be judged by two of its states."""
+    jobs, read = study("jobs"), []
+    job = getattr(jobs, name)(tmp_path, "bf16", 1, (), (), 4)
+    job.folder.mkdir(parents=True)
+    (job.folder / "summary.json").write_text('{"status": "completed", "steps": 4, "last_val_loss": 2.5}')
+    read_json = jobs.bounded.read_json
+    monkeypatch.setattr(jobs.bounded, "read_json", lambda path: [read.append(path), read_json(path)][1])
+    assert (job.loss, len(read)) == (2.5, 1)
+    assert (job.trained, len(read)) == (True, 2)
+
+
 @pytest.mark.parametrize("steps", [("5", "5"), ("100", "400"), ("-1", "20"), ("100", "105")])
 def test_a_window_lies_in_the_run_and_has_a_row(study, tmp_path, capsys, steps):
     (tmp_path / "rows.txt").write_text("a: precision=bf16")
@@ -305,7 +406,29 @@ WRONG = {  # rows, words behind `--`, options, and the cause
     "change before the start": (f"{A} @20 precision=fp32", [], ["--from", "20"], "@[20] of 300 steps from 20"),
     "folder of the start": (f"start{A[1:]}", [], ["--from", "20"], "start is that of the common start"),
     "start of another model": (f"{A}\nb: optimizer=muon", [], ["--from", "20"], "b: optimizer=muon cannot go on from"),
-}
+    "start of another validation": (
+        f"{A}\nb: data.val_sequences=2", [], ["--from", "20"], "b: data.val_sequences=2 cannot go on from",
+    ),
+    "start of another order": (f"{A}\nb: data.seed=9", [], ["--from", "20"], "b: data.seed=9 cannot go on from"),
+    "start of another order, but for a seed": (
+        f"{A}\nb: data.seed=1", [], ["--from", "20"], "b: data.seed=1 cannot go on from a checkpoint of data.seed=3",
+    ),
+    "start of another tokenizer": (
+        f"{A}\nb: data.tokenizer=gpt2", [], ["--from", "20"], "b: data.tokenizer=gpt2 cannot go on from",
+    ),
+    "another text in the middle": (f"{A} @3 data.seed=9", [], [], "a: data.seed=9 cannot go on from"),
+    "two validations": (f"{A}\nb: data.val_sequences=2", [], [], "b: data.val_sequences=2, and the first"),
+    "two contexts": (f"{A}\nb: model.n_positions=64", [], [], "b: model.n_positions=64, and the first condition has"),
+    "two texts": (f"{A}\nb: data=tinyshakespeare", [], [], "b: data=tinyshakespeare, and the first condition has"),
+    "two orders of training losses": (f"{A}\nb: data.seed=9", [], ["--steps", "10", "20"], "of two training texts"),
+    "two steps of training losses": (
+        f"{A}\nb: global_batch_size=64", [], ["--steps", "10", "20"], "b: global_batch_size=64, and the first",
+    ),
+    "a window without a log": (A, ["logger=none"], ["--steps", "10", "20"], "read from metrics.csv\n  fix: logger.csv"),
+    "a window that cuts a row": (A, [], ["--steps", "105", "120"], "of which one is cut\n  fix: trainer.log_every"),
+    "one step": (A, ["trainer.max_steps=1"], ["--from", "1"], "--from 1 of 1 steps\n  fix: leave --from out"),
+    "no file": (A, [], ["--conditions", ""], "--conditions"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -320,6 +443,29 @@ def test_what_cannot_be_run_is_refused_before_anything_is(study, planned, tmp_pa
     assert study("fp8_gap").main(argv) == 2
     assert capsys.readouterr().err == f"{refused.value}\n"
     assert not (tmp_path / "study").exists()
+
+
+def test_conditions_may_order_their_training_text_as_they_like(planned):
+    """The validation text is that of all, and a leg may stop validating."""
+    assert planned(f"{A}\nb: data.seed=9 global_batch_size=64")
+    assert planned(f"{A} data.val_sequences=2 @20 data.val_sequences=0", "--steps", "10", "30")
+
+
+def test_text_that_is_held_out_of_training_files_is_chosen_by_them(planned, tmp_path):
+    for name in ("one", "two", "three"):
+        (tmp_path / f"{name}.txt").write_text("a text " * 999)
+    files = f"data=text_files data.train_files=[{tmp_path}/one.txt]", f"data.train_files=[{tmp_path}/two.txt]"
+    words = files[0].split()
+    with pytest.raises(UserError, match=r"data\.train_files=.*two.* of two validation texts"):
+        planned(f"a: notes=a\nb: {files[1]}", words=words)
+    assert planned(f"a: notes=a\nb: {files[1]}", words=[*words, f"data.val_files=[{tmp_path}/three.txt]"])
+
+
+def test_a_studys_folder_is_named(study, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert study("fp8_gap").main(["", "--", "trainer=cpu"]) == 2
+    assert capsys.readouterr().err.startswith("error: FOLDER is an empty word\n  fix: ")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """docs/what-to-watch.md: its tables are the program's columns and flags, and its pictures are drawn as it says."""
 
+import importlib
 import re
 
 import pytest
@@ -72,3 +73,13 @@ def test_the_pictures_are_drawn_from_two_runs(tmp_path):
     assert drawn == shown
     for name in shown:
         assert 10_000 < (WATCH.parent / "pictures" / name).stat().st_size < SMALL_PICTURE
+
+
+def test_pictures_of_runs_that_logged_nothing_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half/metrics.csv").write_text("step,train_loss\n1,2.5\n")
+    study = importlib.import_module("health_pictures")
+    assert study.main([str(tmp_path / "half"), str(tmp_path / "none"), str(tmp_path / "made")]) == 2
+    assert [line[:5] for line in capsys.readouterr().err.splitlines()] == ["error", "  fix"] * 2
+    assert not (tmp_path / "made").exists()

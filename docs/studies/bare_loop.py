@@ -12,7 +12,9 @@ import argparse
 import statistics
 import sys
 
+import program
 import torch
+import undecided
 
 from gpt2_fp8 import compose
 from gpt2_fp8.backends.resolve import Plan, resolve
@@ -101,10 +103,8 @@ def built(words: list[str]) -> Loop:
     if len(configs) > 1:
         raise UserError.of(f"{len(configs)} runs are asked for", "leave out -m: a loop is one run")
     config = configs[0]
-    if (size := config.micro_batch_size) == "auto":
-        raise UserError.of(
-            f"micro_batch_size={size}: a loop has a number", f"micro_batch_size={config.global_batch_size}"
-        )
+    if problems := list(undecided.problems(config)):
+        raise UserError(problems)
     return Loop(config, resolve(config, devices.device(config)))
 
 
@@ -115,4 +115,4 @@ def told(rates: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

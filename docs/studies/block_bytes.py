@@ -10,16 +10,21 @@ GPU is needed.
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 
+import program
 import torch
 from torch import Tensor
 
 from gpt2_fp8 import load_config
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
+from gpt2_fp8.runtime.arguments import Parser
 
 B, E = 2, 1  # bytes of a number in bf16 and in FP8
 P, F = 3, 4  # widths, in units of n_embd: queries, keys and values; the MLP's hidden layer
@@ -57,8 +62,19 @@ KEPT = {  # by the fused layers
 }  # fmt: skip
 
 
-def main() -> None:
-    """Print every kernel's bytes, their sums, and what is kept."""
+def main(argv: list[str]) -> int:
+    """Print every kernel's bytes, their sums, and what is kept; it takes no words. Returns the exit code."""
+    try:
+        Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    tell()
+    return 0
+
+
+def tell() -> None:
+    """Print the table and the sums."""
     print("| bytes a token and channel | bf16 | FP8, fused |\n|---|---|---|")
     for name, _, bf16, fp8 in MOVED:
         print(f"| {name} | {bf16 or ''} | {fp8 or ''} |")
@@ -117,4 +133,4 @@ def _nodes(y: Tensor) -> Iterator[torch.autograd.graph.Node]:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jobs import Job
 
@@ -18,10 +19,9 @@ class Evaluated(Job):
 
     precision: str = "bf16"
 
-    @property
-    def loss(self) -> float | None:
-        """The loss of the last weights in `precision`; None unless the run is done, and was evaluated in it."""
-        if not self.trained:
+    def _figure(self, summary: dict[str, Any]) -> float | None:
+        """Return the loss of the last weights in `precision`; None unless the run is trained, and evaluated in it."""
+        if not self._is_trained(summary):
             return None
         try:
             found = bounded.read_json(self._results)

@@ -27,6 +27,8 @@ condition is judged by what it has learnt, without what rounding adds to a loss 
 
 "at most" is the bound below which a difference is with 95 % confidence: Welch's of two means, Student's on equal seeds.
 
+The figures of a table are of one text: a row that would change it is refused.
+
 A run that computes in another precision than it was asked for has failed, as one that fails. To train it again, delete
 its folder. The same command continues where it was stopped: runs that are done are skipped, others go on from their
 last checkpoint. It ends with 0 if every run is done, 1 if one has failed, 2 if the request is at fault, 130 if
@@ -41,6 +43,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import gap_note
+import program
 import rows
 from factorial import EMULATED, condition, settings
 from gap_jobs import Study
@@ -60,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the study that the command line asks for. Returns the exit code."""
     try:
         options, study = read(sys.argv[1:] if argv is None else argv)
-        jobs = study.jobs() if options.conditions else _of_factorial(study)
+        jobs = study.jobs() if options.conditions is not None else _of_factorial(study)
         gap_note.keep(study)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -70,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     for job in jobs:
         if (loss := job.loss) is not None:
             losses[job.name][job.seed] = loss
-    print(table(losses) if options.conditions else effects(losses))
+    print(table(losses) if options.conditions is not None else effects(losses))
     return code
 
 
@@ -81,7 +84,9 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, Study]:
     options, words = _parser().parse_args(argv[:mark]), argv[mark + 1 :]
     if options.at_once is not None and options.at_once < 1:
         raise UserError.of(f"--at-once {options.at_once} is less than 1", "--at-once 1")
-    if options.conditions:
+    if not options.folder.strip():
+        raise UserError.of("FOLDER is an empty word", "name the study's folder as the first word: outputs/my_study")
+    if options.conditions is not None:
         conditions = rows.read(options.conditions)
     else:
         conditions = {condition(on): (Leg(settings(on)),) for on in EMULATED}
@@ -91,7 +96,8 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, Study]:
         cause = f"--evaluate {options.evaluate} is about the last weights, and --steps about a mean training loss"
         raise UserError.of(cause, "leave one of them out")
     window = (options.steps[0], options.steps[1]) if options.steps else None
-    return options, Study(options.folder, conditions, options.seeds, words, window, options.start, options.evaluate)
+    folder = Path(options.folder)
+    return options, Study(folder, conditions, options.seeds, words, window, options.start, options.evaluate)
 
 
 def _of_factorial(study: Study) -> list[Job]:
@@ -112,7 +118,7 @@ def _parser() -> Parser:
         usage="%(prog)s FOLDER [options] -- [what every run is given]", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("folder", type=Path, help="the study's folder; each run has one in it")
+    parser.add_argument("folder", help="the study's folder; each run has one in it")
     parser.add_argument("--conditions", help="a file of lines NAME: WORDS; without it, the factorial")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, nargs=2, metavar=("FROM", "TO"), help="end after TO; mean training loss")
@@ -124,4 +130,4 @@ def _parser() -> Parser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
-from typing import Any
 
 import rows
 from evaluated import Evaluated
+from gap_same import other_run, other_text
 from jobs import START, Job, Start
 from rows import Leg
 
@@ -51,12 +52,13 @@ class Study:
     def jobs(self) -> list[Job]:
         """Return every job, all seeds of a condition after each other. Raises UserError for what is refused."""
         rows.refuse_shared_folders(list(self.conditions), self.taken)
-        configs = self._composed()
-        problems: rows.Problems = {}
-        for name, found in configs.items():
-            for problem in self._problems(name, found, next(iter(configs.values()))[0]):
-                problems.setdefault(problem, name)
-        rows.refuse(problems)
+        for seed in dict.fromkeys((min(self.seeds), max(self.seeds))):  # another key may follow it, or not
+            configs = self._composed(seed)
+            problems: rows.Problems = {}
+            for name, found in configs.items():
+                for problem in self._problems(name, found, next(iter(configs.values()))[0]):
+                    problems.setdefault(problem, name)
+            rows.refuse(problems)
         seeds = list(dict.fromkeys(self.seeds))
         starts = dict.fromkeys(seeds) if self.start is None else self._starts(seeds, configs)
         return [self._job(name, seed, found, starts[seed]) for name, found in configs.items() for seed in seeds]
@@ -71,15 +73,13 @@ class Study:
         """The words of the common start: those of the first condition's first leg."""
         return next(iter(self.conditions.values()))[0].words
 
-    def _composed(self) -> dict[str, list[RunConfig]]:
+    def _composed(self, seed: int) -> dict[str, list[RunConfig]]:
         problems: rows.Problems = {}
+        rows.composed("--seeds", (), {}, problems, [f"seed={seed}"])
         made: dict[str, list[RunConfig]] = {}
         for name, legs in self.conditions.items():
-            found = [rows.composed(name, [*self.words, *leg.words], KEPT, problems) for leg in legs]
+            found = [rows.composed(name, [*self.words, *leg.words], KEPT, problems, [f"seed={seed}"]) for leg in legs]
             made[name] = [config for config in found if config is not None]
-        rows.refuse(problems)
-        for seed in {min(self.seeds), max(self.seeds)}:  # beside words that are right
-            rows.composed("--seeds", [*self.words, *self.start_words, f"seed={seed}"], {}, problems)
         rows.refuse(problems)
         return made
 
@@ -97,34 +97,43 @@ class Study:
         return {seed: Start(self.folder, START, seed, legs, tuple(self.words), self.start) for seed in seeds}
 
     def _problems(self, name: str, configs: list[RunConfig], first: RunConfig) -> Iterator[Problem]:
-        """Yield what is wrong with a condition. `first`: what the common start computes, if there is one."""
+        """Yield what is wrong with a condition. `first`: the first one's first leg, which the common start trains."""
         if unfit := list(_no_end(configs)):
             yield from unfit
             return
         steps = last_step(configs[-1])
         if self.window is not None:
-            yield from self._window(self.window, steps, configs[-1].trainer.log_every_n_steps)
+            yield from self._window(self.window, steps, configs)
             steps = self.window[1]
         elif any(config.data.val_sequences == 0 for config in configs):
             yield Problem("data.val_sequences=0, and the table is of validation losses", "leave it out")
         if self.start is not None and not 0 < self.start < steps:
-            yield Problem(f"--from {self.start} of {steps} steps", f"--from {max(1, steps // 4)}")
+            remedy = f"--from {max(1, steps // 4)}" if steps > 1 else "leave --from out"
+            yield Problem(f"--from {self.start} of {steps} steps", remedy)
         marks = [leg.until for leg in self.conditions[name][:-1] if leg.until is not None]
         begin = self.start or 0
         if marks != sorted(set(marks)) or any(not begin < mark < steps for mark in marks):
             cause = f"@{marks} of {steps} steps" + (f" from {begin}" if begin else "")
             yield Problem(cause, f"each @N is later than the one before{' and --from' if begin else ''}, and no end")
         for before, config in zip([first if self.start is not None else configs[0], *configs], configs, strict=False):
-            yield from _other_run(before, config)
+            yield from other_run(before, config)
+        if self.start is None:
+            yield from other_text(first, configs[0], trained=self.window is not None)
 
-    def _window(self, window: tuple[int, int], steps: int, every: int) -> Iterator[Problem]:
-        after, until = window
+    def _window(self, window: tuple[int, int], steps: int, configs: list[RunConfig]) -> Iterator[Problem]:
+        (after, until), every = window, max(config.trainer.log_every_n_steps for config in configs)
+        asked = f"--steps {after} {until}"
         if not 0 <= after < until <= steps or until - after < every:
-            cause = f"--steps {after} {until} of {steps}, logged every {every} steps"
+            cause = f"{asked} of {steps}, logged every {every} steps"
             yield Problem(cause, "name two steps of the run with a row of the log between them")
         elif self.start is not None and after < self.start < until:
-            cause = f"--steps {after} {until}, and all conditions are one run up to --from {self.start}"
+            cause = f"{asked}, and all conditions are one run up to --from {self.start}"
             yield Problem(cause, f"--steps {self.start} {until if until - self.start >= every else steps}")
+        elif (after % every and after != self.start) or (until % every and until != steps):
+            cause = f"{asked}, and the log has a row every {every} steps, of which one is cut"
+            yield Problem(cause, f"trainer.log_every_n_steps={gcd(after, until)}, or multiples of {every}")
+        if not all(config.logger.csv for config in configs):
+            yield Problem("logger.csv=false, and the figure of --steps is read from metrics.csv", "logger.csv=true")
 
 
 def _no_end(configs: list[RunConfig]) -> Iterator[Problem]:
@@ -132,20 +141,3 @@ def _no_end(configs: list[RunConfig]) -> Iterator[Problem]:
         for value in (value_of(config, key) for config in configs):
             if value is not None and value is not False:
                 yield Problem(f"{key}={show(value)}, and {reason}", remedy)
-
-
-def _other_run(before: RunConfig, config: RunConfig) -> Iterator[Problem]:
-    """Yield in what a leg could not go on from the checkpoint of another one."""
-    was, now = _fixed(before), _fixed(config)
-    for key in was.keys() | now.keys():
-        if was.get(key) != now.get(key):
-            cause = f"{key}={show(now.get(key))} cannot go on from a checkpoint of {key}={show(was.get(key))}"
-            yield Problem(cause, f"give all legs the same {key}, and with --from all conditions")
-
-
-def _fixed(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that a checkpoint holds its run to, but for those of its text, which the run itself reads."""
-    model = {f"model.{key}": value for key, value in asdict(config.model).items()}
-    for key in ("model.name", "model.dropout", "model.depth_scaled_init"):
-        model.pop(key, None)
-    return model | {"optimizer": config.optimizer.name, "global_batch_size": config.global_batch_size}

@@ -13,6 +13,7 @@ import statistics
 import sys
 from dataclasses import replace
 
+import program
 import torch
 from torch import Tensor
 
@@ -86,4 +87,4 @@ def cell(kind: Pass, layer: tuple[int, int, int], added: bool, biased: bool, dev
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

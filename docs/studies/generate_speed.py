@@ -17,14 +17,17 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 
+import program
 import torch
 import transformers
 
 from gpt2_fp8 import load_config
 from gpt2_fp8.checkpoint import files
+from gpt2_fp8.compose import own_keys
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.generate_schema import GenerateConfig
+from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.decoder import Decoder
@@ -63,16 +66,22 @@ def read(argv: list[str]) -> dict[str, str]:
         for key, _, value in given
         if key in NUMBERS and not (value.isascii() and value.isdecimal() and int(value))
     ]
+    asked = DEFAULTS | {key: value for key, _, value in given}
+    own_keys.settings(GenerateConfig, {key: asked[key] for key in ("device", "precision")}, {}, problems)
     if problems:
         raise UserError(problems)
-    return DEFAULTS | {key: value for key, _, value in given}
+    return asked
 
 
 def measure(asked: dict[str, str]) -> None:
     """Print the figures of both programs. Raises UserError for a model or a device that is not there."""
     rows, length, tokens, times = (int(asked[key]) for key in NUMBERS)
+    config = load_config(f"model={asked['model']}")  # on bytes: neither program needs a vocabulary
+    if length + tokens > (most := config.model.n_positions):
+        fits = f"tokens={most - length}" if length < most else f"prompt={most // 2} tokens={most // 2}"
+        raise UserError.of(f"prompt={length}, tokens={tokens}: {asked['model']} has a context of {most}", fits)
     with tempfile.TemporaryDirectory() as folder:
-        ready, theirs = both(Path(folder), asked)
+        ready, theirs = both(Path(folder), config, asked)
     ids = torch.randint(0, ready.model.vocab_size - 1, (rows, length), generator=torch.Generator().manual_seed(0))
     prompts, on_device = ids.tolist(), ids.to(ready.device)
 
@@ -95,9 +104,9 @@ def measure(asked: dict[str, str]) -> None:
     programs: dict[str, Callable[[], None]] = {"generate": ours, "transformers": transformers_}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for attempt in range(times + 1):
-        for name, program in programs.items():
+        for name, write in programs.items():
             started = time.perf_counter()
-            program()  # ends with ids on the host, so nothing is left to do on a GPU
+            write()  # ends with ids on the host, so nothing is left to do on a GPU
             if attempt:  # the first warms up
                 seconds[name].append(time.perf_counter() - started)
     for name, found in seconds.items():
@@ -107,9 +116,8 @@ def measure(asked: dict[str, str]) -> None:
     print(f"ratio         {ratio:8.2f}")
 
 
-def both(folder: Path, asked: dict[str, str]) -> tuple[Generation, transformers.PreTrainedModel]:
+def both(folder: Path, config: RunConfig, asked: dict[str, str]) -> tuple[Generation, transformers.PreTrainedModel]:
     """Write a checkpoint of random weights and its export, and load each by its own program."""
-    config = load_config(f"model={asked['model']}")  # on bytes: neither program needs a vocabulary
     model = GPT2(config.model, vocabulary(config), Composed(reference, recompute="none"))
     initialise(model, seed=1)
     plain = saved_config.to_plain(config, vocabulary(config))
@@ -123,4 +131,4 @@ def both(folder: Path, asked: dict[str, str]) -> tuple[Generation, transformers.
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    program.run(main)

@@ -4,7 +4,8 @@
 
 Each line of the file is a condition, `NAME: WORDS`; the first is what the others are compared with, as bf16. The words
 after `--` are those of the run. Its last checkpoint's weights are given to a model of every condition. Each computes
-the gradients of the same batches, of the training text in its order, and none is updated.
+the gradients of the same batches, of the training text in its order, and none is updated. So a row chooses how they are
+computed (`FOLLOWED`), and penalties. What decides weights and batches stands after `--`, for all conditions.
 
 For each kind of parameter, with g a batch's gradient in the first condition and h in another:
 
@@ -12,7 +13,7 @@ For each kind of parameter, with g a batch's gradient in the first condition and
 - `bias`: |mean(h - g)| / |mean g| over all batches. It is what no number of steps averages out.
 - `noise`: what `bias` would be if the errors of different batches had nothing in common.
 - `slope`: mean h along mean g, over |mean g|. Below 1, the gradient is shorter without being turned.
-- `loss`: how far the loss of another condition is above, at the same weights.
+- `loss`: how far the loss of another condition, with its penalties, is above, at the same weights.
 """
 
 from __future__ import annotations
@@ -23,26 +24,35 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 
+import program
 import rows
 import torch
+import undecided
 from rows import Leg
 from torch import Tensor
 
 from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.config.checks import vocabulary
-from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.precision_schema import AutoPrecisionConfig
+from gpt2_fp8.config.errors import Problem, RunError, UserError
+from gpt2_fp8.config.run_length import last_step, limits
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.gradients import Gradients
-from gpt2_fp8.runtime import devices
+from gpt2_fp8.model import penalty as penalties
+from gpt2_fp8.runtime import devices, registry
 from gpt2_fp8.runtime.arguments import Parser
 from gpt2_fp8.train import resume, trained
 
 EMULATED = "precision.backend=emulated recipe=delayed compile=false"
+FOLLOWED = (  # keys, with those below them, that a row may set: how gradients are computed, and of which loss
+    "precision", "recipe", "penalty", "compile", "compile_mode", "cuda_graphs", "attention", "document_mask",
+    "activation_checkpointing", "micro_batch_size",
+)  # fmt: skip
 
 
 class Errors:
@@ -84,38 +94,40 @@ def main(argv: list[str]) -> int:
         if asked.batches < 1:
             raise UserError.of("--batches is less than 1", "--batches 64")
         print(measure(asked.run, rows.read(asked.conditions), asked.batches, argv[mark + 1 :]))
-    except UserError as error:
+    except RunError as error:
         print(error, file=sys.stderr)
-        return 2
+        return error.exit_code
     return 0
 
 
 def measure(run: str, conditions: Mapping[str, tuple[Leg, ...]], batches: int, words: list[str]) -> str:
     """Return the tables of all conditions but the first. Raises UserError."""
-    configs = _composed(conditions, words)
+    configs = _composed(conditions, words, batches)
     first, *others = configs
+    registry.load(configs[first].plugins, Path.cwd())
     try:
-        weights = trained.load(run, "last").weights
+        found = trained.load(run, "last")
     except CheckpointError as error:
         raise UserError.of(
             error.problems[0].cause, "name a run's folder, or a checkpoint's, as the first word"
         ) from None
-    models = {name: _gradients(name, config, dict(weights)) for name, config in configs.items()}
-    found = {name: Errors() for name in configs}
+    resume.refuse(list(resume.other_settings(configs[first].model, asdict(found.config.model))))
+    models = {name: _gradients(name, config, dict(found.weights)) for name, config in configs.items()}
+    errors = {name: Errors() for name in configs}
     for i, ids in enumerate(_batches(configs[first], batches)):
         given = None
         for name, made in models.items():
             loss, gradients = _step(made, ids, configs[name].micro_batch, calibrate=i == 0)
             if given is None:
                 given = loss, gradients
-                found[name].add(loss, gradients)
+                errors[name].add(loss, gradients)
             else:
                 difference = {key: value - given[1][key] for key, value in gradients.items()}
-                found[name].add(loss - given[0], difference)
-    return "\n\n".join(_table(name, found[name], found[first], batches) for name in others)
+                errors[name].add(loss - given[0], difference)
+    return "\n\n".join(_table(name, errors[name], errors[first], batches) for name in others)
 
 
-def _composed(conditions: Mapping[str, tuple[Leg, ...]], words: list[str]) -> dict[str, RunConfig]:
+def _composed(conditions: Mapping[str, tuple[Leg, ...]], words: list[str], batches: int) -> dict[str, RunConfig]:
     """Return what the words of each condition come to. Raises UserError, also for what has no gradients to compare."""
     if len(conditions) < 2:
         raise UserError.of("--conditions has one row, and others are compared with it", "add a row")
@@ -124,12 +136,30 @@ def _composed(conditions: Mapping[str, tuple[Leg, ...]], words: list[str]) -> di
     for name, config in found.items():
         if len(conditions[name]) > 1:
             problems[Problem("@STEP changes a run's words, and nothing is trained here", "leave it out")] = name
-        if config is not None and isinstance(config.precision, AutoPrecisionConfig):
-            problems[Problem("precision=auto is measured by a run alone", "precision=fp8_hybrid")] = name
-        if config is not None and config.micro_batch_size == "auto":
-            problems[Problem("micro_batch_size=auto is measured by a run alone", "micro_batch_size=1")] = name
+        keys = [key for _, key in rows.keyed(conditions[name][0].words) if key.partition(".")[0] not in FOLLOWED]
+        if keys:
+            cause = f"{', '.join(keys)}: a row changes neither the weights nor the batches, which all conditions share"
+            problems.setdefault(Problem(cause, "leave it out, or give it after -- for all conditions"), name)
+        for problem in () if config is None else _unfit(config, batches):
+            problems.setdefault(problem, name)
     rows.refuse(problems)
     return {name: config for name, config in found.items() if config is not None}
+
+
+def _unfit(config: RunConfig, batches: int) -> Iterator[Problem]:
+    """Yield why there are no gradients of a condition, or none that can be compared."""
+    if open_ := list(undecided.problems(config)):
+        yield from open_
+    elif batches > (steps := last_step(config)):
+        cause = f"--batches {batches}, and the run has {steps}: one a step"
+        longer = f", or trainer.max_steps={batches} after --" if list(limits(config)) == ["trainer.max_steps"] else ""
+        yield Problem(cause, f"--batches {steps}{longer}")
+    if config.trainer.overfit_batches:
+        cause = f"trainer.overfit_batches={config.trainer.overfit_batches}: equal batches have equal errors"
+        yield Problem(cause, "trainer.overfit_batches=0")
+    if config.model.dropout:
+        cause = f"model.dropout={config.model.dropout}: each condition would leave out other numbers"
+        yield Problem(cause, "model.dropout=0")
 
 
 def _gradients(name: str, config: RunConfig, weights: dict[str, Tensor]) -> Gradients:
@@ -158,7 +188,7 @@ def _step(made: Gradients, ids: Tensor, micro_batch: int, calibrate: bool) -> tu
     if calibrate and made.plan.fp8:
         made.calibrate(ids, micro_batch)
     made.model.zero_grad(set_to_none=True)
-    loss = made.of_step(ids, micro_batch).item()
+    loss = penalties.trained(made.of_step(ids, micro_batch)).item()
     return loss, {name: p.grad.float().clone() for name, p in made.model.named_parameters() if p.grad is not None}
 
 
@@ -168,10 +198,13 @@ def _table(name: str, found: Errors, first: Errors, batches: int) -> str:
     lines = [f"{name}: loss {found.loss / batches:+.5f}", f"{'gradient of':{width}}   error    bias   noise   slope"]
     for part in (None, *found.squares):
         error, mean, own, own_mean, along = (sum(p.values()) if part is None else p[part] for p in parts)
-        ratios = *map(math.sqrt, (error / own, mean / own_mean, error / own_mean)), 1 + along / own_mean
+        if own and own_mean:
+            ratios = *map(math.sqrt, (error / own, mean / own_mean, error / own_mean)), 1 + along / own_mean
+        else:  # no gradient, as of a batch whose text is known by heart
+            ratios = (math.nan,) * 4
         lines.append(f"{part or 'all':{width}}  " + "  ".join(f"{ratio:6.4f}" for ratio in ratios))
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    program.run(main)

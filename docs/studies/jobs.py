@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rows import Leg, folder_name
@@ -49,19 +49,14 @@ class Job:
 
     @property
     def loss(self) -> float | None:
-        """The run's figure; None unless the run is done, in the precision that was asked for."""
-        if not self.trained:
-            return None
-        if self.after is None:
-            return self._summary().get("last_val_loss")
-        rows = metrics_csv.read(self.folder / "metrics.csv", ["train_loss"]).rows
-        found = [row["train_loss"] for row in rows if self.after < row["step"] <= self.steps]
-        return fmean(found) if found else None
+        """The run's figure; None unless the run is done, in the precision that was asked for, and it is finite."""
+        found = self._figure(self._summary())
+        return found if found is not None and math.isfinite(found) else None
 
     @property
     def trained(self) -> bool:
         """Whether the run came to its end, in the precision that was asked for."""
-        return self._ended() and self.fell_back is None
+        return self._is_trained(self._summary())
 
     @property
     def told(self) -> str:
@@ -71,10 +66,7 @@ class Job:
     @property
     def fell_back(self) -> str | None:
         """In what the run has computed instead of the precision that was asked for, and why; None: it has not."""
-        found = self._summary().get("precision")
-        found = found if isinstance(found, dict) else {}
-        asked, ran, reason = (found.get(key) for key in ("asked", "ran", "reason"))
-        return None if ran is None or asked in (ran, "auto") else f"{ran} instead of {asked}: {reason}"
+        return _fell_back(self._summary())
 
     @property
     def began(self) -> bool:
@@ -105,16 +97,41 @@ class Job:
         """Say why the run is not done after its process has ended with `code`, as far as it has said so itself."""
         found = self._summary()
         said = str(found.get("message") or "").partition("\n")[0] if code and found.get("exit_code") == code else ""
-        ended = "" if code else f"it ended at step {self.step} of {self.steps}, without a figure"
-        reason = self.fell_back or said.removeprefix("error: ") or ended
+        figure = self._figure(found)
+        what = "without a figure" if figure is None else f"and its figure is {figure}"
+        ended = "" if code else f"it ended at step {self.step} of {self.steps}, {what}"
+        reason = _fell_back(found) or said.removeprefix("error: ") or ended
         return ": ".join(filter(None, ["failed", reason])) + f"; see {self.folder / 'output.txt'}"
 
-    def _ended(self) -> bool:
+    def _figure(self, summary: dict[str, Any]) -> float | None:
+        """Return the figure of a run that is trained, which may not be finite; None: it is not, or has none."""
+        if not self._is_trained(summary):
+            return None
+        return summary.get("last_val_loss") if self.after is None else self._mean_loss(self.after)
+
+    def _mean_loss(self, after: int) -> float | None:
+        """Return the mean training loss of the steps after `after`; None without a row. A row is a mean of its steps.
+
+        The first row of a process is of one step, so rows weigh as much as their steps.
+        """
+        rows = metrics_csv.read(self.folder / "metrics.csv", ["train_loss"]).rows
+        begin = self.start.steps if self.start else 0
+        before = [begin, *(row["step"] for row in rows)]
+        steps = [
+            (row["step"] - was, row["train_loss"])
+            for was, row in zip(before, rows, strict=False)
+            if after < row["step"] <= self.steps
+        ]
+        return sum(count * loss for count, loss in steps) / sum(count for count, _ in steps) if steps else None
+
+    def _is_trained(self, summary: dict[str, Any]) -> bool:
+        return self._ended(summary) and _fell_back(summary) is None
+
+    def _ended(self, summary: dict[str, Any]) -> bool:
         """Return whether the run came to its end. A window of steps can be read from a longer run as well."""
-        found = self._summary()
-        steps = found.get("steps")
+        steps = summary.get("steps")
         longer = self.after is not None and isinstance(steps, int) and steps > self.steps
-        return found.get("status") == "completed" and (steps == self.steps or longer)
+        return summary.get("status") == "completed" and (steps == self.steps or longer)
 
     def _summary(self) -> dict[str, Any]:
         try:
@@ -141,3 +158,10 @@ class Start(Job):
     def told(self) -> str:
         """How a start that is done is told."""
         return f"done, at step {self.steps}"
+
+
+def _fell_back(summary: dict[str, Any]) -> str | None:
+    found = summary.get("precision")
+    found = found if isinstance(found, dict) else {}
+    asked, ran, reason = (found.get(key) for key in ("asked", "ran", "reason"))
+    return None if ran is None or asked in (ran, "auto") else f"{ran} instead of {asked}: {reason}"

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import program
 import torch
 from torch import Tensor
 
@@ -65,4 +66,4 @@ def _seconds(product: Callable[[], Tensor], times: int = 10) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -7,6 +7,7 @@ The loop and its options are those of `bare_loop.py`. It is read every 100 ms wh
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import bare_loop
+import program
 import torch
 
 from gpt2_fp8.config.errors import UserError
@@ -45,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     """Measure what the command line asks for. Returns the exit code."""
     try:
         asked, words = bare_loop.read(options(), sys.argv[1:] if argv is None else argv)
+        if not 0 < asked.seconds < math.inf:
+            raise UserError.of(f"--seconds {asked.seconds:g} is no time above 0", "--seconds 20")
         if shutil.which("nvidia-smi") is None:
             raise UserError.of("there is no nvidia-smi here", "run it on a machine with NVIDIA's driver")
         if not torch.cuda.is_available():
@@ -116,4 +120,4 @@ def told(samples: list[Sample]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

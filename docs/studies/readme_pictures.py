@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
+import program
 from matplotlib.figure import Figure
 
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.runtime.arguments import Parser
 from gpt2_fp8.train import metrics_csv
 
 PERFORMANCE = Path(__file__).resolve().parents[1] / "performance.md"
@@ -26,25 +30,38 @@ SHORT = {
 }  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Write `loss.png` and `speed.png` into the folder that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str]) -> int:
+    """Write `loss.png` and `speed.png` into the folder that the command line names. Returns the exit code."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--bf16", type=Path, nargs="+", required=True)
     parser.add_argument("--fp8", type=Path, nargs="+", required=True)
-    options = parser.parse_args(argv)
+    try:
+        options = parser.parse_args(argv)
+        figure = losses(options.bf16, options.fp8)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
     options.folder.mkdir(parents=True, exist_ok=True)
-    losses(options.bf16, options.fp8).savefig(options.folder / "loss.png", dpi=110)
+    figure.savefig(options.folder / "loss.png", dpi=110)
     speeds(PERFORMANCE.read_text()).savefig(options.folder / "speed.png", dpi=110)
+    return 0
 
 
 def losses(bf16: list[Path], fp8: list[Path]) -> Figure:
-    """Draw every run's training loss over its tokens; below it, how far the means are apart."""
+    """Draw every run's training loss over its tokens; below it, how far the means are apart.
+
+    Raises UserError unless all have logged it at the same tokens.
+    """
+    found = {file: _curve(file) for file in (*bf16, *fp8)}
+    for file, (tokens, _) in found.items():
+        if not np.array_equal(tokens, found[bf16[0]][0]):
+            raise UserError.of(f"{file} and {bf16[0]} have logged at different tokens", "name runs of equal settings")
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     means = []
     for files, colour, width, name in ((bf16, "black", 0.6, "bf16"), (fp8, BLUE, 2.2, "FP8")):
-        curves = [_curve(file) for file in files]
+        curves = [found[file] for file in files]
         for tokens, loss in curves:
             label = f"{name}, {len(files)} seeds" if tokens is curves[0][0] else None
             above.plot(tokens / 1e6, loss, color=colour, linewidth=width, label=label, zorder=3 - width)
@@ -80,13 +97,15 @@ def speeds(page: str) -> Figure:
 
 
 def _curve(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens and the running mean of the training loss of a `metrics.csv`."""
+    """Return the tokens and the running mean of the training loss of a `metrics.csv`. Raises UserError without any."""
     rows = metrics_csv.read(path, ["tokens", "train_loss"]).rows
     found = [(row["tokens"], row["train_loss"]) for row in rows if "train_loss" in row]
+    if len(found) <= SMOOTH:
+        raise UserError.of(f"{path} has {len(found)} rows of a training loss", "name the metrics.csv of a whole run")
     tokens, loss = np.array(found[1:]).T  # the first row is of one step
     kernel = np.ones(SMOOTH) / SMOOTH
     return np.convolve(tokens, kernel, "valid"), np.convolve(loss, kernel, "valid")
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -86,15 +86,17 @@ def refuse_shared_folders(names: Sequence[str], taken: Mapping[str, str]) -> Non
         raise UserError(problems)
 
 
-def composed(name: str, words: Sequence[str], kept: Mapping[str, str], problems: Problems) -> RunConfig | None:
+def composed(
+    name: str, words: Sequence[str], kept: Mapping[str, str], problems: Problems, own: Sequence[str] = ()
+) -> RunConfig | None:
     """Return what the words of a condition come to; None after adding to `problems` what is wrong with them.
 
-    `kept`: keys that the study sets itself, each with what to do instead.
+    `kept`: keys that the study sets itself, each with what to do instead. `own`: its words for some of them.
     """
     found = list(_no_single_run(list(words), kept))
     if not found:
         try:
-            return compose.preflight(list(words))[0]
+            return compose.preflight([*words, *own])[0]
         except UserError as error:
             found = error.problems
     for problem in found:
@@ -133,7 +135,13 @@ def _no_single_run(words: list[str], kept: Mapping[str, str]) -> Iterator[Proble
 
 def overridden(words: Sequence[str], kept: Mapping[str, str]) -> Iterator[Problem]:
     """Yield the words that would have no effect, since the study sets their keys."""
+    for word, key in keyed(words):
+        if key in kept:
+            yield Problem(f"{word}: the study sets {key} itself", kept[key])
+
+
+def keyed(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the words that set something, each with its key."""
     for word in words:
         with suppress(HydraException, ValueError, OverflowError, RecursionError):
-            if (key := parsed(word).key_or_group) in kept:
-                yield Problem(f"{word}: the study sets {key} itself", kept[key])
+            yield word, parsed(word).key_or_group

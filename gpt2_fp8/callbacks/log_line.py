@@ -141,8 +141,11 @@ def interval(step: int, total: int, metrics: Mapping[str, float], left: float | 
 
 def validation(step: int, total: int, loss: float, best: tuple[float, int] | None) -> str:
     """Return the line of a validation. `best`: the lowest loss before it and its step, or None."""
-    mark = "best" if best is None or loss < best[0] else f"(best {best[0]:.4f} at step {best[1]:,})"
-    return f"{_step(step, total)}  val_loss {loss:.4f}  {mark}"
+    if best is None:
+        mark = "  best" if math.isfinite(loss) else ""
+    else:
+        mark = "  best" if loss < best[0] else f"  (best {best[0]:.4f} at step {best[1]:,})"
+    return f"{_step(step, total)}  val_loss {loss:.4f}{mark}"
 
 
 def _more(steps: int) -> str:

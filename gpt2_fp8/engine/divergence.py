@@ -6,7 +6,8 @@
 - `limit` skips in a row: back to a checkpoint from before them, once, and on in bf16 (a rollback);
 - a loss more than `sigma` standard deviations above its mean, for `patience` steps in a row: a rollback too;
 - any of this a second time: the run ends (`Diverged`);
-- every step is skipped: the run ends too, however few steps there were, since it has trained nothing.
+- every step is skipped: the run ends too, however few steps there were, since it has trained nothing;
+- weights, or the loss of the last validation, are not finite after the last step: it has not completed either.
 """
 
 from __future__ import annotations
@@ -174,6 +175,11 @@ class DivergencePolicy:
             raise Diverged(f"{cause}; {self._advise(step - self._left_out)}")
         if not weights_finite:
             raise Diverged(f"after step {step} there are weights that are not finite; {self._advise(step - 1)}")
+
+    def validated(self, step: int, loss: float | None) -> None:
+        """Judge the loss of the validation after the last step, if there was one. Raises Diverged."""
+        if loss is not None and not math.isfinite(loss):
+            raise Diverged(f"after step {step} the validation loss is not finite; {self._advise(step - 1)}")
 
     def _note(self, step: int, what: str, reason: str) -> None:
         self._say(f"step {step}: {reason}")

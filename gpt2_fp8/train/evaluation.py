@@ -18,6 +18,7 @@ from gpt2_fp8.callbacks.peak_memory import PeakMemory
 from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.config import ranking_file
 from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.config.errors import Diverged
 from gpt2_fp8.config.evaluate_schema import EvaluateConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
@@ -46,7 +47,7 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
     """Validate the model as a run would, and rank endings if `own` names some; returns the results by their names.
 
     `config`: the checkpoint's with the command line on it. Raises UserError for text, a tokenizer or a precision that
-    is not there, and DataSourceLost.
+    is not there, Diverged for a loss that is not finite, and DataSourceLost.
     """
     quiet()
     warnings.filterwarnings("ignore", message=".*no logger configured")  # the module logs for a run
@@ -106,10 +107,13 @@ def _precision(plan: Plan, module: GPT2Module) -> dict[str, Any]:
 def _losses(data: TokenDataModule, metrics: Any) -> dict[str, Any]:
     """Return the loss and what follows from it and the text. Loss: nats a token, over all tokens that were scored.
 
-    Bits per byte are over the bytes of the tokens' text. An id that ends a document is scored, and has no bytes.
+    Bits per byte are over the bytes of the tokens' text. An id that ends a document is scored, and has no bytes. Raises
+    Diverged for a loss that is not finite.
     """
     assert data.text is not None
     loss, tokenizer = float(metrics["val_loss"]), data.tokenizer
+    if not math.isfinite(loss):
+        raise Diverged(f"the loss on this text is {loss}; an earlier checkpoint may have one, or precision=fp32")
     targets = [blocks[:, 1:] for blocks in data.text.val.values()]
     tokens = sum(ids.size for ids in targets)
     size = sum(text_bytes(tokenizer, ids[ids != tokenizer.eot_token].tolist()) for ids in targets)

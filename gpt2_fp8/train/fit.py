@@ -132,6 +132,7 @@ def _train(
     _check_end(parts, context)
     if validation_missing(parts, context.checkpointing):
         parts.trainer.validate(parts.module, datamodule=parts.data, verbose=False)
+    context.divergence.policy.validated(parts.trainer.global_step, last_val_loss(parts, context.checkpointing))
     context.ended(limit if parts.trainer.global_step >= last_step(config) else None)
     return parts
 

@@ -52,10 +52,17 @@ def test_a_loss_that_is_no_number():
 
 @pytest.mark.parametrize(
     ("loss", "best", "mark"),
-    [(3.5, None, "best"), (3.5, (3.6, 100), "best"), (3.7, (3.6, 100), "(best 3.6000 at step 100)")],
+    [
+        (3.5, None, "  best"),
+        (3.5, (3.6, 100), "  best"),
+        (3.7, (3.6, 100), "  (best 3.6000 at step 100)"),
+        (math.nan, None, ""),
+        (math.inf, None, ""),
+        (math.nan, (3.6, 100), "  (best 3.6000 at step 100)"),
+    ],
 )
 def test_a_validation(loss, best, mark):
-    assert validation(1200, 19073, loss, best) == f"step  1,200/19,073  val_loss {loss:.4f}  {mark}"
+    assert validation(1200, 19073, loss, best) == f"step  1,200/19,073  val_loss {loss:.4f}{mark}"
 
 
 class Run:

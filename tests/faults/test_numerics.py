@@ -201,6 +201,16 @@ def test_35_a_run_all_of_whose_steps_are_left_out_is_not_completed(tmp_path):
     assert [what for _, what in happened(tmp_path / "run")] == ["skip"] * 3
 
 
+@pytest.mark.parametrize("keys", [[], ["trainer.val_check_interval=1"]], ids=["at the end", "at each step"])
+def test_35_a_run_whose_model_has_no_finite_loss_at_the_end_is_not_completed(tmp_path, keys):
+    """One update is so large that nothing is finite after it; its weights are, and too few steps are left out."""
+    few = ["trainer.max_steps=4", "trainer.val_check_interval=4", "callbacks.sample_tokens=0", "precision=fp32"]
+    with pytest.raises(Diverged, match="after step 4 the validation loss is not finite; a lower "):
+        train(tmp_path / "run", *few, "optim.lr=1e30", "optim.warmup_steps=0", *keys)
+    assert (summary(tmp_path / "run")["status"], summary(tmp_path / "run")["exit_code"]) == ("diverged", 3)
+    assert summary(tmp_path / "run")["best_val_loss"] is None
+
+
 class PoisonedBatch(Faults):
     """Step 7's, in any precision."""
 

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from gpt2_fp8 import evaluate, load_config
 from gpt2_fp8.compose import evaluation
-from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.errors import Diverged, UserError
 from gpt2_fp8.config.evaluate_schema import EvaluateConfig
 from gpt2_fp8.config.ranking_file import Item
 from gpt2_fp8.config.ranking_file import read as read_ranking
@@ -102,6 +102,14 @@ def test_text_to_validate_on_is_enough(run: Path) -> None:
     alone, beside = (evaluated(f"ckpt_path={run}", *words, *more) for more in ([], ["data.train_files=[other.txt]"]))
     assert alone["loss"] == beside["loss"]
     assert alone["tokens"] == 5 * 32
+
+
+def test_a_loss_that_is_not_finite_is_no_result(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(Diverged):
+        train(tmp_path / "dead", "optim.lr=1e30", "optim.warmup_steps=0", "trainer.max_steps=4")
+    assert evaluate.main([f"ckpt_path={tmp_path / 'dead'}", "out=result.json"]) == 3
+    assert "the loss on this text is nan" in capsys.readouterr().err
+    assert not Path("result.json").exists()
 
 
 def test_ids_that_end_documents_have_no_bytes(run: Path) -> None:
