@@ -621,7 +621,7 @@ def test_a_run_that_cannot_be_started_is_said_and_others_go_on(queue, tmp_path):
     [
         ("model=gpt2_optimized", "they have no RMSNorm", "other words after --"),
         ("recipe=mxfp8", "not recipe=mxfp8", "recipe=current\n"),
-        ("precision.keep_bf16=[head]", "names head", "precision.keep_bf16='[]'\n"),
+        ("precision.keep_bf16=[head]", "names head", "leave precision.keep_bf16 out\n"),
         ("precision=bf16", "precision.emulate belongs to", "other words after --"),
     ],
 )

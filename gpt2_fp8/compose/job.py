@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt2_fp8.compose import processes, surroundings, sweeps, tried
+from gpt2_fp8.compose import processes, surroundings, sweep_folders, sweeps, tried
 from gpt2_fp8.compose.composer import Composer, above, lookup
 from gpt2_fp8.config import checks, parsing, run_length
 from gpt2_fp8.config.errors import Finding, Problem
@@ -51,6 +51,7 @@ class Job:
         self.typed = {word.key_or_group for word in self.words}
         self.dropped: set[str] = set()
         self.folder: str | None = None  # where it will write
+        self.place: sweep_folders.Place | None = None  # the same of a sweep's job
         self.plain: dict[str, Any] = {}  # with `${...}` as written
 
     def composed(self) -> tuple[DictConfig, dict[str, Any]]:
@@ -117,7 +118,7 @@ class Job:
             bad = {key for finding in across for key in finding.keys}
             around = surroundings.Surroundings(cfg, self.plain, config, self.number, self.given, self.purpose.restarted)
             across += around.check(bad)
-            self.folder = around.folder
+            self.folder, self.place = around.folder, around.place
             found += [finding for finding in across if not any(map(self._doubts, finding.keys))]
         return config, [finding.problem for finding in self.causes(found)]
 

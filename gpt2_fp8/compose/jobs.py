@@ -8,7 +8,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from gpt2_fp8.compose import parallel, slurm_sweep, surroundings, sweeps
+from gpt2_fp8.compose import parallel, slurm_sweep, surroundings, sweep_again, sweep_folders, sweeps
 from gpt2_fp8.compose.catalog import Catalog
 from gpt2_fp8.compose.composer import Composer, lookup
 from gpt2_fp8.compose.job import Job, Purpose
@@ -44,15 +44,19 @@ def configs(
         jobs = list(enumerate(sweeps.expand([*params, *request.task], whole.hydra.sweeper)))
         if len(jobs) > sweeps.ANNOUNCED:
             print(f"checking {len(jobs):,} jobs, before the first of them begins", file=sys.stderr, flush=True)
-        sweeps.fix_folder(whole)
-    done, folders = [], []
+    own = sweep_folders.resolved(whole) if multirun else None
+    done, places, again = [], [], []
     for number, words in jobs:
         job = Job(composer, [*request.hydra, *words], number, whole, purpose)
         config, found = job.check()
         problems += found
         done += [(config, job.folder)] if config and not found else []
-        folders += [(number, job.folder)] if number is not None and job.folder is not None else []
-    problems += [finding.problem for finding in [*composer.found, *sweeps.shared_folders(folders)]]
+        if job.place is not None:
+            places.append(job.place)
+            again += [(job.place, words)] if config and config.ckpt_path in ("last", "best") else []
+    listed = sweeps.is_basic(whole.hydra.sweeper)
+    apart = [*sweep_folders.check(own, places, listed), *(sweep_again.check(again) if listed else ())]
+    problems += [finding.problem for finding in [*composer.found, *apart]]
     problems += slurm_sweep.check(whole, [config for config, _ in done], multirun)
     problems += slurm_sweep.lacking(whole, multirun) if purpose.begins else ()
     return [] if composer.found else done

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compose import parallel
 from gpt2_fp8.compose.composer import lookup
+from gpt2_fp8.compose.sweep_folders import Place
 from gpt2_fp8.config import hydra_policy, output_folder, run_folder, slurm_launcher
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
@@ -38,6 +39,7 @@ class Surroundings:
         restarted: whether the processes know that they are started again: the run's folder then is its own. None: they
             have not met, and their launcher says it.
         folder: where it will write; None until that is known.
+        place: the same of a sweep's job.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Surroundings:
         self.cfg, self.plain, self.config, self.number, self.given = cfg, plain, config, number, given
         self.restarted = restarted
         self.folder: str | None = None
+        self.place: Place | None = None
 
     def check(self, bad: set[str]) -> Iterator[Finding]:
         """Find everything that is wrong with it. `bad` has the keys that are known to be wrong."""
@@ -88,6 +91,9 @@ class Surroundings:
         except OmegaConfBaseException as error:
             yield Finding((setting,), Problem(f"{setting}: {str(error).splitlines()[0]}", "correct the ${...}"))
             return
+        if self.number is not None:
+            above = str(OmegaConf.select(self.cfg, setting))
+            self.place = Place(self.number, self.folder, above, self.config.run_name, key == "run_name")
         wrong = output_folder.check(self.folder, setting, key)
         yield from wrong
         own = Path(self.folder)

@@ -12,10 +12,10 @@ from typing import Any
 
 from hydra.core.override_parser.types import Glob
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.compose import parallel, slurm_sweep
+from gpt2_fp8.compose import parallel, slurm_sweep, sweeps
 from gpt2_fp8.compose.override_parser import parsed
 from gpt2_fp8.config import sweep_plan
 from gpt2_fp8.config.shown import line
@@ -61,11 +61,11 @@ class SweepStart(Callback):
 
 def _words(config: DictConfig) -> list[list[str]] | None:
     """Return the words of each job, as the basic sweeper will form them; None for another sweeper, which chooses."""
-    sweeper = config.hydra.sweeper
-    if not str(sweeper.get("_target_", "")).endswith("BasicSweeper"):
+    if not sweeps.is_basic(config.hydra.sweeper):
         return None
-    words = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
-    overrides = [parsed(word) for word in [*words, *config.hydra.overrides.task]]
+    words = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+    typed: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # ${...} is each job's own
+    overrides = [parsed(word) for word in [*words, *typed]]
     if any(isinstance(override.value(), Glob) for override in overrides):  # only Hydra knows what it matches
         return None
     return hydra_private.job_words(overrides)

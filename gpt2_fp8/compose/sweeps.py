@@ -1,19 +1,15 @@
-"""How many jobs a sweep has, the words of each, and which folder it writes into."""
+"""How many jobs a sweep has, and the words of each."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable
-from pathlib import Path
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compat import hydra_private
 from gpt2_fp8.compose.override_parser import parsed
-from gpt2_fp8.config.errors import Finding, Problem, UserError
+from gpt2_fp8.config.errors import Problem, UserError
 
 MOST = 1000  # jobs; this program and Hydra compose each of them before the first begins
 ANNOUNCED = 50  # more jobs than these are announced before they are checked
@@ -34,6 +30,11 @@ def length(override: Override) -> float:
     return 1
 
 
+def is_basic(sweeper: DictConfig) -> bool:
+    """Return whether a sweeper is Hydra's own: it runs all combinations, which are known before."""
+    return str(sweeper.get("_target_", "")).endswith("BasicSweeper")
+
+
 def too_many(what: str, jobs: float) -> Problem:
     """Return the problem of a sweep that would take hours to check."""
     number = f"{jobs:,.0f}" if math.isfinite(jobs) else "endlessly many"
@@ -49,7 +50,7 @@ def expand(overrides: list[Override], sweeper: DictConfig) -> list[list[Override
     last = {override.get_key_element(): override for override in overrides}
     same = [override for override in last.values() if not override.is_sweep_override()]
     swept = [_start(override) for override in last.values() if override.is_sweep_override()]
-    if str(sweeper.get("_target_", "")).endswith("BasicSweeper"):
+    if is_basic(sweeper):
         if (jobs := math.prod(map(length, swept))) > MOST:
             several = [str(word.key_or_group) for word in swept if length(word) > 1]
             raise UserError([too_many(" x ".join(several) + " are", jobs)])
@@ -68,34 +69,8 @@ def _start(override: Override) -> Override:
     return parsed(f"{override.get_key_element()}={sweep.start}")
 
 
-def fix_folder(whole: DictConfig) -> None:
-    """Resolve a sweep's folder first, as Hydra does, so that `now` says the same for all jobs."""
-    try:
-        OmegaConf.select(whole, "hydra.sweep.dir")
-    except OmegaConfBaseException:
-        return  # each job reports it
-
-
 def number(cfg: DictConfig, place: int, whole: DictConfig) -> None:
     """Give a job's configuration its number and what `now` has said, as Hydra's launcher does."""
     with read_write(cfg.hydra), open_dict(cfg.hydra):
         cfg.hydra.job.num, cfg.hydra.job.id = place, str(place)
     OmegaConf.copy_cache(from_config=whole, to_config=cfg)
-
-
-def shared_folders(folders: Iterable[tuple[int, str]]) -> list[Finding]:
-    """Find jobs that would write into one folder, or into a folder of another job.
-
-    `folders` has each job's number and folder.
-    """
-    taken: dict[str, int] = {}
-    places = [(number, os.path.realpath(folder)) for number, folder in folders]
-    for number, place in sorted(places, key=lambda entry: (entry[1].count(os.sep), entry[0])):
-        above = next((str(p) for p in (Path(place), *Path(place).parents) if str(p) in taken), None)
-        if above is not None:
-            same = "write into one folder" if above == place else "write into a folder of the other's"
-            cause = f"hydra.sweep.subdir: jobs {taken[above]} and {number} would {same}, {os.path.relpath(place)}"
-            remedy = "leave hydra.sweep.subdir out, or put ${hydra:job.num} into it"
-            return [Finding(("hydra.sweep.subdir",), Problem(cause, remedy))]
-        taken[place] = number
-    return []

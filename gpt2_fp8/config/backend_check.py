@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from gpt2_fp8.config import attention_support, backend_support, bf16_instead, emulation
+from gpt2_fp8.config import attention_support, backend_support, bf16_instead, emulation_check
 from gpt2_fp8.config.backend_support import asked, why_not_asked
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.precision_schema import FP8PrecisionConfig, StatelessRecipe
@@ -67,7 +67,7 @@ def _emulate(config: RunConfig) -> Iterator[Finding]:
         ways = f"{'add precision.backend=emulated, or ' if able else ''}leave precision.emulate out"
         yield Finding(("precision.emulate", "precision.backend"), Problem(cause, ways))
     else:
-        yield from emulation.check(precision, config.model.n_layer)
+        yield from emulation_check.check(precision, config.model.n_layer)
 
 
 def _remedy(config: RunConfig) -> str:

@@ -112,6 +112,14 @@ def _schedule(config: RunConfig) -> Iterator[Finding]:
         yield finding(config, "optim.schedule optim.decay_steps", "it decays in all steps, or in none", remedy)
 
 
+def _try_of_a_resume(config: RunConfig) -> Iterator[Finding]:
+    """Find a run that is to be continued by the one step that tries everything, which is not the next of any run."""
+    if config.trainer.fast_dev_run and config.ckpt_path is not None:
+        reason = "the one step that it takes is a new run's first, and continues none"
+        remedy = "leave one of them out; init_from=CHECKPOINT takes that step from a checkpoint's weights"
+        yield finding(config, "trainer.fast_dev_run ckpt_path", reason, remedy)
+
+
 def _known_batch(config: RunConfig) -> Iterator[Finding]:
     devices = 1 if config.trainer.devices == "auto" else config.trainer.devices  # auto: at least; see check_batch
     yield from _batch(config, devices * config.trainer.num_nodes)
@@ -169,6 +177,7 @@ _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
         _vocabulary,
         run_length.check,
         _schedule,
+        _try_of_a_resume,
         _known_batch,
         _format,
         backend_check.check,

@@ -1,16 +1,14 @@
-"""What the emulated layers cast to FP8: the words of `precision.emulate` that have an effect, and those that cannot."""
+"""What the emulated layers cast to FP8: which words of `precision.emulate` have an effect, and which beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.kept_layers import Kept, every_block, every_layer, keeping_less, kept
-from gpt2_fp8.config.keys import show
+from gpt2_fp8.config.kept_layers import Kept, every_block, keeping_less, kept
 from gpt2_fp8.config.precision_schema import EMULATABLE, EMULATED, IN_BACKWARD, OF_HEAD, FP8PrecisionConfig
 
-EMULATE = "precision.emulate"
 _OF_NO_LAYER = "residual"  # it casts nothing by itself, and has an effect wherever layers are kept
+_FORWARD, _FOLLOWS = "fprop_input", "wgrad_input"  # under backward=bf16 the second is what the first has made
 
 
 def switches(precision: FP8PrecisionConfig) -> list[str]:
@@ -22,48 +20,44 @@ def switches(precision: FP8PrecisionConfig) -> list[str]:
 
 def effective(precision: FP8PrecisionConfig, n_layer: int) -> list[str]:
     """Return those of `switches` that have a layer, in a model of `n_layer` blocks: some layers are kept in bf16."""
-    without = _in_vain(switches(precision), kept(precision.keep_bf16, n_layer))
+    without = in_vain(switches(precision), kept(precision.keep_bf16, n_layer))
     return [name for name in switches(precision) if name not in without]
 
 
-def check(precision: FP8PrecisionConfig, n_layer: int) -> Iterator[Finding]:
-    """Find words of `precision.emulate` that another word of a run with the emulated layers leaves without effect."""
-    typed: list[str] = list(dict.fromkeys(precision.emulate or []))
-    if in_backward := [name for name in typed if name in IN_BACKWARD[precision.backward]]:
-        cause = f"names {in_backward[0]}, which precision.backward={precision.backward} keeps in bf16"
-        yield _finding("precision.backward", cause, f"{_leave_out(in_backward)}, or add precision.backward=fp8")
-    if "head" in typed and (twice := [name for name in typed if name.startswith(OF_HEAD)]):
-        cause = f"names head and {twice[0]}, and head is all operands of the head"
-        yield _finding(None, cause, f"leave out head, or {', '.join(twice)}")
-    yield from _of_kept_layers([name for name in typed if name not in in_backward], precision.keep_bf16, n_layer)
-
-
-def _of_kept_layers(names: Sequence[str], keep_bf16: list[str], n_layer: int) -> Iterator[Finding]:
-    in_bf16 = kept(keep_bf16, n_layer)
-    in_vain = _in_vain(names, in_bf16)
-    if not in_vain or every_layer(in_bf16):  # the latter is no matter of `emulate`: see `kept_check`
-        return
-    of_head = [name for name in in_vain if _is_of_head(name)]
-    what = "the head" if in_vain[0] in of_head else "every block"
-    cause = f"names {in_vain[0]}, and precision.keep_bf16={show(keep_bf16)} keeps {what} in bf16"
-    less = keeping_less(keep_bf16, n_layer, blocks=len(of_head) < len(in_vain), head=bool(of_head))
-    yield _finding("precision.keep_bf16", cause, f"{_leave_out(in_vain)}, or precision.keep_bf16='[{','.join(less)}]'")
-
-
-def _in_vain(names: Sequence[str], kept: Kept) -> list[str]:
+def in_vain(names: Iterable[str], kept: Kept) -> list[str]:
     """Return the operands of which no layer is left that computes in FP8."""
     blocks = every_block(kept)
-    return [name for name in names if name != _OF_NO_LAYER and (kept.head if _is_of_head(name) else blocks)]
+    return [name for name in names if name != _OF_NO_LAYER and (kept.head if is_of_head(name) else blocks)]
 
 
-def _is_of_head(name: str) -> bool:
+def without_backward(names: Iterable[str], backward: str) -> list[str]:
+    """Return the operands that a backward leaves without effect: those in bf16, and those that follow another one."""
+    followers = (_FOLLOWS, OF_HEAD + _FOLLOWS) if backward == "bf16" else ()
+    return [name for name in names if name in IN_BACKWARD[backward] or name in followers]
+
+
+def is_changed_by(backward: str, names: Iterable[str]) -> bool:
+    """Return whether a backward makes a difference to operands of which it leaves none without effect."""
+    asked = set(names)
+    return backward == "fp8" or "head" in asked or (backward == "bf16" and bool({_FORWARD, OF_HEAD + _FORWARD} & asked))
+
+
+def idle(names: Iterable[str], keep_bf16: Sequence[str], n_layer: int) -> list[str]:
+    """Return the names of layers of which no operand would be in FP8, were they not kept in bf16."""
+    of_head = [is_of_head(name) for name in names]
+    head, blocks = any(of_head), not all(of_head)
+    layers = {name: kept([name], n_layer) for name in keep_bf16}
+    return [name for name, of in layers.items() if not ((head and of.head) or (blocks and any(of.blocks)))]
+
+
+def kept_beside(names: Sequence[str], keep_bf16: Sequence[str], n_layer: int) -> list[str]:
+    """Return `keep_bf16` without what leaves an operand of `names` without a layer, and without what has none."""
+    of_head = list(map(is_of_head, in_vain(names, kept(keep_bf16, n_layer))))
+    less = keeping_less(list(keep_bf16), n_layer, blocks=not all(of_head), head=any(of_head))
+    without = idle(names, less, n_layer)
+    return [name for name in less if name not in without]
+
+
+def is_of_head(name: str) -> bool:
+    """Return whether an operand is the head's."""
     return name == "head" or name.startswith(OF_HEAD)
-
-
-def _leave_out(names: Sequence[str]) -> str:
-    return f"leave {', '.join(names)} out of {EMULATE}"
-
-
-def _finding(other: str | None, cause: str, remedy: str) -> Finding:
-    keys = (EMULATE, other) if other else (EMULATE,)
-    return Finding(keys, Problem(f"{EMULATE} {cause}", remedy))

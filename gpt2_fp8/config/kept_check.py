@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
+from gpt2_fp8.config import emulation
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.kept_layers import every_layer, fits_nothing, keeping_less, kept, meant
 from gpt2_fp8.config.keys import finding, show
@@ -25,7 +26,10 @@ def check(config: RunConfig) -> Iterator[Finding]:
             reason = f"there is no layer {show(name)} in a model of {n_layer} blocks"
             blocks = f"blocks.0 to blocks.{n_layer - 1}"
             ways = f"name head, first, last, first:2, {blocks}, or a part such as blocks.*.mlp"
-            yield finding(config, _KEY, reason, f"{ways}: {_typed(_instead(names, n_layer))}")
+            likely = _instead(names, n_layer)
+            if isinstance(precision, FP8PrecisionConfig) and precision.emulate is not None:
+                likely = emulation.kept_beside(precision.emulate, likely, n_layer)
+            yield finding(config, _KEY, reason, f"{ways}: {_typed(likely)}" if likely else f"leave {_KEY} out")
     if every_layer(kept(names, n_layer)):
         reason = f"it keeps every layer in bf16, as precision=bf16 does; precision={precision.name} needs one in FP8"
         yield finding(config, _KEY, reason, f"leave {_KEY} out")

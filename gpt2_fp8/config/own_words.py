@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt2_fp8.config import run_length
+from gpt2_fp8.config import run_length, sweep_plan
 from gpt2_fp8.config.amounts import as_typed
 from gpt2_fp8.config.model_fits import largest_divisor
 from gpt2_fp8.config.schema import RunConfig
@@ -88,14 +88,15 @@ def going_on(folder: Path, here: Path, saved: bool, in_sweep: bool = False) -> s
     """Say how the run in `folder` goes on after it has ended early, with the words that name it.
 
     `here`: where the command was typed. `saved`: whether the folder has a checkpoint. `in_sweep`: it is one of the
-    folders of a sweep, which is named.
+    folders of a sweep, which is named. Where a word has named the job's folder, `run_name` may differ between jobs.
     """
     if not saved:
         return "nothing was saved, and the same command begins again"
-    if in_sweep and folder.parent.parent == here / "outputs":
-        return f"run_name={folder.parent.name} ckpt_path=last continues"
     if in_sweep:
-        return f"hydra.sweep.dir={shlex.quote(str(as_typed(folder.parent, here)))} ckpt_path=last continues"
+        sweep = next((above for above in folder.parents if (above / sweep_plan.NAME).is_file()), folder.parent)
+        if sweep.parent == here / "outputs" and folder == sweep / folder.name and folder.name.isdecimal():
+            return f"run_name={sweep.name} ckpt_path=last continues"
+        return f"hydra.sweep.dir={shlex.quote(str(as_typed(sweep, here)))} ckpt_path=last continues"
     return f"{shlex.join(_placed(folder, here))} ckpt_path=last continues"
 
 

@@ -101,7 +101,7 @@ class TokenDataModule(LightningDataModule):
             return
         tokenizer = fingerprint(self.tokenizer)  # a vocabulary that is missing is said before anything is downloaded
         parts = build_parts(self.config, self.tokenizer, self.plugins)
-        shape = Shape(self.n_positions, self.global_batch_size, self.config.seed)
+        shape = Shape(self.n_positions, self.global_batch_size, self.config.seed, self.overfit_batches)
         self.text = TokenStream(parts, self.config.num_workers, shape, tokenizer)
         if self._loaded is not None:
             self.load_state_dict(self._loaded)

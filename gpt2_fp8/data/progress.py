@@ -17,6 +17,7 @@ from gpt2_fp8.data.units import DocumentCounts
 from gpt2_fp8.runtime.collectives import rank_and_world
 
 Fingerprint = dict[str, str | int]
+OVERFIT = "overfit_batches"  # not in the fingerprints of earlier versions, which stand for 0
 
 
 class Progress:
@@ -91,7 +92,7 @@ class Progress:
 
     def other_settings(self, state: dict[str, Any]) -> Iterator[Problem]:
         """Return every setting in which the text or order of a `state_dict` differs from this one."""
-        was, now = dict(state["fingerprint"]), dict(self.fingerprint)
+        was, now = {OVERFIT: 0} | dict(state["fingerprint"]), dict(self.fingerprint)
         own, theirs = self.validation, state.get("validation")
         if own and theirs and all(was.get(key) == now[key] for key in ("data", "tokenizer", "n_positions")):
             was["validation"], now["validation"] = theirs, own  # otherwise it differs because the others do
@@ -138,6 +139,7 @@ _WORDS = {
     "data": "the training text (its checksum)",
     "tokenizer": "the tokenizer (its checksum)",
     "n_positions": "model.n_positions",
+    OVERFIT: "trainer.overfit_batches",
     "validation": "the validation text, on which the best is the best (its checksum),",
 }
 _CURES = {

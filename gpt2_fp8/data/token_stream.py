@@ -18,7 +18,7 @@ from gpt2_fp8.data.lane import Lane, LaneState, lane_start
 from gpt2_fp8.data.mixed_deal import MixedDeal
 from gpt2_fp8.data.packing import Batches
 from gpt2_fp8.data.prefetch import UnitPool
-from gpt2_fp8.data.progress import Progress
+from gpt2_fp8.data.progress import OVERFIT, Progress
 from gpt2_fp8.data.reader import MixedReader, Reader
 from gpt2_fp8.data.strands import Part, Strand, corpus_of, deal_of, together, told_of, twisted
 from gpt2_fp8.runtime.collectives import rank_and_world
@@ -34,11 +34,13 @@ class Shape:
         n_positions: tokens of context; sequences have one more, the last target.
         global_batch_size: sequences per optimizer step over all ranks; a multiple of their number.
         seed: of the order; of several sources, of the mixing.
+        overfit_batches: steps whose batches are trained on again and again; 0: the whole text is.
     """
 
     n_positions: int
     global_batch_size: int
     seed: int
+    overfit_batches: int = 0
 
 
 class TokenStream:
@@ -81,6 +83,7 @@ class TokenStream:
             "global_batch_size": shape.global_batch_size,
             "seed": shape.seed,
             "lanes": self.deal.lanes,
+            OVERFIT: shape.overfit_batches,
             **_mixed(self.strands),
         }
         val = [little_endian(blocks) for blocks in self.val.values()]

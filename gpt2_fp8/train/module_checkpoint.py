@@ -104,7 +104,9 @@ def take(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingStep) ->
     resume.refuse_longer(path, checkpoint["global_step"], config)
     resume.refuse_other_optimizer(path, checkpoint.get("optimizer"), config)
     datamodule = trainer.datamodule  # type: ignore[attr-defined]  # whose tokenizer gives the weights' shapes
-    resume.refuse([*others, *datamodule.other_settings(checkpoint["TokenDataModule"])])
+    others += datamodule.other_settings(checkpoint["TokenDataModule"])
+    others += resume.other_seed(config, checkpoint.get(saved_config.KEY))
+    resume.refuse(list(dict.fromkeys(others)))  # the text's seed is the run's, unless it has its own
     rng.check(checkpoint["rng"])
     step.load_state_dict(own)
     resume.keep_own_settings(checkpoint, step.model, config)

@@ -35,6 +35,17 @@ def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Proble
             yield Problem(cause, "use the model= that the checkpoint was trained with")
 
 
+def other_seed(config: RunConfig, given: object) -> Iterator[Problem]:
+    """Yield that the run has another `seed` than the configuration in its checkpoint, `given`, which may be anything.
+
+    The weights and the random numbers are the checkpoint's. So the new seed would name the run, and do nothing.
+    """
+    seed = given.get("seed") if isinstance(given, Mapping) else None
+    if type(seed) is int and seed != config.seed:
+        cause = f"this run cannot be continued exactly: seed was {seed}, and is now {config.seed}"
+        yield Problem(cause, "set it back as it was; or start a new run, with init_from=CHECKPOINT to keep the weights")
+
+
 def refuse(differences: list[Problem]) -> None:
     """Raise CheckpointError with every difference, if there are any."""
     if differences:

@@ -126,7 +126,7 @@ def test_an_experiment_may_set_what_stands_at_the_top(tmp_path):
     (config,) = preflight(["hydra.searchpath=[mine]", "experiment=mine", "ckpt_path=last", "seed=8"])
     assert (config.seed, config.ckpt_path) == (8, "last")
     experiments = [*(conf_dir() / "experiment").glob("*.yaml"), "mine"]
-    assert len(preflight(["-cd", "mine", "-m", "experiment=glob(*)"])) == len(experiments)
+    assert len(preflight(["-cd", "mine", "-m", "experiment=glob(*)", "run_name=x"])) == len(experiments)
 
 
 def test_a_users_own_model(tmp_path):
@@ -222,7 +222,7 @@ def test_a_run_is_no_help(line):
 
 def test_nothing_stays_behind():
     resolvers = OmegaConf.has_resolver("hydra")
-    for argv in (["seed=1"], ["-m", "run_name=${hydra:job.num}x", "seed=1,2"]):
+    for argv in (["seed=1"], ["-m", "run_name=${hydra:job.num}x", "hydra.sweep.dir=s", "seed=1,2"]):
         preflight(argv)
         assert not GlobalHydra.instance().is_initialized()
         assert not HydraConfig.initialized()

@@ -280,7 +280,8 @@ def test_a_group_left_out_is_its_choice_of_nothing():
 def test_a_runs_name_from_hydra(monkeypatch, capfd):
     (config,) = preflight(["run_name=${hydra:job.override_dirname}", "seed=3", "model=tiny"])
     assert config.run_name == "model=tiny,seed=3"
-    names = [job.run_name for job in preflight(["-m", "run_name=${hydra:job.override_dirname}", "seed=1,2"])]
+    jobs = preflight(["-m", "run_name=${hydra:job.override_dirname}", "hydra.sweep.dir=s", "seed=1,2"])
+    names = [job.run_name for job in jobs]
     assert names == ["seed=1", "seed=2"]
     (config,) = preflight(["run_name=${hydra:job.name}-${hydra:runtime.choices.model}"])
     assert config.run_name == "run-tiny"

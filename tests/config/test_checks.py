@@ -55,6 +55,7 @@ TABLE = [
     ("trainer.max_epochs=0", "must be at least 1", "choose 1 or more"),
     ("data=fineweb trainer.max_epochs=1", "a hub's text is streamed", "as trainer.max_tokens=NUMBER"),
     ("data=tinyshakespeare trainer.max_epochs=1", "a hub's text is streamed", "trainer.max_epochs=null"),
+    ("run_name=x ckpt_path=last debug=fdr", "trainer.fast_dev_run=true, ckpt_path=last: ", "leave one of them out; "),
     ("trainer.max_epochs=1 debug=overfit", "there are no passes over the text", "leave one of them out"),
     ("callbacks.keep_epochs=true", "no epochs are counted", "add trainer.max_epochs=NUMBER"),
     ("trainer.max_time=12h", "must be a time above 0, as days:hours", "trainer.max_time=00:12:00:00"),
@@ -182,14 +183,29 @@ TABLE = [
     ("precision=bf16 precision.backward=bf16", "belongs to precision=fp8_", "or leave precision.backward out"),
     ("precision.backward=bf8", "must be fp8, bf16 or bf16_wgrad", "precision.backward=fp8"),
     (
-        "precision.backend=emulated precision.backward=bf16 precision.emulate=[weight,wgrad_gradient]",
+        "precision.backend=emulated precision.backward=bf16 precision.emulate=[fprop_input,wgrad_gradient]",
         "precision.emulate names wgrad_gradient, which precision.backward=bf16 keeps in bf16",
         "leave wgrad_gradient out of precision.emulate, or add precision.backward=fp8",
     ),
     (
         "precision.backend=emulated precision.backward=bf16_wgrad precision.emulate=[head_wgrad_input]",
         "precision.emulate names head_wgrad_input, which precision.backward=bf16_wgrad keeps in bf16",
-        "leave head_wgrad_input out of precision.emulate, or add precision.backward=fp8",
+        "add precision.backward=fp8",  # without that operand, nothing would be less in FP8 by this backward
+    ),
+    (
+        "precision.backend=emulated precision.backward=bf16 precision.emulate=[weight,fprop_input,wgrad_input]",
+        "precision.emulate names wgrad_input, and precision.backward=bf16 takes that operand as the forward has it",
+        "leave wgrad_input out of precision.emulate, or add precision.backward=fp8",
+    ),
+    (
+        "precision.backend=emulated precision.backward=bf16 precision.emulate=[]",
+        "precision.backward=bf16 changes no operand of precision.emulate=[]",
+        "add precision.backward=fp8",
+    ),
+    (
+        "precision.backend=emulated precision.emulate=[weight] precision.keep_bf16=[head,first]",
+        "precision.keep_bf16 names head, where precision.emulate=[weight] has no operand",
+        "precision.keep_bf16='[first]'",
     ),
     (
         "precision.backend=emulated precision.emulate=[head_weight,weight,head]",
@@ -199,7 +215,7 @@ TABLE = [
     (
         "precision.backend=emulated precision.emulate=[head_dgrad_gradient] precision.keep_bf16=[head]",
         "precision.emulate names head_dgrad_gradient, and precision.keep_bf16=[head] keeps the head in bf16",
-        "leave head_dgrad_gradient out of precision.emulate, or precision.keep_bf16='[]'",
+        "leave head_dgrad_gradient out of precision.emulate and add precision.keep_bf16='[]', or precision.keep_",
     ),
     (
         "precision.backend=emulated precision.emulate=[head,weight] precision.keep_bf16=[blocks.*,head]",

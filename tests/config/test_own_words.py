@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8.compose import conf_dir, preflight
-from gpt2_fp8.config import own_words
+from gpt2_fp8.config import own_words, sweep_plan
 from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.config.own_words import RUN, TRY_SECONDS, TRY_STEPS, Typed, continued, shorter, twice_as_long
 from gpt2_fp8.config.run_length import last_step, limits, tokens_a_step
@@ -126,9 +126,12 @@ def test_every_run_of_the_readme_and_its_first_pages_has_a_shorter_one():
         ("outputs/x", False, False, "nothing was saved, and the same command begins again"),
         ("outputs/x/3", True, True, "run_name=x ckpt_path=last continues"),
         ("sweeps/x/3", True, True, "hydra.sweep.dir=sweeps/x ckpt_path=last continues"),
+        ("outputs/x/of_a", True, True, "hydra.sweep.dir=outputs/x ckpt_path=last continues"),
+        ("outputs/planned/a/3", True, True, "hydra.sweep.dir=outputs/planned ckpt_path=last continues"),
     ],
 )
 def test_how_a_run_that_has_ended_early_goes_on(tmp_path, folder, saved, in_sweep, said):
+    sweep_plan.write(tmp_path / "outputs/planned", [["seed=3"]])
     assert own_words.going_on(tmp_path / folder, tmp_path, saved, in_sweep) == said
 
 

@@ -27,9 +27,16 @@ SHAPES = {
 KEYS = {
     "precision.backend": ("auto", "fused", "te", "torchao", "emulated", "reference"),
     "recipe": ("auto", "delayed", "current", "rowwise", "mxfp8"),
-    "precision.backward": ("fp8", "bf16"),
+    "precision.backward": ("fp8", "bf16", "bf16_wgrad"),
     "precision.keep_bf16": ([], ["head"], ["*"], ["first:2", "head", "last:2"], ["heads", "blocks.*"]),
-    "precision.emulate": (None, ["weight", "head"], ["dgrad_gradient"]),
+    "precision.emulate": (
+        None,
+        [],
+        ["weight", "head"],
+        ["dgrad_gradient"],
+        ["head_weight", "wgrad_input"],
+        ["residual"],
+    ),
     "precision.fast_accumulation": (False, True),
     "cuda_graphs": ("auto", True),
     "attention": ("auto", "te"),
@@ -183,6 +190,12 @@ LINES = [
     "precision.backend=emulated precision.emulate=[weights,haed]",
     "precision.backend=emulated precision.emulate=weight",
     "precision.backend=emulated precision.emulate=[head,weight] precision.keep_bf16=[head]",
+    "precision.backend=emulated precision.emulate=[] precision.keep_bf16=[first]",
+    "precision.backend=emulated precision.emulate=[] precision.backward=bf16",
+    "precision.backend=emulated precision.emulate=[weight] precision.keep_bf16=[head]",
+    "precision.backend=emulated precision.emulate=[head_weight] precision.keep_bf16=[blocks.*]",
+    "precision.backend=emulated precision.emulate=[head_weight] precision.keep_bf16=[haed]",
+    "precision.backend=emulated precision.emulate=[wgrad_input,weight] precision.backward=bf16",
 ]
 
 
@@ -196,6 +209,7 @@ def test_the_first_ways_of_all_problems_are_composed(line):
         words += [f"{key}={text}".replace("'", "") for key, text in WORD.findall(way)]
         if names := re.findall(r"leave ([\w, ]+) out of precision.emulate", way):
             left_out |= set(names[0].split(", "))
+        words += ["precision.keep_bf16=[]"] if way == "leave precision.keep_bf16 out" else []
     kept = [without(word, left_out) for word in shlex.split(line)]
     typed = {word.partition("=")[0] for word in words}
     assert preflight([*(word for word in kept if word.partition("=")[0] not in typed), *dict.fromkeys(words)])

@@ -97,13 +97,44 @@ def test_108_a_checkpoint_that_does_not_say_is_taken_as_before(tmp_path, begun):
 
 @pytest.mark.parametrize(
     ("override", "named"),
-    [("data.seed=7", "seed"), ("model.n_positions=16", "n_positions"), ("global_batch_size=4", "global_batch_size")],
+    [
+        ("data.seed=7", "seed"),
+        ("model.n_positions=16", "n_positions"),
+        ("global_batch_size=4", "global_batch_size"),
+        ("debug=overfit", "trainer.overfit_batches was 0, and is now 1"),
+    ],
 )
 def test_15_other_text_is_refused(tmp_path, begun, override, named):
     said = refused(tmp_path, begun, override)
     assert named in said
     assert said.count("error:") == (2 if "n_positions" in override else 1)  # the text's, and the model's
     assert "lanes" not in said  # a key that there is not
+
+
+def test_15_another_seed_is_refused_though_the_text_keeps_its_own(tmp_path, begun):
+    """The weights and the random numbers are the checkpoint's: the seed would do nothing but name the run."""
+    said = refused(tmp_path, begun, "seed=7", "data.seed=1337")
+    assert said.count("this run cannot be continued exactly: seed was 1337, and is now 7") == 1
+    both = refused(tmp_path, begun, "seed=7")
+    assert both == said, "told once, though the text has another seed too"
+
+
+def test_15_a_run_that_repeats_its_first_steps_is_continued_as_that_alone(tmp_path):
+    train_until(2, tmp_path / "run", *SHORT, "trainer.overfit_batches=2")
+    begun = checkpoint(tmp_path / "run", 2)
+    assert "trainer.overfit_batches was 2, and is now 0" in refused(tmp_path, begun)
+    train(tmp_path / "plain", *SHORT, f"init_from={begun}")
+    train(tmp_path / "run", *SHORT, "trainer.overfit_batches=2", "ckpt_path=last")
+    assert summary(tmp_path / "run")["steps"] == summary(tmp_path / "plain")["steps"] == 6
+
+
+def test_15_a_checkpoint_that_does_not_say_what_it_repeats_is_of_the_whole_text(tmp_path, begun):
+    state = files.read(begun)
+    assert state["TokenDataModule"]["fingerprint"].pop("overfit_batches") == 0
+    files.write(tmp_path / begun.name, state)
+    assert "trainer.overfit_batches was 0, and is now 1" in refused(tmp_path, tmp_path / begun.name, "debug=overfit")
+    train(tmp_path / "run", *SHORT, f"ckpt_path={tmp_path / begun.name}")
+    assert summary(tmp_path / "run")["status"] == "completed"
 
 
 def test_16_another_length_and_schedule_are_taken(tmp_path, begun):

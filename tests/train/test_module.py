@@ -29,7 +29,7 @@ class Backend(Pretended):
             made.ready = self.in_checkpoint
             return self.in_checkpoint
 
-        def calibrate(loss_of, ids, share):
+        def calibrate(loss_of, ids):
             assert torch.is_grad_enabled()
             self.events.append("calibrate")
 
