@@ -26,7 +26,7 @@ def compiled(function: Callable[P, R], options: dict[str, Any] | None = None) ->
     return torch.compile(function, options=options) if options else torch.compile(function)
 
 
-def require(backend: Backend) -> None:
+def require_compiler(backend: Backend) -> None:
     """Raise UserError if a compiled run lacks a compiler for a CPU's code, or a place for what is built.
 
     Whether Triton has a C compiler shows when it builds its first kernel: it may have kept what it needs.

@@ -26,7 +26,7 @@ from gpt2_fp8.config.mixture import without_validation
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
-from gpt2_fp8.engine import compile
+from gpt2_fp8.engine.compile import require_compiler
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.engine.training_step import TrainingStep
@@ -81,7 +81,7 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
     device = devices.device(config)
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
     plan = resolve(config, device)
-    compile.require(plan.backend)
+    require_compiler(plan.backend)
     known.update(
         device=name,
         ran=plan.ran,

@@ -24,7 +24,7 @@ from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.engine import compile
+from gpt2_fp8.engine.compile import require_compiler
 from gpt2_fp8.engine.divergence import RollBack
 from gpt2_fp8.measure import auto_precision
 from gpt2_fp8.precision.choose import Choice
@@ -107,7 +107,7 @@ def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: Contai
         setup.check_room(config, context.checkpointing.folder, len(epoch_ends))
     config, choice = auto_precision.decide(config, device, world_size, checkpoint, rank())
     plan = _plan(config, device, choice, checkpoint)
-    compile.require(plan.backend)
+    require_compiler(plan.backend)
     context.chosen(config, choice)
     return _Start(config, plan, checkpoint, world_size, asked, limit)
 

@@ -52,7 +52,7 @@ TOLD = [
 
 
 @pytest.mark.parametrize(("error", "cause", "remedy"), TOLD)
-def test_what_a_compiler_lacks_is_told_with_what_to_install(monkeypatch, error, cause, remedy):
+def test_131_what_a_compiler_lacks_is_told_with_what_to_install(monkeypatch, error, cause, remedy):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("TRITON_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/me")
@@ -75,12 +75,12 @@ def test_what_a_compiler_lacks_is_told_with_what_to_install(monkeypatch, error, 
         subprocess.CalledProcessError(1, "gcc -shared a.c"),
     ],
 )
-def test_no_other_error_is_taken_for_one(monkeypatch, error):
+def test_131_no_other_error_is_taken_for_one(monkeypatch, error):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/kept/torch")
     assert torch_faults.explained(error) is None
 
 
-def test_a_folder_of_compiled_code_is_tried_before_training(monkeypatch, tmp_path):
+def test_131_a_folder_of_compiled_code_is_tried_before_training(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new/folder"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
@@ -105,7 +105,7 @@ def test_a_folder_of_compiled_code_is_tried_before_training(monkeypatch, tmp_pat
         ("TORCH_LOGS", "garbage", "TORCH_LOGS=garbage: torch has no such log"),
     ],
 )
-def test_a_run_that_torch_cannot_compile_ends_in_two_lines(tmp_path, name, value, told):
+def test_131_a_run_that_torch_cannot_compile_ends_in_two_lines(tmp_path, name, value, told):
     (tmp_path / "file").write_text("")
     done = command(*SMALL, "compile=true", "run_name=r", cwd=tmp_path, PYTHONPATH=str(ROOT), **{name: value})
     assert done.returncode == 2
