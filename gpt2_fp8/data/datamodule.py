@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
-from gpt2_fp8.config.errors import Problem
+from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.loaders import Cursor, Steps, Validation
@@ -140,6 +140,20 @@ class TokenDataModule(LightningDataModule):
             for name, values in used.items()
             for metric, value in zip(("tokens", "epochs"), values, strict=True)
         }
+
+    def begin(self, step: int) -> None:
+        """Begin a `fit` that has finished `step` steps. With 0 it is a new run, whatever an earlier `fit` has read.
+
+        Raises UserError if training has come to another step than this text.
+        """
+        assert self.text is not None, "setup() comes first"
+        progress = self.text.progress
+        if step == 0 and progress.step:
+            progress.begin()
+            self._steps.wait_seconds = 0.0
+        if step != progress.step:
+            cause = f"training stands at step {step}, and its TokenDataModule at step {progress.step}"
+            raise UserError.of(cause, "give fit the checkpoint (ckpt_path=FOLDER), or a new TokenDataModule")
 
     def advance(self, cursor: Cursor) -> None:
         """Note that the step whose item had this cursor was trained on: a resume starts after it."""

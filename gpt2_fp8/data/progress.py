@@ -35,8 +35,13 @@ class Progress:
         self.validation = validation  # a checksum of the validation sequences; None: there are none
         self._validated_before: str | None = None  # the same checksum of the run that this one continues
         self.deal = deal
+        self.lanes: dict[str, LaneState] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Stand where a new run does. What is known of the text stays."""
         self.step = 0
-        self.lanes: dict[str, LaneState] = {str(lane): lane_start() for lane in range(deal.lanes)}
+        self.lanes = {str(lane): lane_start() for lane in range(self.deal.lanes)}
 
     def advance(self, cursor: Cursor) -> None:
         """Note that the step of this cursor was trained on."""

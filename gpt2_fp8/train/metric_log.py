@@ -38,18 +38,17 @@ class MetricLog:
                 metrics["penalty"] = step.last.penalty
             self.log_row(metrics, self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
-    def log(self, name: str, value: float | Tensor, every_n_steps: int = 1) -> None:
-        """Show a metric to callbacks and the progress bar at every step, and at intervals to the loggers."""
-        self.log_row({name: value}, every_n_steps)
-
     def log_row(self, metrics: Mapping[str, float | Tensor], every_n_steps: int = 1) -> None:
-        """Do the same for several metrics of a step, in one row of the loggers."""
+        """Show metrics of a step to callbacks and the progress bar, and at intervals to the loggers, in one row.
+
+        `every_n_steps`: 0 shows the loggers nothing, as Lightning's `log_every_n_steps=0` asks for.
+        """
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         for name, value in metrics.items():
             if not fitting:
                 lightning_logging.return_only(self.trainer, name)
             self.module.log(name, value, prog_bar=True, logger=not fitting)  # `Trainer.validate` returns what it logs
         step = self.trainer.global_step
-        for logger in self.trainer.loggers if step % every_n_steps == 0 else ():
+        for logger in self.trainer.loggers if every_n_steps and step % every_n_steps == 0 else ():
             # By ourselves: Lightning would count this step from 0.
             logger.log_metrics({name: float(value) for name, value in metrics.items()}, step=step)

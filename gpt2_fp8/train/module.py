@@ -163,8 +163,10 @@ class GPT2Module(pl.LightningModule):
     # Training
 
     def on_train_start(self) -> None:
-        """Put the random numbers where the checkpoint left them."""
+        """Put the text and the random numbers where the checkpoint left them, or where a new run begins."""
         self._metrics = MetricLog(self)
+        if begin := getattr(self.trainer.datamodule, "begin", None):  # type: ignore[attr-defined]  # it may be anyone's
+            begin(self.trainer.global_step)
         self._restored.begin_training()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
