@@ -155,10 +155,14 @@ class GPT2Module(pl.LightningModule):
 
         Raises UserError before the layers are built, too.
         """
+        self._check_built()
+        return logits(self.step, ids, self.vocab_size)
+
+    def _check_built(self) -> None:
+        """Raise UserError if the module has no layers."""
         if not hasattr(self, "model"):
             remedy = "GPT2Module.load_from_checkpoint(FOLDER), or Trainer.fit or Trainer.validate before it"
             raise UserError.of("the module has no layers yet: a Trainer builds them", remedy)
-        return logits(self.step, ids, self.vocab_size)
 
     # Training
 
@@ -219,7 +223,11 @@ class GPT2Module(pl.LightningModule):
     # Checkpoints
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the model's own state dict after the last step, with no prefix: anyone can read the file."""
+        """Return the model's own state dict after the last step, with no prefix: anyone can read the file.
+
+        Raises UserError before the layers are built.
+        """
+        self._check_built()
         self.step.settle()
         return self.model.state_dict(*args, **kwargs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import distributed
@@ -30,7 +31,7 @@ def check(trainer: pl.Trainer, config: RunConfig) -> None:
     """Raise UserError with everything in which `trainer` and `config` contradict each other."""
     found = [*_plugin(trainer, config), *_processes(trainer)]
     if trainer.state.fn == TrainerFn.FITTING:
-        for look in (_checkpoints, _devices, _length, _steps, _data):
+        for look in (_checkpoints, _averages, _devices, _length, _steps, _data):
             found += look(trainer, config)
     if found:
         raise UserError(found)
@@ -70,6 +71,17 @@ def _checkpoints(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
     if trainer.checkpoint_callbacks and checkpoint_io.pickles(trainer):
         cause = "the Trainer's checkpoints would be pickles, which are neither read nor written here"
         yield Problem(cause, checkpoint_io.REMEDY)
+
+
+def _averages(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
+    """Find callbacks whose averaged weights no checkpoint would give back."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            cause = f"Trainer(callbacks=[{type(callback).__name__}(...)]) averages the weights of several steps, and a "
+            cause += "checkpoint here holds those of one"
+            yield Problem(
+                cause, "leave it out; ModelCheckpoint(every_n_train_steps=NUMBER, save_top_k=-1) keeps several"
+            )
 
 
 def _devices(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:

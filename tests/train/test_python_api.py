@@ -13,7 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -189,6 +196,9 @@ def test_every_step_has_its_losses(whole):
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2", "global_batch_size"),
         ({"overfit_batches": 2}, "overfit_batches=2", "trainer.overfit_batches=2"),
         ({"precision": "bf16-mixed"}, "'bf16-mixed'", "FP8Precision.from_config(config)"),
+        ({"callbacks": [WeightAveraging()]}, "[WeightAveraging(...)]", "leave it out"),
+        ({"callbacks": EMAWeightAveraging()}, "[EMAWeightAveraging(...)]", "leave it out"),
+        ({"callbacks": [StochasticWeightAveraging(0.01)]}, "[StochasticWeightAveraging(...)]", "leave it out"),
     ],
 )
 def test_a_trainer_that_contradicts_the_configuration_is_refused(config, tmp_path, options, cause, remedy):
@@ -435,6 +445,11 @@ def test_a_module_that_is_called_computes_logits(config, whole, tmp_path):
     assert torch.allclose(loaded(ids).float(), logits, atol=0.05)
     with pytest.raises(UserError, match="33 tokens, and the model has 32 positions"):
         loaded(torch.zeros(1, 33, dtype=torch.long))
+
+
+def test_a_module_without_layers_has_no_state_dict(config):
+    with pytest.raises(UserError, match="no layers yet"):
+        GPT2Module(config).state_dict()
 
 
 def test_a_module_in_fp8_computes_logits_once_it_has_scales(config, whole):
