@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from gpt2_fp8.checkpoint import pointers
+from gpt2_fp8.checkpoint.manifest import seal_of
 from gpt2_fp8.config.schema import CallbacksConfig
 from gpt2_fp8.engine.divergence import DivergencePolicy, advice
 from gpt2_fp8.engine.step import StepResult
@@ -41,11 +42,13 @@ class DivergenceGuard(pl.Callback):
         self._save = save
         self._says = True
         self._save_next = False
+        self._left: dict[Path, str | None] = {}  # the checkpoints of a branch left behind, with their digests
 
-    def start_again(self) -> None:
-        """Reset the policy between two `fit`s, after a rollback."""
+    def start_again(self, step: int) -> None:
+        """Reset the policy between two `fit`s, after a rollback to the checkpoint of `step`; 0: to the start."""
         self.policy.start_again()
         self._save_next = True
+        self._left = {path: seal_of(path) for later, path in pointers.steps(self._folder).items() if later > step}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Choose the rank that logs: all ranks decide alike, so one of them is enough."""
@@ -73,8 +76,12 @@ class DivergenceGuard(pl.Callback):
         self.policy.load_state_dict(state_dict)
 
     def _advise(self, before: int) -> str:
-        """Say what may help, with the newest checkpoint up to a step if there is one."""
+        """Say what may help, with the newest checkpoint up to a step if there is one.
+
+        One of a branch left behind is not named, unless its step was written again since.
+        """
         found = [path for step, path in pointers.steps(self._folder).items() if step <= before]
+        found = [path for path in found if path not in self._left or self._left[path] != seal_of(path)]
         return advice(self._penalties, found[-1] if found else None)
 
     def _say(self, line: str) -> None:

@@ -19,6 +19,7 @@ from gpt2_fp8.compose.sweep_folders import Place
 from gpt2_fp8.config import sweep_plan
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.shown import line
+from gpt2_fp8.config.typed import meant
 
 _LARGEST = 1 << 16  # bytes of a file with a job's words
 _MOST = 1000  # jobs that are looked at
@@ -59,11 +60,8 @@ def _by_key(words: Sequence[str]) -> Words:
 
 
 def _value(words: Words, key: str) -> str | float | None:
-    """Return what a key is set to; of a number, which may be written in several ways, its value."""
-    value = words[key].partition("=")[2] if key in words else None
-    with suppress(ValueError):
-        return value if value is None else float(value)
-    return value
+    """Return what a key is set to, to compare it; None if no word sets it."""
+    return meant(words[key].partition("=")[2]) if key in words else None
 
 
 def _tells(key: str, begun: Mapping[Path, Words]) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterable
+from contextlib import suppress
 
 _BARE = re.compile(r"[A-Za-z0-9_/.+$%*@?|-]+")  # what Hydra's grammar has outside of quotes, apart from blanks
 _REFERENCE = re.compile(r"\$\{[^}]*\}")
@@ -37,6 +39,16 @@ def items(text: str) -> list[str] | None:
 def unquoted(item: str) -> str:
     """Return what an item is meant to be, without quotes of its own."""
     return re.sub(r"\\([\"'])", r"\1", item[1:-1]) if _IN_QUOTES.fullmatch(item) else item
+
+
+def meant(value: str) -> str | float:
+    """Return what typed values are compared by: of a number, which may be written in several ways, its value."""
+    with suppress(ValueError):
+        return int(value)  # exactly, also where a float has too few digits
+    with suppress(ValueError):
+        if math.isfinite(number := float(value)):
+            return number
+    return value
 
 
 def _value(text: str) -> str:

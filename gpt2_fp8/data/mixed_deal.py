@@ -47,9 +47,16 @@ class MixedDeal:
         counts = self.mixing.counts(steps * self._rows)
         return [int(counts[source, lane::own].sum()) for source, own in enumerate(self.own) for lane in range(own)]
 
-    def sequences(self, steps: int) -> list[int]:
-        """Return how many sequences each source gives to the first `steps` steps."""
-        return self.mixing.counts(steps * self._rows).sum(axis=1).tolist()
+    def sequences(self, steps: int, repeated: int = 0) -> list[int]:
+        """Return how many sequences each source gives to the first `steps` steps.
+
+        `repeated`: the batches of the first so many steps are used again and again; 0: none is.
+        """
+        rounds, rest = divmod(steps, repeated) if repeated else (0, steps)
+        counts = self.mixing.counts(rest * self._rows)
+        if rounds:
+            counts = counts + rounds * self.mixing.counts(repeated * self._rows)
+        return counts.sum(axis=1).tolist()
 
 
 def column_count(global_batch_size: int) -> int:

@@ -158,11 +158,12 @@ class TokenStream:
     def used(self) -> dict[str, tuple[int, float]]:
         """Return the tokens and the passes that training has used of each source of a mixture.
 
-        Passes are counted in units, over the lanes that this rank reads.
+        Passes are counted in units, over the lanes that this rank reads. Repeated batches begin none: they stay 0.
         """
         if not isinstance(self.deal, MixedDeal):
             return {}
-        sequences, mine = self.deal.sequences(self.progress.step), set(self.deal.of_rank(*rank_and_world()))
+        sequences = self.deal.sequences(self.progress.step, self.shape.overfit_batches)
+        mine = set(self.deal.of_rank(*rank_and_world()))
         found = {}
         for strand, count in zip(self.strands, sequences, strict=True):
             lanes = {number: self.progress.lanes[str(number)] for number in strand.numbers() if number in mine}

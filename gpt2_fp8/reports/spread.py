@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 CONFIDENCE = 0.95
 _PANELS = 400
+_NORMAL_FROM = 1e5  # degrees of freedom: the panels resolve no narrower peak, and the quantiles at 95 % agree to 2e-5
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,14 @@ def percent(share: float, digits: int = 2, sign: bool = False) -> str:
 
 
 def student(probability: float, freedom: float) -> float:
-    """Return the quantile of Student's t: `student(0.95, 5)` is 2.015. `probability` is in (0, 1), `freedom` >= 1."""
+    """Return the quantile of Student's t: `student(0.95, 5)` is 2.015. `probability` is in (0, 1), `freedom` >= 1.
+
+    Above 100,000 degrees of freedom it is that of the normal distribution.
+    """
     if probability < 0.5:
         return -student(1 - probability, freedom)
+    if freedom > _NORMAL_FROM:
+        return statistics.NormalDist().inv_cdf(probability)
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2

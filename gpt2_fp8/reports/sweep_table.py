@@ -12,6 +12,7 @@ import io
 from collections.abc import Sequence
 
 from gpt2_fp8.config.shown import line
+from gpt2_fp8.config.typed import meant
 from gpt2_fp8.measure import table
 from gpt2_fp8.measure.table import Row
 from gpt2_fp8.reports.sweep_jobs import Job
@@ -37,12 +38,12 @@ _OURS = [
 def varied(jobs: Sequence[Job]) -> dict[str, list[str]]:
     """Return the keys whose values differ between jobs, each with the value of every job.
 
-    A value is the text that was typed. It is empty where a job does not set the key.
+    A value is the text that was typed. It is empty where a job does not set the key. Numbers differ by what they are.
     """
     given = [_values(job.words) for job in jobs]
     keys = dict.fromkeys(key for values in given for key in values)
     columns = {key: [values.get(key, "") for values in given] for key in keys}
-    return {key: values for key, values in columns.items() if len(set(values)) > 1}
+    return {key: values for key, values in columns.items() if len(set(map(meant, values))) > 1}
 
 
 def text(jobs: Sequence[Job]) -> str:

@@ -25,7 +25,7 @@ _LARGEST = 1 << 18  # bytes
 _KEY = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 _LINE = re.compile(r"\[[0-9:]{8}\] (device|precision|layers|steps) +(.*)")
 _PRECISION = re.compile(r"(\w+)(?:, recipe \w+)?(?: instead of (\w+))?(?:: (.*))?")
-_MICRO_BATCH = re.compile(r".* in micro-batches of ([0-9]{1,9}) sequences")
+_MICRO_BATCH = re.compile(r".* in micro-batches of ([0-9][0-9,]{0,10}) sequences?")
 
 
 def summary(folder: Path, log: Iterable[str]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def summary(folder: Path, log: Iterable[str]) -> dict[str, Any]:
     told = {found[1]: found[2] for line in log if (found := _LINE.fullmatch(line))}  # the last: after a rollback
     config = _config(folder / sweep_jobs.HYDRA / "config.yaml", sweep_jobs.words_of(folder))
     if found := _MICRO_BATCH.fullmatch(told.get("steps", "")):
-        config = replace(config, micro_batch_size=int(found[1]))
+        config = replace(config, micro_batch_size=int(found[1].replace(",", "")))
     ran = _PRECISION.fullmatch(told.get("precision", ""))
     precision = {"asked": ran[2] or config.precision.name, "ran": ran[1], "reason": ran[3]} if ran else {}
     device = told.get("device", "").rpartition(" x ")[0]

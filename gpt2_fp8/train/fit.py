@@ -176,7 +176,7 @@ def _go_back(
     saved = context.checkpointing.writer.written
     path = checkpoint_before(back, context.checkpointing.folder, saved, checkpoint) if rank() == 0 else None
     path = parts.trainer.strategy.broadcast(path)
-    context.divergence.start_again()
+    context.divergence.start_again(setup.step_of(path) or 0)
     detach_logging(parts.trainer)
     return fallen_back(parts.plan, config, f"fallback at step {back.step}: {back.reason}"), path
 

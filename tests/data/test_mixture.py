@@ -173,3 +173,12 @@ def test_overfitting_repeats_the_first_steps(tmp_path: Path) -> None:
     plain = items(module(config), 3)
     made = module(config, overfit_batches=3)
     assert all(np.array_equal(step, plain[i % 3]) for i, step in enumerate(items(made, 8)))
+
+
+@pytest.mark.parametrize("steps", [2, 3, 8])
+def test_the_tokens_of_repeated_steps_are_counted_by_the_sources_that_gave_them(steps: int, tmp_path: Path) -> None:
+    made = module(three(tmp_path), overfit_batches=3)
+    given = sources_of(np.concatenate(items(made, steps)))
+    metrics = made.source_metrics()
+    assert {name: metrics[f"tokens/{name}"] for name in "abc"} == {name: 16 * (given == name).sum() for name in "abc"}
+    assert {metrics[f"epochs/{name}"] for name in "abc"} == {0.0}, "as documented: no pass goes on"

@@ -11,7 +11,7 @@ from gpt2_fp8.reports import spread
     ("probability", "freedom", "quantile"),
     [
         (0.95, 1, 6.313752), (0.95, 2, 2.919986), (0.95, 5, 2.015048), (0.975, 10, 2.228139), (0.95, 30, 1.697261),
-        (0.95, 1e5, 1.644869), (0.05, 5, -2.015048),
+        (0.95, 1e5, 1.644869), (0.95, 1e6, 1.644855), (0.95, 1e15, 1.644854), (0.05, 5, -2.015048),
     ],
 )  # fmt: skip
 def test_quantiles_are_those_of_the_tables(probability, freedom, quantile):

@@ -59,6 +59,15 @@ def test_only_keys_that_differ_are_columns_with_group_choices_and_removed_keys()
     assert sweep_table.varied([*jobs, job("2", "seed=1")])["model"] == ["gpt2", "tiny", ""]
 
 
+def test_a_number_that_is_written_in_two_ways_does_not_differ():
+    same = [job("0", "optim.lr=1e-3", "seed=nan", "x=1.0"), job("1", "optim.lr=0.001", "seed=nan", "x=1")]
+    assert sweep_table.varied(same) == {}
+    seeds = ["9007199254740992", "9007199254740993"]  # one number to a float
+    assert sweep_table.varied([job("0", f"seed={seeds[0]}"), job("1", f"seed={seeds[1]}")]) == {"seed": seeds}
+    typed = ["1e-3", "0.001", "2e-3"]
+    assert sweep_table.varied([job("", f"optim.lr={value}") for value in typed]) == {"optim.lr": typed}, "as typed"
+
+
 def test_a_job_without_a_summary_has_hydras_words_and_is_no_success(tmp_path):
     (tmp_path / "0/.hydra").mkdir(parents=True)
     (tmp_path / "0/.hydra/overrides.yaml").write_text("- seed=1\n- run_name='a b'\n")

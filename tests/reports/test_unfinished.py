@@ -1,14 +1,18 @@
 """Runs that have no summary.json, since they run still or were killed."""
 
 import json
+import logging
 from dataclasses import asdict
 
 import pytest
 import yaml
 
 from gpt2_fp8 import compose
+from gpt2_fp8.backends.reference import Reference
+from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.reports import checklist, compare_conditions, comparison_notes, conditions, find_runs, verdict
 from gpt2_fp8.reports.unfinished import STATUS
+from gpt2_fp8.train.setup import announce
 from tests.reports.made import TOKENS, rows, run
 
 LOG = """[01:02:03] device     NVIDIA H200 x 1
@@ -84,6 +88,19 @@ def test_it_belongs_to_the_runs_of_its_settings_and_does_not_shorten_what_has_en
     assert [len(result.condition.runs) for result in found.results] == [1, 2]
     assert found.tokens == 20 * TOKENS
     assert "1 of 2 runs are not in the losses (running or killed)" in " ".join(comparison_notes.of(found, []))
+
+
+@pytest.mark.parametrize("size", [1, 2, 1024])
+def test_the_micro_batch_that_a_run_announces_does_not_split_a_condition(size, tmp_path, ended, caplog):
+    words = ["precision=fp32", "global_batch_size=2048"]
+    (config,) = compose.preflight([*words, f"micro_batch_size={size}"])
+    run(tmp_path / "whole", rows(lambda step: 3.0, 20), settings(*words, f"micro_batch_size={size}"))
+    plan = Plan("cpu", "fp32", "fp32", None, Reference(config, "fp32", "cpu"))
+    with caplog.at_level(logging.INFO):
+        announce(config, plan, 50257, 1, tmp_path, None)
+    said = "".join(f"[01:02:03] {line}\n" for line in caplog.messages)
+    killed(tmp_path / "killed", settings(*words, "micro_batch_size=auto", "seed=2"), log=said)
+    assert [len(result.condition.runs) for result in compared(tmp_path).results] == [1, 2]
 
 
 def test_a_job_that_still_runs_does_not_shorten_a_sweep(tmp_path, ended):
