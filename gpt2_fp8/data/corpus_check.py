@@ -59,12 +59,12 @@ def validation_blocks(units: list[Unit], pool: UnitPool, n_positions: int, count
         pool.drop(ticket)
     n_blocks = min(count, (length - 1) // n_positions)
     if n_blocks < 1:
-        raise UserError.of(
-            f"the validation text is too short: {length} tokens in {len(units)} units, but one sequence takes "
-            f"model.n_positions + 1 = {n_positions + 1}",
-            "hold out more, such as data.val_fraction=0.2 or data.val_files='[FILE]'; or do without: "
-            "data.val_sequences=0",
-        )
+        needed = f"but one sequence takes model.n_positions + 1 = {n_positions + 1}"
+        cause = f"the validation text is too short: {length} tokens in {len(units)} units, {needed}"
+        more = "hold out more, such as data.val_fraction=0.2 or data.val_files='[FILE]'"
+        if not units:
+            more += " (the latter for short .txt files, of which data.val_fraction takes whole lines at the end)"
+        raise UserError.of(cause, f"{more}; or do without: data.val_sequences=0")
     tokens = np.concatenate(parts)
     starts = np.arange(n_blocks)[:, None] * n_positions
     return tokens[starts + np.arange(n_positions + 1)]

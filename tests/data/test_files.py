@@ -188,6 +188,17 @@ def test_validation_is_the_same_on_every_call(tmp_path: Path) -> None:
         module(files_config(path, val_sequences=10))
 
 
+def test_short_texts_need_files_to_validate_on(tmp_path: Path) -> None:
+    """No line begins in the last fifth of any of them."""
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text("one line of a short text\n")
+    held_out = tmp_path / "held out.txt"
+    held_out.write_text("a text to validate on, of some length\n")
+    with pytest.raises(UserError, match=r"data\.val_files='\[FILE\]' \(the latter for short \.txt files"):
+        module(files_config(tmp_path / "*.txt", val_fraction=0.2, val_sequences=1))
+    assert module(files_config(tmp_path / "*.txt", val_files=[str(held_out)], val_sequences=1)).text.val
+
+
 def test_file_or_hub_prefers_the_file(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "name": "x", "kind": "file_or_hub", "repo": "a/b", "revision": "main", "train_files": ["*"], "val_files": [],
