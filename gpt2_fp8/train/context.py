@@ -108,7 +108,8 @@ class RunContext:
         if isinstance(error, RunError):
             self._tell(error)
         self._summary.finish(error)
-        refused = isinstance(error, UserError) and pointers.steps(self.checkpointing.folder)
+        begun = self._summary.steps > self._first_step
+        refused = isinstance(error, UserError) and not begun and pointers.steps(self.checkpointing.folder)
         if rank() == 0 and not refused:  # a refused command line does not replace the summary of an earlier run
             self._summary.take_over(self.folder)
             self._write()

@@ -17,9 +17,10 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import digests, stdlib
 from gpt2_fp8.data.digests import Digests
 from gpt2_fp8.data.units import Corpus, Unit
+from gpt2_fp8.train.module import GPT2Module
 from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.data.test_datamodule import ranks
-from tests.runs import forked
+from tests.runs import forked, summary, train
 
 CHANGED = "the text changed under this run"
 
@@ -89,6 +90,25 @@ def test_110_changed_text_is_refused_by_the_run_that_goes_on(tmp_path: Path, kin
     assert str(text) in cause
     assert "restore it as it was" in other.stderr
     assert "Traceback" not in other.stderr
+
+
+def test_110_a_run_whose_text_changes_in_its_midst_has_a_summary(tmp_path: Path, monkeypatch: Any) -> None:
+    """It has trained, and is no command line that is refused."""
+    step = GPT2Module.training_step
+
+    def changes(self: GPT2Module, *batch: Any) -> None:
+        if self.trainer.global_step == 5:
+            raise UserError.of(f"{CHANGED}: a.txt", "restore it as it was")
+        step(self, *batch)
+
+    monkeypatch.setattr(GPT2Module, "training_step", changes)
+    for words in ([], ["ckpt_path=last"]):
+        with pytest.raises(UserError, match=CHANGED):
+            train(tmp_path / "run", "callbacks.checkpoint_every_n_steps=2", *words)
+        found = summary(tmp_path / "run")
+        assert (found["status"], found["exit_code"], found["steps"]) == ("refused", 2, 5)
+        assert CHANGED in found["message"]
+        assert found["checkpoint"]["last"] is not None
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
