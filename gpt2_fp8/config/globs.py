@@ -19,6 +19,11 @@ def find(pattern: str) -> list[Path]:
     return [path] if os.path.lexists(path) else [Path(match) for match in sorted(_expand(str(path)))]
 
 
+def real(path: str | Path) -> str:
+    """Return the one path of a file that has several: absolute, and without links. Two words for one file have one."""
+    return os.path.realpath(path)
+
+
 def why_not(path: Path) -> str | None:
     """Return why a path that `find` gave cannot be read as a file of text, or None.
 

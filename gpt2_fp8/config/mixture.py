@@ -7,8 +7,16 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import combinations
 
-from gpt2_fp8.config import hints
-from gpt2_fp8.config.data_schema import DataConfig, Mixed, MixtureData, TextOfARun
+from gpt2_fp8.config import globs, hints
+from gpt2_fp8.config.data_schema import (
+    DataConfig,
+    FileOrHubData,
+    FilesData,
+    Mixed,
+    MixtureData,
+    TextOfARun,
+    TokenFilesData,
+)
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
@@ -125,17 +133,27 @@ def _in_common(data: MixtureData) -> Iterator[Finding]:
             keys = f"data.sources.{names[0]}.tokenizer", f"data.sources.{name}.tokenizer"
             cause = f"{keys[0]}={show(first)}, {keys[1]}={show(other)}: a model has one tokenizer"
             yield Finding(keys, Problem(cause, f"{keys[1]}={show(first)}, or {keys[0]}={show(other)}"))
+    texts = {name: _text(source) for name, source in data.sources.items()}
     for one, other in combinations(names, 2):
-        if _text(data.sources[one]) == _text(data.sources[other]):
+        if texts[one] == texts[other]:
             cause = f"data.sources.{one} and data.sources.{other} are the same text"
             yield Finding((f"data.sources.{other}",), Problem(cause, f"leave {other} out, and give {one} both weights"))
 
 
 def _text(source: DataConfig) -> object:
-    """Return what says which text a source is."""
+    """Return what says which text a source is. Local files are told by their real paths, in any order."""
     about = {field.name: getattr(source, field.name) for field in fields(source)}
+    if isinstance(source, (FilesData, TokenFilesData)):
+        about |= {"train_files": _files(source.train_files), "val_files": _files(source.val_files)}
+    if isinstance(source, FileOrHubData):
+        about["path"] = _files([source.path])
     apart = ("name", "num_workers", "seed", "val_sequences", "cache_dir")
     return type(source), {key: str(value) for key, value in about.items() if key not in apart}
+
+
+def _files(patterns: list[str]) -> list[str]:
+    """Return the real paths of the files that `patterns` name, and each pattern that names none."""
+    return sorted({name for word in patterns for name in [globs.real(path) for path in globs.find(word)] or [word]})
 
 
 def _placed(text: str, name: str) -> str:

@@ -85,15 +85,15 @@ def both_sides(
         problems.append(
             Problem("data.train_files is empty", f"name your files: data.train_files='[/corpus/*{kinds[-1]}]'")
         )
-    val = _resolve(val_files, kinds, problems)
-    held_out = {path.resolve() for path in val}
-    train = [path for path in _resolve(train_files, kinds, problems) if path.resolve() not in held_out]
+    held_out = _resolve(val_files, kinds, problems)
+    val = list(held_out.values())
+    train = [path for real, path in _resolve(train_files, kinds, problems).items() if real not in held_out]
     return (train, val) if train_files else (val, val)
 
 
-def _resolve(patterns: list[str], kinds: tuple[str, ...], problems: list[Problem]) -> list[Path]:
-    """Return the files that `patterns` name, each once."""
-    found: dict[Path, None] = {}
+def _resolve(patterns: list[str], kinds: tuple[str, ...], problems: list[Problem]) -> dict[str, Path]:
+    """Return the files that `patterns` name, each once, as it is named first; by their real paths."""
+    found: dict[str, Path] = {}
     for pattern in patterns:
         matches = globs.find(pattern)
         reasons = {path: reason for path in matches if (reason := globs.why_not(path))}
@@ -106,12 +106,13 @@ def _resolve(patterns: list[str], kinds: tuple[str, ...], problems: list[Problem
             problems.append(Problem(str(globs.why_not(named[0])), "rename the file, or leave it out"))
         elif not files:
             problems.append(Problem(reasons[matches[0]], "name files that hold the text"))
-        found.update(dict.fromkeys(files))
-    empty = {path: None for path in found if path.stat().st_size == 0 and path.name.lower().endswith(kinds)}
+        for path in files:
+            found.setdefault(globs.real(path), path)
+    empty = {path: None for path in found.values() if path.stat().st_size == 0 and path.name.lower().endswith(kinds)}
     if empty:
         first = ", ".join(map(str, [*empty][:5]))
         log.warning("data: %d files are empty and are skipped: %s", len(empty), first)
-    return [path for path in found if path not in empty]
+    return {real: path for real, path in found.items() if path not in empty}
 
 
 def _whole(paths: list[Path]) -> list[Unit]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
+from gpt2_fp8.config.errors import DataSourceLost, UserError
 from gpt2_fp8.config.mixture import as_named
+from gpt2_fp8.data import overlap
 from gpt2_fp8.data.corpus_check import check_trainable
 from gpt2_fp8.data.deal import Deal, Turns
 from gpt2_fp8.data.mixed_deal import MixedDeal, column_count, lanes_of_share
@@ -15,7 +17,7 @@ from gpt2_fp8.data.mixing import Mixing
 from gpt2_fp8.data.order import Order, lane_count
 from gpt2_fp8.data.prefetch import UnitPool
 from gpt2_fp8.data.reader import UnitReader
-from gpt2_fp8.data.units import Corpus, Unit
+from gpt2_fp8.data.units import Corpus
 
 
 @dataclass(frozen=True)
@@ -66,24 +68,11 @@ def together(parts: list[Part], corpora: list[Corpus]) -> Corpus:
     """
     if len(corpora) == 1:
         return corpora[0]
-    held_out = {_file(unit): unit.source for corpus in corpora for unit in corpus.val if unit.side == "all"}
     trained = [unit for corpus in corpora for unit in corpus.train]
-    mixed_up = {
-        (unit.path, unit.source, held_out[_file(unit)])
-        for unit in trained
-        if held_out.get(_file(unit), unit.source) != unit.source
-    }
-    if mixed_up:
-        remedy = "leave it out of one of the two"
-        causes = (f"source {one} trains on {path}, and source {other} validates with it"
-                  for path, one, other in sorted(mixed_up))  # fmt: skip
-        raise UserError(Problem(cause, remedy) for cause in causes)
+    scored = (corpus.val for part, corpus in zip(parts, corpora, strict=True) if part.val_sequences)
+    overlap.check(trained, chain.from_iterable(scored))
     about: dict[str, str | int] = {"kind": "mixture", "sources": ", ".join(part.name for part in parts)}
     return Corpus(trained, [unit for corpus in corpora for unit in corpus.val], about)
-
-
-def _file(unit: Unit) -> tuple[str, str, int, int]:
-    return unit.path, unit.version, unit.start, unit.stop
 
 
 def twisted(parts: list[Part], corpora: list[Corpus], pool: UnitPool, size: int, n_positions: int) -> list[Strand]:

@@ -795,6 +795,23 @@ def test_the_defaults_have_nothing_wrong():
     assert value_of(config, "data.val_fraction") is None
 
 
+def test_two_sources_of_the_same_files_are_refused_by_any_spelling(tmp_path):
+    (tmp_path / "d").mkdir()
+    for name in ("good.txt", "other.txt"):
+        (tmp_path / "d" / name).write_text("text")
+    (tmp_path / "ln.txt").symlink_to(tmp_path / "d" / "good.txt")
+    (tmp_path / "linked").symlink_to(tmp_path / "d")
+    mixed = "data=mixture +data@data.sources.a=text_files +data@data.sources.b=text_files"
+    first = f"{mixed} data.sources.a.train_files=[d/good.txt]"
+    for word in (f"{tmp_path}/d/good.txt", "d/../d/good.txt", "ln.txt", "linked/go*.txt", "d/good.txt,ln.txt"):
+        (problem,) = refusals(f"{first} data.sources.b.train_files=[{word}]")
+        assert problem.cause == "data.sources.a and data.sources.b are the same text"
+    assert preflight(f"{first} data.sources.b.train_files=[d/other.txt]".split())
+    tiny = "data=mixture +data@data.sources.a=tinyshakespeare +data@data.sources.b=tinyshakespeare"
+    (problem,) = refusals(f"{tiny} data.sources.a.path=ln.txt data.sources.b.path=d/good.txt")
+    assert problem.cause == "data.sources.a and data.sources.b are the same text"
+
+
 def test_files_that_are_there_are_accepted(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "sub").mkdir()

@@ -101,6 +101,24 @@ def test_globs_are_sorted_and_val_files_never_trained_on(tmp_path: Path) -> None
     assert [Path(u.path).name for u in corpus.val] == ["2.jsonl"]
 
 
+def test_a_file_with_several_names_is_read_once_as_it_is_named_first(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    folder.mkdir()
+    good, link, other = (folder / name for name in ("good.txt", "a_link.txt", "other.txt"))
+    good.write_text("text\n" * 9)
+    other.write_text("more\n" * 9)
+    link.symlink_to(good)
+    once = FilesSource([str(good), str(other)], [], 0.0).corpus()
+    around = str(folder / ".." / "d" / "good.txt")
+    for words in ([good, link, other], [good, around, other], [good, good, other], [good, f"{folder}/*.txt"]):
+        assert FilesSource(list(map(str, words)), [], 0.0).corpus() == once
+    assert once.about["files"] == 2
+    first = FilesSource([f"{folder}/*.txt"], [], 0.0).corpus()
+    assert [Path(unit.path).name for unit in first.train] == ["a_link.txt", "other.txt"]
+    held_out = FilesSource([str(other)], [str(good), str(link)], 0.0).corpus()
+    assert [unit.path for unit in held_out.val] == [str(good)]
+
+
 def test_all_problems_at_once(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("a,b\n")
     write(tmp_path / "ok.jsonl", TEXTS)

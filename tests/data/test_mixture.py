@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data.loaders import PADDING
 from gpt2_fp8.data.packing import Batches
-from tests.data.corpora import items, module, write_jsonl
+from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.data.mixtures import letters, mixture, shares, sources_of, three
 
 
@@ -166,6 +166,54 @@ def test_errors_name_their_source(tmp_path: Path) -> None:
                             val_files=[str(tmp_path / "a" / "00.jsonl")], val_sequences=1))  # fmt: skip
     assert "source a trains on" in held_out
     assert "source other validates with it" in held_out
+
+
+def spellings(path: Path) -> list[str]:
+    """A path as it is, relative, with `..`, and through links to the file and to its folder."""
+    (path.parent / "ln.txt").symlink_to(path.name)
+    folder = path.parent.parent / "linked"
+    folder.symlink_to(path.parent)
+    around = path.parent / ".." / path.parent.name / path.name
+    return [*map(str, (path, around, path.parent / "ln.txt", folder / path.name)), os.path.relpath(path)]
+
+
+@pytest.mark.parametrize("first", ["files of its own", "a part", "nothing"])
+def test_a_file_that_another_source_validates_with_is_refused_by_any_spelling(first: str, tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    good, more, own = (tmp_path / "d" / name for name in ("good.txt", "more.txt", "own.txt"))
+    for path in (good, more, own):
+        path.write_text(f"{path.name} has a line\n" * 40)
+    changes = {"files of its own": {"val_files": [str(own)]}, "a part": {"val_fraction": 0.1}, "nothing": {}}[first]
+    trains = files_config(good, **changes, val_sequences=int(first != "nothing"))
+    for word in spellings(good):
+        other = files_config(more, val_files=[word], val_sequences=1)
+        with pytest.raises(UserError) as error:
+            module(mixture({"a": trains, "b": other}))
+        (problem,) = error.value.problems
+        assert problem.cause == f"source a trains on {good}, and source b validates with it"
+        module(mixture({"a": trains, "b": replace(other, val_sequences=0)}))
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
+def test_a_part_that_another_source_trains_on_is_refused_and_an_equal_split_is_not(name: str, tmp_path: Path) -> None:
+    texts = [f"document {i} of some words" for i in range(200)]
+    path = write_jsonl(tmp_path / name, texts) if name == "x.jsonl" else tmp_path / name
+    if name == "x.txt":
+        path.write_text("\n".join(texts))
+    more = tmp_path / "more.txt"
+    more.write_text("another text\n" * 40)
+    link = tmp_path / f"ln.{name}"
+    link.symlink_to(path)
+    held = files_config([path, more], val_fraction=0.2, val_sequences=1)
+
+    def set_up(fraction: float) -> None:
+        module(mixture({"a": held, "b": files_config(link, val_fraction=fraction)}))
+
+    for fraction in (0.2, 0.3):
+        set_up(fraction)
+    for fraction in (0.0, 0.1):
+        with pytest.raises(UserError, match=rf"source b trains on {link}, and source a validates with it"):
+            set_up(fraction)
 
 
 def test_overfitting_repeats_the_first_steps(tmp_path: Path) -> None:
