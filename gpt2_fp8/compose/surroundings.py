@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt2_fp8.compose import parallel
+from gpt2_fp8.compose import complete_run, parallel
 from gpt2_fp8.compose.composer import lookup
 from gpt2_fp8.compose.sweep_folders import Place
 from gpt2_fp8.config import hydra_policy, output_folder, run_folder, slurm_launcher
@@ -106,6 +106,8 @@ class Surroundings:
             again = False
         if self.config.ckpt_path is None and not wrong and not again:
             yield from output_folder.check_untaken(own)
+        if self.config.ckpt_path is not None and not wrong:
+            yield from complete_run.check(own, self.config)
 
     def _resolved(self, setting: str) -> str:
         """Return the folder into which Hydra will put the job. Raises OmegaConfBaseException."""

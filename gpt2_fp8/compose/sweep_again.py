@@ -15,6 +15,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.types import Override
 
+from gpt2_fp8.compose import complete_run
 from gpt2_fp8.compose.sweep_folders import Place
 from gpt2_fp8.config import sweep_plan
 from gpt2_fp8.config.errors import Finding
@@ -44,12 +45,15 @@ def check(jobs: Sequence[tuple[Place, Sequence[Override]]]) -> Iterator[Finding]
 
 
 def _begun(above: Path) -> Iterator[tuple[Path, Words]]:
-    """Yield the folder of each job that has begun below `above`, and its words as Hydra has written them."""
+    """Yield the folder of each job that has begun below `above`, and its words.
+
+    These are its summary's, which a job that was refused later does not replace, or those that Hydra has written.
+    """
     for file in sorted(above.glob("*/.hydra/overrides.yaml"))[:_MOST]:
-        found: Any = None
+        found: Any = complete_run.summary(file.parents[1]).get("overrides")
         with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
             about = os.lstat(file)
-            if stat.S_ISREG(about.st_mode) and about.st_size <= _LARGEST:
+            if not found and stat.S_ISREG(about.st_mode) and about.st_size <= _LARGEST:
                 found = yaml.safe_load(file.read_text(encoding="utf-8"))
         if sweep_plan.is_words(found):
             yield Path(os.path.realpath(file.parents[1])), _by_key(found)

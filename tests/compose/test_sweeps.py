@@ -1,6 +1,7 @@
 """The sweeps of docs/sweeps, each by its own command."""
 
 import csv
+import json
 import re
 import shlex
 
@@ -191,6 +192,37 @@ def test_a_word_that_is_made_of_others_is_in_the_table_as_each_job_has_it(tmp_pa
     assert done.returncode == 0, done.stderr
     assert "Sweep of 2 jobs: 2 completed\n" in done.stdout
     assert "warn" not in done.stderr.lower()
+
+
+@pytest.mark.usefixtures("begun")
+def test_a_job_that_was_refused_is_known_by_the_words_that_it_was_trained_with(tmp_path):
+    """Hydra writes a job's words before its resume is refused."""
+    job = tmp_path / "outputs/s/1"
+    trained = yaml.safe_load((job / ".hydra/overrides.yaml").read_text())
+    (job / "summary.json").write_text(json.dumps({"status": "completed", "overrides": trained}))
+    (job / ".hydra/overrides.yaml").write_text(yaml.safe_dump(["optim.lr=0.005", *trained[1:]]))
+    line = ["-m", "run_name=s", "model=tiny", "ckpt_path=last"]
+    assert preflight([*line, *BEGUN.split()])
+    with pytest.raises(UserError, match=r"job 1 was optim\.lr=0\.001, and would go on as optim\.lr=0\.002, as 3 was"):
+        preflight([*line, "optim.lr=2e-3,1e-3", "precision=bf16,fp8_hybrid"])
+
+
+@pytest.mark.whole
+def test_a_sweep_whose_jobs_are_complete_is_refused_other_values_and_left_as_it_was(tmp_path):
+    line = ["-m", *SMALL, "trainer.max_steps=2", "optim.warmup_steps=1", "run_name=s", "ckpt_path=last"]
+    assert forked(*line, "precision=fp32,bf16", cwd=tmp_path).returncode == 0
+    before = _contents(tmp_path / "outputs/s")
+    done = forked(*line, "precision=fp32,fp8_hybrid", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "precision.name was bf16 and is now fp8_hybrid" in done.stderr
+    assert _contents(tmp_path / "outputs/s") == before
+    seeds = forked(*line, "precision=fp32,bf16", "seed=5", cwd=tmp_path)
+    assert seeds.returncode == 2, "nor a row of jobs that did not run"
+    assert _contents(tmp_path / "outputs/s") == before
+
+
+def _contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 OPTUNA = shlex.split((ROOT / "docs/sweeps/optuna.txt").read_text())
