@@ -148,6 +148,11 @@ def test_a_text_has_as_many_tokens_as_its_own_beginning_leaves_room_for(gpt2: st
     assert rows[1:] == written(tmp_path / "alone", gpt2, "prompt=y", "stop=false")
 
 
+def test_the_folder_of_out_is_made(gpt2: str, tmp_path: Path) -> None:
+    (row,) = written(tmp_path / "not/there/texts.jsonl", gpt2, "tokens=2")
+    assert row["tokens"] <= 2
+
+
 def test_past_the_context(gpt2: str, tmp_path: Path, capsys: Any) -> None:
     """The model has 64 positions. What a refusal says to type is accepted."""
     prompt = "x" * 60
