@@ -12,14 +12,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from pathlib import Path
 from typing import Any
 
 from gpt2_fp8.compose import evaluation, own_keys
 from gpt2_fp8.config.evaluate_schema import GROUPS, KEYS, EvaluateConfig
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import one_process, programs
-from gpt2_fp8.runtime.file_program import exit_code
+from gpt2_fp8.runtime.file_program import exit_code, to_write
 
 HELP = """\
 Evaluates a trained model on the text that it was validated with, or on any other: loss, perplexity, bits per byte.
@@ -71,7 +70,7 @@ def _evaluate(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     results = evaluate(found, config, request.own)
     if request.own.out is not None:
-        Path(request.own.out).expanduser().write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        to_write(request.own.out).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     for text in _told(results):
         print(line(text))
 

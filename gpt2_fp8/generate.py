@@ -13,14 +13,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from gpt2_fp8.compose import generation, own_keys
 from gpt2_fp8.config.generate_schema import GenerateConfig
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import one_process, programs
-from gpt2_fp8.runtime.file_program import exit_code
+from gpt2_fp8.runtime.file_program import exit_code, to_write
 
 if TYPE_CHECKING:
     from gpt2_fp8.train.generation import Generation, Written
@@ -58,7 +57,7 @@ def _generate(argv: list[str]) -> None:
 
     ready = Generation(config)
     print(f"{ready.path}, {str(ready.dtype).removeprefix('torch.')} on the {ready.device}", file=sys.stderr)
-    with Path(config.out).expanduser().open("w", encoding="utf-8") if config.out else nullcontext() as file:
+    with to_write(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as file:
         _write(ready, len(ready.prompts) * config.samples, file)
 
 

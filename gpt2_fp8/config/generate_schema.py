@@ -76,11 +76,10 @@ def beginnings(config: GenerateConfig, problems: list[Problem]) -> list[str]:
     if config.prompts is None:
         return config.prompt or [""]
     text = text_file.read("prompts", config.prompts, _LARGEST, f"prompts=FILE: {_FORM}", problems)
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if Path(config.prompts).suffix != ".jsonl":
-        return [line for _, line in lines]
+        return [line for line in text.splitlines() if line.strip()]
     found = []
-    for number, line in lines:
+    for number, line in text_file.json_lines(text):
         try:
             found.append(_prompt(json.loads(line)))
         except (ValueError, RecursionError) as error:
@@ -92,6 +91,7 @@ def _prompt(row: object) -> str:
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str) or not prompt:
         raise ValueError('it has no text under "prompt"')
+    prompt.encode()  # UnicodeEncodeError is a ValueError: half of a surrogate pair
     return prompt
 
 

@@ -28,9 +28,7 @@ def read(file: str, problems: list[Problem]) -> list[Item]:
     before = len(problems)
     text = text_file.read("ranking", file, _LARGEST, f"name a file of JSON lines: {_FORM}", problems)
     items = []
-    for number, line in enumerate(text.split("\n"), 1):  # a text in JSON may have other characters that end a line
-        if not line.strip():
-            continue
+    for number, line in text_file.json_lines(text):
         try:
             items.append(_item(json.loads(line)))
         except (ValueError, RecursionError) as error:

@@ -38,17 +38,32 @@ def problems(path: Path, column: str) -> list[Problem]:
         path.open("rb").close()
         if kind in (".txt", ".jsonl") and (found := _no_text(path)):
             return [found]
-        names = parquet.text_columns(path) if kind == ".parquet" else _first_keys(path) if "jsonl" in kind else {column}
         if kind == ".parquet":
+            types = parquet.column_types(path)
+            text = [name for name in types if parquet.is_text(types[name])]
+            if column not in text:
+                return [_no_column(path, column, text, [f"{name} ({types[name]})" for name in types])]
             parquet.check_declared(path, column)
+        if "jsonl" in kind and (first := _first_object(path)) is not None and column not in first:
+            return [_no_column(path, column, [key for key in first if isinstance(first[key], str)], list(first))]
     except UserError as error:
         return error.problems
     except (OSError, ValueError, TypeError, NotImplementedError, MemoryError) as error:  # Arrow raises these types
         return formats.unreadable(path, error).problems
-    if names is None or column in names:  # None: not one JSON object; its lines are skipped and counted
-        return []
-    have = printable(", ".join(sorted(names)))[:300] or "none"
-    return [Problem(f"{path} has no text column {column!r}", f"set data.text_column to one of its own: {have}")]
+    return []
+
+
+def _no_column(path: Path, column: str, text: list[str], own: list[str]) -> Problem:
+    """Return the problem of a file that has no text under `column`. `text`: its columns that are; `own`: all."""
+    cause = f"{path} has no text column {column!r}"
+    if text:
+        return Problem(cause, f"set data.text_column to one of its own: {_listed(text)}")
+    have = f"none of its columns is text: {_listed(own)}" if own else "it has no columns"
+    return Problem(f"{cause}, and {have}", "write it again with a column of text, or leave it out")
+
+
+def _listed(names: list[str]) -> str:
+    return printable(", ".join(sorted(names)))[:300]
 
 
 def _no_text(path: Path) -> Problem | None:
@@ -67,8 +82,8 @@ def _no_text(path: Path) -> Problem | None:
     return None
 
 
-def _first_keys(path: Path) -> set[str] | None:
-    """Return the keys of the first JSON object among the first hundred lines; None if there is none."""
+def _first_object(path: Path) -> dict[str, object] | None:
+    """Return the first JSON object among the first hundred lines; None if there is none."""
     most = min(path.stat().st_size, limits.LINE_BYTES) if formats.ending(path) == ".jsonl" else path.stat().st_size
     rows = map(formats.row, itertools.islice(formats.lines(Unit(path.name, str(path), 0, most)), 100))
-    return next((set(row) for row in rows if row is not None), None)
+    return next((row for row in rows if row is not None), None)

@@ -54,15 +54,21 @@ def _check_footer(path: str | Path, size: int) -> None:
         log.info("data: reading the footer of %s, of %d MiB", path, length >> 20)
 
 
-def text_columns(path: str | Path) -> set[str]:
-    """Return the names of the columns that are text."""
+def column_types(path: str | Path) -> dict[str, Any]:
+    """Return the Arrow types of the columns by their names; of a dictionary that of its values."""
+    import pyarrow as pa
+
+    schema = metadata(path).schema.to_arrow_schema()
+    return {f.name: f.type.value_type if pa.types.is_dictionary(f.type) else f.type for f in schema}
+
+
+def is_text(kind: Any) -> bool:
+    """Return whether an Arrow type is one of text."""
     import pyarrow as pa
 
     t = pa.types
     text = (t.is_string, t.is_large_string, t.is_string_view, t.is_binary, t.is_large_binary, t.is_binary_view)
-    schema = metadata(path).schema.to_arrow_schema()
-    types = {f.name: f.type.value_type if t.is_dictionary(f.type) else f.type for f in schema}
-    return {name for name, kind in types.items() if any(is_text(kind) for is_text in text)}
+    return any(is_kind(kind) for is_kind in text)
 
 
 def check_declared(path: Path, column: str) -> None:

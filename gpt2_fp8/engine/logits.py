@@ -12,9 +12,12 @@ from gpt2_fp8.engine.training_step import TrainingStep
 def logits(step: TrainingStep, ids: Tensor, vocab_size: int) -> Tensor:
     """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens], without gradients.
 
-    They are computed in the run's precision, on the layers' device. Raises UserError for more tokens than positions,
-    and for FP8 layers that have no scales yet.
+    They are computed in the run's precision, on the layers' device. Raises UserError for ids of another shape, for more
+    tokens than positions, and for FP8 layers that have no scales yet.
     """
+    if ids.dim() != 2:
+        remedy = "ids[None] of one sequence" if ids.dim() == 1 else "ids of shape [sequences, tokens]"
+        raise UserError.of(f"ids have the shape {list(ids.shape)}, and the model takes [sequences, tokens]", remedy)
     tokens, n_positions = ids.shape[1], step.config.model.n_positions
     if tokens > n_positions:
         raise UserError.of(f"{tokens} tokens, and the model has {n_positions} positions", f"ids[:, -{n_positions}:]")

@@ -11,6 +11,13 @@ from gpt2_fp8.config.shown import harmless, line
 from gpt2_fp8.runtime import output, torch_faults
 
 
+def to_write(file: str) -> Path:
+    """Return the path of a file to write, after making its folder. Raises OSError where that cannot be made."""
+    path = Path(file).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def exit_code(work: Callable[[], None], written: Path | str, remedy: str) -> int:
     """Call `work`, and return 0, or the code of how it ended.
 

@@ -232,7 +232,11 @@ class GPT2Module(pl.LightningModule):
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights. Raises UserError listing what differs when they are another model's."""
+        """Load weights.
+
+        Raises UserError before the layers are built, and listing what differs when the weights are another model's.
+        """
+        self._check_built()
         resume.refuse_other_weights(self.model.state_dict(), state_dict)
         return self.model.load_state_dict(state_dict, strict, assign)
 

@@ -354,6 +354,7 @@ def test_116_a_column_that_is_no_text_is_refused(tmp_path: Path, kind: str) -> N
     pq.write_table(pa.table({"text": NO_TEXT[kind]}), path)
     told = refusal(files_config(path))
     assert "has no text column 'text'" in told or "the training text is too short: 0 tokens" in told
+    assert "its own: none" not in told
     good = write_jsonl(tmp_path / "good.jsonl", STRINGS)  # and among others that are good, it is named or passed over
     if "no text column" in told:
         assert str(path) in refusal(files_config([path, good]))
@@ -394,6 +395,33 @@ def test_116_an_odd_line_is_read_or_counted(tmp_path: Path, line: str, read: str
     assert found == [TEXT * 9, *([] if read is None else [read]), TEXT]
     assert counts.broken == (read is None)
     assert items(module(files_config(path)), 1)
+
+
+def test_a_file_without_a_column_of_text_says_which_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.array(range(60)), "n": pa.array([[1]] * 60)}), path)
+    told = refusal(files_config(path))
+    assert "none of its columns is text: n (list<element: int64>), text (int64)\n  fix: write it again" in told
+    lines = write(tmp_path / "a.jsonl", b'{"id": 1, "n": 2}\n' * 50)
+    assert "none of its columns is text: id, n\n  fix: write it again" in refusal(files_config(lines))
+    lines = write(tmp_path / "b.jsonl", b'{"id": 1, "body": "x"}\n' * 50)
+    assert "fix: set data.text_column to one of its own: body" in refusal(files_config(lines))
+    assert "it has no columns\n" in refusal(files_config(write(tmp_path / "c.jsonl", b"{}\n" * 50)))
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [('{"text": 7}', "set data.text_column to"), ("broken", "repair the files"), ('{"text": "x"}', "MORE")],
+)
+def test_documents_that_are_skipped_are_not_answered_with_more_of_them(tmp_path: Path, line: str, remedy: str) -> None:
+    bad, good = write(tmp_path / "a.jsonl", f"{line}\n".encode() * 50), write_jsonl(tmp_path / "b.jsonl", STRINGS)
+    told = refusal(files_config(bad), n_positions=200)
+    assert "the training text is too short" in told
+    assert f"fix: {remedy.replace('MORE', 'give more text')}" in told
+    told = refusal(files_config(good, val_files=[str(bad)], val_sequences=4), n_positions=200)
+    assert "the validation text is too short" in told
+    assert f"fix: {remedy.replace('MORE', 'hold out more')}" in told
+    assert "data.val_sequences=0" in told
 
 
 @pytest.mark.parametrize("content", [b" ", b"\n" * 5000, b"\t \r\n" * 999, b"\xe2\x80\x83" * 500, BOM, BOM + b"\n\n"])

@@ -332,6 +332,18 @@ def test_a_bad_line_is_named_by_its_number(line: str) -> None:
     assert problem.cause.startswith("ranking=bad.jsonl, line 2: ")
 
 
+def test_the_folder_of_out_is_made(run: Path) -> None:
+    assert evaluate.main([f"ckpt_path={run}", "data.val_sequences=1", "out=not/there/result.json"]) == 0
+    assert json.loads(Path("not/there/result.json").read_text())["sequences"] == 1
+
+
+def test_byte_order_marks_are_no_part_of_a_line() -> None:
+    Path("marked.jsonl").write_text("".join(f"\ufeff{json.dumps(item)}\r\n" for item in ITEMS), newline="")
+    problems: list[Any] = []
+    assert read_ranking("marked.jsonl", problems) == read_ranking("items.jsonl", problems)
+    assert problems == []
+
+
 def test_everything_is_said_at_once(run: Path, capsys: Any) -> None:
     words = ["data=stdlip", "precision=fp16", "model=gpt2", "seed=1", "out=/", "ranking=gone", "micro_batch_size=0"]
     assert evaluate.main([f"ckpt_path={run}", *words]) == 2

@@ -17,7 +17,7 @@ import transformers
 
 from gpt2_fp8 import compose, export, generate
 from gpt2_fp8.checkpoint import files
-from gpt2_fp8.config.generate_schema import GenerateConfig
+from gpt2_fp8.config.generate_schema import GenerateConfig, beginnings
 from gpt2_fp8.config.other_words import OF_GENERATE
 from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.model.decoder import Decoder
@@ -148,6 +148,11 @@ def test_a_text_has_as_many_tokens_as_its_own_beginning_leaves_room_for(gpt2: st
     assert rows[1:] == written(tmp_path / "alone", gpt2, "prompt=y", "stop=false")
 
 
+def test_the_folder_of_out_is_made(gpt2: str, tmp_path: Path) -> None:
+    (row,) = written(tmp_path / "not/there/texts.jsonl", gpt2, "tokens=2")
+    assert row["tokens"] <= 2
+
+
 def test_past_the_context(gpt2: str, tmp_path: Path, capsys: Any) -> None:
     """The model has 64 positions. What a refusal says to type is accepted."""
     prompt = "x" * 60
@@ -178,6 +183,7 @@ REFUSED = [
     ("MODEL prompts=gone", "prompts=gone: does not exist", "a prompt on each line"),
     ("MODEL prompts=nothing", "prompts=nothing holds no prompt", "a prompt on each line"),
     ("MODEL prompts=bad.jsonl", "prompts=bad.jsonl, line 2: ", '{"prompt": TEXT}'),
+    ("MODEL prompts=half.jsonl tokens=3", "prompts=half.jsonl, line 1: 'utf-8' codec can't encode", '{"prompt": TEXT}'),
     ("MODEL tokens=0", "tokens=0: must be at least 1", "choose 1 or more"),
     ("MODEL tokens=70", "has 1 of the model's 64 positions", "tokens=64 or less"),
     ("MODEL temperature=-0.1", "temperature=-0.1: must not be negative", "choose 0 or more"),
@@ -212,6 +218,7 @@ def here(tmp_path: Path, monkeypatch: Any) -> Path:
     (tmp_path / "damaged/manifest.json").write_text("{}")
     (tmp_path / "lines").write_text("one\ntwo\n")
     (tmp_path / "nothing").write_text("\n \n")
+    (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud800"}\n')
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"text": "y"}\n')
     write_json(tmp_path / "words", ["?", "a"], ["</s>"], "</s>")
     return tmp_path
@@ -236,6 +243,16 @@ def test_everything_is_said_at_once(here: Path, capsys: Any) -> None:
         generate.main(["ckpt_path=gone", "prompt=", "tokens=0", "top_p=2", "n=1", "out=empty", "tokenizer=gone"]) == 2
     )
     assert capsys.readouterr().err.count("error: ") == 7
+
+
+@pytest.mark.parametrize(("name", "line"), [("b.txt", "{}"), ("b.jsonl", '{{"prompt": "{}"}}')])
+def test_byte_order_marks_are_no_part_of_a_prompt(tmp_path: Path, name: str, line: str) -> None:
+    texts = ["To be", "or not", "a\u2028b"] if name.endswith(".jsonl") else ["To be", "or not"]
+    marked = "\ufeff" if name.endswith(".jsonl") else ""  # at inner lines too, as joined files have them
+    (tmp_path / name).write_bytes(("\ufeff" + f"\r\n{marked}".join(map(line.format, texts))).encode())
+    problems: list[Any] = []
+    assert beginnings(GenerateConfig(prompts=str(tmp_path / name)), problems) == texts
+    assert problems == []
 
 
 @pytest.mark.parametrize("name", OF_GENERATE)

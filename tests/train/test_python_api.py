@@ -445,11 +445,18 @@ def test_a_module_that_is_called_computes_logits(config, whole, tmp_path):
     assert torch.allclose(loaded(ids).float(), logits, atol=0.05)
     with pytest.raises(UserError, match="33 tokens, and the model has 32 positions"):
         loaded(torch.zeros(1, 33, dtype=torch.long))
+    with pytest.raises(UserError, match=r"shape \[10\], and the model takes \[sequences, tokens\](.|\n)*ids\[None\]"):
+        loaded(ids[0])
+    assert loaded(ids[0][None]).shape == (1, 10, 257)
+    with pytest.raises(UserError, match=r"shape \[1, 2, 10\], and the model takes \[sequences, tokens\]"):
+        loaded(ids[None])
 
 
 def test_a_module_without_layers_has_no_state_dict(config):
     with pytest.raises(UserError, match="no layers yet"):
         GPT2Module(config).state_dict()
+    with pytest.raises(UserError, match="no layers yet"):
+        GPT2Module(config).load_state_dict({})
 
 
 def test_a_module_in_fp8_computes_logits_once_it_has_scales(config, whole):
