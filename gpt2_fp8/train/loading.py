@@ -26,13 +26,15 @@ def training(config: RunConfig, folder: Path, here: Path, words: Sequence[str] =
     """Import and return `fit.run`, for a run of `config` in `folder`, and import its plugins.
 
     `here`: the folder where plugins are searched for. `words`: the run's overrides, for the summary of one that ends
-    here. `in_sweep`: it is a sweep's job. Raises UserError if the process may not have the memory for torch, or if a
-    plugin cannot be imported, NotInstalled if a package is missing, and Stopped for a signal.
+    here. `in_sweep`: it is a sweep's job. On return signals are held: `GracefulStop` releases them. Raises UserError if
+    the process may not have the memory for torch, or if a plugin cannot be imported, NotInstalled if a package is
+    missing, and Stopped for a signal.
     """
     with signals.handled() as handlers:
         try:
             run = _imported()
             registry.load(config.plugins, here)
+            handlers.hold()  # a signal waits for the run's own context, whose end writes the summary
             return run
         except BaseException as caught:
             handlers.hold()  # only the end follows

@@ -120,6 +120,33 @@ def test_121_a_signal_while_torch_is_imported_leaves_a_summary(tmp_path, then):
     assert not (tmp_path / "outputs/run/.lock").exists()
 
 
+BETWEEN = """
+import os, signal, sys, time
+from gpt2_fp8.train import fit
+run = fit.run
+def stopped(*arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.3)
+    return run(*arguments)
+fit.run = stopped
+from gpt2_fp8 import run as program
+if __name__ == "__main__":
+    sys.exit(program.main(sys.argv[1:]))
+"""
+
+
+def test_121_a_signal_between_the_import_and_the_run_leaves_a_summary(tmp_path):
+    """As one that comes near the end of the import, and is raised a moment later."""
+    (tmp_path / "script.py").write_text(BETWEEN)
+    done = forkserver.run(
+        [sys.executable, "script.py", *LONG], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 143, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    report = summary(tmp_path / "outputs/run")
+    assert (report["status"], report["exit_code"], report["steps"]) == ("stopped", 143, 0)
+
+
 def thrown_in(body):
     with signals.handled() as handlers, pytest.raises(Interrupted), handlers.at_once():
         body()
@@ -213,10 +240,10 @@ import os, signal, sys, time
 from gpt2_fp8.data.datamodule import TokenDataModule
 if "LOCAL_RANK" in os.environ:
     from gpt2_fp8.train import fit
-    run = fit.run
+    train = fit.run
     def stopped(*arguments):
         {how}
-        return run(*arguments)
+        return train(*arguments)
     fit.run = stopped
 from gpt2_fp8 import run
 if __name__ == "__main__":
