@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from gpt2_fp8.checkpoint import bounded
+from gpt2_fp8.config import bounded
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.shown import harmless, line
 from gpt2_fp8.diagnose import facts as recorded

@@ -10,7 +10,7 @@ from typing import Any
 from jobs import Job
 
 from gpt2_fp8 import compose
-from gpt2_fp8.checkpoint import bounded
+from gpt2_fp8.config import bounded
 
 
 @dataclass(frozen=True)

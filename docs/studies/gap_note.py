@@ -8,8 +8,8 @@ from typing import Any
 import rows
 from gap_jobs import Study
 
-from gpt2_fp8.checkpoint import bounded, durable
-from gpt2_fp8.config import output_folder
+from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.config import bounded, output_folder
 from gpt2_fp8.config.errors import UserError
 
 ANOTHER = "name a new folder for the study"

@@ -10,7 +10,7 @@ from gpt2_fp8.config.data_schema import Mixed
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.mixture import sources_of
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, RunConfig
 
 NO_TEXT = ("name", "num_workers", "cache_dir")  # settings of a source that do not decide its tokens or their order
 ORDER = ("seed", "weights")  # settings that order the text for training, and leave the validation as it is
@@ -80,7 +80,5 @@ def _source(prefix: str, source: Mixed) -> dict[str, Any]:
 
 def _fixed(config: RunConfig) -> dict[str, Any]:
     """Return the settings that a checkpoint holds its run to, but for those of its text."""
-    model = {f"model.{key}": value for key, value in asdict(config.model).items()}
-    for key in ("model.name", "model.dropout", "model.depth_scaled_init"):
-        model.pop(key, None)
+    model = {f"model.{key}": value for key, value in asdict(config.model).items() if key not in FREE_OF_WEIGHTS}
     return model | {"optimizer": config.optimizer.name, "global_batch_size": config.global_batch_size}

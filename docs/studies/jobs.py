@@ -11,7 +11,8 @@ from typing import Any
 from rows import Leg, folder_name
 
 from gpt2_fp8 import compose
-from gpt2_fp8.checkpoint import bounded, pointers
+from gpt2_fp8.checkpoint import pointers
+from gpt2_fp8.config import bounded
 from gpt2_fp8.train import metrics_csv
 
 START = "start"  # the name of the runs that others begin from

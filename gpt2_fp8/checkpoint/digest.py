@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gpt2_fp8.checkpoint.bounded import regular_file
+from gpt2_fp8.config.bounded import regular_file
 from gpt2_fp8.runtime import activity
 
 _PART_BYTES = 4 << 20

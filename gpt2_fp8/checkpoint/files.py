@@ -20,10 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gpt2_fp8.checkpoint import bounded, disk_progress, durable, tree
+from gpt2_fp8.checkpoint import disk_progress, durable, tree
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.checkpoint.load import read, read_weights
 from gpt2_fp8.checkpoint.manifest import MANIFEST, MODEL, SKELETON, describe, is_checkpoint, place, read_manifest
+from gpt2_fp8.config import bounded
 
 __all__ = ["CheckpointError", "is_checkpoint", "read", "read_manifest", "read_weights", "remove", "sweep", "write"]
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_fp8 import __version__
-from gpt2_fp8.checkpoint import bounded
 from gpt2_fp8.checkpoint.digest import digests
 from gpt2_fp8.checkpoint.errors import CheckpointError, unreadable
 from gpt2_fp8.checkpoint.names import MOST_STEPS, step_aside, step_of
+from gpt2_fp8.config import bounded
 
 FORMAT = "gpt2_fp8 checkpoint"
 VERSION = 3

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gpt2_fp8.checkpoint import bounded, durable
+from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.checkpoint.manifest import SEAL, seal_of, sealed
 from gpt2_fp8.checkpoint.names import folder_name, step_of
+from gpt2_fp8.config import bounded
 
 __all__ = ["Kind", "Pointer", "folder_name", "follow", "note", "noted", "read", "remove", "step_of", "steps", "write"]
 

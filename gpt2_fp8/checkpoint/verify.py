@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.checkpoint.bounded import regular_file
 from gpt2_fp8.checkpoint.digest import digests
 from gpt2_fp8.checkpoint.errors import escaped, unreadable
 from gpt2_fp8.checkpoint.manifest import read_manifest
+from gpt2_fp8.config.bounded import regular_file
 
 log = logging.getLogger(__name__)
 

@@ -5,20 +5,17 @@ Its folder would then say that these settings have reached its results.
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.config import run_length
+from gpt2_fp8.config import bounded, run_length
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import key_paths, show, value_of
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, RunConfig
 
-_LARGEST = 1 << 22  # bytes of a summary
 _SHOWN = 5  # keys; a longer list helps nobody
 # What decides a training: neither its length, nor where it is written, nor how its text is fetched.
 _DECIDES = (
@@ -29,17 +26,13 @@ _DECIDES_BELOW = ("model.", "precision.", "recipe.", "optim.", "optimizer.", "pe
 _NO_NUMBERS = ("precision.fallback",)  # it only says whether the run may begin
 # What a checkpoint is never continued with, however long the run is.
 _FIXED = ("seed", "data.seed", "data.name", "global_batch_size", "trainer.overfit_batches", "optimizer.name")
-_FREE_OF_MODEL = ("model.name", "model.dropout", "model.depth_scaled_init")
 
 
 def summary(folder: Path) -> dict[str, Any]:
     """Return what the `summary.json` in a folder holds; nothing if there is none, or if it is no run's."""
     found: Any = None
-    with suppress(OSError, ValueError, RecursionError):
-        file = folder / "summary.json"
-        about = os.lstat(file)
-        if stat.S_ISREG(about.st_mode) and about.st_size <= _LARGEST:
-            found = json.loads(file.read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError):
+        found = bounded.read_json(folder / "summary.json")
     return found if isinstance(found, dict) else {}
 
 
@@ -102,9 +95,14 @@ def _value(was: dict[str, Any], key: str, default: Any = None) -> Any:
     return within.get(name, default) if isinstance(within, dict) else default
 
 
+def _shapes_weights(key: str) -> bool:
+    group, _, name = key.partition(".")
+    return group == "model" and name not in FREE_OF_WEIGHTS
+
+
 def _remedy(changed: list[str], ended_by: object, steps: int) -> str:
     """Return the ways out: a longer run is one if a checkpoint may be continued with what has `changed`."""
-    fixed = [key for key in changed if key in _FIXED or (key.startswith("model.") and key not in _FREE_OF_MODEL)]
+    fixed = [key for key in changed if key in _FIXED or _shapes_weights(key)]
     back = "set it back" if len(changed) == 1 else "set them back"
     longer = f"trainer.max_steps={steps + 1} or more" if ended_by == "trainer.max_steps" else f"a larger {ended_by}"
     ways = [back, *([] if fixed else [f"{longer} trains on with it"]), "another run_name begins another run"]

@@ -6,7 +6,6 @@ A job's folder is its number, unless a word says otherwise. So values in another
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from hydra.core.override_parser.types import Override
 
 from gpt2_fp8.compose import complete_run
 from gpt2_fp8.compose.sweep_folders import Place
-from gpt2_fp8.config import sweep_plan
+from gpt2_fp8.config import bounded, sweep_plan
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.config.typed import meant
@@ -52,8 +51,7 @@ def _begun(above: Path) -> Iterator[tuple[Path, Words]]:
     for file in sorted(above.glob("*/.hydra/overrides.yaml"))[:_MOST]:
         found: Any = complete_run.summary(file.parents[1]).get("overrides")
         with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
-            about = os.lstat(file)
-            if not found and stat.S_ISREG(about.st_mode) and about.st_size <= _LARGEST:
+            if not found and bounded.regular_file(file).st_size <= _LARGEST:
                 found = yaml.safe_load(file.read_text(encoding="utf-8"))
         if sweep_plan.is_words(found):
             yield Path(os.path.realpath(file.parents[1])), _by_key(found)

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from gpt2_fp8.config import emulation
+from gpt2_fp8.config import emulation, kept_layers
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.kept_layers import every_layer, fits_nothing, kept
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.precision_schema import IN_BACKWARD, OF_HEAD, Emulate, FP8PrecisionConfig
 
-_EMULATE, _BACKWARD, _KEEP = "precision.emulate", "precision.backward", "precision.keep_bf16"
+_EMULATE, _BACKWARD, _KEEP = "precision.emulate", "precision.backward", kept_layers.KEY
 _HEAD = ["head"]
 
 
@@ -96,13 +96,13 @@ def _without(precision: FP8PrecisionConfig, n_layer: int, names: Sequence[str], 
     told = [] if wrong.in_vain else wrong.idle_kept
     less = [name for name in keep if name in told or name not in emulation.idle(rest, keep, n_layer)]
     if _is_known(precision, n_layer) and less != keep:
-        typed, keep = f"{typed} and add {_kept(less)}", less
+        typed, keep = f"{typed} and add {kept_layers.typed(less)}", less
     return _Way(typed, replace(precision, emulate=rest, keep_bf16=keep))
 
 
 def _keeping_less(precision: FP8PrecisionConfig, n_layer: int) -> _Way:
     less = emulation.kept_beside(_names(precision), precision.keep_bf16, n_layer)
-    return _Way(_kept(less), replace(precision, keep_bf16=less))
+    return _Way(kept_layers.typed(less), replace(precision, keep_bf16=less))
 
 
 def _names(precision: FP8PrecisionConfig) -> list[Emulate]:
@@ -113,10 +113,6 @@ def _in_backward(name: str, backward: str) -> str:
     if name in IN_BACKWARD[backward]:
         return f"{_EMULATE} names {name}, which {_BACKWARD}={backward} keeps in bf16"
     return f"{_EMULATE} names {name}, and {_BACKWARD}={backward} takes that operand as the forward has it"
-
-
-def _kept(names: Sequence[str]) -> str:
-    return f"{_KEEP}='[{','.join(names)}]'"
 
 
 def _finding(keys: tuple[str, ...], cause: str, remedy: str) -> Finding:

@@ -7,12 +7,10 @@ from itertools import chain
 
 from gpt2_fp8.config import emulation
 from gpt2_fp8.config.errors import Finding
-from gpt2_fp8.config.kept_layers import every_layer, fits_nothing, keeping_less, kept, meant
+from gpt2_fp8.config.kept_layers import KEY, every_layer, fits_nothing, keeping_less, kept, meant, typed
 from gpt2_fp8.config.keys import finding, show
 from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
-
-_KEY = "precision.keep_bf16"
 
 
 def check(config: RunConfig) -> Iterator[Finding]:
@@ -29,10 +27,10 @@ def check(config: RunConfig) -> Iterator[Finding]:
             likely = _instead(names, n_layer)
             if isinstance(precision, FP8PrecisionConfig) and precision.emulate is not None:
                 likely = emulation.kept_beside(precision.emulate, likely, n_layer)
-            yield finding(config, _KEY, reason, f"{ways}: {_typed(likely)}" if likely else f"leave {_KEY} out")
+            yield finding(config, KEY, reason, f"{ways}: {typed(likely)}" if likely else f"leave {KEY} out")
     if every_layer(kept(names, n_layer)):
         reason = f"it keeps every layer in bf16, as precision=bf16 does; precision={precision.name} needs one in FP8"
-        yield finding(config, _KEY, reason, f"leave {_KEY} out")
+        yield finding(config, KEY, reason, f"leave {KEY} out")
 
 
 def _instead(names: list[str], n_layer: int) -> list[str]:
@@ -40,7 +38,3 @@ def _instead(names: list[str], n_layer: int) -> list[str]:
     likely = [[name] if not fits_nothing(name, n_layer) else meant(name, n_layer) for name in names]
     found = list(dict.fromkeys(chain.from_iterable(likely))) if all(likely) else ["head", "last"]
     return keeping_less(found, n_layer, blocks=True, head=False) if every_layer(kept(found, n_layer)) else found
-
-
-def _typed(names: list[str]) -> str:
-    return f"{_KEY}='[{','.join(names)}]'"

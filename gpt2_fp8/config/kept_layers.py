@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+KEY = "precision.keep_bf16"
 Part = str  # a name of PARTS
 PARTS: tuple[Part, ...] = ("qkv", "projection", "fc1", "fc2")
 ALL_PARTS = frozenset(PARTS)
@@ -81,6 +82,11 @@ def meant(name: str, n_layer: int) -> list[str]:
     block = _BLOCK.fullmatch(above)
     place = f"blocks.{min(int(block[1]), n_layer - 1)}" if block else "blocks.*"
     return [f"{place}.{ours}" for ours in _PARTS_ELSEWHERE.get(part, ())]
+
+
+def typed(names: Iterable[str]) -> str:
+    """Return the word that sets the key to `names`, quoted for the shell."""
+    return f"{KEY}='[{','.join(names)}]'"
 
 
 def _named(name: str, n_layer: int) -> Iterator[tuple[int, frozenset[Part]]]:

@@ -80,6 +80,9 @@ class ModelConfig:
     depth_scaled_init: bool = True  # weights into the residual stream begin smaller, by sqrt(2 n_layer)
 
 
+FREE_OF_WEIGHTS = ("name", "dropout", "depth_scaled_init")  # fields of ModelConfig; a resume may change them
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """Rates, decay and clipping; a linear warm-up and a schedule (engine/schedule.py has the formulas)."""

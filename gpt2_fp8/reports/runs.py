@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.checkpoint import bounded, durable
+from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.config import bounded
 from gpt2_fp8.reports import curves, unfinished
 from gpt2_fp8.reports.curves import Curve
 from gpt2_fp8.train import metrics_csv

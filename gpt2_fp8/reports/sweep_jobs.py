@@ -16,8 +16,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from gpt2_fp8.checkpoint import bounded
-from gpt2_fp8.config import sweep_plan
+from gpt2_fp8.config import bounded, sweep_plan
 
 SUMMARY, HYDRA, METRICS = "summary.json", ".hydra", "metrics.csv"
 UNFINISHED, NOT_RUN = "unfinished", "not run"

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from gpt2_fp8.checkpoint import bounded, names
-from gpt2_fp8.config import keys, own_words, parsing, run_length
+from gpt2_fp8.checkpoint import names
+from gpt2_fp8.config import bounded, keys, own_words, parsing, run_length
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.reports import sweep_jobs
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from gpt2_fp8.checkpoint import bounded, durable
+from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.config import bounded
 
 FILE = "remote_runs.json"
 _WRITING = threading.Lock()  # each service has a thread

@@ -13,7 +13,7 @@ from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.run_length import last_step
-from gpt2_fp8.config.schema import ModelConfig, RunConfig
+from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, ModelConfig, RunConfig
 from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.engine.saved_moments import check_moments
 from gpt2_fp8.engine.schedule import build_schedule
@@ -30,7 +30,7 @@ def other_settings(model: ModelConfig, given: dict[str, Any]) -> Iterator[Proble
     """
     given = saved_config.with_model_options(given) if given else {}
     for key, own in asdict(model).items():
-        if key not in ("name", "dropout", "depth_scaled_init") and key in given and given[key] != own:
+        if key not in FREE_OF_WEIGHTS and key in given and given[key] != own:
             cause = f"the checkpoint is of another model: model.{key} is {given[key]} there, {own} here"
             yield Problem(cause, "use the model= that the checkpoint was trained with")
 

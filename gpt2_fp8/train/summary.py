@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2_fp8 import __version__
-from gpt2_fp8.checkpoint import bounded, durable
+from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.checkpoint.lock import RunLock
+from gpt2_fp8.config import bounded
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
 from gpt2_fp8.config.schema import RunConfig

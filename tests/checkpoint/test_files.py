@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpt2_fp8.checkpoint import bounded, durable, files, find, pointers
+from gpt2_fp8.checkpoint import durable, files, find, pointers
 from gpt2_fp8.checkpoint.files import CheckpointError
 from gpt2_fp8.checkpoint.manifest import sealed
+from gpt2_fp8.config import bounded
 from gpt2_fp8.config.errors import UserError
 
 
