@@ -78,9 +78,10 @@ def _evaluate(argv: list[str]) -> None:
 def _told(results: dict[str, Any]) -> list[str]:
     """Return the lines that are printed."""
     reason = f" instead of {results['asked']}: {results['reason']}" if results["reason"] else ""
+    apart = "" if results["evaluation"] == results["precision"] else f", evaluation {results['evaluation']}"
     said = [
         f"{'checkpoint':<18} {results['checkpoint']}",
-        f"{'precision':<18} {results['precision']}{reason}",
+        f"{'precision':<18} {results['precision']}{apart}{reason}",
         f"{'layers':<18} {results['kernels']['layers']}, on {results['device']}",
         f"{'data':<18} {results['data']}, {results['sequences']:,} sequences",
     ]

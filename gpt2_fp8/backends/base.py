@@ -37,6 +37,7 @@ class Backend(ABC):
         graphs: whether this run's micro-batches are recorded and replayed.
         records_graphs: whether it can record micro-batches as CUDA graphs.
         fused_loss: whether the loss overwrites the logits with their gradient (`kernels.cross_entropy`; CUDA only).
+        bf16_layers: what computes `bf16_loss`, for people.
         recipe: how FP8 tensors get their scales: the configured recipe, or this backend's own if that is `auto`;
             None if nothing is scaled.
     """
@@ -44,6 +45,7 @@ class Backend(ABC):
     name: ClassVar[str]
     records_graphs: ClassVar[bool] = False
     fused_loss: ClassVar[bool] = True
+    bf16_layers: ClassVar[str] = "plain torch"
     compile_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
@@ -68,6 +70,10 @@ class Backend(ABC):
     def kernels(self, vocab_size: int) -> dict[str, str]:
         """Describe what computes each part of the model, by the part; the first key is `layers`."""
 
+    def evaluation_kernels(self, vocab_size: int) -> dict[str, str]:
+        """Describe, as `kernels` does, what computes a validation."""
+        return {"layers": f"{self.bf16_layers}, in bf16"} if self.evaluates_in_bf16 else self.kernels(vocab_size)
+
     def head_factor(self, rows: int, columns: int) -> float | None:
         """Return what multiplies the logits' gradient before it is cast to FP8, the loss's divisor left out.
 
@@ -86,6 +92,12 @@ class Backend(ABC):
     def fp8(self) -> bool:
         """Whether GEMMs run in FP8."""
         return self.ran.startswith("fp8")
+
+    @property
+    def evaluates_in_bf16(self) -> bool:
+        """Whether validation, samples and logits of an FP8 run compute in bf16 (`precision.evaluation`)."""
+        precision = self.config.precision
+        return self.fp8 and isinstance(precision, FP8PrecisionConfig) and precision.evaluation == "bf16"
 
     @property
     def keep_bf16(self) -> list[str]:
@@ -150,9 +162,16 @@ class Backend(ABC):
         is_first_microbatch = is_first_microbatch if self.fp8 else None
         return loss_of(model, ids, is_first_microbatch, scale, self.fused_loss, self.config.penalty)
 
-    def bf16_loss(self, model: GPT2) -> LossOf:
-        """Return the loss that repeats a step of an FP8 run in bf16. Call it inside `bf16_context`."""
-        return lambda ids, is_first_microbatch, scale: self.loss(model, ids, None, scale)
+    def bf16_model(self, model: GPT2) -> GPT2:
+        """Return what computes in bf16 with the parameters of `model`, of an FP8 run, inside `bf16_context`.
+
+        Here it is `model` itself: its layers compute in FP8 only in `fp8_region`.
+        """
+        return model
+
+    def bf16_loss(self, model: GPT2, ids: Tensor, scale: float) -> Tensor:
+        """Compute `loss` with a model of `bf16_model`. Call it inside `bf16_context`."""
+        return loss_of(model, ids, None, scale, ids.is_cuda, self.config.penalty)
 
     def scaling(self, model: GPT2) -> Scaling:
         """Return the owner of the model's FP8 scales."""

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
-from gpt2_fp8.backends.twin import bf16_loss
+from gpt2_fp8.backends.base import Backend, Device, Ran
+from gpt2_fp8.backends.twin import twin_of
 from gpt2_fp8.config import backend_support, emulation
 from gpt2_fp8.config.precision_schema import OF_HEAD, AutoRecipe, DelayedRecipe, FP8PrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
@@ -74,9 +74,10 @@ class Emulated(Backend):
         delayed = delayed_scaling(precision, self.recipe) if isinstance(self.recipe, DelayedRecipe) else None
         return emulated.Emulated(how, delayed, self.recompute, self.kernel)
 
-    def bf16_loss(self, model: GPT2) -> LossOf:
-        """See `Backend`. A twin of plain-torch layers computes it."""
-        return bf16_loss(model, self.recompute, self.config.penalty)
+    @override
+    def bf16_model(self, model: GPT2) -> GPT2:
+        """See `Backend`. It is a twin of plain-torch layers."""
+        return twin_of(model, self.recompute)
 
     def scaling(self, model: GPT2) -> Scaling:
         """See `Backend`. Scales that were found with other operands are not taken from a checkpoint."""

@@ -7,8 +7,8 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from gpt2_fp8.backends.base import Backend, Device, LossOf, Ran
-from gpt2_fp8.backends.twin import bf16_loss
+from gpt2_fp8.backends.base import Backend, Device, Ran
+from gpt2_fp8.backends.twin import twin_of
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec, why_not
 from gpt2_fp8.config.precision_schema import AutoRecipe, FP8PrecisionConfig, StatelessRecipe
@@ -58,9 +58,10 @@ class Torchao(Backend):
         """See `Backend`. No weight is kept in FP8 between micro-batches, so `torch.compile` makes one graph."""
         return super().loss(model, ids, None, scale)
 
-    def bf16_loss(self, model: GPT2) -> LossOf:
-        """See `Backend`. A twin of plain-torch layers computes it."""
-        return bf16_loss(model, self.recompute, self.config.penalty)
+    @override
+    def bf16_model(self, model: GPT2) -> GPT2:
+        """See `Backend`. It is a twin of plain-torch layers."""
+        return twin_of(model, self.recompute)
 
     def kernels(self, vocab_size: int) -> dict[str, str]:
         """See `Backend`. If faster layers were not chosen, it says why."""

@@ -25,6 +25,7 @@ class TransformerEngine(Backend):
     """Transformer Engine's layers. Outside `te.autocast` they compute in bf16 and can so repeat a step."""
 
     name = "te"
+    bf16_layers = "Transformer Engine's"
 
     @override
     def own_recipe(self, auto: AutoRecipe) -> DelayedRecipe | StatelessRecipe:

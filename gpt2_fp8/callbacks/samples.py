@@ -28,9 +28,9 @@ class Samples(pl.Callback):
         prompt = tokenizer.encode_ordinary(self.prompt) or [tokenizer.eot_token]
         n_positions = pl_module.config.model.n_positions
         try:
-            with pl_module.step.evaluation():
+            with pl_module.step.evaluation() as model:
                 ids = generate(
-                    pl_module.model, prompt, self.tokens, pl_module.vocab_size, n_positions, self.seed,
+                    model, prompt, self.tokens, pl_module.vocab_size, n_positions, self.seed,
                     stopped=_is_stopping,
                 )  # fmt: skip
         except Exception as error:

@@ -23,7 +23,7 @@ _DECIDES = (
     *("compile", "compile_mode", "cuda_graphs", "activation_checkpointing"),
 )
 _DECIDES_BELOW = ("model.", "precision.", "recipe.", "optim.", "optimizer.", "penalty.")
-_NO_NUMBERS = ("precision.fallback",)  # it only says whether the run may begin
+_NO_NUMBERS = ("precision.fallback", "precision.evaluation")  # of the training
 # What a checkpoint is never continued with, however long the run is.
 _FIXED = ("seed", "data.seed", "data.name", "global_batch_size", "trainer.overfit_batches", "optimizer.name")
 

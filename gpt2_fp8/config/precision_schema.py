@@ -46,6 +46,7 @@ class FP8PrecisionConfig:
     # first of fused, te and torchao that can
     backend: Literal["auto", "fused", "te", "torchao", "reference", "emulated"]
     emulate: list[Emulate] | None = None  # what the emulated layers cast to FP8; null: all that the fused layers do
+    evaluation: Literal["fp8", "bf16"] = "fp8"  # what validation, samples and logits compute in; an export is in bf16
     fast_accumulation: bool  # sum the blocks' input gradients in the tensor cores alone, to some 14 bits (fused layers)
     fallback: Literal["allow", "error"]  # when this machine cannot do FP8: train in bf16 (fp32 on a CPU), or exit 2
 
@@ -56,6 +57,7 @@ class AutoPrecisionConfig:
 
     name: Literal["auto"]
     keep_bf16: list[str]  # of what competes in FP8: layers whose products stay in bf16, as above
+    evaluation: Literal["fp8", "bf16"] = "fp8"  # what validation, samples and logits of a run in FP8 compute in
     tolerance: Part  # how far FP8's losses may lie from bf16's at the same steps, as a part of them
 
 

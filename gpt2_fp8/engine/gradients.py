@@ -44,7 +44,7 @@ class Gradients:
             self._loss_of = recorded(own)
         elif backend.compiled:
             self._loss_of = compiled(own, backend.compile_options)
-        self._in_bf16: LossOf | None = None
+        self._bf16_model: GPT2 | None = None
         self._graphed: GraphedGradients | None = None
         self._undo: Undo = _nothing
 
@@ -78,10 +78,33 @@ class Gradients:
     def of_step_in_bf16(self, ids: Tensor, micro_batch_size: int) -> Tensor:
         """Compute the same in bf16, for a step of an FP8 run that is run again. No FP8 scale or history changes."""
         self._undo = _nothing
-        if self._in_bf16 is None:
-            self._in_bf16 = self.plan.backend.bf16_loss(self.model)
         with self._no_sync():
-            return accumulate(ids, micro_batch_size, self._in_bf16, self._forward_in_bf16, self._go_back)
+            return accumulate(ids, micro_batch_size, self._bf16_loss, self._forward_in_bf16, self._go_back)
+
+    def _bf16_loss(self, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
+        return self.plan.backend.bf16_loss(self.in_bf16(), ids, scale)
+
+    def in_bf16(self) -> GPT2:
+        """Return `Backend.bf16_model` of the model, in the same mode: training or evaluation."""
+        if self._bf16_model is None:
+            self._bf16_model = self.plan.backend.bf16_model(self.model)
+        return self._bf16_model.train(self.model.training)
+
+    def evaluated(self, ids: Tensor) -> Tensor:
+        """Compute the mean loss over the targets of `ids` [sequences, n_positions + 1], float32, as a validation does.
+
+        No gradients are computed. With `precision.evaluation=bf16` no FP8 scale is needed.
+        """
+        signals.look()
+        with torch.no_grad(), self.evaluation_context():
+            if self.plan.backend.evaluates_in_bf16:
+                return self._bf16_loss(ids, None, 1.0)
+            return self.loss(ids)
+
+    def evaluation_context(self) -> AbstractContextManager:
+        """Enter the precision of a forward outside of training."""
+        backend = self.plan.backend
+        return backend.bf16_context() if backend.evaluates_in_bf16 else backend.forward_context()
 
     def calibrate(self, ids: Tensor, micro_batch_size: int) -> None:
         """Find delayed scaling's first scales from the first micro-batch of `ids`, of a step or of a validation."""

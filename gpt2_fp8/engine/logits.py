@@ -12,8 +12,8 @@ from gpt2_fp8.engine.training_step import TrainingStep
 def logits(step: TrainingStep, ids: Tensor, vocab_size: int) -> Tensor:
     """Compute logits [sequences, tokens, vocab_size] of integer ids [sequences, tokens], without gradients.
 
-    They are computed in the run's precision, on the layers' device. Raises UserError for ids of another shape, for more
-    tokens than positions, and for FP8 layers that have no scales yet.
+    They are computed in the precision of the run's validations, on the layers' device. Raises UserError for ids of
+    another shape, for more tokens than positions, and for FP8 layers that have no scales yet.
     """
     if ids.dim() != 2:
         remedy = "ids[None] of one sequence" if ids.dim() == 1 else "ids of shape [sequences, tokens]"
@@ -21,10 +21,11 @@ def logits(step: TrainingStep, ids: Tensor, vocab_size: int) -> Tensor:
     tokens, n_positions = ids.shape[1], step.config.model.n_positions
     if tokens > n_positions:
         raise UserError.of(f"{tokens} tokens, and the model has {n_positions} positions", f"ids[:, -{n_positions}:]")
-    with step.evaluation():
-        if not step.scaling.ready:
+    in_fp8 = step.plan.fp8 and not step.plan.backend.evaluates_in_bf16
+    with step.evaluation() as model:
+        if in_fp8 and not step.scaling.ready:
             raise UserError.of("the FP8 layers have no scales yet", "a training step or Trainer.validate finds them")
-        if step.plan.fp8:  # which takes multiples of 16; a causal model does not see what follows
+        if in_fp8:  # which takes multiples of 16; a causal model does not see what follows
             ids = functional.pad(ids, (0, n_positions - tokens))
-        found: Tensor = step.model(ids)
+        found: Tensor = model(ids)
     return found[:, :tokens, :vocab_size]

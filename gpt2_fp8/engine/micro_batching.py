@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.out_of_memory import Fitting
-from gpt2_fp8.runtime import collectives, signals
+from gpt2_fp8.runtime import collectives
 from gpt2_fp8.runtime.signal_handlers import Interrupted
 
 
@@ -109,13 +109,11 @@ class MicroBatching:
 
         if self._evaluation is None:
             self._evaluation = Fitting(len(ids), "the batch of a validation")
-        with torch.no_grad(), self._gradients.plan.backend.forward_context():
-            return self._evaluation(of, len(ids), lambda: None, ids.device, ranks=False)
+        return self._evaluation(of, len(ids), lambda: None, ids.device, ranks=False)
 
     def _sums(self, ids: Tensor) -> Tensor:
-        signals.look()
         count = (ids[:, 1:] >= 0).sum()
-        total = self._gradients.loss(ids).double() * count
+        total = self._gradients.evaluated(ids).double() * count
         return torch.stack([torch.where(count > 0, total, 0.0), count.double()])
 
     def state_dict(self) -> dict[str, int]:

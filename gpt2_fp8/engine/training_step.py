@@ -23,7 +23,7 @@ from gpt2_fp8.engine.micro_batching import MicroBatching
 from gpt2_fp8.engine.optim import build_optimizer, state_like
 from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.step import StepResult, Verdict, update
-from gpt2_fp8.model.gpt2 import initialise
+from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.runtime.signal_handlers import Interrupted
 
@@ -197,18 +197,22 @@ class TrainingStep:
         ids: [sequences, n_positions + 1]. The model must be in evaluation mode. The amax histories do not change.
         """
         self.settle()
-        self._find_scales(ids)
+        if not self.plan.backend.evaluates_in_bf16:
+            self._find_scales(ids)
         with self.scaling.unchanged():
             return self._batching.evaluate(ids)
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Enter evaluation mode for the caller's own forwards: no gradients, the run's precision, no amax recorded."""
+    def evaluation(self) -> Iterator[GPT2]:
+        """Enter evaluation mode for the caller's own forwards, and return the model for them.
+
+        No gradients are computed, and no amax is recorded. The precision is that of a validation.
+        """
         self.settle()
         with (
-            self._mode(training=False), torch.no_grad(), self.scaling.unchanged(), self.plan.backend.forward_context(),
+            self._mode(training=False), torch.no_grad(), self.scaling.unchanged(), self._gradients.evaluation_context(),
         ):  # fmt: skip
-            yield
+            yield self._gradients.in_bf16() if self.plan.backend.evaluates_in_bf16 else self.model
 
     @contextmanager
     def _mode(self, training: bool) -> Iterator[None]:

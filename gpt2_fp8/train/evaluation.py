@@ -98,9 +98,10 @@ def _trainer(config: RunConfig, plan: Plan, callbacks: list[pl.Callback]) -> pl.
 
 
 def _precision(plan: Plan, module: GPT2Module) -> dict[str, Any]:
-    kernels = plan.backend.kernels(module.vocab_size)
+    kernels = plan.backend.evaluation_kernels(module.vocab_size)
     return {
         "precision": plan.ran,
+        "evaluation": "bf16" if plan.backend.evaluates_in_bf16 else plan.ran,
         "recipe": plan.recipe,
         "asked": plan.asked,
         "reason": plan.reason,

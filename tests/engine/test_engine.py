@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
+from gpt2_fp8.backends import base
 from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.backends.reference import Reference
 from gpt2_fp8.backends.resolve import Plan, resolve
@@ -327,7 +328,7 @@ def again(of, autocast=False):
     backend = of.plan.backend
     backend.autocast = autocast
     if isinstance(backend, Reference):
-        backend.bf16_loss = Fused(backend.config, "fp8_hybrid", "cpu").bf16_loss
+        backend.bf16_model = Fused(backend.config, "fp8_hybrid", "cpu").bf16_model
     of.model.zero_grad(set_to_none=True)
     loss = of.of_step_in_bf16(batch(), MICRO)
     return loss, {name: p.grad for name, p in of.model.named_parameters()}
@@ -357,12 +358,12 @@ def test_layers_of_transformer_engine_compute_it_themselves(monkeypatch):
     backend, seen = TransformerEngine(config, "fp8_hybrid", "cpu"), []
     of = build(config)
 
-    def own(model, ids, first, scale):
+    def own(model, ids, first, scale, *_):
         assert model is of.model
         seen.append((len(ids), first, scale))
         return model.tokens.weight.sum() * scale
 
-    monkeypatch.setattr(backend, "loss", own)
+    monkeypatch.setattr(base, "loss_of", own)
     of.plan = replace(of.plan, backend=backend)
     again(of)
     assert seen == [(4, None, 0.5)] * 2, "no cast of a weight is kept, and none used"

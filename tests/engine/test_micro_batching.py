@@ -1,6 +1,5 @@
 """What is asked for in batches that fit: sizes are remembered, gradients of a failed attempt are not."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ class Gradients:
     """Holds `room` sequences at a time; says what it was asked for."""
 
     parameters = ()
-    plan = SimpleNamespace(backend=SimpleNamespace(forward_context=nullcontext))
 
     def __init__(self, room):
         self.room, self.asked, self.discarded = room, [], 0
@@ -93,7 +91,7 @@ def test_an_evaluation_counts_no_padding():
         counted = part[:, 1:] >= 0
         return torch.tensor(2.0) if counted.any() else torch.tensor(float("nan"))
 
-    of = batching(SimpleNamespace(loss=loss, plan=Gradients.plan), share=4, size=4)
+    of = batching(SimpleNamespace(evaluated=loss), share=4, size=4)
     assert of.evaluate(ids).tolist() == [4.0, 2.0]
     of._evaluation.size = 1
     assert of.evaluate(ids).tolist() == [4.0, 2.0]

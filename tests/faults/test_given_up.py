@@ -135,7 +135,7 @@ def test_120_in_a_step_that_is_run_again_in_bf16(tmp_path):
     with going_wrong(Once()):
         whole = tmp_path / "whole", steps_of(tmp_path / "whole", *words)
     with going_wrong(Once()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pretended, "again", nth(2, Pretended.again, seen := []))
+        patch.setattr(Pretended, "bf16_loss", nth(2, Pretended.bf16_loss, seen := []))
         steps = stopped_at(tmp_path / "run", patch, *words)
     assert (len(seen), len(steps)) == (2, 7)  # of which the last one raised
     assert summary(tmp_path / "run")["steps"] == 6

@@ -161,7 +161,7 @@ def test_70_the_way_to_bf16_has_a_size_of_its_own(tmp_path, caplog):
         def loss(self, module, step, precision):
             return NAN if (step, precision) == (3, "fp8") else 1.0
 
-    sizes, plain = [], Pretended.again
+    sizes, plain = [], Pretended.bf16_loss
 
     def limited(self, twin, ids, scale):
         sizes.append(len(ids))
@@ -170,7 +170,7 @@ def test_70_the_way_to_bf16_has_a_size_of_its_own(tmp_path, caplog):
         return plain(self, twin, ids, scale)
 
     with going_wrong(Once()) as patch:
-        patch.setattr(Pretended, "again", limited)
+        patch.setattr(Pretended, "bf16_loss", limited)
         train(tmp_path / "run", *STEPS, "precision=fp8_hybrid")
     assert sizes == [4, 2, *[1] * 8]
     assert summary(tmp_path / "run")["divergence"]["reruns"] == 1

@@ -1,11 +1,13 @@
 """Whole runs in FP8 on a GPU: what the CPU's tests of runs cannot show."""
 
+import json
 import logging
 import statistics
 
 import pytest
 import torch
 
+from gpt2_fp8 import evaluate
 from gpt2_fp8.checkpoint.files import read
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.cuda_graphs import GraphedGradients
@@ -159,3 +161,19 @@ def test_validation_leaves_training_as_it_was(tmp_path, overrides):
     train(tmp_path / "never", "data.val_sequences=0", *overrides, base=ON_GPU)
     often, never = (metrics(tmp_path / name)["train_loss"] for name in ("often", "never"))
     assert list(often.values()) == pytest.approx(list(never.values()), rel=1e-3)
+
+
+@pytest.mark.parametrize("overrides", [*THROUGH, pytest.param(FUSED, marks=hopper)], ids=" ".join)
+def test_a_validation_in_bf16_is_of_the_weights_as_they_are_exported(tmp_path, monkeypatch, overrides):
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path / "fp8", *overrides, base=ON_GPU)
+    train(tmp_path / "bf16", "precision.evaluation=bf16", *overrides, base=ON_GPU)
+    ours, expected = (list(metrics(tmp_path / name)["train_loss"].values()) for name in ("bf16", "fp8"))
+    assert ours == pytest.approx(expected, rel=1e-3)
+    losses = {}
+    for words in ("precision=bf16", "precision.evaluation=fp8"):
+        assert evaluate.main(["ckpt_path=bf16", "compile=false", "out=found.json", words]) == 0
+        losses[words] = json.loads((tmp_path / "found.json").read_text())["loss"]
+    found = summary(tmp_path / "bf16")["last_val_loss"]
+    assert found == pytest.approx(losses["precision=bf16"], rel=2e-4)
+    assert found != losses["precision.evaluation=fp8"]

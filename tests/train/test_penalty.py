@@ -81,9 +81,9 @@ def test_a_step_run_again_in_bf16_has_the_same_penalties():
     words = ["precision=fp8_hybrid", "precision.backend=emulated"]
     ids = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(0))
     step = engine(*words, *ALL)
-    loss_of = step.plan.backend.bf16_loss(step.model)
-    with step.plan.backend.bf16_context():
-        loss = loss_of(ids, None, 1.0)
+    backend = step.plan.backend
+    with backend.bf16_context():
+        loss = backend.bf16_loss(backend.bf16_model(step.model), ids, 1.0)
     assert loss.shape == (3,)
     other = engine("precision=bf16", *ALL)
     with other.plan.backend.forward_context():

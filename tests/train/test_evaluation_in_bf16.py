@@ -1,0 +1,135 @@
+"""`precision.evaluation=bf16`: a run in FP8 is judged as its exported weights will be, and trained as without it."""
+
+import json
+
+import pytest
+import torch
+
+from gpt2_fp8 import compose, evaluate
+from gpt2_fp8.backends.resolve import resolve
+from gpt2_fp8.callbacks import samples
+from gpt2_fp8.engine.logits import logits
+from gpt2_fp8.engine.training_step import TrainingStep
+from tests.runs import (
+    SMALL,
+    assert_same_checkpoint,
+    checkpoint,
+    metrics,
+    record_steps,
+    recorded,
+    summary,
+    train,
+    train_until,
+)
+
+FP8 = ["precision=fp8_hybrid", "precision.backend=emulated", "model.dropout=0.1"]
+IN_BF16 = [*FP8, "precision.evaluation=bf16"]
+IDS = torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The steps and the log of a run, validated in either precision, and the folder of both."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {name: recorded(folder / name, *words) for name, words in (("fp8", FP8), ("bf16", IN_BF16))}, folder
+
+
+def test_the_training_is_the_same_and_validations_are_not(runs):
+    found, folder = runs
+    assert found["fp8"][0] == found["bf16"][0]
+    ours, theirs = (found[name][1]["val_loss"] for name in ("bf16", "fp8"))
+    assert list(ours) == list(theirs) == [5, 10, 12]
+    for step, loss in ours.items():
+        assert loss != theirs[step]
+        assert loss == pytest.approx(theirs[step], rel=2e-3)
+    assert summary(folder / "bf16")["config"]["precision"]["evaluation"] == "bf16"
+
+
+@pytest.mark.parametrize(("words", "layers"), [([], "plain torch, in bf16"), (["precision=bf16"], "plain torch")])
+def test_evaluate_finds_the_runs_loss_as_a_model_in_bf16_has_it(runs, tmp_path, monkeypatch, capsys, words, layers):
+    monkeypatch.chdir(tmp_path)
+    folder = runs[1] / "bf16"
+    assert evaluate.main([f"ckpt_path={folder}", "out=result.json", *words]) == 0
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["loss"] == summary(folder)["last_val_loss"]
+    assert found["evaluation"] == "bf16"
+    assert found["kernels"]["layers"] == layers
+    said = "bf16" if words else "fp8_hybrid, evaluation bf16"
+    assert f"precision          {said}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("before", [FP8, IN_BF16], ids=["fp8", "bf16"])
+def test_a_run_in_legs_ends_as_one_in_a_piece(runs, tmp_path, monkeypatch, before):
+    """Whatever it was validated in before."""
+    found, folder = runs
+    steps = record_steps(monkeypatch)
+    train_until(8, tmp_path / "legs", *before)
+    train(tmp_path / "legs", "ckpt_path=last", *IN_BF16)
+    assert steps == found["bf16"][0]
+    assert_same_checkpoint(checkpoint(tmp_path / "legs", 12), checkpoint(folder / "bf16", 12))
+    ours, once = metrics(tmp_path / "legs")["val_loss"], found["bf16"][1]["val_loss"]
+    assert [ours[step] for step in (10, 12)] == [once[step] for step in (10, 12)]
+    assert (ours[5] == once[5]) == (before is IN_BF16)
+
+
+def engine(*words):
+    (config,) = compose.preflight([*SMALL, *words, "data.tokenizer=bytes"])
+    step = TrainingStep(config, resolve(config, "cpu"), 256)
+    step.initialise()
+    step.prepare_optimizer()
+    return step
+
+
+def evaluated(step):
+    step.model.eval()
+    found = step.evaluate(IDS)
+    step.model.train()
+    return found
+
+
+def test_no_scale_is_needed_or_found():
+    step, plain = engine(*IN_BF16), engine("precision=bf16")
+    assert torch.equal(evaluated(step), evaluated(plain))
+    assert torch.equal(logits(step, IDS[:, :7], 256), logits(plain, IDS[:, :7], 256))
+    assert not step.scaling.ready
+
+
+def test_a_step_that_is_run_again_has_its_dropout_after_a_validation():
+    """Both are computed by one twin, which drops nothing in a validation."""
+    again = []
+    for validates in (False, True):
+        step = engine(*IN_BF16)
+        if validates:
+            evaluated(step)
+        torch.manual_seed(1)
+        again.append(step._gradients.of_step_in_bf16(IDS, 4))
+    assert torch.equal(*again)
+    step.model.eval()
+    assert not torch.equal(again[1], step._gradients.of_step_in_bf16(IDS, 4))
+
+
+def test_samples_are_drawn_in_bf16(tmp_path, monkeypatch):
+    drawn, generate = [], samples.generate
+
+    def noted(model, *arguments, **options):
+        drawn.append((type(model.blocks[0]).__module__, model.training))
+        return generate(model, *arguments, **options)
+
+    monkeypatch.setattr(samples, "generate", noted)
+    words = ["callbacks.sample_tokens=4", "trainer.max_steps=2", "trainer.val_check_interval=2"]
+    train(tmp_path / "bf16", *IN_BF16, *words)
+    train(tmp_path / "plain", "precision=bf16", *words)
+    assert drawn[0] == drawn[1]
+
+
+def test_a_run_that_cannot_have_fp8_says_nothing_of_it(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        train(tmp_path, "precision=fp8_hybrid", "precision.evaluation=bf16", "trainer.max_steps=2")
+    (said,) = [message for message in caplog.messages if message.startswith("precision ")]
+    assert "evaluation" not in said
+
+
+def test_the_log_says_it(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        train(tmp_path, *IN_BF16, "trainer.max_steps=2")
+    assert "precision  fp8_hybrid, recipe delayed, evaluation bf16" in caplog.messages
