@@ -13,7 +13,7 @@ from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.config import parsing, tokenizer_file
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
+from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
 from gpt2_fp8.config.schema import (
     CallbacksConfig,
     LoggerConfig,
@@ -27,14 +27,14 @@ from gpt2_fp8.model.flops import parameter_count
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 
 KEY = "hyper_parameters"  # Lightning's name for a module's hyper-parameters in a checkpoint
-_GROWN: dict[str, type[Any]] = {
-    "model": ModelConfig,
-    "optim": OptimConfig,
-    "penalty": PenaltyConfig,
-    "trainer": TrainerConfig,
-    "callbacks": CallbacksConfig,
-    "precision": FP8PrecisionConfig,
-    "logger": LoggerConfig,
+_GROWN: dict[str, tuple[type[Any], ...]] = {
+    "model": (ModelConfig,),
+    "optim": (OptimConfig,),
+    "penalty": (PenaltyConfig,),
+    "trainer": (TrainerConfig,),
+    "callbacks": (CallbacksConfig,),
+    "precision": (FP8PrecisionConfig, AutoPrecisionConfig),
+    "logger": (LoggerConfig,),
 }  # groups that have got keys since
 _REMEDY = "give it: GPT2Module.load_from_checkpoint(FOLDER, config=load_config(...)), as it was trained"
 
@@ -74,10 +74,11 @@ def _upgraded(plain: Any) -> Any:
     if not isinstance(plain, dict):
         return plain
     full = _with_defaults(RunConfig, plain)
-    for name, cls in _GROWN.items():
+    for name, classes in _GROWN.items():
         group = plain.get(name)
-        if isinstance(group, dict) and _is_of(cls, group):
-            full[name] = _with_defaults(cls, group)
+        for cls in classes:
+            if isinstance(group, dict) and _is_of(cls, group):
+                full[name] = _with_defaults(cls, group)
     full.setdefault("penalty", asdict(PenaltyConfig()))
     full.setdefault("optimizer", {"name": "adamw"})  # the only one before there was a choice
     return full
