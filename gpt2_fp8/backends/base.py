@@ -152,6 +152,11 @@ class Backend(ABC):
         kernel = self.config.attention
         return "sdpa" if self.config.document_mask and kernel != "math" else kernel
 
+    @property
+    def twin_kernel(self) -> AttentionKernel:
+        """What computes attention in a twin of plain-torch layers: `kernel`, unless these layers alone have it."""
+        return "auto" if Backend.why_not_attention(self, self.kernel) else self.kernel
+
     def loss(self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
         """Compute `scale` times the mean loss over the targets of `ids` [sequences, n_positions + 1], float32.
 

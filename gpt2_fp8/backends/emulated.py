@@ -77,7 +77,7 @@ class Emulated(Backend):
     @override
     def bf16_model(self, model: GPT2) -> GPT2:
         """See `Backend`. It is a twin of plain-torch layers."""
-        return twin_of(model, self.recompute)
+        return twin_of(model, self.recompute, self.twin_kernel)
 
     def scaling(self, model: GPT2) -> Scaling:
         """See `Backend`. Scales that were found with other operands are not taken from a checkpoint."""

@@ -54,7 +54,7 @@ class Fused(Backend):
     @override
     def bf16_model(self, model: GPT2) -> GPT2:
         """See `Backend`. These layers have no bf16, so it is a twin of plain-torch layers."""
-        return twin_of(model, self.recompute)
+        return twin_of(model, self.recompute, self.twin_kernel)
 
     @override
     def scaling(self, model: GPT2) -> Scaling:

@@ -49,11 +49,12 @@ class Plan:
         return self.backend.recipe.name if self.fp8 and self.backend.recipe else None
 
     def computes_as(self, other: Plan) -> bool:
-        """Tell whether a model of this plan can run under another: the same layers, precision and device."""
-        return other is self or (
-            (type(self.backend), self.ran, self.recipe, self.device)
-            == (type(other.backend), other.ran, other.recipe, other.device)
-        )
+        """Tell whether a model of this plan can run under another: the same layers, precisions and device."""
+        return other is self or self._computes == other._computes
+
+    @property
+    def _computes(self) -> tuple[object, ...]:
+        return type(self.backend), self.ran, self.recipe, self.device, self.backend.evaluates_in_bf16
 
 
 def resolve(config: RunConfig, device: Device) -> Plan:

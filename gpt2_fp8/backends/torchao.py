@@ -61,7 +61,7 @@ class Torchao(Backend):
     @override
     def bf16_model(self, model: GPT2) -> GPT2:
         """See `Backend`. It is a twin of plain-torch layers."""
-        return twin_of(model, self.recompute)
+        return twin_of(model, self.recompute, self.twin_kernel)
 
     def kernels(self, vocab_size: int) -> dict[str, str]:
         """See `Backend`. If faster layers were not chosen, it says why."""

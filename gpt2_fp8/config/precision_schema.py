@@ -46,7 +46,7 @@ class FP8PrecisionConfig:
     # first of fused, te and torchao that can
     backend: Literal["auto", "fused", "te", "torchao", "reference", "emulated"]
     emulate: list[Emulate] | None = None  # what the emulated layers cast to FP8; null: all that the fused layers do
-    evaluation: Literal["fp8", "bf16"] = "fp8"  # what validation, samples and logits compute in; an export is in bf16
+    evaluation: Literal["fp8", "bf16"] = "fp8"  # what validation, samples and logits compute in; an export has no FP8
     fast_accumulation: bool  # sum the blocks' input gradients in the tensor cores alone, to some 14 bits (fused layers)
     fallback: Literal["allow", "error"]  # when this machine cannot do FP8: train in bf16 (fp32 on a CPU), or exit 2
 

@@ -131,6 +131,7 @@ REFUSED = {
     "steps=3": "did you mean bench.steps=3?",
     "run_name=x": "leave run_name out",
     "callbacks=none": "leave callbacks out",
+    "precision.evaluation=bf16": "leave precision.evaluation out",
     "trainer.val_check_interval=3": "leave trainer.val_check_interval out",
     "hydra.run.dir=x": "leave hydra.run.dir out",
     "bench.model=gpt2,tiny": "'bench.model=[gpt2,tiny]'",

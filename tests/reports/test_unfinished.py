@@ -2,14 +2,14 @@
 
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import yaml
 
 from gpt2_fp8 import compose
 from gpt2_fp8.backends.reference import Reference
-from gpt2_fp8.backends.resolve import Plan
+from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.reports import checklist, compare_conditions, comparison_notes, conditions, find_runs, verdict
 from gpt2_fp8.reports.unfinished import STATUS
 from gpt2_fp8.train.setup import announce
@@ -101,6 +101,19 @@ def test_the_micro_batch_that_a_run_announces_does_not_split_a_condition(size, t
     said = "".join(f"[01:02:03] {line}\n" for line in caplog.messages)
     killed(tmp_path / "killed", settings(*words, "micro_batch_size=auto", "seed=2"), log=said)
     assert [len(result.condition.runs) for result in compared(tmp_path).results] == [1, 2]
+
+
+@pytest.mark.parametrize("reason", [None, "FP8 is faster here"])
+@pytest.mark.parametrize("evaluation", ["fp8", "bf16"])
+def test_what_a_run_announces_of_its_precision_is_read_again(evaluation, reason, tmp_path, ended, caplog):
+    words = ["precision=fp8_hybrid", "precision.backend=emulated", f"precision.evaluation={evaluation}"]
+    (config,) = compose.preflight(["trainer=cpu", *words])
+    plan = replace(resolve(config, "cpu"), asked="auto" if reason else "fp8_hybrid", reason=reason)
+    with caplog.at_level(logging.INFO):
+        announce(config, plan, 257, 1, tmp_path, None)
+    killed(tmp_path / "fp8", settings(*words), log="".join(f"[01:02:03] {line}\n" for line in caplog.messages))
+    (one,) = compared(tmp_path).results[1].condition.runs
+    assert (one.asked, one.ran, one.reason, one.fp8) == ("fp8_hybrid", "fp8_hybrid", reason, True)
 
 
 def test_a_job_that_still_runs_does_not_shorten_a_sweep(tmp_path, ended):

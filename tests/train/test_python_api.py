@@ -494,6 +494,18 @@ def test_a_loaded_module_computes_as_the_trainer_says(config, whole, tmp_path):
     assert rows.rows == [(0, metrics)]
 
 
+def test_a_module_of_another_evaluation_is_validated_in_it(whole, tmp_path):
+    found = []
+    for of in (["fp8", "bf16"], ["bf16"]):
+        module = GPT2Module.load_from_checkpoint(whole.checkpoints / "epoch=0-step=12.ckpt")
+        for name in of:
+            words = "precision=fp8_hybrid", "precision.backend=emulated", f"precision.evaluation={name}"
+            module.config = load_config(*WORDS, *words)
+            made, data = trainer(module.config, tmp_path), TokenDataModule.from_config(module.config)
+            found += [made.validate(module, datamodule=data, verbose=False)[0]["val_loss"]]
+    assert found[1] == found[2] != found[0]
+
+
 def change(folder, edit):
     """Have `edit` change a checkpoint's state, and make the manifest fit."""
     state = json.loads((folder / "state.json").read_text())
