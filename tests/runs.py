@@ -34,6 +34,18 @@ def train(folder, *overrides, base=SMALL):
     return run(config, Path(folder))
 
 
+def training_step(*overrides):
+    """A step of a tiny run, ready to be called with ids of 256 bytes."""
+    from gpt2_fp8.backends.resolve import resolve
+    from gpt2_fp8.engine.training_step import TrainingStep
+
+    (config,) = compose.preflight([*SMALL, *overrides, "data.tokenizer=bytes"])
+    step = TrainingStep(config, resolve(config, "cpu"), 256)
+    step.initialise()
+    step.prepare_optimizer()
+    return step
+
+
 class PowerCutError(Exception):
     """What ends `train_until`."""
 

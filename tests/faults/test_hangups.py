@@ -90,6 +90,13 @@ def test_121_a_signal_that_a_library_loses_ends_the_run(tmp_path, case):
     assert not list((tmp_path / "outputs/run/checkpoints").glob("step-*"))
 
 
+def assert_stopped_before_a_step(done, folder):
+    assert done.returncode == 143, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    report = summary(folder)
+    assert (report["status"], report["exit_code"], report["steps"]) == ("stopped", 143, 0)
+
+
 IMPORT = """
 import os, signal, sys, time
 
@@ -113,10 +120,7 @@ def test_121_a_signal_while_torch_is_imported_leaves_a_summary(tmp_path, then):
     done = subprocess.run(
         [sys.executable, "script.py", *LONG], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 143, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    report = summary(tmp_path / "outputs/run")
-    assert (report["status"], report["exit_code"], report["steps"]) == ("stopped", 143, 0)
+    assert_stopped_before_a_step(done, tmp_path / "outputs/run")
     assert not (tmp_path / "outputs/run/.lock").exists()
 
 
@@ -141,10 +145,7 @@ def test_121_a_signal_between_the_import_and_the_run_leaves_a_summary(tmp_path):
     done = forkserver.run(
         [sys.executable, "script.py", *LONG], cwd=tmp_path, env=ALONE, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 143, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    report = summary(tmp_path / "outputs/run")
-    assert (report["status"], report["exit_code"], report["steps"]) == ("stopped", 143, 0)
+    assert_stopped_before_a_step(done, tmp_path / "outputs/run")
 
 
 def thrown_in(body):

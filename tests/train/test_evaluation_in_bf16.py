@@ -7,13 +7,10 @@ import torch
 
 from gpt2_fp8 import compose, evaluate
 from gpt2_fp8.backends.fused import Fused
-from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.callbacks import samples
 from gpt2_fp8.engine.logits import logits
-from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.layers import sdpa
 from tests.runs import (
-    SMALL,
     assert_same_checkpoint,
     checkpoint,
     metrics,
@@ -22,6 +19,7 @@ from tests.runs import (
     summary,
     train,
     train_until,
+    training_step,
 )
 
 FP8 = ["precision=fp8_hybrid", "precision.backend=emulated", "model.dropout=0.1"]
@@ -74,14 +72,6 @@ def test_a_run_in_legs_ends_as_one_in_a_piece(runs, tmp_path, monkeypatch, befor
     assert (ours[5] == once[5]) == (before is IN_BF16)
 
 
-def engine(*words):
-    (config,) = compose.preflight([*SMALL, *words, "data.tokenizer=bytes"])
-    step = TrainingStep(config, resolve(config, "cpu"), 256)
-    step.initialise()
-    step.prepare_optimizer()
-    return step
-
-
 def evaluated(step):
     step.model.eval()
     found = step.evaluate(IDS)
@@ -90,7 +80,7 @@ def evaluated(step):
 
 
 def test_no_scale_is_needed_or_found():
-    step, plain = engine(*IN_BF16), engine("precision=bf16")
+    step, plain = training_step(*IN_BF16), training_step("precision=bf16")
     assert torch.equal(evaluated(step), evaluated(plain))
     assert torch.equal(logits(step, IDS[:, :7], 256), logits(plain, IDS[:, :7], 256))
     assert not step.scaling.ready
@@ -99,7 +89,7 @@ def test_no_scale_is_needed_or_found():
 def test_attention_is_computed_as_asked():
 
     def found(*words):
-        step = engine(*words)
+        step = training_step(*words)
         with torch.no_grad():
             step.model.blocks[0].qkv.weight.mul_(50)  # else attention is nearly a mean, by any kernel
         return evaluated(step)
@@ -124,8 +114,8 @@ def test_the_twin_has_the_kernel_that_was_asked_for_if_plain_layers_can(monkeypa
 )
 def test_torchaos_layers_are_left_out_of_it(emulating_torchao, words):
     words = ["precision=fp8_hybrid", "precision.backend=torchao", *words]
-    plain, in_fp8 = evaluated(engine("precision=bf16")), evaluated(engine(*words))
-    assert torch.equal(evaluated(engine(*words, "precision.evaluation=bf16")), plain)
+    plain, in_fp8 = evaluated(training_step("precision=bf16")), evaluated(training_step(*words))
+    assert torch.equal(evaluated(training_step(*words, "precision.evaluation=bf16")), plain)
     assert not torch.equal(in_fp8, plain)
 
 
@@ -133,7 +123,7 @@ def test_a_step_that_is_run_again_has_its_dropout_after_a_validation():
     """Both are computed by one twin, which drops nothing in a validation."""
     again = []
     for validates in (False, True):
-        step = engine(*IN_BF16)
+        step = training_step(*IN_BF16)
         if validates:
             evaluated(step)
         torch.manual_seed(1)

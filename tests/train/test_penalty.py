@@ -9,9 +9,18 @@ from gpt2_fp8 import compose
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Diverged
 from gpt2_fp8.config.schema import PenaltyConfig
-from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.train import saved_config
-from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train, train_until
+from tests.runs import (
+    SMALL,
+    assert_same_checkpoint,
+    checkpoint,
+    metrics,
+    record_steps,
+    summary,
+    train,
+    train_until,
+    training_step,
+)
 
 ALL = ["penalty.z_loss=1e-3", "penalty.logit_l2=0.01", "penalty.activation_l1=0.1"]
 
@@ -67,32 +76,22 @@ def test_a_penalty_is_trained(tmp_path):
     assert metrics(tmp_path / "weightless")["train_loss"][12] != metrics(tmp_path / "z")["train_loss"][12]
 
 
-def engine(*words):
-    from gpt2_fp8.backends.resolve import resolve
-
-    (config,) = compose.preflight([*SMALL, *words, "data.tokenizer=bytes"])
-    step = TrainingStep(config, resolve(config, "cpu"), 256)
-    step.initialise()
-    step.prepare_optimizer()
-    return step
-
-
 def test_a_step_run_again_in_bf16_has_the_same_penalties():
     words = ["precision=fp8_hybrid", "precision.backend=emulated"]
     ids = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(0))
-    step = engine(*words, *ALL)
+    step = training_step(*words, *ALL)
     backend = step.plan.backend
     with backend.bf16_context():
         loss = backend.bf16_loss(backend.bf16_model(step.model), ids, 1.0)
     assert loss.shape == (3,)
-    other = engine("precision=bf16", *ALL)
+    other = training_step("precision=bf16", *ALL)
     with other.plan.backend.forward_context():
         expected = other.plan.backend.loss(other.model, ids, None, 1.0)
     assert torch.equal(loss, expected)
 
 
 def test_a_penalty_that_is_not_finite_skips_the_update():
-    step = engine("precision=fp32", "penalty.logit_l2=1e38")
+    step = training_step("precision=fp32", "penalty.logit_l2=1e38")
     with torch.no_grad():
         step.model.head.get_parameter("weight").mul_(1e4)
     before = step.model.head.get_parameter("weight").clone()
