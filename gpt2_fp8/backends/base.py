@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from gpt2_fp8.backends.twin import twin_of
 from gpt2_fp8.config import document_borders, tokenizer_file
 from gpt2_fp8.config.block_spec import Heads, block_spec
 from gpt2_fp8.config.errors import UserError
@@ -170,9 +171,9 @@ class Backend(ABC):
     def bf16_model(self, model: GPT2) -> GPT2:
         """Return what computes in bf16 with the parameters of `model`, of an FP8 run, inside `bf16_context`.
 
-        Here it is `model` itself: its layers compute in FP8 only in `fp8_region`.
+        It is a twin of plain-torch layers: those of the run have no bf16.
         """
-        return model
+        return twin_of(model, self.recompute, self.twin_kernel)
 
     def bf16_loss(self, model: GPT2, ids: Tensor, scale: float) -> Tensor:
         """Compute `loss` with a model of `bf16_model`. Call it inside `bf16_context`."""

@@ -9,7 +9,6 @@ import torch
 from typing_extensions import override
 
 from gpt2_fp8.backends.base import Backend, Device, Ran
-from gpt2_fp8.backends.twin import twin_of
 from gpt2_fp8.config import backend_support, emulation
 from gpt2_fp8.config.precision_schema import OF_HEAD, AutoRecipe, DelayedRecipe, FP8PrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
@@ -73,11 +72,6 @@ class Emulated(Backend):
         how = Emulation(self.recipe.name, forward, gradient, frozenset(self.switches), precision.backward)
         delayed = delayed_scaling(precision, self.recipe) if isinstance(self.recipe, DelayedRecipe) else None
         return emulated.Emulated(how, delayed, self.recompute, self.kernel)
-
-    @override
-    def bf16_model(self, model: GPT2) -> GPT2:
-        """See `Backend`. It is a twin of plain-torch layers."""
-        return twin_of(model, self.recompute, self.twin_kernel)
 
     def scaling(self, model: GPT2) -> Scaling:
         """See `Backend`. Scales that were found with other operands are not taken from a checkpoint."""

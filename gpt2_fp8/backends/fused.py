@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing_extensions import override
 
 from gpt2_fp8.backends.base import Backend, Device, Ran
-from gpt2_fp8.backends.twin import twin_of
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.kept_layers import every_block, kept
@@ -50,11 +49,6 @@ class Fused(Backend):
         assert isinstance(precision, FP8PrecisionConfig)
         assert isinstance(self.recipe, DelayedRecipe)
         return Layers(delayed_scaling(precision, self.recipe), self.recompute, self.kernel)
-
-    @override
-    def bf16_model(self, model: GPT2) -> GPT2:
-        """See `Backend`. These layers have no bf16, so it is a twin of plain-torch layers."""
-        return twin_of(model, self.recompute, self.twin_kernel)
 
     @override
     def scaling(self, model: GPT2) -> Scaling:

@@ -8,7 +8,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from gpt2_fp8.backends.base import Backend, Device, Ran
-from gpt2_fp8.backends.twin import twin_of
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.block_spec import block_spec, why_not
 from gpt2_fp8.config.precision_schema import AutoRecipe, FP8PrecisionConfig, StatelessRecipe
@@ -57,11 +56,6 @@ class Torchao(Backend):
     def loss(self, model: GPT2, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
         """See `Backend`. No weight is kept in FP8 between micro-batches, so `torch.compile` makes one graph."""
         return super().loss(model, ids, None, scale)
-
-    @override
-    def bf16_model(self, model: GPT2) -> GPT2:
-        """See `Backend`. It is a twin of plain-torch layers."""
-        return twin_of(model, self.recompute, self.twin_kernel)
 
     def kernels(self, vocab_size: int) -> dict[str, str]:
         """See `Backend`. If faster layers were not chosen, it says why."""

@@ -60,6 +60,11 @@ class TransformerEngine(Backend):
         return build_recipe(self.config.precision, self.recipe)
 
     @override
+    def bf16_model(self, model: GPT2) -> GPT2:
+        """See `Backend`. It is `model` itself: its layers compute in FP8 only in `fp8_region`."""
+        return model
+
+    @override
     def scaling(self, model: GPT2) -> Scaling:
         if not self.fp8:
             return Scaling()

@@ -29,7 +29,8 @@ HERE = {"trainer.max_steps": "steps", "trainer.profiler": "profile", "global_bat
 # A run's keys that change nothing of what is measured.
 _MEANINGLESS = (
     *("run_name", "tags", "notes", "ckpt_path", "init_from", "callbacks", "logger", "debug"),
-    *("data.val_sequences", "precision.evaluation"),
+    "data.val_sequences",
+    "precision.evaluation",
 )
 _OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")  # keys of `trainer` that do change it
 _OF_A_RUN = re.compile(rf"(?<![\w.])({'|'.join(LISTS)})=(\w+)")

@@ -82,9 +82,9 @@ class Gradients:
             return accumulate(ids, micro_batch_size, self._bf16_loss, self._forward_in_bf16, self._go_back)
 
     def _bf16_loss(self, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
-        return self.plan.backend.bf16_loss(self.in_bf16(), ids, scale)
+        return self.plan.backend.bf16_loss(self._in_bf16(), ids, scale)
 
-    def in_bf16(self) -> GPT2:
+    def _in_bf16(self) -> GPT2:
         """Return `Backend.bf16_model` of the model, in the same mode: training or evaluation."""
         if self._bf16_model is None:
             self._bf16_model = self.plan.backend.bf16_model(self.model)
@@ -96,15 +96,17 @@ class Gradients:
         No gradients are computed. With `precision.evaluation=bf16` no FP8 scale is needed.
         """
         signals.look()
-        with torch.no_grad(), self.evaluation_context():
-            if self.plan.backend.evaluates_in_bf16:
-                return self._bf16_loss(ids, None, 1.0)
-            return self.loss(ids)
+        loss_of = self._bf16_loss if self.plan.backend.evaluates_in_bf16 else self.loss
+        with self.evaluation():
+            return loss_of(ids, None, 1.0)
 
-    def evaluation_context(self) -> AbstractContextManager:
-        """Enter the precision of a forward outside of training."""
+    @contextmanager
+    def evaluation(self) -> Iterator[GPT2]:
+        """Enter the precision of forwards outside of training, without gradients, and return the model for them."""
         backend = self.plan.backend
-        return backend.bf16_context() if backend.evaluates_in_bf16 else backend.forward_context()
+        in_bf16 = backend.evaluates_in_bf16
+        with torch.no_grad(), backend.bf16_context() if in_bf16 else backend.forward_context():
+            yield self._in_bf16() if in_bf16 else self.model
 
     def calibrate(self, ids: Tensor, micro_batch_size: int) -> None:
         """Find delayed scaling's first scales from the first micro-batch of `ids`, of a step or of a validation."""

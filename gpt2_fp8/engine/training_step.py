@@ -209,10 +209,8 @@ class TrainingStep:
         No gradients are computed, and no amax is recorded. The precision is that of a validation.
         """
         self.settle()
-        with (
-            self._mode(training=False), torch.no_grad(), self.scaling.unchanged(), self._gradients.evaluation_context(),
-        ):  # fmt: skip
-            yield self._gradients.in_bf16() if self.plan.backend.evaluates_in_bf16 else self.model
+        with self._mode(training=False), self.scaling.unchanged(), self._gradients.evaluation() as model:
+            yield model
 
     @contextmanager
     def _mode(self, training: bool) -> Iterator[None]:

@@ -27,15 +27,16 @@ from gpt2_fp8.model.flops import parameter_count
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 
 KEY = "hyper_parameters"  # Lightning's name for a module's hyper-parameters in a checkpoint
-_GROWN: dict[str, tuple[type[Any], ...]] = {
-    "model": (ModelConfig,),
-    "optim": (OptimConfig,),
-    "penalty": (PenaltyConfig,),
-    "trainer": (TrainerConfig,),
-    "callbacks": (CallbacksConfig,),
-    "precision": (FP8PrecisionConfig, AutoPrecisionConfig),
-    "logger": (LoggerConfig,),
-}  # groups that have got keys since
+_GROWN: tuple[tuple[str, type[Any]], ...] = (
+    ("model", ModelConfig),
+    ("optim", OptimConfig),
+    ("penalty", PenaltyConfig),
+    ("trainer", TrainerConfig),
+    ("callbacks", CallbacksConfig),
+    ("precision", FP8PrecisionConfig),
+    ("precision", AutoPrecisionConfig),
+    ("logger", LoggerConfig),
+)  # groups that have got keys since
 _REMEDY = "give it: GPT2Module.load_from_checkpoint(FOLDER, config=load_config(...)), as it was trained"
 
 
@@ -74,11 +75,10 @@ def _upgraded(plain: Any) -> Any:
     if not isinstance(plain, dict):
         return plain
     full = _with_defaults(RunConfig, plain)
-    for name, classes in _GROWN.items():
+    for name, cls in _GROWN:
         group = plain.get(name)
-        for cls in classes:
-            if isinstance(group, dict) and _is_of(cls, group):
-                full[name] = _with_defaults(cls, group)
+        if isinstance(group, dict) and _is_of(cls, group):
+            full[name] = _with_defaults(cls, group)
     full.setdefault("penalty", asdict(PenaltyConfig()))
     full.setdefault("optimizer", {"name": "adamw"})  # the only one before there was a choice
     return full

@@ -9,7 +9,6 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.backends import base
-from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.backends.reference import Reference
 from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.backends.transformer_engine import TransformerEngine
@@ -327,8 +326,6 @@ def again(of, autocast=False):
 
     backend = of.plan.backend
     backend.autocast = autocast
-    if isinstance(backend, Reference):
-        backend.bf16_model = Fused(backend.config, "fp8_hybrid", "cpu").bf16_model
     of.model.zero_grad(set_to_none=True)
     loss = of.of_step_in_bf16(batch(), MICRO)
     return loss, {name: p.grad for name, p in of.model.named_parameters()}

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from gpt2_fp8.backends.base import Backend
-from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.backends.reference import Reference
 from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.engine.gradients import Gradients
@@ -34,9 +33,6 @@ class Pretended(Reference):
 
     def loss(self, model, ids, is_first_microbatch, scale):
         return Backend.loss(self, model, ids, is_first_microbatch, scale)  # FP8 layers need the flag
-
-    def bf16_model(self, model):
-        return Fused.bf16_model(self, model)
 
 
 def pretended(config):
