@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests import forkserver
+from tests.ports import free_port
 
 pytestmark = pytest.mark.whole
 
@@ -36,9 +37,7 @@ except RunError as error:
 
 @pytest.fixture
 def port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    return free_port()
 
 
 def join(tmp_path, port, *processes, words=(), address="127.0.0.1"):
