@@ -176,10 +176,16 @@ def test_a_gpu_is_read_while_steps_run_and_no_longer(tmp_path, monkeypatch, stud
 
 
 def test_a_driver_that_does_not_answer_is_said(tmp_path, monkeypatch, study):
-    stand_in(tmp_path, monkeypatch, "echo 'NVIDIA-SMI has failed'; exit 9")
+    said = tmp_path / "said"
+    stand_in(tmp_path, monkeypatch, f"echo 'NVIDIA-SMI has failed'; : > {shlex.quote(str(said))}; exit 9")
     power = study("power")
+
+    def steps():
+        while not said.exists():
+            time.sleep(0.01)
+
     with pytest.raises(power.UserError, match="gave no reading: NVIDIA-SMI has failed"):
-        power.sampled(lambda: time.sleep(0.5), "GPU-1")
+        power.sampled(steps, "GPU-1")
 
 
 def test_steps_run_until_the_time_is_over(study):

@@ -168,10 +168,8 @@ def test_a_terminal_of_another_width(tmp_path):
         terminal.resize(columns)
         before = len(terminal.written)
         terminal.read_until(lambda t, before=before: len(t.written) > before + 400)
-    terminal.read_until(lambda t: len(bars(t)) >= 1)
-    newest = bars(terminal)[-1]
-    assert "loss" in newest
-    assert len(newest) < 100
+    terminal.read_until(lambda t: any("loss" in bar for bar in bars(t)[-1:]))  # what is read may end within a bar
+    assert len(bars(terminal)[-1]) < 100
     os.kill(terminal.pid, signal.SIGTERM)
     assert terminal.end() == 143
 

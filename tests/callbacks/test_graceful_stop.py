@@ -44,10 +44,9 @@ def test_a_second_signal_leaves_at_once_and_touches_nothing(tmp_path):
         "from tests.callbacks import test_graceful_stop as t\n"
         f"t.run({str(tmp_path)!r}, every=2, val=100, callbacks=[t.At('on_train_batch_start', 5, t.hang_twice)])"
     )
-    began = time.monotonic()
     done = forkserver.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 143, done.stderr
-    assert time.monotonic() - began < 25
+    assert "the step goes on" not in done.stdout
     assert find.resolve("last", tmp_path / "checkpoints").name == "step-00000004"
 
 
@@ -58,6 +57,7 @@ def hang_twice():
     threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
     threading.Timer(1.0, signal.pthread_kill, [main, signal.SIGTERM]).start()
     time.sleep(30)
+    print("the step goes on", flush=True)
 
 
 def test_a_signal_before_training_stops_before_the_first_step(tmp_path):

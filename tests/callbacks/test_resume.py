@@ -1,7 +1,9 @@
 """A run cut in pieces equals the run in one piece: weights, moments, generators, losses and logs, bit for bit."""
 
+import random
 import signal
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -50,6 +52,15 @@ def assert_same(folder, whole):
     assert rows(folder) == rows(reference)
     for kind in ("last", "best"):
         assert pointers.read(folder / "checkpoints", kind) == pointers.read(reference / "checkpoints", kind)
+
+
+def test_what_was_drawn_before_a_run_makes_no_difference(tmp_path, whole):
+    """Or this module's tests would depend on those that ran in the process before."""
+    for draw in (torch.rand, np.random.rand):
+        draw(1)
+    random.random()
+    run(tmp_path)
+    assert_same(tmp_path, whole)
 
 
 LEGS = {

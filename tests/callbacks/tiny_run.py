@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import csv
 import os
+import random
 import signal
-import socket
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
+import numpy
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
@@ -30,15 +31,13 @@ from gpt2_fp8.runtime import rng
 from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
 from gpt2_fp8.train.loggers import build_loggers
 from tests import forkserver
+from tests.ports import free_port
 
 
 def two_ranks(command):
     """Run `command` as two ranks, as torchrun would; returns their processes, ended, and [stdout, stderr] of each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     ranks = [
         forkserver.Popen(
             command,
@@ -155,7 +154,8 @@ def run(
     warnings.filterwarnings("ignore")
     folder = Path(folder)
     path = find.resolve(ckpt_path, folder / "checkpoints") if ckpt_path else None
-    torch.manual_seed(0)
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):  # a checkpoint has the state of all three
+        seed(0)
     module = Tiny(length, val_losses)
     tiers = Checkpointing(folder / "checkpoints", every, keep, **tiers_options)
     step = read_manifest(path)["global_step"] if path else None

@@ -1,7 +1,9 @@
 """A slow disk is told from one that does not answer: what it takes counts as moves of this process."""
 
 import os
-import time
+import queue
+import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,20 +37,34 @@ def test_a_disk_that_fails_is_an_error(tmp_path, monkeypatch):
 
 def test_a_file_that_grows_is_moves_and_one_that_does_not_is_none(tmp_path, monkeypatch):
     """A file may have its whole length from the start, as those of safetensors do."""
-    monkeypatch.setattr(disk_progress, "_LOOK_SECONDS", 0.02)
-    with (tmp_path / "file").open("wb") as file:
+    looks = Looks()
+    monkeypatch.setattr(disk_progress, "threading", SimpleNamespace(Event=lambda: looks, Thread=threading.Thread))
+    with (tmp_path / "file").open("wb") as file, disk_progress.growing(tmp_path):
         file.truncate(1 << 20)
+        for part in range(4):
+            os.pwrite(file.fileno(), b"x" * 65536, part * 65536)
+            os.fsync(file.fileno())
+            assert moves_of(looks.next) == 1
+        assert moves_of(lambda: [looks.next() for _ in range(3)]) == 0
 
-        def look(parts):
-            with disk_progress.growing(tmp_path):
-                for part in range(parts):
-                    os.pwrite(file.fileno(), b"x" * 65536, part * 65536)
-                    os.fsync(file.fileno())
-                    time.sleep(0.1)
-                time.sleep(0.1)
 
-        assert moves_of(lambda: look(4)) >= 3
-        growing = disk_progress.growing(tmp_path)
-        with growing:
-            time.sleep(0.2)  # its first look finds what is there
-            assert moves_of(lambda: time.sleep(0.3)) == 0
+class Looks:
+    """The event that ends the thread. Its wait, which comes before each look, ends when the test asks for one."""
+
+    def __init__(self):
+        self.asked, self.done, self.over, self.first = queue.Queue(), queue.Queue(), False, True
+
+    def wait(self, seconds):
+        if not self.first:
+            self.done.put(None)
+        self.first = False
+        self.asked.get()
+        return self.over
+
+    def next(self):
+        self.asked.put(None)
+        self.done.get(timeout=30)
+
+    def set(self):
+        self.over = True
+        self.asked.put(None)

@@ -101,6 +101,7 @@ def test_training_goes_on_while_the_disk_writes_and_may_change_everything(writer
 
 def test_a_second_save_waits_for_the_first_and_says_so_once(writer, monkeypatch, caplog):
     write, gates, busy, together = files.write, [threading.Event() for _ in range(3)], [0], []
+    wait, waits = writer.wait, []
 
     def slow(path, checkpoint):
         busy[0] += 1
@@ -109,14 +110,20 @@ def test_a_second_save_waits_for_the_first_and_says_so_once(writer, monkeypatch,
         write(path, checkpoint)
         busy[0] -= 1
 
+    def waited():
+        """The disk is done with a checkpoint no sooner than somebody waits for it."""
+        waits.append(len(waits))
+        for gate in gates[: waits[-1]]:
+            gate.set()
+        wait()
+
     monkeypatch.setattr(files, "write", slow)
+    monkeypatch.setattr(writer, "wait", waited)
     with caplog.at_level(logging.WARNING, "gpt2_fp8"):
         writer.save(state(1), at(1))
         for step in (2, 3):
-            threading.Timer(0.05, gates[step - 2].set).start()  # while the next line waits
             writer.save(state(step), at(step))
             assert writer.outcome.saved_step == step - 1
-    gates[2].set()
     writer.close()
     assert together == [1, 1, 1]
     assert [record.message for record in caplog.records] == [

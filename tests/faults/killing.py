@@ -114,7 +114,6 @@ def kill_runs(folder, kills):
     Tiny.log = log
 
     def leg(path):
-        random.seed(0)  # a part of the state that is compared, and this program draws from it
         run(path, max_steps=STEPS, every=1, keep=2, val=50)
 
     assert os.waitpid(fork(lambda: leg(folder / "peace")), 0)[1] == 0

@@ -8,7 +8,6 @@ All pairs run at once, forked from a process that has imported everything. A cas
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from gpt2_fp8.callbacks import rank_watchdog
 from gpt2_fp8.config.errors import DataSourceLost, RunError
 from gpt2_fp8.runtime import activity, collectives, rank_watch
+from tests.ports import free_port
 
 rank_watch.LIFE_SECONDS, rank_watch.GRACE_SECONDS, rank_watch.STUCK_SECONDS = 6.0, 3.0, 8.0
 STEPS, HARM_AT = 60, 20  # of a twentieth of a second at least
@@ -91,9 +91,7 @@ def main(folder, cases):
     torch.set_num_threads(1)
     pids = {}
     for case in cases:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         for rank in (0, 1):
             pid = os.fork()
             if pid == 0:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from tests.ports import free_port
 from tests.train.test_ddp import SCRIPT, finish
-from tests.train.test_launchers import free_port, srun
+from tests.train.test_launchers import srun
 
 SECONDS = 150  # that a launch may take; most of it is start-up
 PATHS = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]

@@ -25,6 +25,15 @@ time.sleep(600)
 # What a section has answered when it is ended: a row, and what stands for the one under way.
 ROWS = [{"name": "first", "status": "ok"}, {"name": None, "status": "failed", "message": "ended"}]
 
+ANSWERS_AND_HANGS = f"""
+import json, os, sys, time
+json.dump({ROWS}, open(sys.argv[1] + ".tmp", "w"))
+os.rename(sys.argv[1] + ".tmp", sys.argv[1])
+open("ids.tmp", "w").write(str(os.getpid()))
+os.rename("ids.tmp", "ids")
+time.sleep(600)
+"""
+
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
@@ -64,6 +73,19 @@ def gone(pid):
             return True
         time.sleep(0.1)
     return False
+
+
+@pytest.fixture
+def from_ready(monkeypatch):
+    """A child's time begins when it has written `ids`: how long it takes to start is the machine's affair."""
+    wait = subprocess.Popen.wait
+
+    def from_then_on(self, timeout=None):
+        if timeout is not None:
+            ids()
+        return wait(self, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", from_then_on)
 
 
 def test_an_answer(module):
@@ -113,9 +135,10 @@ def test_no_room_for_the_request_is_a_failure(module, monkeypatch):
     assert (ended.status, ended.message) == ("failed", "could not be run: [Errno 28] No space left on device")
 
 
+@pytest.mark.usefixtures("from_ready")
 def test_a_hang_ends_with_all_its_children(module):
-    ended = run(module(HANGS), {}, 5)
-    assert (ended.status, ended.message) == ("timed out", "took longer than 5 seconds")
+    ended = run(module(HANGS), {}, 1)
+    assert (ended.status, ended.message) == ("timed out", "took longer than 1 seconds")
     assert all(map(gone, ids()))
 
 
@@ -137,25 +160,18 @@ def test_a_section_that_fails_is_a_row():
     assert "No module named" in row["message"]
 
 
-def test_a_section_cut_short_says_so_in_its_last_row(module, scratch):
+@pytest.mark.usefixtures("scratch", "from_ready")
+def test_a_section_cut_short_says_so_in_its_last_row(module):
     """What was measured before counts; the row under way is not blamed on the program."""
-    module(f"import json, sys, time\nrows = {ROWS}\njson.dump(rows, open(sys.argv[1], 'w'))\ntime.sleep(600)")
-    first, last = section("scratch", {}, 3)
+    module(ANSWERS_AND_HANGS)
+    first, last = section("scratch", {}, 1)
     assert first == {"name": "first", "status": "ok"}
-    assert (last["status"], last["message"]) == ("timed out", "took longer than 3 seconds")
+    assert (last["status"], last["message"]) == ("timed out", "took longer than 1 seconds")
 
 
 def test_a_section_that_is_stopped_hands_over_what_it_has(module, scratch, monkeypatch):
     """The stop comes to the parent while it waits, once the child has answered."""
-    module(
-        "import json, os, sys, time\n"
-        f"rows = {ROWS}\n"
-        "json.dump(rows, open(sys.argv[1] + '.tmp', 'w'))\n"
-        "os.rename(sys.argv[1] + '.tmp', sys.argv[1])\n"
-        "open('ids.tmp', 'w').write(str(os.getpid()))\n"
-        "os.rename('ids.tmp', 'ids')\n"
-        "time.sleep(600)"
-    )
+    module(ANSWERS_AND_HANGS)
 
     def interrupted(self, timeout=None):
         if timeout is None:

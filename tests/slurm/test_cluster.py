@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.runs import assert_same_checkpoint, checkpoint, metrics
 from tests.slurm import cluster
-from tests.train.test_launchers import free_port
 
 pytestmark = [
     pytest.mark.slow,

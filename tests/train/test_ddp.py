@@ -1,6 +1,7 @@
 """Two processes on a CPU, through the command line: Lightning runs it again for rank 1, and gloo joins the two."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -277,7 +278,7 @@ if os.environ.get("LOCAL_RANK") == "1":
 def test_a_rank_that_hangs_before_the_ranks_have_met_is_named(tmp_path):
     code, output = run(tmp_path, *TWO, "run_name=run", patch=NEVER_THERE, timeout=60)
     assert code == 1, output
-    assert output.count("waited 8 s in vain for rank 1") == 1, output
+    assert len(re.findall("waited [0-9]+ s in vain for rank 1", output)) == 1, output
     assert "Traceback" not in output
 
 

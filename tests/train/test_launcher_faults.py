@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.runs import checkpoint, forked, metrics, summary
 from tests.train.test_ddp import finish, run, the_run
-from tests.train.test_launchers import WORDS, agent, forked_with_ranks, free_port, patched, ranks, srun, start
+from tests.train.test_launchers import WORDS, agent, forked_with_ranks, patched, ranks, srun, start
 
 LONG = [*(word for word in WORDS if not word.startswith("trainer.max_steps")), "trainer.max_steps=4000"]
 # Faults by rank and step. `once` is true once in all starts of a run; a process tells its number first.

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from functools import partial
 import pytest
 
 from tests import forkserver
+from tests.ports import free_port
 from tests.runs import SMALL, checkpoint, metrics, summary, train_until
 from tests.train.test_ddp import (
     ALONE,
@@ -96,12 +96,6 @@ def agent(cwd, options, *words, patch=""):
     """torchrun, in a process that has torch already, and so have its ranks."""
     program = [*options, patched(cwd, patch)]
     return start(cwd, "-m", "torch.distributed.run", *program, *words, popen=forked_with_ranks)
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def ranks(cwd, variables, *words, patch="", count=2):
