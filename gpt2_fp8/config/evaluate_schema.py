@@ -64,7 +64,8 @@ def for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
     """Return the configuration that a checkpoint holds, with `typed` keys on it, as one that only validates.
 
     It is of one device, and text to validate on is enough. Whatever it would save, log, call or begin from is left out;
-    so is code that the checkpoint names, which only the command line may.
+    so is code that the checkpoint names, which only the command line may, and the graphs of a step's micro-batches,
+    which not every precision has.
     """
     trainer = replace(config.trainer, devices=1, num_nodes=1, strategy="auto", fast_dev_run=False, profiler=None)
     callbacks, logger = replace(config.callbacks, extra=[]), replace(config.logger, extra=[])
@@ -73,7 +74,7 @@ def for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
         whole = -(-whole // size) * size  # nobody trains on it
     return replace(
         config, trainer=trainer, callbacks=callbacks, logger=logger, global_batch_size=whole, ckpt_path=None,
-        init_from=None, plugins=config.plugins if "plugins" in typed else [],
+        init_from=None, plugins=config.plugins if "plugins" in typed else [], cuda_graphs="auto",
     )  # fmt: skip
 
 

@@ -383,6 +383,14 @@ def test_a_choice_is_what_a_run_has_but_for_the_tokenizer(run: Path) -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("words", [[], ["precision=bf16"], ["precision=fp8_hybrid", "precision.backend=te"]])
+def test_a_run_with_graphs_is_evaluated_in_what_has_none(run: Path, words: list[str]) -> None:
+    """`cuda_graphs=true` is about a step, and a precision that is typed may have no graphs."""
+    request = evaluation.read_words([f"ckpt_path={run}", *words])
+    made = evaluation.configuration(request, replace(trained.load(str(run), "last").config, cuda_graphs=True))
+    assert made.cuda_graphs == "auto"
+
+
 def test_the_program_in_a_process(run: Path) -> None:
     done = forkserver.python("-m", "gpt2_fp8.evaluate", f"ckpt_path={run}", cwd=Path.cwd())
     assert done.returncode == 0, done.stderr
