@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from gpt2_fp8.config import mixture
 from gpt2_fp8.config.data_schema import HubData
+from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
@@ -52,7 +53,7 @@ def card(config: RunConfig, about: About, architecture: str) -> str:
         "optimizer": f"{config.optimizer.name}, peak rate {config.optim.lr:g}, {config.optim.schedule}, "
         f"weight decay {config.optim.weight_decay:g}",
         "seed": str(config.seed),
-        "validation loss": _loss(about.val_loss),
+        "validation loss": _loss(about.val_loss, _validated_in(config, about.precision)),
         "written by": ", ".join(f"{_text(name)} {_text(version)}" for name, version in about.versions.items()),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
@@ -106,8 +107,19 @@ def _precision(said: dict[str, Any]) -> str:
     return _text(ran) + (f", recipe {_text(recipe)}" if recipe else "") if ran else ""
 
 
-def _loss(loss: float | None) -> str:
-    return "" if loss is None else f"{loss:.4f} nats a token, perplexity {math.exp(min(loss, 700)):,.2f}"
+def _validated_in(config: RunConfig, said: dict[str, Any]) -> str:
+    """Return what the validation computed in; "" if the checkpoint does not say in what it was trained."""
+    ran, precision = str(said.get("ran") or ""), config.precision
+    if ran.startswith("fp8") and isinstance(precision, (FP8PrecisionConfig, AutoPrecisionConfig)):
+        return "bf16" if precision.evaluation == "bf16" else _text(ran)
+    return _text(ran)
+
+
+def _loss(loss: float | None, computed_in: str) -> str:
+    if loss is None:
+        return ""
+    text = f"{loss:.4f} nats a token, perplexity {math.exp(min(loss, 700)):,.2f}"
+    return text + (f", computed in {computed_in}" if computed_in else "")
 
 
 def _text(value: Any) -> str:

@@ -462,6 +462,24 @@ def test_a_card_of_a_strangers_checkpoint_is_text_alone() -> None:
     assert all(line.replace("\\|", "").count("|") == 3 for line in rows)
 
 
+@pytest.mark.parametrize(
+    ("words", "ran", "expected"),
+    [
+        (["precision=fp8_hybrid"], "fp8_hybrid", "fp8_hybrid"),
+        (["precision=fp8_hybrid", "precision.evaluation=bf16"], "fp8_hybrid", "bf16"),
+        (["precision=fp8_hybrid", "precision.evaluation=bf16"], "fp32", "fp32"),
+        (["precision=auto", "precision.evaluation=bf16"], "fp8_hybrid", "bf16"),
+        (["precision=bf16"], "bf16", "bf16"),
+    ],
+)
+def test_a_card_says_in_what_the_loss_was_computed(words: list[str], ran: str, expected: str) -> None:
+    """The exported weights have another loss than a validation in FP8: no FP8 is in it."""
+    (config,) = compose.preflight(["run_name=r", *words])
+    text = model_card.card(config, model_card.About(1, 2, 2.0, {"ran": ran}, {}), "X")
+    assert f"| validation loss | 2.0000 nats a token, perplexity 7.39, computed in {expected} |" in text
+    assert "perplexity 7.39 |" in model_card.card(config, model_card.About(1, 2, 2.0, {}, {}), "X")
+
+
 def test_a_card_has_the_license_that_was_given() -> None:
     (config,) = compose.preflight(["run_name=r"])
     about = model_card.About(1, 2, None, {}, {})
