@@ -74,7 +74,8 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
     config = _built(plain, problems)
     if config is not None:
         config = evaluate_schema.for_evaluation(config, typed)
-        problems += map(evaluate_schema.in_own_words, evaluate_schema.check_run(config, trained))
+        found = evaluate_schema.check_run(config, trained)
+        problems += [evaluate_schema.in_own_words(evaluate_schema.of_checkpoint(one, typed)) for one in found]
     if problems:
         raise UserError(dict.fromkeys(problems))
     assert config is not None

@@ -18,6 +18,7 @@ from gpt2_fp8.config.trained_folder import Which
 GROUPS = ("data", "precision", "recipe", "trainer")  # whose choices an evaluation takes
 KEYS = ("attention", "compile", "compile_mode", "document_mask", "micro_batch_size", "plugins")
 _OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")
+_LEFT_OUT = {"precision.fast_accumulation": "false", "precision.emulate": "null"}  # what they are in a run without them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,15 @@ def check_run(config: RunConfig, trained: RunConfig) -> list[Problem]:
     if not mixture.sources_of(config.data) or config.data.val_sequences == 0:
         found.append(Problem("data.val_sequences=0: there is nothing to evaluate", "data.val_sequences=256"))
     return [*found, *_tokenizer(config, trained)]
+
+
+def of_checkpoint(problem: Problem, typed: set[str]) -> Problem:
+    """Say what to type where a run's remedy is to leave a key out that nobody has typed: the checkpoint has it."""
+    remedy = problem.remedy
+    for key, value in _LEFT_OUT.items():
+        if key not in typed:
+            remedy = remedy.replace(f"leave {key} out", f"{key}={value}")
+    return Problem(problem.cause, remedy)
 
 
 def in_own_words(problem: Problem) -> Problem:

@@ -391,6 +391,22 @@ def test_a_run_with_graphs_is_evaluated_in_what_has_none(run: Path, words: list[
     assert made.cuda_graphs == "auto"
 
 
+@pytest.mark.parametrize(
+    ("saved", "words", "remedy"),
+    [
+        ("precision.fast_accumulation=true", "recipe=block", "precision.fast_accumulation=false"),
+        ("precision.backend=emulated precision.emulate=[weight]", "precision.backend=te", "precision.emulate=null"),
+    ],
+)
+def test_what_only_the_checkpoint_has_is_not_to_be_left_out(run: Path, saved: str, words: str, remedy: str) -> None:
+    trained_with = load_config("precision=fp8_hybrid", *saved.split())
+    with pytest.raises(UserError) as raised:
+        evaluation.configuration(evaluation.read_words([f"ckpt_path={run}", words]), trained_with)
+    (problem,) = raised.value.problems
+    assert remedy in problem.remedy
+    evaluation.configuration(evaluation.read_words([f"ckpt_path={run}", words, remedy]), trained_with)
+
+
 def test_the_program_in_a_process(run: Path) -> None:
     done = forkserver.python("-m", "gpt2_fp8.evaluate", f"ckpt_path={run}", cwd=Path.cwd())
     assert done.returncode == 0, done.stderr
