@@ -244,11 +244,11 @@ def test_a_run_begins_from_the_start_of_its_seed_until_it_has_a_checkpoint(plann
     lines = f"a: precision=bf16\nb: precision=bf16 @9 {FP8}"
     jobs = planned(lines, "--from", "4", "--seeds", "1", "2")
     assert [(str(job), str(job.start), job.step) for job in jobs[1:3]] == [
-        ("a, seed 2", "start, seed 2", 4),
         ("b, seed 1", "start, seed 1", 4),
+        ("a, seed 2", "start, seed 2", 4),
     ]
-    job, start = jobs[2], tmp_path / "study/start/seed-1"
-    assert job.start is not jobs[3].start
+    job, start = jobs[1], tmp_path / "study/start/seed-1"
+    assert job.start is jobs[0].start is not jobs[3].start
     assert {f"ckpt_path='{start}/checkpoints/step-00000004'", "+tags.stop_at=9"} < set(job.command())
     assert {"ckpt_path=last", "+tags.stop_at=4", "precision=bf16"} < set(job.start.command())
     own = job.folder / "checkpoints/step-00000009"
@@ -551,7 +551,7 @@ def queue(study, planned, monkeypatch, capsys):
     """Runs a study's queue. `ends`: by condition and seed the step, the precision and the exit code of a process."""
     begun = []
 
-    def queue(ends, *argv):
+    def queue(ends, *argv, places=2):
         def command(job):
             begun.append(str(job))
             assert job.start is None or job.start.done or job.began, f"{job} has not waited"
@@ -562,7 +562,7 @@ def queue(study, planned, monkeypatch, capsys):
         monkeypatch.setattr(study("jobs").Job, "command", command)
         monkeypatch.setattr(study("queue_of"), "POLL_SECONDS", 0.01)
         begun.clear()
-        code = study("queue_of").Queue(planned("a: notes=a\nb: notes=b @9 notes=c", *argv), [], 2).run()
+        code = study("queue_of").Queue(planned("a: notes=a\nb: notes=b @9 notes=c", *argv), [], places).run()
         return code, begun[:], capsys.readouterr().out
 
     return queue
@@ -579,6 +579,12 @@ def test_conditions_wait_for_the_start_of_their_seed(queue, tmp_path):
     (tmp_path / "study/a/seed-1/summary.json").unlink()
     assert queue({}, "--from", "4", "--seeds", "1", "2")[:2] == (0, ["a, seed 1"])
     assert queue({}, "--from", "4", "--seeds", "3")[0] == 0, "beside a start, with a place left"
+
+
+def test_a_study_that_is_stopped_has_equal_seeds_of_all_conditions(queue):
+    code, begun, out = queue({}, "--from", "4", "--seeds", "2", "1", places=1)
+    assert code == 0, out
+    assert begun == [f"{name}, seed {seed}" for seed in (2, 1) for name in ("start", "a", "b", "b")]
 
 
 def test_a_start_that_fails_fails_its_conditions_and_no_others(queue, tmp_path):

@@ -50,7 +50,10 @@ class Study:
     evaluate: str | None = None
 
     def jobs(self) -> list[Job]:
-        """Return every job, all seeds of a condition after each other. Raises UserError for what is refused."""
+        """Return every job, seed by seed: a study that is stopped has equal seeds of all conditions.
+
+        Raises UserError for what is refused.
+        """
         rows.refuse_shared_folders(list(self.conditions), self.taken)
         for seed in dict.fromkeys((min(self.seeds), max(self.seeds))):  # another key may follow it, or not
             configs = self._composed(seed)
@@ -61,7 +64,7 @@ class Study:
             rows.refuse(problems)
         seeds = list(dict.fromkeys(self.seeds))
         starts = dict.fromkeys(seeds) if self.start is None else self._starts(seeds, configs)
-        return [self._job(name, seed, found, starts[seed]) for name, found in configs.items() for seed in seeds]
+        return [self._job(name, seed, found, starts[seed]) for seed in seeds for name, found in configs.items()]
 
     @property
     def taken(self) -> dict[str, str]:

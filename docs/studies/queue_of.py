@@ -29,7 +29,7 @@ class Running(NamedTuple):
 class Queue:
     """Runs jobs that are not done, some at a time, each on one GPU of the list.
 
-    A job whose `start` is not done waits for it, and those behind it go on. Starts that are needed run first.
+    A job whose `start` is not done waits for it, and those behind it go on. A start is put before the first that needs it.
 
     Args:
         jobs: in the order in which they begin.
@@ -41,9 +41,13 @@ class Queue:
         places = at_once or len(gpus) or 1
         self._free = deque(gpus[i % len(gpus)] if gpus else None for i in range(places))
         left = [job for job in jobs if not job.done]
-        found = dict.fromkeys(job.start for job in left if job.start is not None and not job.began)
-        self._starts: set[Job] = {start for start in found if start is not None and not start.done}
-        self._waiting: list[Job] = [*(start for start in found if start in self._starts), *left]
+        self._starts: set[Job] = set()
+        self._waiting: list[Job] = []
+        for job in left:
+            if job.start is not None and not job.began and job.start not in self._starts and not job.start.done:
+                self._starts.add(job.start)
+                self._waiting.append(job.start)
+            self._waiting.append(job)
         self._running: dict[Job, Running] = {}
         self._failed: list[Job] = []
         first = f"; common starts to train first: {len(self._starts)}" if self._starts else ""
