@@ -29,7 +29,7 @@ class Running(NamedTuple):
 class Queue:
     """Runs jobs that are not done, some at a time, each on one GPU of the list.
 
-    A job whose `start` is not done waits for it, and those behind it go on. A start is put before the first that needs it.
+    A job whose `start` is not done waits for it, and those behind it go on. A start comes right before who needs it.
 
     Args:
         jobs: in the order in which they begin.
