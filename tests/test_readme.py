@@ -460,7 +460,9 @@ def test_every_text_is_asked_for_as_shown(first, tmp_path, monkeypatch):
 
 def test_every_evaluation_is_done_as_shown(first, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "outputs").symlink_to(first.parent)
+    (tmp_path / "outputs/late/fp8").mkdir(parents=True)
+    for name in ("first", "late/fp8/seed-1"):
+        (tmp_path / "outputs" / name).symlink_to(first)
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/a.txt").write_text("a text\n" * 200)
     row = '{"ctx": "def", "endings": ["f", "g"], "label": 0}'
