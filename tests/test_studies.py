@@ -225,6 +225,42 @@ def planned(study, tmp_path):
     return planned
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), ["callbacks.checkpoint_every_n_steps=30"]),
+        (("callbacks.checkpoint_every_n_steps=7",), ["callbacks.checkpoint_every_n_steps=7"]),
+        (("callbacks=none",), []),
+        (("trainer.max_steps=4",), ["callbacks.checkpoint_every_n_steps=1"]),
+    ],
+)
+def test_a_tenth_of_a_run_ends_with_a_checkpoint_unless_the_words_say_otherwise(planned, words, expected):
+    (job,) = planned("a: precision=bf16", "--seeds", "5", words=words)
+    assert [word for word in job.command() if word.startswith("callbacks.checkpoint_every_n_steps")] == expected
+
+
+def test_a_run_that_was_refused_says_why(planned):
+    (job,) = planned("a: precision=bf16", "--seeds", "5")
+    assert job.why_failed(2) == f"failed; see {job.folder}/output.txt"
+    job.folder.mkdir(parents=True)
+    (job.folder / "output.txt").write_text("error: an old one\nerror: another run is at work in x\n  fix: wait\n")
+    assert job.why_failed(2) == f"failed: another run is at work in x; see {job.folder}/output.txt"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_signals_that_end_a_program_interrupt_a_study_unless_they_are_ignored(study, number):
+    before = signal.getsignal(number)
+    try:
+        with study("queue_of")._interrupts(), pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        assert signal.getsignal(number) is before
+        signal.signal(number, signal.SIG_IGN)
+        with study("queue_of")._interrupts():
+            signal.raise_signal(number)
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize(("step", "words", "stops"), [(0, "one", 3), (2, "one", 3), (3, "two", None), (7, "two", None)])
 def test_a_run_goes_on_with_the_leg_of_its_step(study, monkeypatch, planned, tmp_path, step, words, stops):
     lines = "a - b/c: notes=one plugins=[json,stop_at] @3 notes=two precision=fp8_hybrid"
@@ -705,6 +741,29 @@ def test_a_study_that_was_stopped_continues(tmp_path):
     other = start(tmp_path, f"fp8: {FP8}", *words, "optim.lr=1e-4")
     out, _ = other.communicate(timeout=100)
     assert (other.returncode, "holds runs that were given other words" in out) == (2, True), out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a run does not notice that its study is gone")
+@pytest.mark.whole
+def test_a_study_that_was_killed_leaves_no_run_behind_and_continues(tmp_path):
+    words = ["trainer.max_steps=60", "trainer.val_check_interval=60"]
+    killed = start(tmp_path, f"fp8: {FP8}", *words)
+    folder = tmp_path / "study/fp8/seed-1"
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoints/last.json").exists():
+        assert killed.poll() is None, killed.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    killed.kill()
+    killed.communicate()
+    while not (folder / "summary.json").exists() or summary(folder)["status"] != "stopped":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert 0 < summary(folder)["steps"] < 60
+    deadline = time.monotonic() + 60
+    while (again := start(tmp_path, f"fp8: {FP8}", *words)).wait(200):  # the run may still hold its folder for a moment
+        assert time.monotonic() < deadline, again.communicate()[0]
+    assert sorted(metrics(folder)["train_loss"]) == list(range(1, 61))
 
 
 @pytest.mark.whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from gpt2_fp8.config import bounded
 from gpt2_fp8.train import metrics_csv
 
 START = "start"  # the name of the runs that others begin from
+_CADENCE = "callbacks.checkpoint_every_n_steps"
+_PARTS = 10  # of a run, each of which ends with a checkpoint, unless the words say how often there is one
+_SAID = 64 * 1024  # bytes at the end of a process's output, in which its error is looked for
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,13 @@ class Job:
         leg = next((leg for leg in self.legs if leg.until is None or self.step < leg.until), self.legs[-1])
         last = "last" if self.start is None or self.began else compose.quoted(str(self.start.checkpoint))
         own = f"hydra.run.dir={compose.quoted(str(self.folder))}", f"seed={self.seed}", f"ckpt_path={last}"
-        words = *self.words, *leg.words, *leg.added, *own, "callbacks.progress_bar=false"
+        words = *self.words, *leg.words, *leg.added, *own, *self._cadence(leg), "callbacks.progress_bar=false"
         return [sys.executable, "-m", "gpt2_fp8.run", *words]
+
+    def _cadence(self, leg: Leg) -> list[str]:
+        """Return the word for a checkpoint in each part of the run: what is killed loses no more than that."""
+        typed = any(word.partition("=")[0] in ("callbacks", _CADENCE) for word in (*self.words, *leg.words))
+        return [] if typed else [f"{_CADENCE}={max(1, self.steps // _PARTS)}"]
 
     def why_failed(self, code: int) -> str:
         """Say why the run is not done after its process has ended with `code`, as far as it has said so itself."""
@@ -101,8 +110,18 @@ class Job:
         figure = self._figure(found)
         what = "without a figure" if figure is None else f"and its figure is {figure}"
         ended = "" if code else f"it ended at step {self.step} of {self.steps}, {what}"
-        reason = _fell_back(found) or said.removeprefix("error: ") or ended
+        reason = _fell_back(found) or said.removeprefix("error: ") or ended or self._last_error()
         return ": ".join(filter(None, ["failed", reason])) + f"; see {self.folder / 'output.txt'}"
+
+    def _last_error(self) -> str:
+        """Return the last error in the output: one that refuses to begin is in no summary. "" if there is none."""
+        try:
+            with (self.folder / "output.txt").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _SAID))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")
 
     def _figure(self, summary: dict[str, Any]) -> float | None:
         """Return the figure of a run that is trained, which may not be finite; None: it is not, or has none."""

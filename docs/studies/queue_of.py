@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,6 +18,9 @@ from jobs import Job
 
 HERE = Path(__file__).resolve().parent
 POLL_SECONDS = 0.2
+_ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class Running(NamedTuple):
@@ -92,7 +97,9 @@ class Queue:
         try:
             job.folder.mkdir(parents=True, exist_ok=True)
             with (job.folder / "output.txt").open("ab") as output:  # also what a run says before it has a log
-                process = subprocess.Popen(job.command(), stdout=output, stderr=output, env=environment)
+                process = subprocess.Popen(
+                    job.command(), stdout=output, stderr=output, env=environment, preexec_fn=_end_with_parent
+                )
         except OSError as error:
             self._end(job, gpu, 1, f"failed: it cannot be started: {error}")
             return
@@ -125,13 +132,21 @@ class Queue:
 
 @contextmanager
 def _interrupts() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C."""
+    """Treat the other signals that ask a program to end as Ctrl-C; not one that is ignored, as under nohup."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    asked = [number for number in _ENDS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in asked}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_with_parent() -> None:
+    """Have this process saved and ended when the study is killed, on Linux: its GPU would not be free for others."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM.value)
