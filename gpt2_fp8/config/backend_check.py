@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gpt2_fp8.config import attention_support, backend_support, bf16_instead, emulation_check
 from gpt2_fp8.config.backend_support import asked, why_not_asked
 from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.keys import show
+from gpt2_fp8.config.model_checks import FP8_MULTIPLE
 from gpt2_fp8.config.precision_schema import FP8PrecisionConfig, StatelessRecipe
 from gpt2_fp8.config.schema import RunConfig
 
@@ -19,12 +22,17 @@ _MOST = 3  # ways out that are named
 _BY_TORCHAO = 'precision.backend=torchao (pip install -e ".[torchao]")'
 
 
+_SHAPE = 2  # words about the model's shape that are still a nearby one
+_OF_ROPE = ("rope_base", "rope_scaling", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
+
+
 class _Change(NamedTuple):
-    """A word, and the values that it sets: of the group `precision`, and of the run."""
+    """A word, and the values that it sets: of the group `precision`, of the run, and of the group `model`."""
 
     typed: str
     precision: dict[str, Any]
     run: dict[str, Any]
+    model: Mapping[str, Any] = MappingProxyType({})
 
 
 _AUTO = _Change("precision.backend=auto", {"backend": "auto"}, {})
@@ -88,7 +96,7 @@ def _remedy(config: RunConfig) -> str:
 def _changes(config: RunConfig) -> list[_Change]:
     """Return what may help, the nearest first."""
     name = asked(config)
-    backends = [] if name == "auto" else [_AUTO]
+    backends = [] if name == "auto" else [_AUTO, *(_gpt2_block(config) if name in ("fused", "emulated") else [])]
     recipes = [_CURRENT, _ROWWISE, *backends] if name == "torchao" else [*backends, _CURRENT]
     kernels = [_NO_GRAPHS] if config.cuda_graphs is True else []
     kernels += [_ANY_ATTENTION] if config.attention in attention_support.ON_A_GPU else []
@@ -98,10 +106,26 @@ def _changes(config: RunConfig) -> list[_Change]:
     return [*recipes, _IN_FP8, *kernels, *cast, _EMULATED]
 
 
+def _gpt2_block(config: RunConfig) -> list[_Change]:
+    """Return the words that make the model's block GPT-2's, as one change, if it is not far from it."""
+    model = config.model
+    odd = model.n_embd % model.n_head or model.n_embd % FP8_MULTIPLE  # another problem, with a remedy of its own
+    if odd or any(getattr(model, key) is not None for key in _OF_ROPE):
+        return []
+    plain = {
+        "n_kv_head": model.n_head, "head_size": model.n_embd // model.n_head, "dropout": 0.0, "qk_norm": False,
+        "norm": "layer_norm", "mlp": "gelu", "positions": "learned", "tied_head": True,
+    }  # fmt: skip
+    changed = {key: value for key, value in plain.items() if getattr(model, key) not in (None, value)}
+    typed = " ".join(f"model.{key}={show(value)}" for key, value in changed.items())
+    return [_Change(typed, {}, {}, changed)] if 0 < len(changed) <= _SHAPE else []
+
+
 def _changed(config: RunConfig, words: tuple[_Change, ...]) -> RunConfig:
     """Return the settings after these words. If only torchao is left of `auto`, its layers are asked for."""
     for word in words:
-        config = replace(config, precision=replace(config.precision, **word.precision), **word.run)
+        model = replace(config.model, **word.model)
+        config = replace(config, precision=replace(config.precision, **word.precision), model=model, **word.run)
     if not isinstance(config.precision, FP8PrecisionConfig) or _AUTO not in words:
         return config
     alone = backend_support.why_not_fused(config) and backend_support.why_not_te(config)
@@ -110,7 +134,7 @@ def _changed(config: RunConfig, words: tuple[_Change, ...]) -> RunConfig:
 
 def _accepts(config: RunConfig, words: tuple[_Change, ...]) -> bool:
     """Return whether changed settings have a backend, and no problem with it that they had not before."""
-    keys = [key for word in words for key in (*word.precision, *word.run)]
+    keys = [key for word in words for key in (*word.precision, *word.run, *word.model)]
     if len(set(keys)) < len(keys):
         return False
     changed = _changed(config, words)

@@ -117,7 +117,8 @@ def of_checkpoint(problem: Problem, typed: set[str]) -> Problem:
 def in_own_words(problem: Problem) -> Problem:
     """Say a run's problem for an evaluation: nothing is trained on, and without sequences nothing is evaluated."""
     remedy = re.sub(r"(, or|; or do without:) data\S*\.val_sequences=0.*", "", problem.remedy)
-    remedy = remedy.removesuffix(", or make model.n_positions smaller")  # the checkpoint's
+    remedy = remedy.removesuffix(", or make model.n_positions smaller")  # the model is the checkpoint's
+    remedy = ", or ".join(way for way in remedy.split(", or ") if not way.startswith("model.")) or remedy
     problem = Problem(problem.cause.replace("the training text is", "the text to evaluate on is"), remedy)
     if problem.cause.startswith("data.train_files is empty") or "nothing to train on" in problem.cause:
         cause = problem.cause.replace("train_files", "val_files").replace("train on", "evaluate")
