@@ -29,8 +29,8 @@ condition is judged by what it has learnt, without what rounding adds to a loss 
 
 The figures of a table are of one text: a row that would change it is refused.
 
-Runs begin seed by seed, so that a study that is stopped can compare the seeds that it has. Each tenth of a run ends with
-a checkpoint, unless the words say how often there is one. If the study is killed, its runs save and end (on Linux).
+Runs begin seed by seed, so that a study that is stopped can compare the seeds that it has. Each tenth of a run ends
+with a checkpoint, unless the words say how often there is one. On Linux a killed study ends its runs, which save first.
 
 A run that computes in another precision than it was asked for has failed, as one that fails. To train it again, delete
 its folder. The same command continues where it was stopped: runs that are done are skipped, others go on from their
