@@ -661,7 +661,7 @@ def test_a_run_that_cannot_be_started_is_said_and_others_go_on(queue, tmp_path):
 @pytest.mark.parametrize(
     ("words", "cause", "fix"),
     [
-        ("model=gpt2_optimized", "they have no RMSNorm", "other words after --"),
+        ("model=gpt2_optimized", "they have no RMSNorm", "model.n_kv_head=12 model.norm=layer_norm\n"),
         ("recipe=mxfp8", "not recipe=mxfp8", "recipe=current\n"),
         ("precision.keep_bf16=[head]", "names head", "leave precision.keep_bf16 out\n"),
         ("precision=bf16", "precision.emulate belongs to", "other words after --"),
