@@ -684,6 +684,19 @@ def start(folder, rows, *words, options=()):
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def under_way(tmp_path):
+    """A study of one run of 60 steps that has a checkpoint; returns its process, the run's folder, and its words."""
+    words = ["trainer.max_steps=60", "trainer.val_check_interval=60"]
+    process = start(tmp_path, f"fp8: {FP8}", *words)
+    folder = tmp_path / "study/fp8/seed-1"
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoints/last.json").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process, folder, words
+
+
 @pytest.mark.slow  # a dozen real runs
 @pytest.mark.whole
 def test_runs_are_done_once_and_may_change_their_precision(tmp_path):
@@ -714,14 +727,7 @@ def test_runs_are_done_once_and_may_change_their_precision(tmp_path):
 @pytest.mark.slow  # a dozen real runs
 @pytest.mark.whole
 def test_a_study_that_was_stopped_continues(tmp_path):
-    words = ["trainer.max_steps=60", "trainer.val_check_interval=60"]
-    stopped = start(tmp_path, f"fp8: {FP8}", *words)
-    folder = tmp_path / "study/fp8/seed-1"
-    deadline = time.monotonic() + 120
-    while not (folder / "checkpoints/last.json").exists():
-        assert stopped.poll() is None, stopped.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    stopped, folder, words = under_way(tmp_path)
     stopped.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     stopped.send_signal(signal.SIGINT)  # while it waits for the run to save
@@ -746,16 +752,10 @@ def test_a_study_that_was_stopped_continues(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a run does not notice that its study is gone")
 @pytest.mark.whole
 def test_a_study_that_was_killed_leaves_no_run_behind_and_continues(tmp_path):
-    words = ["trainer.max_steps=60", "trainer.val_check_interval=60"]
-    killed = start(tmp_path, f"fp8: {FP8}", *words)
-    folder = tmp_path / "study/fp8/seed-1"
-    deadline = time.monotonic() + 120
-    while not (folder / "checkpoints/last.json").exists():
-        assert killed.poll() is None, killed.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    killed, folder, words = under_way(tmp_path)
     killed.kill()
     killed.communicate()
+    deadline = time.monotonic() + 120
     while not (folder / "summary.json").exists() or summary(folder)["status"] != "stopped":
         assert time.monotonic() < deadline
         time.sleep(0.05)

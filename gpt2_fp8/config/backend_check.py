@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,16 +14,15 @@ from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.model_checks import FP8_MULTIPLE
 from gpt2_fp8.config.precision_schema import FP8PrecisionConfig, StatelessRecipe
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import ModelConfig, RunConfig
 
 _OF_PRECISION = "precision.name", "recipe", "precision.keep_bf16", "precision.backward"
 _OF_LAYERS = "precision.backend", "model.dropout", "document_mask", "penalty"
 _MOST = 3  # ways out that are named
 _BY_TORCHAO = 'precision.backend=torchao (pip install -e ".[torchao]")'
-
-
 _SHAPE = 2  # words about the model's shape that are still a nearby one
-_OF_ROPE = ("rope_base", "rope_scaling", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
+_OF_ROPE = [key.name for key in fields(ModelConfig) if key.name.startswith("rope_")]
+_OF_BLOCK = ("qk_norm", "norm", "mlp", "positions", "tied_head")  # their defaults are GPT-2's
 
 
 class _Change(NamedTuple):
@@ -112,10 +111,8 @@ def _gpt2_block(config: RunConfig) -> list[_Change]:
     odd = model.n_embd % model.n_head or model.n_embd % FP8_MULTIPLE  # another problem, with a remedy of its own
     if odd or any(getattr(model, key) is not None for key in _OF_ROPE):
         return []
-    plain = {
-        "n_kv_head": model.n_head, "head_size": model.n_embd // model.n_head, "dropout": 0.0, "qk_norm": False,
-        "norm": "layer_norm", "mlp": "gelu", "positions": "learned", "tied_head": True,
-    }  # fmt: skip
+    plain = {"n_kv_head": model.n_head, "head_size": model.n_embd // model.n_head, "dropout": 0.0}
+    plain |= {key: getattr(ModelConfig, key) for key in _OF_BLOCK}
     changed = {key: value for key, value in plain.items() if getattr(model, key) not in (None, value)}
     typed = " ".join(f"model.{key}={show(value)}" for key, value in changed.items())
     return [_Change(typed, {}, {}, changed)] if 0 < len(changed) <= _SHAPE else []

@@ -110,8 +110,8 @@ def _precision(said: dict[str, Any]) -> str:
 def _validated_in(config: RunConfig, said: dict[str, Any]) -> str:
     """Return what the validation computed in; "" if the checkpoint does not say in what it was trained."""
     ran, precision = str(said.get("ran") or ""), config.precision
-    if ran.startswith("fp8") and isinstance(precision, (FP8PrecisionConfig, AutoPrecisionConfig)):
-        return "bf16" if precision.evaluation == "bf16" else _text(ran)
+    if isinstance(precision, FP8PrecisionConfig | AutoPrecisionConfig) and precision.evaluation == "bf16":
+        return "bf16" if ran.startswith("fp8") else _text(ran)
     return _text(ran)
 
 

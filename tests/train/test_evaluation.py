@@ -382,7 +382,6 @@ def test_a_choice_is_what_a_run_has_but_for_the_tokenizer(run: Path) -> None:
     assert (made.data, made.precision) == (asked.data, asked.precision)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("words", [[], ["precision=bf16"], ["precision=fp8_hybrid", "precision.backend=te"]])
 def test_a_run_with_graphs_is_evaluated_in_what_has_none(run: Path, words: list[str]) -> None:
     """`cuda_graphs=true` is about a step, and a precision that is typed may have no graphs."""
@@ -407,6 +406,7 @@ def test_what_only_the_checkpoint_has_is_not_to_be_left_out(run: Path, saved: st
     evaluation.configuration(evaluation.read_words([f"ckpt_path={run}", words, remedy]), trained_with)
 
 
+@pytest.mark.whole
 def test_the_program_in_a_process(run: Path) -> None:
     done = forkserver.python("-m", "gpt2_fp8.evaluate", f"ckpt_path={run}", cwd=Path.cwd())
     assert done.returncode == 0, done.stderr
