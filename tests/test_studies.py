@@ -729,7 +729,10 @@ def test_runs_are_done_once_and_may_change_their_precision(tmp_path):
 def test_a_study_that_was_stopped_continues(tmp_path):
     stopped, folder, words = under_way(tmp_path)
     stopped.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    deadline = time.monotonic() + 60
+    while "stopping and saving" not in (folder / "output.txt").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     stopped.send_signal(signal.SIGINT)  # while it waits for the run to save
     out, _ = stopped.communicate(timeout=100)
     assert (stopped.returncode, "the same command continues" in out) == (130, True), out
