@@ -140,6 +140,17 @@ class Gradients:
             # Without this, torch would compile the new size for dynamic shapes, which are slower.
             torch.compiler.reset()
 
+    def release_graphs(self) -> bool:
+        """Free the CUDA graphs with their memory, which nothing else can use; return whether there were any.
+
+        The next step records them again, with the same numbers. The step before must be settled: its gradients go too.
+        """
+        there = self._graphed is not None
+        if there:
+            self._graphed = None
+            self.model.zero_grad(set_to_none=True)  # gradients lie in the graphs' memory
+        return there
+
     @contextmanager
     def _forward(self) -> Iterator[None]:
         signals.look()

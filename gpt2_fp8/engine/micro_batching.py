@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,8 @@ from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.out_of_memory import Fitting
 from gpt2_fp8.runtime import collectives
 from gpt2_fp8.runtime.signal_handlers import Interrupted
+
+log = logging.getLogger(__name__)
 
 
 class MicroBatching:
@@ -43,6 +46,7 @@ class MicroBatching:
         self.training = Fitting(size, "micro_batch_size")
         self._in_bf16: Fitting | None = None
         self._evaluation: Fitting | None = None
+        self._in_room_of_graphs = False
 
     def parts(self) -> int:
         """Return the number of micro-batches of the last step."""
@@ -109,7 +113,16 @@ class MicroBatching:
 
         if self._evaluation is None:
             self._evaluation = Fitting(len(ids), "the batch of a validation")
-        return self._evaluation(of, len(ids), lambda: None, ids.device, ranks=False)
+        if self._in_room_of_graphs:
+            self._gradients.release_graphs()
+        return self._evaluation(of, len(ids), self._make_room, ids.device, ranks=False)
+
+    def _make_room(self) -> bool:
+        """Free the CUDA graphs of training; return whether there were any. From then on every validation begins so."""
+        if freed := self._gradients.release_graphs():
+            self._in_room_of_graphs = True
+            log.warning("no room for a validation beside training's CUDA graphs: they are recorded again after each")
+        return freed
 
     def _sums(self, ids: Tensor) -> Tensor:
         count = (ids[:, 1:] >= 0).sum()

@@ -71,14 +71,16 @@ class Fitting:
         self.proven = False
 
     def __call__(
-        self, work: Callable[[int], R], sequences: int, discard: Callable[[], None], device: torch.device, ranks: bool,
-        proves_size: bool = True,
+        self, work: Callable[[int], R], sequences: int, discard: Callable[[], bool | None], device: torch.device,
+        ranks: bool, proves_size: bool = True,
     ) -> R:  # fmt: skip
         """Call `work(size)`. If memory runs out, call `discard()` and begin again with a smaller size.
 
-        `sequences`: how many there are in all; smaller sizes are divisors of it. `ranks`: all ranks call this at once
-        and go on with the same size; `work` must then not wait for another rank. `proves_size`: whether a success
-        proves that a whole training step fits. If `device` is a GPU, its cache is emptied before the next attempt.
+        `sequences`: how many there are in all; smaller sizes are divisors of it. `discard`: frees what the attempt has
+        left. If it returns True, it has freed more than that, and the same size is tried again; only without `ranks`.
+        `ranks`: all ranks call this at once and go on with the same size; `work` must then not wait for another rank.
+        `proves_size`: whether a success proves that a whole training step fits. If `device` is a GPU, its cache is
+        emptied before the next attempt.
 
         Raises UserError if a single sequence does not fit; any other error of `work` unchanged.
         """
@@ -89,11 +91,12 @@ class Fitting:
                 self.proven |= proves_size
                 return result[0]
             del result
-            discard()
+            more = discard() is True
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._shrink(reason or "another rank ran out of memory", sequences)
+            if not more:
+                self._shrink(reason or "another rank ran out of memory", sequences)
 
     def _attempt(self, work: Callable[[int], R]) -> tuple[tuple[R] | None, str | None]:
         try:

@@ -52,10 +52,10 @@ class FP8Linear(nn.Module):
     def refresh(self, weight: Tensor, bias: Tensor | None) -> None:
         """Quantize the weight again, in place: a CUDA graph may have recorded the address of its copies."""
         if not hasattr(self, "w8") or self.w8.device != weight.device:
-            dtype = self.slot("weight").dtype
-            self.w8 = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-            self.w8t = torch.empty(weight.shape[::-1], dtype=dtype, device=weight.device)
-            self.bias = None if bias is None else torch.empty_like(bias, dtype=torch.bfloat16)
+            dtype, (n, k) = self.slot("weight").dtype, weight.shape
+            w8, w8t = (torch.empty(shape, dtype=dtype, device=weight.device) for shape in ((n, k), (k, n)))
+            own_bias = None if bias is None else torch.empty_like(bias, dtype=torch.bfloat16)
+            self.w8, self.w8t, self.bias = w8, w8t, own_bias  # all or none: memory may run out between them
         cast_transpose(weight, self.slot("weight"), out=(self.w8, self.w8t))
         if bias is not None and self.bias is not None:
             self.bias.copy_(bias)

@@ -1,5 +1,6 @@
 """What is asked for in batches that fit: sizes are remembered, gradients of a failed attempt are not."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -95,3 +96,42 @@ def test_an_evaluation_counts_no_padding():
     assert of.evaluate(ids).tolist() == [4.0, 2.0]
     of._evaluation.size = 1
     assert of.evaluate(ids).tolist() == [4.0, 2.0]
+
+
+class BesideGraphs(Gradients):
+    """Has no room for a validation while training's CUDA graphs are there."""
+
+    def __init__(self, room):
+        super().__init__(room)
+        self.graphs = True
+
+    def of_step(self, ids, size):
+        self.graphs = True
+        return super().of_step(ids, size)
+
+    def release_graphs(self):
+        there, self.graphs = self.graphs, False
+        return there
+
+    def evaluated(self, ids):
+        self._try("evaluation" + " beside graphs" * self.graphs, len(ids) + 8 * self.graphs)
+        return torch.tensor(2.0)
+
+
+def test_64_a_validation_takes_the_room_of_cuda_graphs_before_it_becomes_smaller(caplog):
+    caplog.set_level(logging.WARNING)
+    gradients = BesideGraphs(room=4)
+    of = batching(gradients)
+    of.gradients(IDS)
+    gradients.asked.clear(), caplog.clear()
+    assert of.evaluate(IDS).tolist() == [64.0, 32.0], "the sum of the losses of 32 targets, of 2 each"
+    assert gradients.asked == [("evaluation beside graphs", 16), ("evaluation", 8), *[("evaluation", 4)] * 2]
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "no room for a validation beside training's CUDA graphs", "out of memory",
+    ]  # fmt: skip
+    of.gradients(IDS)
+    assert gradients.graphs, "recorded again"
+    gradients.asked.clear(), caplog.clear()
+    assert of.evaluate(IDS).tolist() == [64.0, 32.0]
+    assert gradients.asked == [("evaluation", 4)] * 2, "the next validation begins without them"
+    assert not caplog.records

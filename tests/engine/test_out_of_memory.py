@@ -87,6 +87,21 @@ def test_the_next_smaller_size_is_tried_also_after_one_has_fitted():
     assert calls[5:] == [24, 16], "memory became scarce in a later step"
 
 
+def test_what_frees_more_than_the_attempt_is_worth_another_of_the_same_size():
+    calls, there = [], [True]
+    work = full_above(47, calls)
+
+    def beside(size):
+        return work(size + 8 if there[0] else size)
+
+    def discard():
+        freed, there[0] = there[0], False
+        return freed
+
+    assert Fitting(40, "the batch of a validation")(beside, 40, discard, CPU, ranks=False) == 400
+    assert calls == [48, 40]
+
+
 def test_a_single_sequence_that_does_not_fit_ends_with_advice():
     with pytest.raises(UserError, match=r"micro_batch_size=1: CUDA out of memory(.|\n)*fix: activation_checkpointing"):
         Fitting(4, "micro_batch_size")(full_above(0, []), 4, lambda: None, CPU, ranks=False)

@@ -171,6 +171,24 @@ def test_64_auto_finds_the_largest_part_that_fits(tmp_path, caplog, room, road):
     assert summary(tmp_path / "run")["steps"] == 4
 
 
+@hopper
+def test_64_a_validation_takes_the_room_of_cuda_graphs(tmp_path, monkeypatch, caplog, room):
+    """The graphs' memory is their own, and as much as a step needs: a validation has none left beside them."""
+    words = [*WIDE, "trainer.val_check_interval=2", "callbacks.fp8_health=false", "trainer.deterministic=true"]
+    steps = record_steps(monkeypatch)
+    run(tmp_path / "clean", "graphs", *words)
+    clean = list(steps)
+    steps.clear()
+    caplog.clear()
+    caplog.set_level(logging.WARNING)
+    room(1.02, summary(tmp_path / "clean")["training_memory_gb"])
+    run(tmp_path / "run", "graphs", *words)
+    said = [record.message for record in caplog.records if "CUDA graphs" in record.message]
+    assert said == ["no room for a validation beside training's CUDA graphs: they are recorded again after each"]
+    assert steps == clean, "to the last bit: recording leaves no trace"
+    assert metrics(tmp_path / "run")["val_loss"] == metrics(tmp_path / "clean")["val_loss"]
+
+
 class LossOfOneStep(Faults):
     """NaN in step 2, in FP8."""
 
