@@ -497,6 +497,32 @@ def test_text_that_is_held_out_of_training_files_is_chosen_by_them(planned, tmp_
     assert planned(f"a: notes=a\nb: {files[1]}", words=[*words, f"data.val_files=[{tmp_path}/three.txt]"])
 
 
+def test_runs_that_were_made_differently_are_named_under_the_table(study, planned, tmp_path, capsys):
+    argv = [str(tmp_path / "study"), "--conditions", str(tmp_path / "rows.txt"), "--seeds", "1", "2"]
+    jobs = planned(A, "--seeds", "1", "2")
+    made_by = {"code": "0123456789ab", "torch": "2.11.0"}
+
+    def told(versions, device):
+        """What the table ends with, once the second seed's runs have these."""
+        for job in jobs:
+            here = (made_by, "NVIDIA H200") if job.seed == 1 else (versions, device)
+            found = {"status": "completed", "steps": job.steps, "last_val_loss": 2.0}
+            found |= dict(zip(("versions", "device"), here, strict=True))
+            job.folder.mkdir(parents=True, exist_ok=True)
+            (job.folder / "summary.json").write_text(json.dumps(found))
+        assert study("fp8_gap").main([*argv, "--", "trainer=cpu"]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("not of one")]
+
+    assert told(made_by, "NVIDIA H200") == []
+    (name,) = {job.name for job in jobs}
+    assert told(made_by | {"code": "ba9876543210"}, "NVIDIA H100") == [
+        f"not of one code: 0123456789ab: {name} 1; ba9876543210: {name} 2",
+        f"not of one device: NVIDIA H200: {name} 1; NVIDIA H100: {name} 2",
+    ]
+    assert told({"torch": "2.11.0"}, "NVIDIA H200") == [f"not of one code: 0123456789ab: {name} 1; unknown: {name} 2"]
+    assert told(3, "NVIDIA H200")[-1] == f"not of one torch: 2.11.0: {name} 1; unknown: {name} 2"
+
+
 def test_a_studys_folder_is_named(study, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert study("fp8_gap").main(["", "--", "trainer=cpu"]) == 2

@@ -27,7 +27,8 @@ condition is judged by what it has learnt, without what rounding adds to a loss 
 
 "at most" is the bound below which a difference is with 95 % confidence: Welch's of two means, Student's on equal seeds.
 
-The figures of a table are of one text: a row that would change it is refused.
+The figures of a table are of one text: a row that would change it is refused. Runs of another code, another torch or
+another GPU, as of a study that was continued elsewhere, are named under the table.
 
 Runs begin seed by seed, so that a study that is stopped can compare the seeds that it has. Each tenth of a run ends
 with a checkpoint, unless the words say how often there is one. On Linux a killed study ends its runs, which save first.
@@ -45,6 +46,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import gap_alike
 import gap_note
 import program
 import rows
@@ -77,6 +79,8 @@ def main(argv: list[str] | None = None) -> int:
         if (loss := job.loss) is not None:
             losses[job.name][job.seed] = loss
     print(table(losses) if options.conditions is not None else effects(losses))
+    for line in gap_alike.unlike(jobs):
+        print(line)
     return code
 
 

@@ -74,6 +74,14 @@ class Job:
         return _fell_back(self._summary())
 
     @property
+    def made_by(self) -> dict[str, str | None]:
+        """What the run's last process ran on: its `code` (a digest), `torch` and `device`."""
+        found = self._summary()
+        versions = found.get("versions")
+        versions = versions if isinstance(versions, dict) else {}
+        return {"code": versions.get("code"), "torch": versions.get("torch"), "device": found.get("device")}
+
+    @property
     def began(self) -> bool:
         """Whether it has a checkpoint of its own."""
         return any(self.folder.glob("checkpoints/*/manifest.json"))

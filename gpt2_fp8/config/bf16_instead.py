@@ -20,9 +20,10 @@ def words(config: RunConfig) -> str | None:
     precision = config.precision
     if not isinstance(precision, FP8PrecisionConfig):
         return None
-    plain = FP8PrecisionConfig(
-        name=precision.name, backend=precision.backend, keep_bf16=[], fast_accumulation=False, fallback="allow"
-    )
+    plain = FP8PrecisionConfig(  # what `conf/_precision_fp8.yaml` gives
+        name=precision.name, backend=precision.backend, keep_bf16=[], evaluation="bf16", fast_accumulation=False,
+        fallback="allow",
+    )  # fmt: skip
     backend = "auto" if precision.backend in _ONLY_FP8 else precision.backend
     changed = replace(config, precision=PlainPrecisionConfig(name="bf16", backend=backend))
     able = backend_support.why_not_asked(changed) is None and _refused(changed) <= _refused(config)

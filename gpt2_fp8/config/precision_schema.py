@@ -37,7 +37,10 @@ class PlainPrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FP8PrecisionConfig:
-    """float32 weights, bfloat16 activations, FP8 matrix products."""
+    """float32 weights, bfloat16 activations, FP8 matrix products.
+
+    `conf/` gives `evaluation` to a new run. The default here is what a checkpoint without that key was trained with.
+    """
 
     name: Literal["fp8_hybrid", "fp8_e4m3", "fp8_e5m2"]  # hybrid: E4M3 forward, E5M2 gradients; e4m3: but the head's
     keep_bf16: list[str]  # layers whose products stay in bf16 (config/kept_layers.py has the names and patterns)

@@ -22,6 +22,7 @@ from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import launcher
+from gpt2_fp8.runtime.source_digest import source_digest
 
 NAME = "summary.json"
 Status = Literal["completed", "stopped", "failed", "diverged", "refused", "data_lost", "interrupted"]
@@ -159,8 +160,12 @@ def _now() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return versions as installed, without importing anything; None for what is not installed."""
-    found: dict[str, str | None] = {"gpt2_fp8": __version__, "python": platform.python_version()}
+    """Return versions as installed, without importing anything; None for what is not installed.
+
+    `code` is the digest of this package's files.
+    """
+    found: dict[str, str | None] = {"gpt2_fp8": __version__, "code": source_digest()}
+    found["python"] = platform.python_version()
     for name in ("torch", "lightning", "transformer_engine"):
         try:
             found[name] = metadata.version(name)

@@ -171,7 +171,7 @@ def test_70_the_way_to_bf16_has_a_size_of_its_own(tmp_path, caplog):
 
     with going_wrong(Once()) as patch:
         patch.setattr(Pretended, "bf16_loss", limited)
-        train(tmp_path / "run", *STEPS, "precision=fp8_hybrid")
+        train(tmp_path / "run", *STEPS, "precision=fp8_hybrid", "precision.evaluation=fp8")
     assert sizes == [4, 2, *[1] * 8]
     assert summary(tmp_path / "run")["divergence"]["reruns"] == 1
     said = [r.message for r in caplog.records if "out of memory" in r.message]

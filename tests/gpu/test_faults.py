@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gpt2_fp8.checkpoint.files import read
+from gpt2_fp8.engine.micro_batching import MicroBatching
 from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, put
 from tests.gpu.common import hopper
 from tests.gpu.test_runs import FUSED, GRAPHS, IN_BF16, ON_GPU
@@ -172,16 +173,31 @@ def test_64_auto_finds_the_largest_part_that_fits(tmp_path, caplog, room, road):
 
 
 @hopper
-def test_64_a_validation_takes_the_room_of_cuda_graphs(tmp_path, monkeypatch, caplog, room):
-    """The graphs' memory is their own, and as much as a step needs: a validation has none left beside them."""
-    words = [*WIDE, "trainer.val_check_interval=2", "callbacks.fp8_health=false", "trainer.deterministic=true"]
+@pytest.mark.parametrize("evaluation", ["fp8", "bf16"])
+def test_64_a_validation_takes_the_room_of_cuda_graphs(tmp_path, monkeypatch, caplog, evaluation):
+    """Their memory is their own: where they have left nothing, a validation fits only once they are gone."""
+    words = [
+        *WIDE, "trainer.val_check_interval=2", "callbacks.fp8_health=false", "trainer.deterministic=true",
+        f"precision.evaluation={evaluation}",
+    ]  # fmt: skip
     steps = record_steps(monkeypatch)
     run(tmp_path / "clean", "graphs", *words)
     clean = list(steps)
     steps.clear()
+    evaluate = MicroBatching.evaluate
+
+    def without_room(self, ids):
+        torch.cuda.empty_cache()
+        kept = torch.cuda.memory_reserved() + 2**20
+        torch.cuda.set_per_process_memory_fraction(kept / torch.cuda.mem_get_info()[1])
+        try:
+            return evaluate(self, ids)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    monkeypatch.setattr(MicroBatching, "evaluate", without_room)
     caplog.clear()
     caplog.set_level(logging.WARNING)
-    room(1.02, summary(tmp_path / "clean")["training_memory_gb"])
     run(tmp_path / "run", "graphs", *words)
     said = [record.message for record in caplog.records if "CUDA graphs" in record.message]
     assert said == ["no room for a validation beside training's CUDA graphs: they are recorded again after each"]
@@ -212,7 +228,8 @@ def test_70_the_way_to_bf16_has_a_size_of_its_own(tmp_path, monkeypatch, caplog,
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "clean"), rel=2e-3)
 
 
-VALIDATED = [*((road, []) for road in ROADS), *((road, ["precision.evaluation=bf16"]) for road in ("delayed", "fused"))]
+FP8_AND_BF16 = [*((road, "fp8") for road in ROADS if road != "bf16"), ("delayed", "bf16"), ("fused", "bf16")]
+VALIDATED = [("bf16", []), *((road, [f"precision.evaluation={word}"]) for road, word in FP8_AND_BF16)]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_texts_are_those_of_a_cpu(tmp_path, monkeypatch):
 def test_an_evaluation_of_an_fp8_run_is_its_own_validation(tmp_path, monkeypatch, backend):
     """Delayed scaling's scales come from the checkpoint."""
     monkeypatch.chdir(tmp_path)
-    words = [f"precision.backend={backend}", "recipe=delayed", "trainer.deterministic=true"]
+    words = [f"precision.backend={backend}", "recipe=delayed", "trainer.deterministic=true", "precision.evaluation=fp8"]
     train(tmp_path / "outputs/first", *words, base=[*RUN, *FEW])
     assert evaluate.main(["ckpt_path=outputs/first", "out=result.json"]) == 0
     found = json.loads((tmp_path / "result.json").read_text())

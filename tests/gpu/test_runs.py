@@ -157,8 +157,9 @@ def test_compiled_bf16_trains(tmp_path):
 
 @pytest.mark.parametrize("overrides", THROUGH, ids=" ".join)
 def test_validation_leaves_training_as_it_was(tmp_path, overrides):
-    """The same losses whether or not validations, which record amaxes, run in between."""
-    train(tmp_path / "often", "trainer.val_check_interval=1", *overrides, base=ON_GPU)
+    """The same losses whether or not validations in FP8, which record amaxes, run in between."""
+    in_fp8 = ["trainer.val_check_interval=1", "precision.evaluation=fp8"]
+    train(tmp_path / "often", *in_fp8, *overrides, base=ON_GPU)
     train(tmp_path / "never", "data.val_sequences=0", *overrides, base=ON_GPU)
     often, never = (metrics(tmp_path / name)["train_loss"] for name in ("often", "never"))
     assert list(often.values()) == pytest.approx(list(never.values()), rel=1e-3)
@@ -167,8 +168,8 @@ def test_validation_leaves_training_as_it_was(tmp_path, overrides):
 @pytest.mark.parametrize("overrides", [*THROUGH, pytest.param(FUSED, marks=hopper)], ids=" ".join)
 def test_a_validation_in_bf16_is_of_the_weights_as_they_are_exported(tmp_path, monkeypatch, overrides):
     monkeypatch.chdir(tmp_path)
-    train(tmp_path / "fp8", *overrides, base=ON_GPU)
-    train(tmp_path / "bf16", "precision.evaluation=bf16", *overrides, base=ON_GPU)
+    for name in ("fp8", "bf16"):
+        train(tmp_path / name, f"precision.evaluation={name}", *overrides, base=ON_GPU)
     ours, expected = (list(metrics(tmp_path / name)["train_loss"].values()) for name in ("bf16", "fp8"))
     assert ours == pytest.approx(expected, rel=1e-3)
     same = ["precision=bf16", *(word for word in overrides if word == "precision.backend=te")]

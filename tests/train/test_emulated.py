@@ -16,7 +16,7 @@ def test_log_and_summary_say_what_is_emulated(tmp_path, caplog):
         train(tmp_path, *FP8, "precision.emulate=[weight,head]", "trainer.max_steps=3", "trainer.val_check_interval=3")
     said = dict(message.split(maxsplit=1) for message in caplog.messages if " " in message)
     assert said["layers"] == "FP8 emulated in plain torch; emulated weight, head; attention torch's flash kernel"
-    assert said["precision"] == "fp8_hybrid, recipe delayed"
+    assert said["precision"] == "fp8_hybrid, recipe delayed, evaluation bf16"
     found = summary(tmp_path)
     assert found["precision"] == {"asked": "fp8_hybrid", "ran": "fp8_hybrid", "reason": None, "choice": None}
     assert (found["recipe"], found["kernels"]["emulated"]) == ("delayed", "weight, head")

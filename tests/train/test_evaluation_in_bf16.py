@@ -22,8 +22,8 @@ from tests.runs import (
     training_step,
 )
 
-FP8 = ["precision=fp8_hybrid", "precision.backend=emulated", "model.dropout=0.1"]
-IN_BF16 = [*FP8, "precision.evaluation=bf16"]
+IN_BF16 = ["precision=fp8_hybrid", "precision.backend=emulated", "model.dropout=0.1"]  # as a new run is validated
+FP8 = [*IN_BF16, "precision.evaluation=fp8"]
 IDS = torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
 
 
@@ -114,8 +114,9 @@ def test_the_twin_has_the_kernel_that_was_asked_for_if_plain_layers_can(monkeypa
 )
 def test_torchaos_layers_are_left_out_of_it(emulating_torchao, words):
     words = ["precision=fp8_hybrid", "precision.backend=torchao", *words]
-    plain, in_fp8 = evaluated(training_step("precision=bf16")), evaluated(training_step(*words))
-    assert torch.equal(evaluated(training_step(*words, "precision.evaluation=bf16")), plain)
+    plain, in_bf16 = (evaluated(training_step(*asked)) for asked in (["precision=bf16"], words))
+    assert torch.equal(in_bf16, plain)
+    in_fp8 = evaluated(training_step(*words, "precision.evaluation=fp8"))
     assert not torch.equal(in_fp8, plain)
 
 
@@ -149,7 +150,7 @@ def test_samples_are_drawn_in_bf16(tmp_path, monkeypatch):
 
 def test_a_run_that_cannot_have_fp8_says_nothing_of_it(tmp_path, caplog):
     with caplog.at_level("INFO"):
-        train(tmp_path, "precision=fp8_hybrid", "precision.evaluation=bf16", "trainer.max_steps=2")
+        train(tmp_path, "precision=fp8_hybrid", "trainer.max_steps=2")
     (said,) = [message for message in caplog.messages if message.startswith("precision ")]
     assert "evaluation" not in said
 

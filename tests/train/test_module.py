@@ -44,7 +44,7 @@ class Backend(Pretended):
 @pytest.mark.parametrize(("in_checkpoint", "found"), [(True, ["take"]), (False, ["take", "calibrate"])])
 def test_a_validation_that_comes_first_has_its_scales(in_checkpoint, found):
     """After a run that ended between its last step and the validation that was due."""
-    (config,) = compose.preflight(["model.n_layer=1", "micro_batch_size=1"])
+    (config,) = compose.preflight(["model.n_layer=1", "micro_batch_size=1", "precision.evaluation=fp8"])
     events = []
     plan = Plan("cpu", "fp8_hybrid", "fp8_hybrid", None, Backend(config, events, in_checkpoint))
     module = GPT2Module(config, 257)

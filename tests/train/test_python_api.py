@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -71,6 +72,11 @@ class Rows(Logger):
 @pytest.fixture(scope="module")
 def config():
     return load_config(*WORDS)
+
+
+def in_fp8(config):
+    """The same, validated in FP8."""
+    return replace(config, precision=replace(config.precision, evaluation="fp8"))
 
 
 def trainer(config, folder, plugins=(), **options):
@@ -366,6 +372,8 @@ def test_a_sanity_check_leaves_nothing_behind(config, whole, tmp_path):
 
 @pytest.mark.parametrize("saved", [True, False], ids=["a checkpoint's scales", "none"])
 def test_a_sanity_check_leaves_the_scales_to_training(config, saved):
+    config = in_fp8(config)
+
     class Backend(Pretended):
         def scaling(self, model):
             made = FP8Scaling(model, "settings", 8, self.forward_context)
@@ -460,7 +468,7 @@ def test_a_module_without_layers_has_no_state_dict(config):
 
 
 def test_a_module_in_fp8_computes_logits_once_it_has_scales(config, whole):
-    seen = []
+    seen, config = [], in_fp8(config)
 
     class Backend(Pretended):
         def scaling(self, model):

@@ -67,8 +67,8 @@ def test_graphs_and_attention_of_the_fused_layers(said):
 @pytest.mark.parametrize(
     ("asked", "reason", "line"),
     [
-        ("fp8_hybrid", None, "fp8_hybrid, recipe delayed"),
-        ("auto", "it was the fastest", "fp8_hybrid, recipe delayed: it was the fastest"),
+        ("fp8_hybrid", None, "fp8_hybrid, recipe delayed, evaluation bf16"),
+        ("auto", "it was the fastest", "fp8_hybrid, recipe delayed, evaluation bf16: it was the fastest"),
     ],
 )
 def test_precision(said, asked, reason, line):

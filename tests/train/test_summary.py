@@ -60,7 +60,7 @@ def test_fields(tmp_path):
     event = {"step": 3, "what": "skip", "reason": "why"}
     assert written["divergence"] == {"events": [event], "reruns": 0, "skipped": 1, "rollbacks": 0}
     assert written["checkpoint"] == {"last": "outputs/a/checkpoints/step-00000003", "best": None}
-    assert written["versions"].keys() == {"gpt2_fp8", "python", "torch", "lightning", "transformer_engine"}
+    assert written["versions"].keys() == {"gpt2_fp8", "code", "python", "torch", "lightning", "transformer_engine"}
     assert written["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert written["command"] == sys.argv
     assert written["status"] == "failed"  # nobody said that it ended well
