@@ -11,7 +11,7 @@ from gpt2_fp8.config.data_schema import FilesData, Mixed, TokenFilesData
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.generate_schema import check_out
 from gpt2_fp8.config.keys import show
-from gpt2_fp8.config.precision_schema import AutoPrecisionConfig
+from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.trained_folder import Which
 
@@ -77,6 +77,17 @@ def for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
         config, trainer=trainer, callbacks=callbacks, logger=logger, global_batch_size=whole, ckpt_path=None,
         init_from=None, plugins=config.plugins if "plugins" in typed else [], cuda_graphs="auto",
     )  # fmt: skip
+
+
+def as_named(config: RunConfig, named: set[str]) -> RunConfig:
+    """Return a configuration that evaluates in FP8 if words have named how: a precision, its layers, a recipe.
+
+    `named`: the groups and keys of the command line. `precision.evaluation` among them decides by itself.
+    """
+    of_fp8 = {key for key in named if key.partition(".")[0] in ("precision", "recipe")} - {"precision.fallback"}
+    if not of_fp8 or "precision.evaluation" in named or not isinstance(config.precision, FP8PrecisionConfig):
+        return config
+    return replace(config, precision=replace(config.precision, evaluation="fp8"))
 
 
 def _validated_on(source: Mixed) -> Mixed:

@@ -58,6 +58,30 @@ def test_evaluate_finds_the_runs_loss_as_a_model_in_bf16_has_it(runs, tmp_path, 
     assert f"precision          {said}\n" in capsys.readouterr().out
 
 
+EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated", "precision.emulate=[weight]"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (EMULATED, "fp8_hybrid"), (["precision.emulate=[weight]"], "fp8_hybrid"), (["recipe=current"], "fp8_hybrid"),
+        (["precision.fallback=error"], "bf16"), ([*EMULATED, "precision.evaluation=bf16"], "bf16"),
+    ],
+    ids=["a precision", "its operands", "a recipe", "what changes no number", "both"],
+)  # fmt: skip
+def test_fp8_that_is_named_is_what_evaluates(runs, tmp_path, monkeypatch, words, expected):
+    """Whatever the run was validated in: else the words would change nothing."""
+    monkeypatch.chdir(tmp_path)
+    folder = runs[1] / "bf16"
+    assert evaluate.main([f"ckpt_path={folder}", "out=result.json", *words]) == 0
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["evaluation"] == expected
+    assert found["kernels"]["layers"] == (
+        "FP8 emulated in plain torch" if expected != "bf16" else "plain torch, in bf16"
+    )
+    assert (found["loss"] == summary(folder)["last_val_loss"]) == (expected == "bf16")
+
+
 @pytest.mark.parametrize("before", [FP8, IN_BF16], ids=["fp8", "bf16"])
 def test_a_run_in_legs_ends_as_one_in_a_piece(runs, tmp_path, monkeypatch, before):
     """Whatever it was validated in before."""
