@@ -75,11 +75,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     code = Queue(jobs, options.gpus, options.at_once).run()
     losses: dict[str, dict[int, float]] = {name: {} for name in study.conditions}
+    done = []
     for job in jobs:
         if (loss := job.loss) is not None:
             losses[job.name][job.seed] = loss
+            done.append(job)
     print(table(losses) if options.conditions is not None else effects(losses))
-    for line in gap_alike.unlike(jobs):
+    for line in gap_alike.unlike(done):
         print(line)
     return code
 

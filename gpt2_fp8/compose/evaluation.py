@@ -63,7 +63,7 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
     with open_catalog(conf_dir(), "config") as catalog:
         problems += catalog.add_folders([request.config_dir] if request.config_dir else [])
         values = _chosen(request.words, catalog, plain, problems)
-        named = set(values) | {word.key_or_group for word in request.words if catalog.is_group(word)}
+        typed = set(values) | {word.key_or_group for word in request.words if catalog.is_group(word)}
     known = key_paths(RunConfig)
     for word in list(values):
         is_known = word in known or any(path.startswith(f"{word}.") for path in known)
@@ -71,10 +71,9 @@ def configuration(request: Request, trained: RunConfig) -> RunConfig:
             problems.append(problem)
         elif not (is_known or "." in word) or not _put(plain, word, values[word]):
             problems.append(_unknown(word))
-    typed = set(values)
     config = _built(plain, problems)
     if config is not None:
-        config = evaluate_schema.as_named(evaluate_schema.for_evaluation(config, typed), named)
+        config = evaluate_schema.for_evaluation(config, typed)
         found = evaluate_schema.check_run(config, trained)
         problems += [evaluate_schema.in_own_words(evaluate_schema.of_checkpoint(one, typed)) for one in found]
     if problems:

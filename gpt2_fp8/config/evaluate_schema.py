@@ -11,10 +11,11 @@ from gpt2_fp8.config.data_schema import FilesData, Mixed, TokenFilesData
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.generate_schema import check_out
 from gpt2_fp8.config.keys import show
-from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
+from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig, PlainPrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.trained_folder import Which
 
+Precision = PlainPrecisionConfig | FP8PrecisionConfig | AutoPrecisionConfig
 GROUPS = ("data", "precision", "recipe", "trainer")  # whose choices an evaluation takes
 KEYS = ("attention", "compile", "compile_mode", "document_mask", "micro_batch_size", "plugins")
 _OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")
@@ -62,7 +63,9 @@ def refusal(key: str, line: str) -> Problem | None:
 
 
 def for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
-    """Return the configuration that a checkpoint holds, with `typed` keys on it, as one that only validates.
+    """Return the configuration that a checkpoint holds, with what was typed on it, as one that only validates.
+
+    `typed`: the groups and keys of the command line.
 
     It is of one device, and text to validate on is enough. Whatever it would save, log, call or begin from is left out;
     so is code that the checkpoint names, which only the command line may, and the graphs of a step's micro-batches,
@@ -74,20 +77,22 @@ def for_evaluation(config: RunConfig, typed: set[str]) -> RunConfig:
     if "micro_batch_size" in typed and isinstance(size, int):
         whole = -(-whole // size) * size  # nobody trains on it
     return replace(
-        config, trainer=trainer, callbacks=callbacks, logger=logger, global_batch_size=whole, ckpt_path=None,
-        init_from=None, plugins=config.plugins if "plugins" in typed else [], cuda_graphs="auto",
+        config, precision=_precision(config, typed), trainer=trainer, callbacks=callbacks, logger=logger,
+        global_batch_size=whole, ckpt_path=None, init_from=None, plugins=config.plugins if "plugins" in typed else [],
+        cuda_graphs="auto",
     )  # fmt: skip
 
 
-def as_named(config: RunConfig, named: set[str]) -> RunConfig:
-    """Return a configuration that evaluates in FP8 if words have named how: a precision, its layers, a recipe.
+def _precision(config: RunConfig, typed: set[str]) -> Precision:
+    """Return the precision; it evaluates in FP8 if words have named how: a precision, its layers, a recipe.
 
-    `named`: the groups and keys of the command line. `precision.evaluation` among them decides by itself.
+    `precision.evaluation` among them decides by itself.
     """
-    of_fp8 = {key for key in named if key.partition(".")[0] in ("precision", "recipe")} - {"precision.fallback"}
-    if not of_fp8 or "precision.evaluation" in named or not isinstance(config.precision, FP8PrecisionConfig):
-        return config
-    return replace(config, precision=replace(config.precision, evaluation="fp8"))
+    precision = config.precision
+    of_fp8 = {key for key in typed if key.partition(".")[0] in ("precision", "recipe")} - {"precision.fallback"}
+    if not of_fp8 or "precision.evaluation" in typed or not isinstance(precision, FP8PrecisionConfig):
+        return precision
+    return replace(precision, evaluation="fp8")
 
 
 def _validated_on(source: Mixed) -> Mixed:
