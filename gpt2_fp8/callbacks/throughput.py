@@ -86,9 +86,10 @@ class Throughput(pl.Callback):
         step = trainer.global_step
         if step % self.every_n_steps and not loops.is_last_step(trainer) and self._clock is not None:
             return
+        driver = self._of_driver(trainer)  # first: it takes the host's time, and the device still computes the step
         result = pl_module.step.last
         values = torch.stack([self._losses, result.grad_norm, result.clip_ratio, self._penalties]).tolist()
-        metrics = self._metrics(trainer, values, result)
+        metrics = self._metrics(trainer, values, result) | driver
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         for reader in self.readers:
@@ -117,6 +118,11 @@ class Throughput(pl.Callback):
         self._sums.zero_()
         return metrics
 
+    def _of_driver(self, trainer: pl.Trainer) -> dict[str, float]:
+        """Return what the driver tells of rank 0's GPU; nothing at the first step, which has no interval."""
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        return self._meter.read() if on_gpu and trainer.is_global_zero and self._clock is not None else {}
+
     def _speed(self, trainer: pl.Trainer, seconds: float, waited: float) -> dict[str, float]:
         rate = self._steps * self.tokens_per_step / seconds
         self.rates.append(rate)
@@ -127,8 +133,6 @@ class Throughput(pl.Callback):
                 metrics["mfu_bf16"] = rate / trainer.world_size * self.flops_per_token / peak
             self._peak_gb = max(self._peak_gb, torch.cuda.max_memory_allocated() / 2**30)  # `PeakMemory` resets it
             metrics["memory_gb"] = self._peak_gb
-            if trainer.is_global_zero:
-                metrics |= self._meter.read()
         else:
             metrics["memory_gb"] = host_memory.peak_gb()
         return metrics
