@@ -42,5 +42,9 @@ class Evaluated(Job):
         return super().goes_on(step) or (self.trained and step < self.step)
 
     @property
+    def validated_in(self) -> None:
+        """None: every run of the table is evaluated in `precision`."""
+
+    @property
     def _results(self) -> Path:
         return self.folder / f"evaluated-{self.precision}.json"

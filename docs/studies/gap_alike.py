@@ -1,13 +1,13 @@
-"""Whether the runs of a table were made alike: of one code, one torch, on one kind of GPU."""
+"""Whether the runs of a table were made alike: of one code, one torch, one kind of GPU; and validated alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from jobs import Job
 
 
-def unlike(done: Iterable[Job]) -> list[str]:
+def unlike(done: Collection[Job]) -> list[str]:
     """Return a line for each thing in which runs that are done differ, with the runs that had each of them.
 
     A run that was continued counts as its last process. What a summary of an earlier version does not have is
@@ -23,7 +23,23 @@ def unlike(done: Iterable[Job]) -> list[str]:
         if len(runs_of) > 1:
             told = "; ".join(f"{value}: {_told(found)}" for value, found in runs_of.items())
             lines.append(f"not of one {what}: {told}")
-    return lines
+    return lines + _validated(done)
+
+
+def _validated(done: Iterable[Job]) -> list[str]:
+    """Return a line for each condition of which some runs were validated in FP8 and others in bf16.
+
+    Its words may be equal: the default of `precision.evaluation` was FP8 once.
+    """
+    by_name: dict[str, dict[str, dict[str, list[int]]]] = {}
+    for job in done:
+        if (found := job.validated_in) is not None:
+            by_name.setdefault(job.name, {}).setdefault(found, {}).setdefault(job.name, []).append(job.seed)
+    return [
+        f"not of one validation: {'; '.join(f'{found}: {_told(runs)}' for found, runs in runs_of.items())}"
+        for runs_of in by_name.values()
+        if len(runs_of) > 1
+    ]
 
 
 def _told(runs: dict[str, list[int]]) -> str:

@@ -82,6 +82,16 @@ class Job:
         return {"code": versions.get("code"), "torch": versions.get("torch"), "device": found.get("device")}
 
     @property
+    def validated_in(self) -> str | None:
+        """What the figure is computed in: "fp8" or "bf16" for a run in FP8. None: another run, or no validation."""
+        found = self._summary()
+        ran, config = (part if isinstance(part, dict) else {} for part in (found.get("precision"), found.get("config")))
+        precision = config.get("precision")
+        if self.after is not None or not str(ran.get("ran")).startswith("fp8") or not isinstance(precision, dict):
+            return None
+        return str(precision.get("evaluation", "fp8"))  # as it was before there was a choice
+
+    @property
     def began(self) -> bool:
         """Whether it has a checkpoint of its own."""
         return any(self.folder.glob("checkpoints/*/manifest.json"))

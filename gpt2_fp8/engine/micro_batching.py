@@ -112,7 +112,9 @@ class MicroBatching:
             return torch.stack([self._sums(part) for part in ids.split(size)]).sum(0)
 
         if self._evaluation is None:
-            self._evaluation = Fitting(len(ids), "the batch of a validation")
+            # computing blocks again saves nothing without a backward
+            saves = "precision.evaluation=fp8" if self._gradients.evaluates_in_bf16 else ""
+            self._evaluation = Fitting(len(ids), "the batch of a validation", saves)
         if self._in_room_of_graphs:
             self._gradients.release_graphs()
         return self._evaluation(of, len(ids), self._make_room, ids.device, ranks=False)

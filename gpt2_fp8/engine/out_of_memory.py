@@ -58,6 +58,7 @@ class Fitting:
     Args:
         size: at the start.
         what: its name in the log, for instance "micro_batch_size".
+        saves: the words that save memory where a single sequence does not fit; "" if none do.
 
     The next smaller divisor is tried each time, so that the largest that fits is found: also by a run whose size fits
     into the first step, and no longer into a later one, whose memory is in more pieces.
@@ -66,8 +67,8 @@ class Fitting:
         proven: whether a size has fitted yet.
     """
 
-    def __init__(self, size: int, what: str):
-        self.size, self.what = size, what
+    def __init__(self, size: int, what: str, saves: str = "activation_checkpointing=full"):
+        self.size, self.what, self.saves = size, what, saves
         self.proven = False
 
     def __call__(
@@ -108,9 +109,8 @@ class Fitting:
 
     def _shrink(self, reason: str, sequences: int) -> None:
         if self.size == 1:
-            raise UserError.of(
-                f"out of memory with {self.what}=1: {reason}",
-                "activation_checkpointing=full, a smaller model, or a shorter model.n_positions",
-            )
+            smaller = "a smaller model, or a shorter model.n_positions"
+            remedy = f"{self.saves}, {smaller}" if self.saves else smaller
+            raise UserError.of(f"out of memory with {self.what}=1: {reason}", remedy)
         before, self.size = self.size, largest_divisor(sequences, self.size - 1)
         log.warning("out of memory: %s %d instead of %d from here on (%s)", self.what, self.size, before, reason)

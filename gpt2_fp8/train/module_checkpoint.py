@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.runtime import rng
 from gpt2_fp8.train import resume, saved_config
+
+log = logging.getLogger(__name__)
 
 _FOLDER = "GPT2Module.load_from_checkpoint(FOLDER), of a whole checkpoint: RUN/checkpoints/step-NNNNNNNN, or your own"
 
@@ -110,4 +113,6 @@ def take(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingStep) ->
     rng.check(checkpoint["rng"])
     step.load_state_dict(own)
     resume.keep_own_settings(checkpoint, step.model, config)
+    if trainer.is_global_zero and (told := resume.other_validation(checkpoint, step.plan.backend)):
+        log.warning("%s", told)
     return Restored(trainer.ckpt_path, checkpoint["rng"])

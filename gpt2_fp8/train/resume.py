@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gpt2_fp8.backends.base import Backend
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem, UserError
@@ -44,6 +45,25 @@ def other_seed(config: RunConfig, given: object) -> Iterator[Problem]:
     if type(seed) is int and seed != config.seed:
         cause = f"this run cannot be continued exactly: seed was {seed}, and is now {config.seed}"
         yield Problem(cause, "set it back as it was; or start a new run, with init_from=CHECKPOINT to keep the weights")
+
+
+def other_validation(checkpoint: Mapping[str, Any], backend: Backend) -> str | None:
+    """Say that the validations of a run in FP8 compute in another precision than those before `checkpoint`; or None.
+
+    The command line may not have changed: a checkpoint of before `precision.evaluation` was validated in FP8.
+    """
+    ran, precision = (checkpoint.get(key) for key in ("precision", saved_config.KEY))
+    precision = precision.get("precision") if isinstance(precision, Mapping) else None
+    if not (backend.fp8 and isinstance(ran, Mapping) and str(ran.get("ran")).startswith("fp8")):
+        return None
+    before = precision.get("evaluation", "fp8") if isinstance(precision, Mapping) else "fp8"
+    now = "bf16" if backend.evaluates_in_bf16 else "fp8"
+    if before == now:
+        return None
+    return (
+        f"validation losses are computed in {now} from here on, and were in {before} before: they differ by what FP8 "
+        f"rounds; precision.evaluation={before} goes on as it was"
+    )
 
 
 def refuse(differences: list[Problem]) -> None:

@@ -18,6 +18,7 @@ class Gradients:
     """Holds `room` sequences at a time; says what it was asked for."""
 
     parameters = ()
+    evaluates_in_bf16 = False
 
     def __init__(self, room):
         self.room, self.asked, self.discarded = room, [], 0
@@ -92,7 +93,7 @@ def test_an_evaluation_counts_no_padding():
         counted = part[:, 1:] >= 0
         return torch.tensor(2.0) if counted.any() else torch.tensor(float("nan"))
 
-    of = batching(SimpleNamespace(evaluated=loss), share=4, size=4)
+    of = batching(SimpleNamespace(evaluated=loss, evaluates_in_bf16=False), share=4, size=4)
     assert of.evaluate(ids).tolist() == [4.0, 2.0]
     of._evaluation.size = 1
     assert of.evaluate(ids).tolist() == [4.0, 2.0]

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from gpt2_fp8.backends.base import Backend
 from gpt2_fp8.callbacks import samples
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.gradients import Gradients
@@ -135,6 +136,27 @@ def test_67_a_single_sequence_that_does_not_fit_ends_with_advice(tmp_path, monke
     assert "micro_batch_size=1" in str(ended.value)
     assert "activation_checkpointing=full" in str(ended.value)
     assert checkpoint(tmp_path / "run", 2).is_dir(), "what was saved stays"
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ([], "fix: a smaller model, or a shorter"),
+        (["precision=fp8_hybrid", "precision.evaluation=fp8"], "fix: a smaller model, or a shorter"),
+        (["precision=fp8_hybrid", "precision.backend=emulated"], "fix: precision.evaluation=fp8, a smaller model"),
+    ],
+)
+def test_67_advice_for_a_validation_is_what_makes_that_one_smaller(tmp_path, monkeypatch, words, advice):
+    """Computing blocks again saves nothing where there is no backward."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError(TEXT)
+
+    room_for(monkeypatch, validation=0)
+    monkeypatch.setattr(Backend, "bf16_loss", full)
+    with pytest.raises(UserError, match="the batch of a validation=1") as ended:
+        train(tmp_path / "run", *STEPS, *words)
+    assert advice in str(ended.value)
 
 
 @pytest.mark.parametrize("text", ["CUDA error: out of memory", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"])

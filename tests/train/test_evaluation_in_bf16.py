@@ -58,6 +58,26 @@ def test_evaluate_finds_the_runs_loss_as_a_model_in_bf16_has_it(runs, tmp_path, 
     assert f"precision          {said}\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "told"),
+    [
+        (FP8, IN_BF16, "computed in bf16 from here on, and were in fp8 before"),
+        (IN_BF16, FP8, "computed in fp8 from here on, and were in bf16 before"),
+        (FP8, FP8, None),
+        (FP8, ["precision=bf16", "model.dropout=0.1"], None),
+    ],
+)
+def test_a_run_that_is_validated_otherwise_from_here_on_says_so_once(tmp_path, caplog, first, then, told):
+    train(tmp_path, *first)
+    caplog.clear()
+    train(tmp_path, *then, "ckpt_path=last", "trainer.max_steps=16")
+    said = [record.message for record in caplog.records if "validation losses are" in record.message]
+    assert len(said) == (told is not None)
+    if told is not None:
+        assert told in said[0]
+        assert f"precision.evaluation={told.split()[-2]} " in said[0]
+
+
 EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated", "precision.emulate=[weight]"]
 
 
