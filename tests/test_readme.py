@@ -63,7 +63,7 @@ SPEED = ["python", "docs/studies/generate_speed.py"]
 README_PICTURES = ["python", "docs/studies/readme_pictures.py"]
 PEAKS = ["python", "docs/studies/peaks.py"]
 SPEED_STUDIES = [  # `test_speed_studies` reads their commands
-    ["python", f"docs/studies/{name}.py"] for name in ("bare_loop", "power", "gemms", "block_bytes")
+    ["python", f"docs/studies/{name}.py"] for name in ("bare_loop", "power", "gemms", "block_bytes", "between_steps")
 ]
 PROGRAMS = ["gpt2_fp8", *(f"gpt2_fp8.{name}" for name in programs.names())]
 RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE, COMPARE, PREPARE, SBATCH = (

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from gpt2_fp8 import load_config
+from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.checks import vocabulary
+from gpt2_fp8.engine.micro_batching import MicroBatching
 from gpt2_fp8.engine.training_step import TrainingStep
-from tests.runs import SMALL
+from tests.runs import SMALL, train
 from tests.test_readme import ALL
 
 STUDIES = Path(__file__).resolve().parents[1] / "docs/studies"
@@ -96,6 +98,44 @@ def test_texts_that_cannot_be_written_are_refused_before_anything_is(words, told
     error, remedy = capsys.readouterr().err.splitlines()
     assert error == f"error: {told}"
     assert remedy.startswith(f"  fix: {fix}")
+
+
+def test_what_lies_between_two_steps_is_told_apart_by_the_logs_rows(study, tmp_path, monkeypatch):
+    for owner, name in ((TrainingStep, "__call__"), (MicroBatching, "gradients")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # and back, after the study has replaced it
+    between, seconds = study("between_steps"), 0.02
+    marks = between.Marks()
+    marks.placed()
+    monkeypatch.setattr(Throughput, "_metrics", slowed(Throughput._metrics, seconds))
+    train(tmp_path, "trainer.log_every_n_steps=3", "trainer.val_check_interval=12")
+    assert [step.row for step in marks.steps] == [False, False, True] * 4
+    said = re.fullmatch(
+        r"([\d.]+) ms a step; without work ([\d.]+) ms after a step with a row of the log, of 3; "
+        r"([\d.]+) ms after a step without a row of the log, of 6; ([\d.]+) ms a step in the mean, [\d.]+ % of it",
+        between.told(marks.steps[between.FIRST - 1 :]),
+    )
+    length, with_row, without, mean = (float(number) for number in said.groups())
+    assert with_row >= 1000 * seconds
+    assert 0 < without < length
+    assert mean == pytest.approx((3 * with_row + 6 * without) / 9, abs=0.02)
+
+
+def slowed(function, seconds):
+    """The function, which then takes that much longer."""
+
+    def longer(*args):
+        time.sleep(seconds)
+        return function(*args)
+
+    return longer
+
+
+@pytest.mark.parametrize("word", ["-m", "--multirun"])
+def test_steps_of_several_runs_have_nothing_between_them(word, study, capsys):
+    assert study("between_steps").main([word, "seed=1,2"]) == 2
+    assert (
+        capsys.readouterr().err == f"error: {word} is several runs\n  fix: leave it out, with one value for each key\n"
+    )
 
 
 READERLESS = {
@@ -246,10 +286,9 @@ def test_every_command_of_the_documents_is_read(study, tmp_path, monkeypatch):
     """And the runs that they ask for compose."""
     monkeypatch.chdir(tmp_path)
     loops, power = study("bare_loop"), study("power")
-    asked = documented("bare_loop")
+    asked = [loops.read(loops.options(), words)[1] for words in documented("bare_loop")]
     assert len(asked) >= 4
-    for words in asked:
-        _, of_run = loops.read(loops.options(), words)
+    for of_run in asked + documented("between_steps"):
         (config,) = preflight(of_run)
         assert config.micro_batch_size == 64
         assert vocabulary(config) == 50257
