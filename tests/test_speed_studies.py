@@ -288,7 +288,8 @@ def test_every_command_of_the_documents_is_read(study, tmp_path, monkeypatch):
     loops, power = study("bare_loop"), study("power")
     asked = [loops.read(loops.options(), words)[1] for words in documented("bare_loop")]
     assert len(asked) >= 4
-    for of_run in asked + documented("between_steps"):
+    (between,) = documented("between_steps")
+    for of_run in [*asked, between]:
         (config,) = preflight(of_run)
         assert config.micro_batch_size == 64
         assert vocabulary(config) == 50257

@@ -523,17 +523,16 @@ def test_runs_that_were_made_differently_are_named_under_the_table(study, planne
     assert told(3, "NVIDIA H200")[-1] == f"not of one torch: 2.11.0: {name} 1; unknown: {name} 2"
 
 
-def test_a_condition_that_was_validated_in_two_ways_is_named_under_the_table(study, planned, tmp_path, capsys):
-    rows = f"{A}\nb: precision=bf16"
+def test_runs_that_were_validated_in_two_ways_are_named_under_the_table(study, planned, tmp_path, capsys):
+    rows = f"{A}\nb: notes=b precision.backend=emulated\nc: precision=bf16\nd: precision.evaluation=fp8"
     argv = [str(tmp_path / "study"), "--conditions", str(tmp_path / "rows.txt"), "--seeds", "1", "2"]
-    jobs = planned(rows, "--seeds", "1", "2")
-    names = list(dict.fromkeys(job.name for job in jobs))
 
-    def told(*options, ran="fp8_hybrid", second="bf16"):
-        """What the table says, if the first seed's runs are of before there was a choice."""
+    def told(*options, ran="fp8_hybrid", **evaluation):
+        """What the table says. `evaluation`: by the condition and the seed; else it is of before there was a choice."""
         for job in planned(rows, "--seeds", "1", "2", *options):
-            of_job = ran if job.name == names[0] else "bf16"
-            precision = {"name": of_job} | ({} if job.seed == 1 else {"evaluation": second})
+            of_job = "bf16" if job.name == "c" else ran
+            known = evaluation.get(f"{job.name}{job.seed}")
+            precision = {"name": of_job} | ({} if known is None else {"evaluation": known})
             found = {"status": "completed", "steps": job.steps, "last_val_loss": 2.0}
             found |= {"config": {"precision": precision}, "precision": {"asked": of_job, "ran": of_job}}
             job.folder.mkdir(parents=True, exist_ok=True)
@@ -542,10 +541,11 @@ def test_a_condition_that_was_validated_in_two_ways_is_named_under_the_table(stu
         assert study("fp8_gap").main([*argv, *options, "--", "trainer=cpu"]) == 0
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("not of one validation")]
 
-    assert told() == [f"not of one validation: fp8: {names[0]} 1; bf16: {names[0]} 2"]
-    assert told(second="fp8") == []
-    assert told(ran="bf16") == []
-    assert told("--evaluate", "bf16") == [], "all are evaluated alike"
+    assert told(a2="bf16", b1="bf16", b2="bf16") == ["not of one validation: fp8: a 1; bf16: b 1 2, a 2"]
+    assert told(b1="bf16", b2="bf16") == ["not of one validation: fp8: a 1 2; bf16: b 1 2"]
+    assert told() == told(a1="fp8") == []
+    assert told(a2="bf16", ran="bf16") == []
+    assert told("--evaluate", "bf16", a2="bf16") == [], "all are evaluated alike"
 
 
 def test_a_studys_folder_is_named(study, tmp_path, monkeypatch, capsys):

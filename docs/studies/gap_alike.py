@@ -27,19 +27,16 @@ def unlike(done: Collection[Job]) -> list[str]:
 
 
 def _validated(done: Iterable[Job]) -> list[str]:
-    """Return a line for each condition of which some runs were validated in FP8 and others in bf16.
+    """Return a line if some runs in FP8 were validated in FP8, and others in bf16, though none was asked to.
 
-    Its words may be equal: the default of `precision.evaluation` was FP8 once.
+    The default of `precision.evaluation` was FP8 once.
     """
-    by_name: dict[str, dict[str, dict[str, list[int]]]] = {}
+    runs_of: dict[str, dict[str, list[int]]] = {}
     for job in done:
         if (found := job.validated_in) is not None:
-            by_name.setdefault(job.name, {}).setdefault(found, {}).setdefault(job.name, []).append(job.seed)
-    return [
-        f"not of one validation: {'; '.join(f'{found}: {_told(runs)}' for found, runs in runs_of.items())}"
-        for runs_of in by_name.values()
-        if len(runs_of) > 1
-    ]
+            runs_of.setdefault(found, {}).setdefault(job.name, []).append(job.seed)
+    told = "; ".join(f"{found}: {_told(runs)}" for found, runs in runs_of.items())
+    return [f"not of one validation: {told}"] if len(runs_of) > 1 else []
 
 
 def _told(runs: dict[str, list[int]]) -> str:

@@ -83,8 +83,12 @@ class Job:
 
     @property
     def validated_in(self) -> str | None:
-        """What the figure is computed in: "fp8" or "bf16" for a run in FP8. None: another run, or no validation."""
-        found = self._summary()
+        """In what a run in FP8 was validated by default: "fp8" or "bf16".
+
+        None: it is in another precision, its words say in what, or its figure is no validation's.
+        """
+        typed = any(word.startswith("precision.evaluation=") for leg in self.legs for word in (*self.words, *leg.words))
+        found = {} if typed else self._summary()
         ran, config = (part if isinstance(part, dict) else {} for part in (found.get("precision"), found.get("config")))
         precision = config.get("precision")
         if self.after is not None or not str(ran.get("ran")).startswith("fp8") or not isinstance(precision, dict):

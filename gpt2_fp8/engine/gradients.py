@@ -90,25 +90,21 @@ class Gradients:
             self._bf16_model = self.plan.backend.bf16_model(self.model)
         return self._bf16_model.train(self.model.training)
 
-    @property
-    def evaluates_in_bf16(self) -> bool:
-        """Whether `evaluated` computes in bf16, though training is in FP8."""
-        return self.plan.backend.evaluates_in_bf16
-
     def evaluated(self, ids: Tensor) -> Tensor:
         """Compute the mean loss over the targets of `ids` [sequences, n_positions + 1], float32, as a validation does.
 
         No gradients are computed. With `precision.evaluation=bf16` no FP8 scale is needed.
         """
         signals.look()
-        loss_of = self._bf16_loss if self.evaluates_in_bf16 else self.loss
+        loss_of = self._bf16_loss if self.plan.backend.evaluates_in_bf16 else self.loss
         with self.evaluation():
             return loss_of(ids, None, 1.0)
 
     @contextmanager
     def evaluation(self) -> Iterator[GPT2]:
         """Enter the precision of forwards outside of training, without gradients, and return the model for them."""
-        backend, in_bf16 = self.plan.backend, self.evaluates_in_bf16
+        backend = self.plan.backend
+        in_bf16 = backend.evaluates_in_bf16
         with torch.no_grad(), backend.bf16_context() if in_bf16 else backend.forward_context():
             yield self._in_bf16() if in_bf16 else self.model
 

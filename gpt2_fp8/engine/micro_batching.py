@@ -76,20 +76,29 @@ class MicroBatching:
             del optimizer_state
             return loss
 
-        return self._of_all_ranks(self.training, of, ids)
+        return self._of_all_ranks(self.training, of, self._gradients.discard, ids)
 
     def gradients_in_bf16(self, ids: Tensor) -> Tensor:
         """Compute what `Gradients.of_step_in_bf16` does, averaged over the ranks. Collective.
 
-        Its layers may keep more memory than those that compute in FP8, so it has its own size.
+        Its layers may keep more memory than those that compute in FP8, so it has its own size. Where that does not fit
+        beside the CUDA graphs, their memory is freed first.
         """
         if self._in_bf16 is None:
             self._in_bf16 = Fitting(self.training.size, "micro_batch_size in bf16")
-        return self._of_all_ranks(self._in_bf16, lambda size: self._gradients.of_step_in_bf16(ids, size), ids)
 
-    def _of_all_ranks(self, sizes: Fitting, of: Callable[[int], Tensor], ids: Tensor) -> Tensor:
+        def discard() -> bool:
+            freed = self._gradients.release_graphs()  # there are none in several processes: ranks agree
+            self._gradients.discard()
+            return freed
+
+        return self._of_all_ranks(self._in_bf16, lambda size: self._gradients.of_step_in_bf16(ids, size), discard, ids)
+
+    def _of_all_ranks(
+        self, sizes: Fitting, of: Callable[[int], Tensor], discard: Callable[[], bool | None], ids: Tensor
+    ) -> Tensor:
         with self._given_up():
-            loss = sizes(of, self._share, self._gradients.discard, ids.device, ranks=True)
+            loss = sizes(of, self._share, discard, ids.device, ranks=True)
         collectives.average(self._gradients.parameters)
         self._gradients.scaling.agree()
         return loss
@@ -113,8 +122,7 @@ class MicroBatching:
 
         if self._evaluation is None:
             # computing blocks again saves nothing without a backward
-            saves = "precision.evaluation=fp8" if self._gradients.evaluates_in_bf16 else ""
-            self._evaluation = Fitting(len(ids), "the batch of a validation", saves)
+            self._evaluation = Fitting(len(ids), "the batch of a validation", saves="")
         if self._in_room_of_graphs:
             self._gradients.release_graphs()
         return self._evaluation(of, len(ids), self._make_room, ids.device, ranks=False)

@@ -78,7 +78,7 @@ class Fitting:
         """Call `work(size)`. If memory runs out, call `discard()` and begin again with a smaller size.
 
         `sequences`: how many there are in all; smaller sizes are divisors of it. `discard`: frees what the attempt has
-        left. If it returns True, it has freed more than that, and the same size is tried again; only without `ranks`.
+        left. If it returns True, as all ranks do or none, it has freed more than that: the same size is tried again.
         `ranks`: all ranks call this at once and go on with the same size; `work` must then not wait for another rank.
         `proves_size`: whether a success proves that a whole training step fits. If `device` is a GPU, its cache is
         emptied before the next attempt.

@@ -33,6 +33,7 @@ from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.versions import versions
 from gpt2_fp8.precision.choose import Figures
 from gpt2_fp8.precision.support import why_not_recipe
+from gpt2_fp8.runtime.source_digest import source_digest
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def key(cases: Sequence[RunConfig]) -> dict[str, Any]:
     run = {name: value for name, value in asdict(cases[0]).items() if name not in _NO_PART}
     competing = [{name: asdict(case)[name] for name in ("precision", "recipe")} for case in cases]
     about = {name: version for name, version in versions().items() if name not in ("python", "lightning")}
-    about["kernels"] = missing() or "all"
+    about |= {"kernels": missing() or "all", "code": source_digest() or "unknown"}
     # several machines may share a home folder
     device = {"host": platform.node(), "device": torch.cuda.get_device_name()}
     return {**device, "versions": about, "run": run, "candidates": competing}

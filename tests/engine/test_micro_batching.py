@@ -18,7 +18,6 @@ class Gradients:
     """Holds `room` sequences at a time; says what it was asked for."""
 
     parameters = ()
-    evaluates_in_bf16 = False
 
     def __init__(self, room):
         self.room, self.asked, self.discarded = room, [], 0
@@ -93,7 +92,7 @@ def test_an_evaluation_counts_no_padding():
         counted = part[:, 1:] >= 0
         return torch.tensor(2.0) if counted.any() else torch.tensor(float("nan"))
 
-    of = batching(SimpleNamespace(evaluated=loss, evaluates_in_bf16=False), share=4, size=4)
+    of = batching(SimpleNamespace(evaluated=loss), share=4, size=4)
     assert of.evaluate(ids).tolist() == [4.0, 2.0]
     of._evaluation.size = 1
     assert of.evaluate(ids).tolist() == [4.0, 2.0]
@@ -109,6 +108,10 @@ class BesideGraphs(Gradients):
     def of_step(self, ids, size):
         self.graphs = True
         return super().of_step(ids, size)
+
+    def of_step_in_bf16(self, ids, size):
+        self._try("bf16" + " beside graphs" * self.graphs, size + 8 * self.graphs)
+        return torch.tensor(1.0)
 
     def release_graphs(self):
         there, self.graphs = self.graphs, False
@@ -136,3 +139,14 @@ def test_64_a_validation_takes_the_room_of_cuda_graphs_before_it_becomes_smaller
     assert of.evaluate(IDS).tolist() == [64.0, 32.0]
     assert gradients.asked == [("evaluation", 4)] * 2, "the next validation begins without them"
     assert not caplog.records
+
+
+def test_64_a_step_that_is_run_again_in_bf16_takes_the_room_of_cuda_graphs_before_it_becomes_smaller(caplog):
+    gradients = BesideGraphs(room=4)
+    of = batching(gradients, size=4)
+    of.gradients(IDS)
+    gradients.asked.clear()
+    of.gradients_in_bf16(IDS)
+    assert gradients.asked == [("bf16 beside graphs", 12), ("bf16", 4), AGREE]
+    assert gradients.discarded == 1, "the gradients of the attempt"
+    assert not caplog.records, "no size has changed"

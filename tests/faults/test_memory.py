@@ -138,15 +138,11 @@ def test_67_a_single_sequence_that_does_not_fit_ends_with_advice(tmp_path, monke
     assert checkpoint(tmp_path / "run", 2).is_dir(), "what was saved stays"
 
 
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [
-        ([], "fix: a smaller model, or a shorter"),
-        (["precision=fp8_hybrid", "precision.evaluation=fp8"], "fix: a smaller model, or a shorter"),
-        (["precision=fp8_hybrid", "precision.backend=emulated"], "fix: precision.evaluation=fp8, a smaller model"),
-    ],
-)
-def test_67_advice_for_a_validation_is_what_makes_that_one_smaller(tmp_path, monkeypatch, words, advice):
+EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated"]
+
+
+@pytest.mark.parametrize("words", [[], EMULATED, [*EMULATED, "precision.evaluation=fp8"]], ids=" ".join)
+def test_67_advice_for_a_validation_is_what_makes_that_one_smaller(tmp_path, monkeypatch, words):
     """Computing blocks again saves nothing where there is no backward."""
 
     def full(*_):
@@ -156,7 +152,7 @@ def test_67_advice_for_a_validation_is_what_makes_that_one_smaller(tmp_path, mon
     monkeypatch.setattr(Backend, "bf16_loss", full)
     with pytest.raises(UserError, match="the batch of a validation=1") as ended:
         train(tmp_path / "run", *STEPS, *words)
-    assert advice in str(ended.value)
+    assert "fix: a smaller model, or a shorter model.n_positions" in str(ended.value)
 
 
 @pytest.mark.parametrize("text", ["CUDA error: out of memory", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"])

@@ -266,7 +266,7 @@ def test_transformer_engines_scales_are_not_taken():
         ([], "fused", True),
         (["precision=fp8_e4m3"], "fused", True),
         (["cuda_graphs=false"], "fused", False),
-        (["micro_batch_size=512", "global_batch_size=512"], "fused", False),
+        (["micro_batch_size=1024", "global_batch_size=1024"], "fused", False),
         (["recipe=current"], "te", False),
         (["recipe=block"], "te", False),
         (["model.dropout=0.1"], "te", False),

@@ -301,6 +301,9 @@ def test_another_gpu_and_another_version_are_other_keys(gpu, monkeypatch):
     monkeypatch.setattr(auto_candidates, "versions", lambda: versions | {"python": "9.9"})
     settle()
     assert gpu.measured == []
+    monkeypatch.setattr(auto_candidates, "source_digest", lambda: "0123456789ab")
+    settle()
+    assert len(gpu.measured) == 4, "another commit may be faster, or slower"
 
 
 def test_another_machine_with_the_same_home_measures_for_itself(gpu, monkeypatch):

@@ -10,6 +10,7 @@ from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.callbacks import samples
 from gpt2_fp8.engine.logits import logits
 from gpt2_fp8.layers import sdpa
+from gpt2_fp8.train import saved_config
 from tests.runs import (
     assert_same_checkpoint,
     checkpoint,
@@ -76,6 +77,26 @@ def test_a_run_that_is_validated_otherwise_from_here_on_says_so_once(tmp_path, c
     if told is not None:
         assert told in said[0]
         assert f"precision.evaluation={told.split()[-2]} " in said[0]
+
+
+def test_a_run_from_before_there_was_a_choice_was_validated_in_fp8(tmp_path, caplog, monkeypatch):
+    plain = saved_config.to_plain
+
+    def without_the_key(*args):
+        found = plain(*args)
+        del found["precision"]["evaluation"]
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_config, "to_plain", without_the_key)
+        train(tmp_path, *FP8)
+    caplog.clear()
+    train(tmp_path, *IN_BF16, "ckpt_path=last", "trainer.max_steps=16")
+    said = [record.message for record in caplog.records if "validation losses are" in record.message]
+    assert said == [
+        "validation losses are computed in bf16 from here on, and were in fp8 before: they differ by what FP8 rounds; "
+        "precision.evaluation=fp8 goes on as it was"
+    ]
 
 
 EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated", "precision.emulate=[weight]"]
