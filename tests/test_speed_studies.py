@@ -133,9 +133,26 @@ def slowed(function, seconds):
 @pytest.mark.parametrize("word", ["-m", "--multirun"])
 def test_steps_of_several_runs_have_nothing_between_them(word, study, capsys):
     assert study("between_steps").main([word, "seed=1,2"]) == 2
-    assert (
-        capsys.readouterr().err == f"error: {word} is several runs\n  fix: leave it out, with one value for each key\n"
+    error, fix = capsys.readouterr().err.splitlines()
+    assert error == f"error: {word} is several runs"
+    assert fix == "  fix: leave it out, with one value for each key"
+
+
+def test_a_run_ends_with_what_lies_between_its_steps(tmp_path):
+    words = [*TINY, "trainer.max_steps=6", "trainer.log_every_n_steps=2", "data.val_sequences=0", "run_name=run"]
+    done = subprocess.run(
+        [sys.executable, STUDIES / "between_steps.py", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(
+        r"[\d.]+ ms a step; without work .* row of the log, of 1; .* of 2; .* in the mean, .* % of it", last
+    )
+    assert (tmp_path / "outputs/run/summary.json").is_file()
 
 
 READERLESS = {

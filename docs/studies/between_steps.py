@@ -80,9 +80,10 @@ def told(steps: list[Step]) -> str:
     """Say the milliseconds of a step, and of the time between two of them."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    lengths = [_milliseconds(one.begin, other.begin) for one, other in pairwise(steps)]
+    pairs = list(pairwise(steps))
+    lengths = [_milliseconds(one.begin, other.begin) for one, other in pairs]
     gaps: dict[bool, list[float]] = {True: [], False: []}
-    for one, other in pairwise(steps):
+    for one, other in pairs:
         gaps[one.row].append(_milliseconds(one.end, other.begin))
     medians = {row: statistics.median(found) for row, found in gaps.items() if found}
     parts = [

@@ -14,6 +14,7 @@ from rows import Leg, folder_name
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.config import bounded
+from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.train import metrics_csv
 
 START = "start"  # the name of the runs that others begin from
@@ -75,11 +76,16 @@ class Job:
 
     @property
     def made_by(self) -> dict[str, str | None]:
-        """What the run's last process ran on: its `code` (a digest), `torch` and `device`."""
+        """What the run's last process ran on: its `code` (a digest), `torch` and `device`.
+
+        A run in FP8 that was not told in what to validate has its `validation` too, where the figure is of one: the
+        default of `precision.evaluation` was FP8 once.
+        """
         found = self._summary()
         versions = found.get("versions")
         versions = versions if isinstance(versions, dict) else {}
-        return {"code": versions.get("code"), "torch": versions.get("torch"), "device": found.get("device")}
+        made_by = {"code": versions.get("code"), "torch": versions.get("torch"), "device": found.get("device")}
+        return made_by | ({"validation": validated} if (validated := self.validated_in) is not None else {})
 
     @property
     def validated_in(self) -> str | None:
@@ -93,7 +99,7 @@ class Job:
         precision = config.get("precision")
         if self.after is not None or not str(ran.get("ran")).startswith("fp8") or not isinstance(precision, dict):
             return None
-        return str(precision.get("evaluation", "fp8"))  # as it was before there was a choice
+        return str(precision.get("evaluation", FP8PrecisionConfig.evaluation))
 
     @property
     def began(self) -> bool:
