@@ -271,7 +271,7 @@ def test_the_studys_command_composes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
     factorial, study = (importlib.import_module(name) for name in ("factorial", "fp8_gap"))
     commands = [found.words for found in ALL if found.words[: len(STUDY)] == STUDY]
-    assert len(commands) == 9
+    assert len(commands) == 10
     steps = set()
     for command in commands:
         mark = command.index("--")
@@ -529,6 +529,19 @@ def test_curves_that_do_not_fit_are_refused(tmp_path, monkeypatch, capsys):
         assert study.main([str(tmp_path / "out"), "--bf16", files[0], "--fp8", files[1]]) == 2
         assert cause in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_row_of_a_stop_is_left_out_of_a_curve(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
+    study = importlib.import_module("readme_pictures")
+    for name, also in (("a", []), ("stopped", [33])):
+        steps = sorted([*range(1, 601, 10), *also])
+        rows = "".join(f"{step},{step},{9.0 if step == 33 else 2.5}\n" for step in steps)
+        (tmp_path / f"{name}.csv").write_text(f"step,tokens,train_loss\n{rows}")
+    drawn = study.losses([tmp_path / "a.csv"], [tmp_path / "stopped.csv"])
+    (above, *_), (below, *_) = (axes.lines for axes in drawn.axes)
+    assert set(above.get_ydata()) == {2.5}
+    assert set(below.get_ydata()) == {0.0}
 
 
 def test_every_container_runs_what_a_run_takes(tmp_path, monkeypatch):

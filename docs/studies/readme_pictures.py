@@ -23,6 +23,7 @@ from gpt2_fp8.train import metrics_csv
 PERFORMANCE = Path(__file__).resolve().parents[1] / "performance.md"
 BLUE, GREY = "#2a6fbb", "#9a9a9a"
 SMOOTH = 5  # rows of a log; each is a mean over its own steps
+STOPS = 0.05  # of a run's rows: at most so many may be of its stops
 SHORT = {
     "this project, FP8": "this project, FP8", "Transformer Engine": "te.TransformerLayer, FP8",
     "torchao float8": "torchao float8, compiled", "this project's plain layers": "this project, bf16, compiled",
@@ -51,12 +52,15 @@ def main(argv: list[str]) -> int:
 def losses(bf16: list[Path], fp8: list[Path]) -> Figure:
     """Draw every run's training loss over its tokens; below it, how far the means are apart.
 
-    Raises UserError unless all have logged it at the same tokens.
+    A run that was stopped and continued has a row more for each stop, which is left out. Raises UserError unless
+    all have logged at the same tokens beside these.
     """
-    found = {file: _curve(file) for file in (*bf16, *fp8)}
-    for file, (tokens, _) in found.items():
-        if not np.array_equal(tokens, found[bf16[0]][0]):
+    rows = {file: _rows(file) for file in (*bf16, *fp8)}
+    common = set.intersection(*map(set, rows.values()))
+    for file, found in rows.items():
+        if len(common) < (1 - STOPS) * len(found):
             raise UserError.of(f"{file} and {bf16[0]} have logged at different tokens", "name runs of equal settings")
+    found = {file: _curve(sorted(common), losses) for file, losses in rows.items()}
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     means = []
@@ -96,15 +100,19 @@ def speeds(page: str) -> Figure:
     return figure
 
 
-def _curve(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens and the running mean of the training loss of a `metrics.csv`. Raises UserError without any."""
+def _rows(path: Path) -> dict[float, float]:
+    """Return the training loss by the tokens of a `metrics.csv`'s rows. Raises UserError without any."""
     rows = metrics_csv.read(path, ["tokens", "train_loss"]).rows
     found = [(row["tokens"], row["train_loss"]) for row in rows if "train_loss" in row]
     if len(found) <= SMOOTH:
         raise UserError.of(f"{path} has {len(found)} rows of a training loss", "name the metrics.csv of a whole run")
-    tokens, loss = np.array(found[1:]).T  # the first row is of one step
+    return dict(found[1:])  # the first row is of one step
+
+
+def _curve(tokens: list[float], losses: dict[float, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Return running means of tokens and of the losses there."""
     kernel = np.ones(SMOOTH) / SMOOTH
-    return np.convolve(tokens, kernel, "valid"), np.convolve(loss, kernel, "valid")
+    return np.convolve(tokens, kernel, "valid"), np.convolve([losses[at] for at in tokens], kernel, "valid")
 
 
 if __name__ == "__main__":

@@ -101,6 +101,17 @@ class Backend(ABC):
         return self.fp8 and isinstance(precision, FP8PrecisionConfig) and precision.evaluation == "bf16"
 
     @property
+    def bf16_last_steps(self) -> int:
+        """How many steps at the end of an FP8 run compute in bf16 (`precision.bf16_last_steps`)."""
+        precision = self.config.precision
+        return precision.bf16_last_steps if self.fp8 and isinstance(precision, FP8PrecisionConfig) else 0
+
+    @property
+    def compiles_bf16(self) -> bool:
+        """Whether `torch.compile` compiles `bf16_loss` for steps of which there are many (`compile`)."""
+        return self.device == "cuda" if self.config.compile == "auto" else self.config.compile
+
+    @property
     def keep_bf16(self) -> list[str]:
         """Names of the layers whose GEMMs stay in bf16."""
         return self.config.precision.keep_bf16 if isinstance(self.config.precision, FP8PrecisionConfig) else []

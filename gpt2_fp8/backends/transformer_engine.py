@@ -59,6 +59,12 @@ class TransformerEngine(Backend):
         assert self.recipe is not None
         return build_recipe(self.config.precision, self.recipe)
 
+    @property
+    @override
+    def compiles_bf16(self) -> bool:
+        """See `Backend`. Transformer Engine's own layers are not compiled."""
+        return False
+
     @override
     def bf16_model(self, model: GPT2) -> GPT2:
         """See `Backend`. It is `model` itself: its layers compute in FP8 only in `fp8_region`."""

@@ -34,8 +34,8 @@ class FP8HealthLog(pl.Callback):
     Summaries go to the loggers (`engine.fp8_health.summary`), tensors to `write` and to the loggers that have
     `log_fp8_tensors`, red flags to the run's log. Reading comes after `Throughput`, which has waited for the device by
     then. A sampled pass is made after the first step, from then on every `callbacks.fp8_health_every_n_steps` steps,
-    and after the last. That interval is doubled until passes take at most `COST` of the time, unless it was typed. The
-    first one, which compiles, is not counted.
+    and after the last one in FP8. That interval is doubled until passes take at most `COST` of the time, unless it was
+    typed. The first one, which compiles, is not counted. Steps that compute in bf16 have nothing to log.
 
     All is done by rank 0. The others wait for it in the next step. A run that casts nothing to FP8 has nothing to log.
 
@@ -68,8 +68,9 @@ class FP8HealthLog(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         """Read, log and judge, at the end of an interval."""
-        step, last = trainer.global_step, loops.is_last_step(trainer)
-        if step % self.every_n_steps and not last and step > 1:
+        step, steps_in_fp8 = trainer.global_step, pl_module.step.steps_in_fp8
+        last = loops.is_last_step(trainer) or step == steps_in_fp8
+        if step > steps_in_fp8 or (step % self.every_n_steps and not last and step > 1):
             return
         pl_module.step.settle()  # on all ranks
         if self._health is not None and not signals.pending():

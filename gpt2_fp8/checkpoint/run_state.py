@@ -134,7 +134,7 @@ RUN: Form = {
     "optimizer": Maybe(Word(("adamw", "adamw_bf16", "adamw8bit", "muon"))),
     "training_step": Maybe(
         {
-            "micro_batch_size": Maybe({"asked": Whole(1), "fits": Whole(1)}),
+            "micro_batch_size": Maybe({"asked": Whole(1), "fits": Whole(1), "fits_in_bf16": Maybe(Whole(1))}),
             "scaling": Maybe({"settings": Maybe(Line(4000)), "sequences": Maybe(Whole(1)), ...: Tensor}),
             "separator_begins": Maybe(bool),
         }

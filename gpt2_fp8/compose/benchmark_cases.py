@@ -31,6 +31,7 @@ _MEANINGLESS = (
     *("run_name", "tags", "notes", "ckpt_path", "init_from", "callbacks", "logger", "debug"),
     "data.val_sequences",
     "precision.evaluation",
+    "precision.bf16_last_steps",
 )
 _OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")  # keys of `trainer` that do change it
 _OF_A_RUN = re.compile(rf"(?<![\w.])({'|'.join(LISTS)})=(\w+)")

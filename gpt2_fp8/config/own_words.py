@@ -15,6 +15,7 @@ from gpt2_fp8.config.schema import RunConfig
 RUN = "python -m gpt2_fp8.run"
 TRY_STEPS, TRY_SECONDS = 20, 300.0  # of a run that only shows that everything works
 _LENGTH = ("trainer.max_steps", "trainer.max_tokens", "trainer.max_epochs", "trainer.max_time", "callbacks.keep_epochs")
+_OF_STEPS = ("optim.warmup_steps", "optim.decay_steps", "precision.bf16_last_steps")
 _PLACE = ("run_name", "ckpt_path", "hydra.run.dir")
 _LARGE_MODEL = ("model", "optim", "global_batch_size", "micro_batch_size", "init_from", "precision.keep_bf16")
 _TINY = (
@@ -64,7 +65,7 @@ def shorter(typed: Typed, config: RunConfig, rate: float) -> str:
     ranks = config.trainer.num_nodes * (1 if config.trainer.devices == "auto" else config.trainer.devices)
     sequences = int(tokens // config.model.n_positions) // ranks * ranks
     words: Sequence[str] = ()
-    left_out = [*_LENGTH, *_PLACE, "optim.warmup_steps", "optim.decay_steps"]
+    left_out = [*_LENGTH, *_PLACE, *_OF_STEPS]
     if tokens < run_length.tokens_a_step(config):
         size = largest_divisor(sequences // ranks, config.micro_batch) if sequences else 0
         words = (f"global_batch_size={sequences}", f"micro_batch_size={size}") if sequences else _TINY

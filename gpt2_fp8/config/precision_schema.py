@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from gpt2_fp8.config.key_types import Part
+from gpt2_fp8.config.key_types import Part, Steps
 from gpt2_fp8.config.ranges import at_least
 
 Emulate = Literal[
@@ -50,6 +50,7 @@ class FP8PrecisionConfig:
     backend: Literal["auto", "fused", "te", "torchao", "reference", "emulated"]
     emulate: list[Emulate] | None = None  # what the emulated layers cast to FP8; null: all that the fused layers do
     evaluation: Literal["fp8", "bf16"] = "fp8"  # what validation, samples and logits compute in; an export has no FP8
+    bf16_last_steps: Steps = 0  # how many steps at the end of the run compute in bf16
     fast_accumulation: bool  # sum the blocks' input gradients in the tensor cores alone, to some 14 bits (fused layers)
     fallback: Literal["allow", "error"]  # when this machine cannot do FP8: train in bf16 (fp32 on a CPU), or exit 2
 
@@ -61,6 +62,7 @@ class AutoPrecisionConfig:
     name: Literal["auto"]
     keep_bf16: list[str]  # of what competes in FP8: layers whose products stay in bf16, as above
     evaluation: Literal["fp8", "bf16"] = "fp8"  # what validation, samples and logits of a run in FP8 compute in
+    bf16_last_steps: Steps = 0  # how many steps at the end of a run in FP8 compute in bf16
     tolerance: Part  # how far FP8's losses may lie from bf16's at the same steps, as a part of them
 
 

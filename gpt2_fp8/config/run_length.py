@@ -133,6 +133,7 @@ def check(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Findi
         return
     limit = shortest(config, tokens_a_pass)
     yield from _schedule(config, limit, known[limit])
+    yield from _in_bf16(config, limit, known[limit])
 
 
 def misfits(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Finding]:
@@ -169,6 +170,14 @@ def _epochs(config: RunConfig) -> Iterator[Finding]:
         reason = "a hub's text is streamed, and its tokens are not counted before the first pass is over"
         remedy = "trainer.max_epochs=null, and the passes' tokens as trainer.max_tokens=NUMBER"
         yield finding(config, "trainer.max_epochs data.repo", reason, remedy)
+
+
+def _in_bf16(config: RunConfig, limit: str, steps: int) -> Iterator[Finding]:
+    """Find last steps in bf16 that leave none for FP8."""
+    if getattr(config.precision, "bf16_last_steps", 0) >= steps:
+        reason = "no step would compute in FP8"
+        remedy = f"precision.bf16_last_steps={max(1, steps // 20) if steps > 1 else 0}"
+        yield finding(config, f"precision.bf16_last_steps {limit}", reason, remedy)
 
 
 def _schedule(config: RunConfig, limit: str, steps: int) -> Iterator[Finding]:

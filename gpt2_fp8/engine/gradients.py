@@ -45,6 +45,7 @@ class Gradients:
         elif backend.compiled:
             self._loss_of = compiled(own, backend.compile_options)
         self._bf16_model: GPT2 | None = None
+        self._compiled_bf16_loss: LossOf | None = None
         self._graphed: GraphedGradients | None = None
         self._undo: Undo = _nothing
 
@@ -75,11 +76,22 @@ class Gradients:
                 self._graphed = GraphedGradients(self.model, self.loss, self.plan.backend.forward_context)
             return self._graphed(ids.split(micro_batch_size))
 
-    def of_step_in_bf16(self, ids: Tensor, micro_batch_size: int) -> Tensor:
-        """Compute the same in bf16, for a step of an FP8 run that is run again. No FP8 scale or history changes."""
+    def of_step_in_bf16(self, ids: Tensor, micro_batch_size: int, many: bool = False) -> Tensor:
+        """Compute the same in bf16, for a step of an FP8 run. No FP8 scale or history changes.
+
+        `many`: such steps follow each other. They are compiled, if `compile` allows; a single one is not worth it.
+        """
         self._undo = _nothing
+        loss_of = self._many_in_bf16() if many and self.plan.backend.compiles_bf16 else self._bf16_loss
         with self._no_sync():
-            return accumulate(ids, micro_batch_size, self._bf16_loss, self._forward_in_bf16, self._go_back)
+            return accumulate(ids, micro_batch_size, loss_of, self._forward_in_bf16, self._go_back)
+
+    def _many_in_bf16(self) -> LossOf:
+        """Return `_bf16_loss` under `torch.compile`."""
+        model, loss_of = self._in_bf16(), self.plan.backend.bf16_loss
+        if self._compiled_bf16_loss is None:
+            self._compiled_bf16_loss = compiled(lambda ids, _, scale: loss_of(model, ids, scale))
+        return self._compiled_bf16_loss
 
     def _bf16_loss(self, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
         return self.plan.backend.bf16_loss(self._in_bf16(), ids, scale)
@@ -136,7 +148,7 @@ class Gradients:
             if callable(discard := getattr(block, "discard", None)):  # the fused layers'
                 discard()
         self.undo_scales()
-        if self.plan.backend.compiled:
+        if self.plan.backend.compiled or self._compiled_bf16_loss is not None:
             # Without this, torch would compile the new size for dynamic shapes, which are slower.
             torch.compiler.reset()
 

@@ -78,21 +78,26 @@ class MicroBatching:
 
         return self._of_all_ranks(self.training, of, self._gradients.discard, ids)
 
-    def gradients_in_bf16(self, ids: Tensor) -> Tensor:
+    def gradients_in_bf16(self, ids: Tensor, many: bool = False) -> Tensor:
         """Compute what `Gradients.of_step_in_bf16` does, averaged over the ranks. Collective.
 
         Its layers may keep more memory than those that compute in FP8, so it has its own size. Where that does not fit
-        beside the CUDA graphs, their memory is freed first.
+        beside the CUDA graphs, their memory is freed first. With `many` it is freed in any case: none in FP8 follows.
         """
         if self._in_bf16 is None:
             self._in_bf16 = Fitting(self.training.size, "micro_batch_size in bf16")
+        if many:
+            self._gradients.release_graphs()
 
         def discard() -> bool:
             freed = self._gradients.release_graphs()  # there are none in several processes: ranks agree
             self._gradients.discard()
             return freed
 
-        return self._of_all_ranks(self._in_bf16, lambda size: self._gradients.of_step_in_bf16(ids, size), discard, ids)
+        def of(size: int) -> Tensor:
+            return self._gradients.of_step_in_bf16(ids, size, many)
+
+        return self._of_all_ranks(self._in_bf16, of, discard, ids)
 
     def _of_all_ranks(
         self, sizes: Fitting, of: Callable[[int], Tensor], discard: Callable[[], bool | None], ids: Tensor
@@ -140,11 +145,14 @@ class MicroBatching:
         return torch.stack([torch.where(count > 0, total, 0.0), count.double()])
 
     def state_dict(self) -> dict[str, int]:
-        """Return the micro-batch size that was asked for, and the one that fits."""
-        return {"asked": self._asked, "fits": self.training.size}
+        """Return the micro-batch size that was asked for, and the one that fits; also in bf16, once that is known."""
+        in_bf16 = {} if self._in_bf16 is None else {"fits_in_bf16": self._in_bf16.size}
+        return {"asked": self._asked, "fits": self.training.size, **in_bf16}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin with the size that fitted before, if the same size was asked for then."""
         if state["asked"] == self._asked and state["fits"] and self._share % state["fits"] == 0:
             self.training.size = min(state["fits"], self.training.size)  # smaller if there is less memory now
             self.training.proven = True
+            if in_bf16 := state.get("fits_in_bf16"):
+                self._in_bf16 = Fitting(min(in_bf16, self.training.size), "micro_batch_size in bf16")

@@ -5,6 +5,7 @@ The LightningModule trains through it and the benchmark times it, so what is mea
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -27,6 +28,8 @@ from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.runtime.signal_handlers import Interrupted
 
+log = logging.getLogger(__name__)
+
 
 class _Unsettled(NamedTuple):
     """A step whose update is on its way; the host does not know yet whether it was made."""
@@ -35,6 +38,7 @@ class _Unsettled(NamedTuple):
     result: StepResult
     done: Callable[[], object]
     random: dict[str, Any]  # the generators' states before the step
+    in_fp8: bool
 
 
 class TrainingStep:
@@ -55,6 +59,7 @@ class TrainingStep:
     Attributes:
         model: built on torch's default device. Build inside `with torch.device("cuda")` for a GPU, as Lightning does.
         share: sequences of a step that this rank computes.
+        steps_in_fp8: after so many steps of the run, an FP8 run computes in bf16 (`precision.bf16_last_steps`).
         on_settled: functions called with each settled step's result, in order. Their errors come out of the call
             that settled the step.
         on_given_up: called if a signal ended the second attempt at a settled step: the step is not counted.
@@ -86,6 +91,7 @@ class TrainingStep:
         self.restoring: Callable[[], AbstractContextManager] = nullcontext
         self._unsettled: _Unsettled | None = None
         self._last: StepResult | None = None
+        self._told = False  # that the last steps in bf16 have begun
 
     # Setting up
 
@@ -97,7 +103,9 @@ class TrainingStep:
         """Build the optimizer and its learning-rate schedule, for the parameters where they are now."""
         config = self.config
         self.optimizer = build_optimizer(self.model, config.optim, config.optimizer, config.seed)
-        self.schedule = build_schedule(self.optimizer, self.config.optim, last_step(self.config))
+        self.schedule = build_schedule(self.optimizer, config.optim, last_step(config))
+        in_bf16 = 0 if config.trainer.fast_dev_run else self.plan.backend.bf16_last_steps
+        self.steps_in_fp8 = last_step(config) - in_bf16
         return self.optimizer, self.schedule
 
     # The step
@@ -116,15 +124,25 @@ class TrainingStep:
         """
         self.settle()
         random = rng.capture_torch()
+        in_fp8 = self.plan.fp8 and self.schedule.last_epoch < self.steps_in_fp8
         try:
-            self._find_scales(ids)
-            loss = self._batching.gradients(ids)
+            loss, absurd = self._attempt(ids, in_fp8)
         except Interrupted:  # the step is given up
             rng.restore_torch(random)
             raise
-        absurd = self.scaling.absurd(self._batching.parts())
         result = self._update(loss, apply or self.optimizer.step, absurd)
-        self._unsettled = _Unsettled(ids, result, done or _nothing, random)
+        self._unsettled = _Unsettled(ids, result, done or _nothing, random, in_fp8)
+
+    def _attempt(self, ids: Tensor, in_fp8: bool) -> tuple[Tensor, Tensor | None]:
+        """Compute the gradients of a step. Returns its loss, and of how many FP8 tensors the amax has jumped."""
+        if self.plan.fp8 and not in_fp8:
+            if not self._told:
+                self._told = True
+                log.info("step %d and all after it compute in bf16 (precision.bf16_last_steps)",
+                         self.schedule.last_epoch + 1)  # fmt: skip
+            return self._batching.gradients_in_bf16(ids, many=True), None
+        self._find_scales(ids)
+        return self._batching.gradients(ids), self.scaling.absurd(self._batching.parts())
 
     def settle(self) -> None:
         """Finish the last step once the host knows its verdict; do nothing if that is done. Collective.
@@ -134,9 +152,9 @@ class TrainingStep:
         """
         if self._unsettled is None:
             return
-        ids, result, done, random = self._unsettled
+        ids, result, done, random, in_fp8 = self._unsettled
         verdict = result.read()
-        if verdict.skipped and self.plan.fp8:
+        if verdict.skipped and in_fp8:
             try:
                 result = self._run_again_in_bf16(ids, verdict)
             except Interrupted:  # the second attempt has changed no weight

@@ -67,8 +67,8 @@ def concrete(
     else:
         name = cast(Literal["fp8_hybrid"], precision)
         chosen = FP8PrecisionConfig(
-            name=name, keep_bf16=auto.keep_bf16, backend="auto", evaluation=auto.evaluation, fast_accumulation=False,
-            fallback=fallback,
+            name=name, keep_bf16=auto.keep_bf16, backend="auto", evaluation=auto.evaluation,
+            bf16_last_steps=auto.bf16_last_steps, fast_accumulation=False, fallback=fallback,
         )  # fmt: skip
     scaling = config.recipe
     if isinstance(scaling, AutoRecipe):
@@ -86,7 +86,8 @@ def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
     micro, model, steps = config.micro_batch, config.model, WARMUP + STEPS
     base = replace(
         config,
-        precision=replace(cast(AutoPrecisionConfig, config.precision), evaluation="fp8"),  # losses are of training
+        # losses are of training, in the precision that is measured
+        precision=replace(cast(AutoPrecisionConfig, config.precision), evaluation="fp8", bf16_last_steps=0),
         seed=0,
         global_batch_size=micro * min(config.global_batch_size // (micro * world_size), 2),
         model=replace(model, name="auto", vocab_size=vocabulary(config)),

@@ -109,7 +109,7 @@ class BesideGraphs(Gradients):
         self.graphs = True
         return super().of_step(ids, size)
 
-    def of_step_in_bf16(self, ids, size):
+    def of_step_in_bf16(self, ids, size, many=False):
         self._try("bf16" + " beside graphs" * self.graphs, size + 8 * self.graphs)
         return torch.tensor(1.0)
 

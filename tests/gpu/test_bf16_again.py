@@ -48,6 +48,20 @@ def test_its_gradients_are_those_of_a_bf16_run(overrides):
 
 
 @pytest.mark.parametrize("overrides", ROADS, ids=" ".join)
+def test_those_of_many_steps_are_compiled_as_a_bf16_run(overrides):
+    """But for Transformer Engine's layers."""
+    engine, expected = prepared(*overrides), prepared("precision=bf16", "compile=true")
+    step(engine, 1)
+    for seed in (1, 2):
+        engine.model.zero_grad(set_to_none=True)
+        loss = engine.of_step_in_bf16(batch(seed), engine.micro_batch_size, many=True).item()
+        expected_loss, theirs = step(expected, seed)
+        assert loss == pytest.approx(expected_loss, rel=1e-3)
+        assert error(grads(engine.model), theirs) < 0.02
+    assert (engine._compiled_bf16_loss is not None) == ("precision.backend=te" not in overrides)
+
+
+@pytest.mark.parametrize("overrides", ROADS, ids=" ".join)
 def test_78_scales_and_histories_are_those_of_before_the_step(overrides):
     """Also where it has left magnitudes that are finite and absurd."""
     engine = prepared(*overrides)

@@ -179,6 +179,23 @@ def test_a_validation_in_bf16_is_of_the_weights_as_they_are_exported(tmp_path, m
     assert abs(found - losses[0]) < abs(found - losses[1])
 
 
+@pytest.mark.parametrize("overrides", THROUGH, ids=" ".join)
+def test_the_last_steps_in_bf16_are_those_of_a_run_that_goes_on_so(tmp_path, overrides):
+    last = [*overrides, "precision.bf16_last_steps=4"]
+    train(tmp_path / "whole", *last, base=ON_GPU)
+    train_until(10, tmp_path / "legs", *last, "callbacks.checkpoint_every_n_steps=1", base=ON_GPU)
+    train(tmp_path / "legs", *last, "ckpt_path=last", base=ON_GPU)
+    train_until(8, tmp_path / "hand", *overrides, base=ON_GPU)
+    compiled = [word for word in IN_BF16 if word != "compile=false"]
+    train(tmp_path / "hand", "ckpt_path=last", *(w for w in overrides if w == "precision.backend=te"), base=compiled)
+    whole, legs, hand = (metrics(tmp_path / name) for name in ("whole", "legs", "hand"))
+    for other in (legs, hand):
+        assert list(other["train_loss"]) == list(range(1, 13))
+        assert list(other["train_loss"].values()) == pytest.approx(list(whole["train_loss"].values()), rel=1e-3)
+    assert list(whole["fp8/scale_weight"]) == list(legs["fp8/scale_weight"]) == list(range(1, 9))
+    assert {*whole["skipped_steps"].values(), *whole["bf16_reruns"].values()} == {0}
+
+
 def evaluated(*words):
     """The loss of the run in the folder bf16, evaluated with other words."""
     assert evaluate.main(["ckpt_path=bf16", "compile=false", "out=found.json", *words]) == 0

@@ -1,0 +1,214 @@
+"""`precision.bf16_last_steps`: a run in FP8 whose last steps compute in bf16, as one that is continued so by hand."""
+
+import csv
+import math
+
+import pytest
+import torch
+
+from gpt2_fp8 import compose
+from gpt2_fp8.checkpoint.files import read
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.engine import gradients
+from gpt2_fp8.measure.auto_candidates import candidates, concrete
+from gpt2_fp8.reports import unfinished
+from tests.faults.pretended import NAN, Faults, going_wrong
+from tests.runs import (
+    SMALL,
+    assert_equal,
+    assert_same_checkpoint,
+    checkpoint,
+    metrics,
+    record_steps,
+    recorded,
+    summary,
+    train,
+    train_until,
+    training_step,
+)
+from tests.train.test_ddp import BATCH, TWO, run
+
+FP8 = ["precision=fp8_hybrid", "precision.backend=emulated", "model.dropout=0.1"]
+LAST = [*FP8, "precision.bf16_last_steps=4", "callbacks.keep_checkpoints=4"]  # of twelve
+IDS = torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+
+
+@pytest.fixture(scope="module")
+def last(tmp_path_factory):
+    """The steps and the folder of a run whose steps 9 to 12 are in bf16."""
+    folder = tmp_path_factory.mktemp("last") / "run"
+    return recorded(folder, *LAST)[0], folder
+
+
+def test_it_is_a_run_that_is_continued_in_bf16(last, tmp_path, monkeypatch):
+    steps, folder = last
+    by_hand = record_steps(monkeypatch)
+    train_until(8, tmp_path, *FP8)
+    train(tmp_path, "precision=bf16", "model.dropout=0.1", "ckpt_path=last")
+    assert by_hand == steps
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "rng"):
+        ours, theirs = (read(checkpoint(of, 12))[part] for of in (folder, tmp_path))
+        assert_equal(ours, theirs, part)
+    assert metrics(folder)["val_loss"][12] == metrics(tmp_path)["val_loss"][12]
+    assert {*metrics(folder)["bf16_reruns"].values(), *metrics(folder)["skipped_steps"].values()} == {0}
+
+
+def test_the_last_steps_do_change_something(last, tmp_path):
+    steps, _ = last
+    in_fp8, _ = recorded(tmp_path, *FP8)
+    assert in_fp8[:8] == steps[:8]
+    assert all(one[2] != other[2] for one, other in zip(in_fp8[8:], steps[8:], strict=True))
+
+
+@pytest.mark.parametrize("until", [8, 9, 11], ids=["before it", "after its first step", "before its last"])
+def test_a_run_in_legs_ends_as_one_in_a_piece(last, tmp_path, monkeypatch, until):
+    steps, folder = last
+    here = record_steps(monkeypatch)
+    words = [*LAST, "callbacks.checkpoint_every_n_steps=1"]
+    train_until(until, tmp_path, *words)
+    train(tmp_path, *words, "ckpt_path=last")
+    assert here == steps
+    assert_same_checkpoint(checkpoint(tmp_path, 12), checkpoint(folder, 12))
+
+
+def test_a_longer_run_is_in_fp8_again_with_the_scales_of_before(last, tmp_path, monkeypatch):
+    _, folder = last
+    before, after = (read(checkpoint(folder, step))["training_step"]["scaling"] for step in (8, 12))
+    assert_equal(before, after, "scaling")
+    train(tmp_path, *LAST)
+    steps = record_steps(monkeypatch)
+    train(tmp_path, *LAST, "ckpt_path=last", "trainer.max_steps=18")
+    assert [step for step, *_ in steps] == [*range(13, 19)]
+    at_12, at_16, at_18 = (read(checkpoint(tmp_path, step))["training_step"]["scaling"] for step in (12, 16, 18))
+    with pytest.raises(AssertionError):
+        assert_equal(at_12, at_16, "13 and 14 were in FP8")
+    with pytest.raises(AssertionError):
+        assert_equal(at_12, at_18, "13 and 14 were in FP8")
+    assert summary(tmp_path)["config"]["precision"]["bf16_last_steps"] == 4
+
+
+def test_the_health_of_fp8_ends_with_its_last_step(last):
+    _, folder = last
+    assert list(metrics(folder)["fp8/scale_weight"]) == [*range(1, 9)]
+    with (folder / "fp8.csv").open(newline="") as file:
+        assert {int(row["step"]) for row in csv.DictReader(file)} == {1, 8}
+
+
+class AnInfiniteGradient(Faults):
+    """In step 11, in any precision."""
+
+    def gradient(self, module, step, precision):
+        return math.inf if step == 11 else 1.0
+
+    def loss(self, module, step, precision):
+        self.passes = [*getattr(self, "passes", []), (step, precision)]
+        return NAN if (step, precision) == (3, "fp8") else 1.0
+
+
+def test_a_bad_step_in_bf16_is_left_out_and_not_computed_again(tmp_path):
+    faults = AnInfiniteGradient()
+    with going_wrong(faults):
+        train(tmp_path, "precision=fp8_hybrid", "precision.bf16_last_steps=4")
+    assert faults.passes == [
+        *((step, "fp8") for step in (1, 2, 3)), (3, "bf16"), *((step, "fp8") for step in range(4, 9)),
+        *((step, "bf16") for step in range(9, 13)),
+    ]  # fmt: skip
+    found = summary(tmp_path)["divergence"]
+    assert [(event["step"], event["what"]) for event in found["events"]] == [(3, "rerun"), (11, "skip")]
+    assert "FP8" not in found["events"][1]["reason"]
+
+
+def test_two_processes_begin_it_together(tmp_path):
+    words = [*BATCH, *FP8[:2], "precision.bf16_last_steps=4", "trainer.val_check_interval=12", "optim.lr=1e-4"]
+    train(tmp_path / "one", *words)
+    code, output = run(tmp_path, *TWO, *words, "run_name=two")
+    assert code == 0, output
+    assert output.count("step 9 and all after it compute in bf16") == 1, "the ranks do not say the same twice"
+    ours, theirs = (metrics(tmp_path / of) for of in ("outputs/two", "one"))
+    assert list(ours["train_loss"].values()) == pytest.approx(list(theirs["train_loss"].values()), rel=1e-4)
+    assert list(ours["fp8/scale_weight"]) == [*range(1, 9)]
+
+
+def test_it_is_said_where_it_begins_and_in_the_first_lines(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        train(tmp_path, *LAST)
+    assert "precision  fp8_hybrid, recipe delayed, evaluation bf16, last 4 steps bf16" in caplog.messages
+    (said,) = [message for message in caplog.messages if "precision.bf16_last_steps" in message]
+    assert said == "step 9 and all after it compute in bf16 (precision.bf16_last_steps)"
+    found = unfinished._PRECISION.fullmatch("fp8_hybrid, recipe delayed, last 1,000 steps bf16 instead of auto: fast")
+    assert found is not None
+    assert found.groups() == ("fp8_hybrid", "auto", "fast")
+
+
+def test_a_run_that_cannot_have_fp8_says_nothing_of_it(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        train(tmp_path, "precision=fp8_hybrid", "precision.bf16_last_steps=4")
+    assert not [message for message in caplog.messages if "last 4 steps" in message or "bf16_last_steps" in message]
+    assert len(metrics(tmp_path)["train_loss"]) == 12
+
+
+def test_one_step_that_tries_everything_is_in_fp8(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        train(tmp_path, *FP8, "precision.bf16_last_steps=11", "trainer.fast_dev_run=true")
+    assert not [message for message in caplog.messages if "compute in bf16" in message]
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["precision.bf16_last_steps=12"], "precision.bf16_last_steps=1"),
+        (["precision.bf16_last_steps=400", "trainer.max_steps=400"], "precision.bf16_last_steps=20"),
+        (["precision.bf16_last_steps=1", "trainer.max_steps=1", "optim.warmup_steps=0"], "precision.bf16_last_steps=0"),
+        (["precision=auto", "precision.bf16_last_steps=12"], "precision.bf16_last_steps=1"),
+    ],
+)
+def test_a_run_without_a_step_in_fp8_is_refused(words, remedy):
+    with pytest.raises(UserError, match=r"no step would compute in FP8") as raised:
+        compose.preflight([*SMALL, *words])
+    assert raised.value.problems[0].remedy == remedy
+
+
+@pytest.mark.parametrize("words", [["precision=bf16"], ["precision=fp32"]])
+def test_bf16_and_fp32_have_no_such_key(words):
+    with pytest.raises(UserError, match=r"precision\.bf16_last_steps"):
+        compose.preflight([*SMALL, *words, "precision.bf16_last_steps=4"])
+
+
+def test_auto_measures_without_it_and_trains_with_it():
+    (config,) = compose.preflight([*SMALL, "precision=auto", "precision.bf16_last_steps=4"])
+    assert concrete(config, "fp8_hybrid", "delayed").precision.bf16_last_steps == 4
+    assert all(getattr(one.precision, "bf16_last_steps", 0) == 0 for one in candidates(config, 1))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [([], False), (["compile=false"], False), (["compile=true", *FP8[1:]], True)],
+    ids=["auto on a CPU", "false", "true"],
+)
+def test_many_steps_are_compiled_and_a_single_one_is_not(monkeypatch, words, expected):
+    made = []
+
+    def compiled(loss_of, options=None):
+        made.append(loss_of)
+        return loss_of
+
+    monkeypatch.setattr(gradients, "compiled", compiled)
+    step = training_step(*LAST, *words, "trainer.max_steps=8")
+    made.clear()  # the emulated layers are compiled themselves
+    step._gradients.of_step_in_bf16(IDS, 4)
+    assert not made
+    for _ in range(2):
+        step._gradients.of_step_in_bf16(IDS, 4, many=True)
+    assert len(made) == expected
+
+
+def test_the_size_that_fits_in_bf16_is_continued_with():
+    step = training_step(*LAST, "trainer.max_steps=8")
+    assert "fits_in_bf16" not in step.state_dict()["micro_batch_size"]
+    step._batching.gradients_in_bf16(IDS, many=True)
+    step._batching._in_bf16.size = 2
+    saved = step.state_dict()
+    assert saved["micro_batch_size"] == {"asked": 4, "fits": 4, "fits_in_bf16": 2}
+    other = training_step(*LAST, "trainer.max_steps=8")
+    other.load_state_dict(saved)
+    assert other._batching._in_bf16.size == 2
