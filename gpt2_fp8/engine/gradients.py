@@ -88,9 +88,10 @@ class Gradients:
 
     def _many_in_bf16(self) -> LossOf:
         """Return `_bf16_loss` under `torch.compile`."""
-        model, loss_of = self._in_bf16(), self.plan.backend.bf16_loss
+        model = self._in_bf16()
         if self._compiled_bf16_loss is None:
-            self._compiled_bf16_loss = compiled(lambda ids, _, scale: loss_of(model, ids, scale))
+            loss_of = compiled(self.plan.backend.bf16_loss)
+            self._compiled_bf16_loss = lambda ids, _, scale: loss_of(model, ids, scale)
         return self._compiled_bf16_loss
 
     def _bf16_loss(self, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:
