@@ -534,14 +534,17 @@ def test_curves_that_do_not_fit_are_refused(tmp_path, monkeypatch, capsys):
 def test_the_row_of_a_stop_is_left_out_of_a_curve(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
     study = importlib.import_module("readme_pictures")
-    for name, also in (("a", []), ("stopped", [33])):
-        steps = sorted([*range(1, 601, 10), *also])
+    for name, also, end in (("a", [], 601), ("stopped", [33], 601), ("short", [], 591)):
+        steps = sorted([*range(1, end, 10), *also])
         rows = "".join(f"{step},{step},{9.0 if step == 33 else 2.5}\n" for step in steps)
         (tmp_path / f"{name}.csv").write_text(f"step,tokens,train_loss\n{rows}")
     drawn = study.losses([tmp_path / "a.csv"], [tmp_path / "stopped.csv"])
     (above, *_), (below, *_) = (axes.lines for axes in drawn.axes)
     assert set(above.get_ydata()) == {2.5}
     assert set(below.get_ydata()) == {0.0}
+    cause = r"a\.csv and .*short\.csv have logged at different tokens, up to 591 and to 581"
+    with pytest.raises(errors.UserError, match=cause):
+        study.losses([tmp_path / "a.csv"], [tmp_path / "short.csv"])
 
 
 def test_every_container_runs_what_a_run_takes(tmp_path, monkeypatch):

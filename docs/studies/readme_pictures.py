@@ -52,15 +52,18 @@ def main(argv: list[str]) -> int:
 def losses(bf16: list[Path], fp8: list[Path]) -> Figure:
     """Draw every run's training loss over its tokens; below it, how far the means are apart.
 
-    A run that was stopped and continued has a row more for each stop, which is left out. Raises UserError unless
-    all have logged at the same tokens beside these.
+    A run that was stopped and continued has a row more for each stop, which is left out. The row after it is a mean
+    over fewer steps. Raises UserError unless all have logged at the same tokens beside these, up to the same end.
     """
     rows = {file: _rows(file) for file in (*bf16, *fp8)}
-    common = set.intersection(*map(set, rows.values()))
+    shortest = min(rows, key=lambda file: len(rows[file]))
     for file, found in rows.items():
-        if len(common) < (1 - STOPS) * len(found):
-            raise UserError.of(f"{file} and {bf16[0]} have logged at different tokens", "name runs of equal settings")
-    found = {file: _curve(sorted(common), losses) for file, losses in rows.items()}
+        missing = len(found.keys() ^ rows[shortest].keys())
+        if missing > STOPS * len(found) or max(found) != max(rows[shortest]):
+            cause = f"{file} and {shortest} have logged at different tokens, up to {max(found):,.0f} and to "
+            raise UserError.of(f"{cause}{max(rows[shortest]):,.0f}", "name runs of equal settings that have ended")
+    common = sorted(set.intersection(*map(set, rows.values())))
+    found = {file: _curve(common, losses) for file, losses in rows.items()}
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     means = []

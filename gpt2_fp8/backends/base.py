@@ -186,9 +186,12 @@ class Backend(ABC):
         """
         return twin_of(model, self.recompute, self.twin_kernel)
 
-    def bf16_loss(self, model: GPT2, ids: Tensor, scale: float) -> Tensor:
-        """Compute `loss` with a model of `bf16_model`. Call it inside `bf16_context`."""
-        return loss_of(model, ids, None, scale, ids.is_cuda, self.config.penalty)
+    def bf16_loss(self, model: GPT2, ids: Tensor, scale: float, compiled: bool = False) -> Tensor:
+        """Compute `loss` with a model of `bf16_model`. Call it inside `bf16_context`.
+
+        `compiled`: `torch.compile` compiles it. Then it has the kernels of a run in bf16, whose loss is not fused.
+        """
+        return loss_of(model, ids, None, scale, ids.is_cuda and not compiled, self.config.penalty)
 
     def scaling(self, model: GPT2) -> Scaling:
         """Return the owner of the model's FP8 scales."""

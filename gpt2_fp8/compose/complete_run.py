@@ -17,6 +17,7 @@ from gpt2_fp8.config.keys import key_paths, show, value_of
 from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, RunConfig
 
 _SHOWN = 5  # keys; a longer list helps nobody
+_ABSENT = object()
 # What decides a training: neither its length, nor where it is written, nor how its text is fetched.
 _DECIDES = (
     *("seed", "data.seed", "data.name", "global_batch_size", "trainer.overfit_batches", "document_mask", "attention"),
@@ -42,12 +43,14 @@ def check(folder: Path, config: RunConfig) -> Iterator[Finding]:
     was, steps = found.get("config"), found.get("steps")
     if not isinstance(was, dict) or type(steps) is not int or not _is_complete(found, was, steps, folder, config):
         return
-    changed = [key for key in _compared(found, was, config) if _value(was, key) != value_of(config, key)]
+    changed = [key for key in _compared(found, was, config) if _was(was, key, config) != value_of(config, key)]
     if "seed" in changed and "data.seed" in changed:
         changed.remove("data.seed")  # it follows
     if not changed:
         return
-    told = [f"{key} was {show(_value(was, key))} and is now {show(value_of(config, key))}" for key in changed[:_SHOWN]]
+    told = [
+        f"{key} was {show(_was(was, key, config))} and is now {show(value_of(config, key))}" for key in changed[:_SHOWN]
+    ]
     more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
     cause = f"{', '.join(told)}{more}, and the run in {folder} is complete: nothing would be trained with it"
     yield Finding(tuple(changed), Problem(cause, _remedy(changed, found.get("ended_by"), steps)))
@@ -73,7 +76,6 @@ def _is_complete(found: dict[str, Any], was: dict[str, Any], steps: int, folder:
 
 def _compared(found: dict[str, Any], was: dict[str, Any], config: RunConfig) -> Iterator[str]:
     """Yield the keys that decide the training of `config` and of a run that `was` that."""
-    absent = object()
     names = {config.precision.name, _value(was, "precision.name")}
     without: tuple[str, ...] = ("recipe.",) if names <= {"bf16", "fp32"} else ()
     if config.precision.name == "auto" == value_of(found, "precision.asked"):
@@ -83,9 +85,16 @@ def _compared(found: dict[str, Any], was: dict[str, Any], config: RunConfig) -> 
     for key in key_paths(RunConfig):
         decides = (key in _DECIDES or key.startswith(_DECIDES_BELOW)) and key not in _NO_NUMBERS
         group, _, name = key.rpartition(".")
-        both = hasattr(value_of(config, group) if group else config, name) and _value(was, key, absent) is not absent
+        here = hasattr(value_of(config, group) if group else config, name)
+        both = here and _was(was, key, config) is not _ABSENT
         if decides and both and not key.startswith(without):
             yield key
+
+
+def _was(was: dict[str, Any], key: str, config: RunConfig) -> Any:
+    """Return the value of a key in `was`. Of a run from before there was the key: the schema's, if it has one."""
+    group, _, name = key.rpartition(".")
+    return _value(was, key, getattr(type(value_of(config, group) if group else config), name, _ABSENT))
 
 
 def _value(was: dict[str, Any], key: str, default: Any = None) -> Any:

@@ -57,7 +57,8 @@ def refusal(key: str, line: str) -> Problem | None:
     group = key.partition(".")[0]
     if group == "model":
         return Problem(f"{line}: the model is the checkpoint's", f"leave {key} out")
-    if key in KEYS or key in _OF_TRAINER or key in GROUPS or group in GROUPS[:3]:
+    meant = key in KEYS or key in _OF_TRAINER or key in GROUPS or group in GROUPS[:3]
+    if meant and key != "precision.bf16_last_steps":
         return None
     return Problem(f"{line}: this changes nothing of an evaluation", f"leave {key} out")
 

@@ -137,12 +137,13 @@ def check(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Findi
 
 
 def misfits(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Finding]:
-    """Find a warm-up or a decay that does not fit a run. `check` finds it too; its rates can be drawn all the same."""
+    """Find steps of one kind that do not fit a run. `check` finds them too; its rates can be drawn all the same."""
     known = limits(config, tokens_a_pass)
     known_shape = config.optim.schedule != "warmup_stable_decay" or config.optim.decay_steps is not None
     if known_shape and min(known.values(), default=0) >= 1:
         limit = shortest(config, tokens_a_pass)
         yield from _schedule(config, limit, known[limit])
+        yield from _in_bf16(config, limit, known[limit])
 
 
 def _time(config: RunConfig) -> Iterator[Finding]:

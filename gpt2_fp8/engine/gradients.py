@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -90,8 +91,8 @@ class Gradients:
         """Return `_bf16_loss` under `torch.compile`."""
         model = self._in_bf16()
         if self._compiled_bf16_loss is None:
-            loss_of = compiled(self.plan.backend.bf16_loss)
-            self._compiled_bf16_loss = lambda ids, _, scale: loss_of(model, ids, scale)
+            loss_of = compiled(partial(self.plan.backend.bf16_loss, model, compiled=True))
+            self._compiled_bf16_loss = lambda ids, _, scale: loss_of(ids, scale)
         return self._compiled_bf16_loss
 
     def _bf16_loss(self, ids: Tensor, is_first_microbatch: bool | None, scale: float) -> Tensor:

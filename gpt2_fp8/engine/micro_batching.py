@@ -87,6 +87,7 @@ class MicroBatching:
         if self._in_bf16 is None:
             self._in_bf16 = Fitting(self.training.size, "micro_batch_size in bf16")
         if many:
+            self._in_bf16.saves = "precision.bf16_last_steps=0"
             self._gradients.release_graphs()
 
         def discard() -> bool:
@@ -154,5 +155,5 @@ class MicroBatching:
         if state["asked"] == self._asked and state["fits"] and self._share % state["fits"] == 0:
             self.training.size = min(state["fits"], self.training.size)  # smaller if there is less memory now
             self.training.proven = True
-            if in_bf16 := state.get("fits_in_bf16"):
-                self._in_bf16 = Fitting(min(in_bf16, self.training.size), "micro_batch_size in bf16")
+            if (in_bf16 := state.get("fits_in_bf16")) and self._share % in_bf16 == 0:
+                self._in_bf16 = Fitting(in_bf16, "micro_batch_size in bf16")

@@ -25,7 +25,7 @@ _LARGEST = 1 << 18  # bytes
 _KEY = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 _LINE = re.compile(r"\[[0-9:]{8}\] (device|precision|layers|steps) +(.*)")
 _PRECISION = re.compile(
-    r"(\w+)(?:, recipe \w+)?(?:, evaluation \w+)?(?:, last [0-9,]+ steps \w+)?(?: instead of (\w+))?(?:: (.*))?"
+    r"(\w+)(?:, recipe \w+)?(?:, evaluation \w+)?(?:, last [0-9,]+ steps? \w+)?(?: instead of (\w+))?(?:: (.*))?"
 )
 _MICRO_BATCH = re.compile(r".* in micro-batches of ([0-9][0-9,]{0,10}) sequences?")
 

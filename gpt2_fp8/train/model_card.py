@@ -7,9 +7,10 @@ import math
 from typing import Any, NamedTuple
 
 from gpt2_fp8.config import mixture
+from gpt2_fp8.config.amounts import counted
 from gpt2_fp8.config.data_schema import HubData
 from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
-from gpt2_fp8.config.run_length import tokens_a_step
+from gpt2_fp8.config.run_length import limits, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
 
@@ -49,7 +50,7 @@ def card(config: RunConfig, about: About, architecture: str) -> str:
         "tokenizer": _text(config.data.tokenizer),
         "text": _source(config),
         "trained on": f"{tokens:,} tokens: {about.step:,} steps of {config.global_batch_size:,} sequences",
-        "precision": _precision(about.precision),
+        "precision": _precision(config, about),
         "optimizer": f"{config.optimizer.name}, peak rate {config.optim.lr:g}, {config.optim.schedule}, "
         f"weight decay {config.optim.weight_decay:g}",
         "seed": str(config.seed),
@@ -102,9 +103,17 @@ def _source(config: RunConfig) -> str:
     return _text(config.data.name) + (f" ({', '.join(map(_text, repos))})" if repos else "")
 
 
-def _precision(said: dict[str, Any]) -> str:
-    ran, recipe = said.get("ran"), said.get("recipe")
-    return _text(ran) + (f", recipe {_text(recipe)}" if recipe else "") if ran else ""
+def _precision(config: RunConfig, about: About) -> str:
+    ran, recipe = about.precision.get("ran"), about.precision.get("recipe")
+    in_bf16 = f", the last {counted(steps, 'step')} in bf16" if (steps := _steps_in_bf16(config, about)) > 0 else ""
+    return _text(ran) + (f", recipe {_text(recipe)}" if recipe else "") + in_bf16 if ran else ""
+
+
+def _steps_in_bf16(config: RunConfig, about: About) -> int:
+    """Return how many steps before the checkpoint computed in bf16, of a run in FP8."""
+    last = getattr(config.precision, "bf16_last_steps", 0)
+    end = min(limits(config).values(), default=0)
+    return about.step - (end - last) if last and end and str(about.precision.get("ran")).startswith("fp8") else 0
 
 
 def _validated_in(config: RunConfig, said: dict[str, Any]) -> str:

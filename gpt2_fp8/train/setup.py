@@ -151,7 +151,7 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
             log.warning("%s", said)
     ran = f"{plan.ran}, recipe {plan.recipe}" if plan.fp8 else plan.ran
     ran += ", evaluation bf16" if plan.backend.evaluates_in_bf16 else ""
-    ran += f", last {steps:,} steps bf16" if (steps := plan.backend.bf16_last_steps) else ""
+    ran += f", last {counted(steps, 'step')} bf16" if (steps := plan.backend.bf16_last_steps) else ""
     if plan.reason is None:
         log.info("precision  %s", ran)
     elif plan.asked == "auto":

@@ -52,6 +52,16 @@ def test_a_complete_run_is_refused_other_settings_with_every_key():
     assert preflight([*WORDS, "ckpt_path=last", "optim.lr=5e-3", "run_name=other"])
 
 
+def test_a_key_that_a_complete_run_did_not_have_yet_had_the_schemas_value(complete):
+    folder = complete("precision=fp8_hybrid")
+    found = json.loads((folder / "summary.json").read_text())
+    del found["config"]["precision"]["bf16_last_steps"]
+    (folder / "summary.json").write_text(json.dumps(found))
+    cause, _ = refused("precision=fp8_hybrid", "precision.bf16_last_steps=6")
+    assert cause.startswith("precision.bf16_last_steps was 0 and is now 6, and the run in")
+    assert preflight([*WORDS, "ckpt_path=last", "precision=fp8_hybrid"])
+
+
 @pytest.mark.usefixtures("complete")
 @pytest.mark.parametrize("word", ["seed=7", "model.n_head=2", "global_batch_size=32", "optimizer=muon"])
 def test_a_longer_run_is_no_way_out_where_its_checkpoint_would_be_refused(word):

@@ -150,3 +150,31 @@ def test_64_a_step_that_is_run_again_in_bf16_takes_the_room_of_cuda_graphs_befor
     assert gradients.asked == [("bf16 beside graphs", 12), ("bf16", 4), AGREE]
     assert gradients.discarded == 1, "the gradients of the attempt"
     assert not caplog.records, "no size has changed"
+
+
+def test_steps_that_all_compute_in_bf16_free_the_graphs_first_and_then_become_smaller():
+    gradients = BesideGraphs(room=8)
+    of = batching(gradients, size=8)
+    of.gradients(IDS)
+    gradients.asked.clear()
+    gradients.room = 4
+    of.gradients_in_bf16(IDS, many=True)
+    assert gradients.asked == [("bf16", 8), ("bf16", 4), AGREE]
+    assert of.training.size == 8
+    assert of.state_dict()["fits_in_bf16"] == 4
+
+
+def test_steps_in_bf16_that_do_not_fit_at_all_are_told_what_leaves_them_out():
+    of = batching(BesideGraphs(room=0), size=1)
+    with pytest.raises(UserError) as error:
+        of.gradients_in_bf16(IDS, many=True)
+    (problem,) = error.value.problems
+    assert problem.cause.startswith("out of memory with micro_batch_size in bf16=1")
+    assert problem.remedy.startswith("precision.bf16_last_steps=0, ")
+
+
+@pytest.mark.parametrize(("saved", "expected"), [(4, 4), (2, 2), (3, None), (None, None)])
+def test_the_size_in_bf16_is_continued_with_if_it_divides_a_step(saved, expected):
+    of = batching(BesideGraphs(room=16), size=2)
+    of.load_state_dict({"asked": 2, "fits": 2} | ({} if saved is None else {"fits_in_bf16": saved}))
+    assert (of._in_bf16 and of._in_bf16.size) == expected

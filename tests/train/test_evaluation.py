@@ -274,6 +274,7 @@ REFUSED = [
     ("RUN model.n_layer=2", "model.n_layer=2: the model is the checkpoint's", "leave model.n_layer out"),
     ("RUN model=gpt2", "model=gpt2: the model is the checkpoint's", "leave model out"),
     ("RUN optim.lr=1", "optim.lr=1: this changes nothing of an evaluation", "leave optim.lr out"),
+    ("RUN precision.bf16_last_steps=0", "this changes nothing of an evaluation", "leave precision.bf16_last_steps out"),
     ("RUN optimizer=muon", "optimizer=muon: this changes nothing", "leave optimizer out"),
     ("RUN seed=3", "seed=3: this changes nothing", "leave seed out"),
     ("RUN precision=fp16", "precision=fp16: there is no such choice", "precision=bf16"),

@@ -480,6 +480,21 @@ def test_a_card_says_in_what_the_loss_was_computed(words: list[str], ran: str, e
     assert "perplexity 7.39 |" in model_card.card(config, model_card.About(1, 2, 2.0, {}, {}), "X")
 
 
+@pytest.mark.parametrize(
+    ("step", "ran", "said"),
+    [
+        (12, "fp8_hybrid", "| precision | fp8_hybrid, the last 4 steps in bf16 |"),
+        (9, "fp8_hybrid", "| precision | fp8_hybrid, the last 1 step in bf16 |"),
+        (8, "fp8_hybrid", "| precision | fp8_hybrid |"),
+        (12, "bf16", "| precision | bf16 |"),
+    ],
+)
+def test_a_card_says_which_steps_of_a_run_in_fp8_were_in_bf16(step: int, ran: str, said: str) -> None:
+    words = ["trainer.max_steps=12", "optim.warmup_steps=2", "precision.bf16_last_steps=4"]
+    (config,) = compose.preflight(["run_name=r", *words])
+    assert said in model_card.card(config, model_card.About(step, 2, None, {"ran": ran}, {}), "X")
+
+
 def test_a_card_has_the_license_that_was_given() -> None:
     (config,) = compose.preflight(["run_name=r"])
     about = model_card.About(1, 2, None, {}, {})

@@ -8,8 +8,10 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read
+from gpt2_fp8.compat import torch_private
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine import gradients
+from gpt2_fp8.engine.compile import require_compiler
 from gpt2_fp8.measure.auto_candidates import candidates, concrete
 from gpt2_fp8.reports import unfinished
 from tests.faults.pretended import NAN, Faults, going_wrong
@@ -69,6 +71,8 @@ def test_a_run_in_legs_ends_as_one_in_a_piece(last, tmp_path, monkeypatch, until
     train(tmp_path, *words, "ckpt_path=last")
     assert here == steps
     assert_same_checkpoint(checkpoint(tmp_path, 12), checkpoint(folder, 12))
+    ours, theirs = (read(checkpoint(of, 12))["training_step"] for of in (tmp_path, folder))
+    assert_equal(ours, theirs, "scales and sizes")
 
 
 def test_a_longer_run_is_in_fp8_again_with_the_scales_of_before(last, tmp_path, monkeypatch):
@@ -82,8 +86,7 @@ def test_a_longer_run_is_in_fp8_again_with_the_scales_of_before(last, tmp_path, 
     at_12, at_16, at_18 = (read(checkpoint(tmp_path, step))["training_step"]["scaling"] for step in (12, 16, 18))
     with pytest.raises(AssertionError):
         assert_equal(at_12, at_16, "13 and 14 were in FP8")
-    with pytest.raises(AssertionError):
-        assert_equal(at_12, at_18, "13 and 14 were in FP8")
+    assert_equal(at_16, at_18, "15 and all after it were in bf16")
     assert summary(tmp_path)["config"]["precision"]["bf16_last_steps"] == 4
 
 
@@ -92,6 +95,37 @@ def test_the_health_of_fp8_ends_with_its_last_step(last):
     assert list(metrics(folder)["fp8/scale_weight"]) == [*range(1, 9)]
     with (folder / "fp8.csv").open(newline="") as file:
         assert {int(row["step"]) for row in csv.DictReader(file)} == {1, 8}
+
+
+def test_validated_in_fp8_a_run_in_legs_ends_as_one_in_a_piece(tmp_path):
+    """With the scales of the last step in FP8, which a resume within the last steps has not used yet."""
+    words = [*LAST, "precision.evaluation=fp8", "callbacks.checkpoint_every_n_steps=1"]
+    train(tmp_path / "whole", *words)
+    train_until(11, tmp_path / "legs", *words)
+    train(tmp_path / "legs", *words, "ckpt_path=last")
+    whole, legs = (metrics(tmp_path / name)["val_loss"] for name in ("whole", "legs"))
+    assert whole == legs
+    ours, theirs = (read(checkpoint(tmp_path / of, 12))["training_step"] for of in ("whole", "legs"))
+    assert_equal(ours, theirs, "scales and sizes")
+    for name in ("whole", "legs"):
+        train(tmp_path / name, *words, "ckpt_path=last", "trainer.max_steps=18")
+    assert_same_checkpoint(*(checkpoint(tmp_path / name, 18) for name in ("whole", "legs")))
+
+
+OTHER = [
+    ["optimizer=muon"], ["penalty=z_loss"], ["document_mask=true"], ["recipe=current"],
+    ["activation_checkpointing=full"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", OTHER, ids=" ".join)
+def test_by_hand_it_is_the_same_with_other_settings(tmp_path, words):
+    in_bf16 = ["precision=bf16", *(word for word in words if not word.startswith("recipe"))]
+    train(tmp_path / "last", *FP8[:2], *words, "precision.bf16_last_steps=4")
+    train_until(8, tmp_path / "hand", *FP8[:2], *words)
+    train(tmp_path / "hand", *in_bf16, "ckpt_path=last")
+    assert metrics(tmp_path / "last")["train_loss"] == metrics(tmp_path / "hand")["train_loss"]
+    assert_same_checkpoint(*(checkpoint(tmp_path / name, 12) for name in ("last", "hand")))
 
 
 class AnInfiniteGradient(Faults):
@@ -116,6 +150,32 @@ def test_a_bad_step_in_bf16_is_left_out_and_not_computed_again(tmp_path):
     found = summary(tmp_path)["divergence"]
     assert [(event["step"], event["what"]) for event in found["events"]] == [(3, "rerun"), (11, "skip")]
     assert "FP8" not in found["events"][1]["reason"]
+
+
+class TwoInfiniteGradients(Faults):
+    """In steps 10 and 11, once."""
+
+    left = 2
+
+    def gradient(self, module, step, precision):
+        if step not in (10, 11) or not self.left:
+            return 1.0
+        self.left -= 1
+        return math.inf
+
+
+def test_a_run_that_goes_back_from_there_stays_in_fp8(tmp_path):
+    words = ["precision=fp8_hybrid", "precision.bf16_last_steps=4", "callbacks.nonfinite_limit=2"]
+    with going_wrong(TwoInfiniteGradients()):
+        train(tmp_path, *words)
+    found = summary(tmp_path)
+    assert [event["what"] for event in found["divergence"]["events"]] == ["skip", "skip", "rollback"]
+    assert (found["precision"]["ran"], found["steps"]) == ("fp8_hybrid", 12)
+    passes = AnInfiniteGradient()
+    passes.gradient = lambda *_: 1.0
+    with going_wrong(passes):
+        train(tmp_path, *words, "ckpt_path=last", "trainer.max_steps=18")
+    assert passes.passes == [(13, "fp8"), (14, "fp8"), *((step, "bf16") for step in range(15, 19))]
 
 
 def test_two_processes_begin_it_together(tmp_path):
@@ -200,6 +260,34 @@ def test_many_steps_are_compiled_and_a_single_one_is_not(monkeypatch, words, exp
     for _ in range(2):
         step._gradients.of_step_in_bf16(IDS, 4, many=True)
     assert len(made) == expected
+
+
+@pytest.mark.parametrize(("many", "expected"), [(False, 0), (True, 1)])
+def test_a_smaller_size_is_compiled_anew(monkeypatch, many, expected):
+    """Else torch would compile it for any size, which is slower."""
+    reset = []
+    monkeypatch.setattr(gradients, "compiled", lambda loss_of, options=None: loss_of)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: reset.append(1))
+    step = training_step(*LAST, "trainer.max_steps=8")
+    step.plan.backend.compiled = False
+    monkeypatch.setattr(type(step.plan.backend), "compiles_bf16", True)
+    step._gradients.of_step_in_bf16(IDS, 4, many)
+    step._gradients.discard()
+    assert len(reset) == expected
+
+
+def test_what_compiles_the_last_steps_is_looked_for_before_the_first(monkeypatch):
+    looked = []
+    monkeypatch.setattr(torch_private, "cpp_compiler", lambda: looked.append(1))
+    for words in (["compile=false"], ["compile=true"]):
+        step = training_step(*FP8, "precision.bf16_last_steps=4", *words)
+        step.plan.backend.compiled = False
+        require_compiler(step.plan.backend)
+    assert len(looked) == 1
+    backend = training_step(*FP8).plan.backend
+    backend.compiled = False
+    require_compiler(backend)
+    assert len(looked) == 1
 
 
 def test_the_size_that_fits_in_bf16_is_continued_with():
