@@ -15,9 +15,10 @@ from gpt2_fp8.precision.fp8_tensors import FP8Tensor
 class Touched(SimpleNamespace):
     """A training step that counts what it is asked."""
 
-    def __init__(self):
+    def __init__(self, steps_in_fp8):
         recipe = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
-        super().__init__(settled=0, plan=SimpleNamespace(recipe=recipe.name, backend=SimpleNamespace(recipe=recipe)))
+        plan = SimpleNamespace(recipe=recipe.name, backend=SimpleNamespace(recipe=recipe))
+        super().__init__(settled=0, plan=plan, steps_in_fp8=steps_in_fp8)
 
     def settle(self):
         self.settled += 1
@@ -51,10 +52,10 @@ def watched(monkeypatch):
     monkeypatch.setattr(fp8_health, "time", clock)
     logger = SimpleNamespace(log_metrics=lambda metrics, step: seen.logged.append(step))
 
-    def run(last, rank_zero=True, first=1, typed=False):
+    def run(last, rank_zero=True, first=1, typed=False, in_fp8=None):
         (config,) = compose.preflight(["trainer.log_every_n_steps=10", "callbacks.fp8_health_every_n_steps=50"])
         callback = FP8HealthLog(config, lambda step, healths: seen.written.append(step), typed)
-        module = SimpleNamespace(step=Touched())
+        module = SimpleNamespace(step=Touched(in_fp8 or last))
         trainer = SimpleNamespace(
             is_global_zero=rank_zero, global_step=first - 1, loggers=[logger], should_stop=False, max_steps=last
         )
@@ -73,6 +74,12 @@ def test_between_intervals_nothing_is_asked(watched):
     assert watched.run(124) == 14
     assert watched.read == watched.logged == [1, *range(10, 121, 10), 124]
     assert watched.sampled == watched.written == [1, 50, 100, 124]
+
+
+def test_the_last_step_in_fp8_is_the_last_that_is_looked_at(watched):
+    assert watched.run(124, in_fp8=103) == 12
+    assert watched.read == watched.logged == [1, *range(10, 101, 10), 103]
+    assert watched.sampled == watched.written == [1, 50, 100, 103]
 
 
 def test_only_rank_0_reads_and_all_ranks_settle(watched):
