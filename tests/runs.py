@@ -46,6 +46,11 @@ def training_step(*overrides):
     return step
 
 
+# In FP8 on any device, and with random numbers in the forward: what a step draws shows in its loss.
+EMULATED_FP8 = ["precision=fp8_hybrid", "precision.backend=emulated", "model.dropout=0.1"]
+IDS_OF_BYTES = torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+
+
 class PowerCutError(Exception):
     """What ends `train_until`."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.backends.twin import twin_of
-from gpt2_fp8.config import document_borders, tokenizer_file
+from gpt2_fp8.config import document_borders, run_length, tokenizer_file
 from gpt2_fp8.config.block_spec import Heads, block_spec
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.precision_schema import AutoRecipe, DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
@@ -103,12 +103,11 @@ class Backend(ABC):
     @property
     def bf16_last_steps(self) -> int:
         """How many steps at the end of an FP8 run compute in bf16 (`precision.bf16_last_steps`)."""
-        precision = self.config.precision
-        return precision.bf16_last_steps if self.fp8 and isinstance(precision, FP8PrecisionConfig) else 0
+        return run_length.bf16_last_steps(self.config) if self.fp8 else 0
 
     @property
-    def compiles_bf16(self) -> bool:
-        """Whether `torch.compile` compiles `bf16_loss` for steps of which there are many (`compile`)."""
+    def compiles_plain(self) -> bool:
+        """Whether plain-torch layers run under `torch.compile`: its own, or of its twin for many steps (`compile`)."""
         return self.device == "cuda" if self.config.compile == "auto" else self.config.compile
 
     @property

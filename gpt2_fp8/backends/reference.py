@@ -19,7 +19,7 @@ class Reference(Backend):
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         super().__init__(config, ran, device)
-        self.compiled = device == "cuda" if config.compile == "auto" else config.compile
+        self.compiled = self.compiles_plain
         self.recorded = self.compiled and device == "cuda" and config.compile_mode == "reduce-overhead"
 
     @classmethod

@@ -32,7 +32,7 @@ class Torchao(Backend):
 
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         super().__init__(config, ran, device)
-        self.compiled = device == "cuda" if config.compile == "auto" else config.compile
+        self.compiled = self.compiles_plain
 
     @override
     def own_recipe(self, auto: AutoRecipe) -> StatelessRecipe:

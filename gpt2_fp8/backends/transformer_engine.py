@@ -61,8 +61,8 @@ class TransformerEngine(Backend):
 
     @property
     @override
-    def compiles_bf16(self) -> bool:
-        """See `Backend`. Transformer Engine's own layers are not compiled."""
+    def compiles_plain(self) -> bool:
+        """See `Backend`. It has none: in bf16 it computes with Transformer Engine's layers, too."""
         return False
 
     @override

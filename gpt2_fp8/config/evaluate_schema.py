@@ -19,6 +19,7 @@ Precision = PlainPrecisionConfig | FP8PrecisionConfig | AutoPrecisionConfig
 GROUPS = ("data", "precision", "recipe", "trainer")  # whose choices an evaluation takes
 KEYS = ("attention", "compile", "compile_mode", "document_mask", "micro_batch_size", "plugins")
 _OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")
+_OF_TRAINING = ("precision.bf16_last_steps",)  # of the groups that an evaluation takes
 _LEFT_OUT = {"precision.fast_accumulation": "false", "precision.emulate": "null"}  # what they are in a run without them
 
 
@@ -58,7 +59,7 @@ def refusal(key: str, line: str) -> Problem | None:
     if group == "model":
         return Problem(f"{line}: the model is the checkpoint's", f"leave {key} out")
     meant = key in KEYS or key in _OF_TRAINER or key in GROUPS or group in GROUPS[:3]
-    if meant and key != "precision.bf16_last_steps":
+    if meant and key not in _OF_TRAINING:
         return None
     return Problem(f"{line}: this changes nothing of an evaluation", f"leave {key} out")
 

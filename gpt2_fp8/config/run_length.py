@@ -60,6 +60,16 @@ def last_step(config: RunConfig, tokens_a_pass: int | None = None) -> int:
     return min(limits(config, tokens_a_pass).values())
 
 
+def bf16_last_steps(config: RunConfig) -> int:
+    """Return how many steps at the end of a run in FP8 compute in bf16; 0 for another precision."""
+    return getattr(config.precision, "bf16_last_steps", 0)
+
+
+def steps_in_fp8(config: RunConfig) -> int:
+    """Return after how many steps a run in FP8 computes in bf16: `last_step` if it never does, as `fast_dev_run`."""
+    return last_step(config) - (0 if config.trainer.fast_dev_run else bf16_last_steps(config))
+
+
 def steps_to_run(config: RunConfig) -> int:
     """Return how many steps a run whose epochs are counted goes through: `last_step`, or one with `fast_dev_run`."""
     return 1 if config.trainer.fast_dev_run else last_step(config)
@@ -175,7 +185,7 @@ def _epochs(config: RunConfig) -> Iterator[Finding]:
 
 def _in_bf16(config: RunConfig, limit: str, steps: int) -> Iterator[Finding]:
     """Find last steps in bf16 that leave none for FP8."""
-    if getattr(config.precision, "bf16_last_steps", 0) >= steps:
+    if bf16_last_steps(config) >= steps:
         reason = "no step would compute in FP8"
         remedy = f"precision.bf16_last_steps={max(1, steps // 20) if steps > 1 else 0}"
         yield finding(config, f"precision.bf16_last_steps {limit}", reason, remedy)

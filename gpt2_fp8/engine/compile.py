@@ -31,7 +31,7 @@ def require_compiler(backend: Backend) -> None:
 
     Whether Triton has a C compiler shows when it builds its first kernel: it may have kept what it needs.
     """
-    if not (backend.compiled or (backend.bf16_last_steps and backend.compiles_bf16)):
+    if not (backend.compiled or (backend.bf16_last_steps and backend.compiles_plain)):
         return
     torch_faults.check_folders(backend.device == "cuda")
     if backend.device == "cuda":

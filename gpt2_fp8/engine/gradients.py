@@ -83,13 +83,13 @@ class Gradients:
         `many`: such steps follow each other. They are compiled, if `compile` allows; a single one is not worth it.
         """
         self._undo = _nothing
-        loss_of = self._many_in_bf16() if many and self.plan.backend.compiles_bf16 else self._bf16_loss
+        loss_of = self._many_in_bf16() if many and self.plan.backend.compiles_plain else self._bf16_loss
         with self._no_sync():
             return accumulate(ids, micro_batch_size, loss_of, self._forward_in_bf16, self._go_back)
 
     def _many_in_bf16(self) -> LossOf:
         """Return `_bf16_loss` under `torch.compile`."""
-        model = self._in_bf16()
+        model = self._in_bf16()  # each time: a validation has left it in the other mode
         if self._compiled_bf16_loss is None:
             loss_of = compiled(partial(self.plan.backend.bf16_loss, model, compiled=True))
             self._compiled_bf16_loss = lambda ids, _, scale: loss_of(ids, scale)

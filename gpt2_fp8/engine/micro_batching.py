@@ -16,6 +16,8 @@ from gpt2_fp8.runtime.signal_handlers import Interrupted
 
 log = logging.getLogger(__name__)
 
+IN_BF16 = "micro_batch_size in bf16"
+
 
 class MicroBatching:
     """Computes a step's gradients and an evaluation's sums, each with its own batch size, which only falls.
@@ -85,7 +87,7 @@ class MicroBatching:
         beside the CUDA graphs, their memory is freed first. With `many` it is freed in any case: none in FP8 follows.
         """
         if self._in_bf16 is None:
-            self._in_bf16 = Fitting(self.training.size, "micro_batch_size in bf16")
+            self._in_bf16 = Fitting(self.training.size, IN_BF16)
         if many:
             self._in_bf16.saves = "precision.bf16_last_steps=0"
             self._gradients.release_graphs()
@@ -156,4 +158,4 @@ class MicroBatching:
             self.training.size = min(state["fits"], self.training.size)  # smaller if there is less memory now
             self.training.proven = True
             if (in_bf16 := state.get("fits_in_bf16")) and self._share % in_bf16 == 0:
-                self._in_bf16 = Fitting(in_bf16, "micro_batch_size in bf16")
+                self._in_bf16 = Fitting(in_bf16, IN_BF16)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gpt2_fp8.backends.resolve import Plan
-from gpt2_fp8.config.run_length import last_step
+from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.gradients import Backward, Gradients, NoSync
 from gpt2_fp8.engine.micro_batching import MicroBatching
@@ -38,7 +38,6 @@ class _Unsettled(NamedTuple):
     result: StepResult
     done: Callable[[], object]
     random: dict[str, Any]  # the generators' states before the step
-    in_fp8: bool
 
 
 class TrainingStep:
@@ -91,7 +90,6 @@ class TrainingStep:
         self.restoring: Callable[[], AbstractContextManager] = nullcontext
         self._unsettled: _Unsettled | None = None
         self._last: StepResult | None = None
-        self._told = False  # that the last steps in bf16 have begun
 
     # Setting up
 
@@ -104,8 +102,7 @@ class TrainingStep:
         config = self.config
         self.optimizer = build_optimizer(self.model, config.optim, config.optimizer, config.seed)
         self.schedule = build_schedule(self.optimizer, config.optim, last_step(config))
-        in_bf16 = 0 if config.trainer.fast_dev_run else self.plan.backend.bf16_last_steps
-        self.steps_in_fp8 = last_step(config) - in_bf16
+        self.steps_in_fp8 = steps_in_fp8(config)
         return self.optimizer, self.schedule
 
     # The step
@@ -124,25 +121,28 @@ class TrainingStep:
         """
         self.settle()
         random = rng.capture_torch()
-        in_fp8 = self.plan.fp8 and self.schedule.last_epoch < self.steps_in_fp8
         try:
-            loss, absurd = self._attempt(ids, in_fp8)
+            loss, absurd = self._attempt(ids)
         except Interrupted:  # the step is given up
             rng.restore_torch(random)
             raise
         result = self._update(loss, apply or self.optimizer.step, absurd)
-        self._unsettled = _Unsettled(ids, result, done or _nothing, random, in_fp8)
+        self._unsettled = _Unsettled(ids, result, done or _nothing, random)
 
-    def _attempt(self, ids: Tensor, in_fp8: bool) -> tuple[Tensor, Tensor | None]:
+    def _attempt(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute the gradients of a step. Returns its loss, and of how many FP8 tensors the amax has jumped."""
-        if self.plan.fp8 and not in_fp8:
-            if not self._told:
-                self._told = True
-                log.info("step %d and all after it compute in bf16 (precision.bf16_last_steps)",
-                         self.schedule.last_epoch + 1)  # fmt: skip
+        if self.plan.fp8 and not self._in_fp8:
+            done = self.schedule.last_epoch
+            if self._last is None or done == self.steps_in_fp8:  # the first of this process, or of them all
+                log.info("step %d and all after it compute in bf16 (precision.bf16_last_steps)", done + 1)
             return self._batching.gradients_in_bf16(ids, many=True), None
         self._find_scales(ids)
         return self._batching.gradients(ids), self.scaling.absurd(self._batching.parts())
+
+    @property
+    def _in_fp8(self) -> bool:
+        """Whether a step computes in FP8: the one to come, or the last one while it is not settled."""
+        return self.plan.fp8 and self.schedule.last_epoch < self.steps_in_fp8
 
     def settle(self) -> None:
         """Finish the last step once the host knows its verdict; do nothing if that is done. Collective.
@@ -152,9 +152,9 @@ class TrainingStep:
         """
         if self._unsettled is None:
             return
-        ids, result, done, random, in_fp8 = self._unsettled
+        ids, result, done, random = self._unsettled
         verdict = result.read()
-        if verdict.skipped and in_fp8:
+        if verdict.skipped and self._in_fp8:
             try:
                 result = self._run_again_in_bf16(ids, verdict)
             except Interrupted:  # the second attempt has changed no weight

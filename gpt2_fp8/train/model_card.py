@@ -10,7 +10,7 @@ from gpt2_fp8.config import mixture
 from gpt2_fp8.config.amounts import counted
 from gpt2_fp8.config.data_schema import HubData
 from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
-from gpt2_fp8.config.run_length import limits, tokens_a_step
+from gpt2_fp8.config.run_length import bf16_last_steps, limits, steps_in_fp8, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
 
@@ -111,9 +111,8 @@ def _precision(config: RunConfig, about: About) -> str:
 
 def _steps_in_bf16(config: RunConfig, about: About) -> int:
     """Return how many steps before the checkpoint computed in bf16, of a run in FP8."""
-    last = getattr(config.precision, "bf16_last_steps", 0)
-    end = min(limits(config).values(), default=0)
-    return about.step - (end - last) if last and end and str(about.precision.get("ran")).startswith("fp8") else 0
+    known = limits(config) and str(about.precision.get("ran")).startswith("fp8")
+    return min(about.step - steps_in_fp8(config), bf16_last_steps(config)) if known else 0
 
 
 def _validated_in(config: RunConfig, said: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from gpt2_fp8.backends.base import Backend
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.keys import value_of
 from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, ModelConfig, RunConfig
@@ -53,11 +54,9 @@ def other_validation(checkpoint: Mapping[str, Any], backend: Backend) -> str | N
 
     The command line may not have changed: a checkpoint of before `precision.evaluation` was validated in FP8.
     """
-    ran = _part(checkpoint, "precision").get("ran")
-    if not (backend.fp8 and str(ran).startswith("fp8")):
+    if not (backend.fp8 and str(value_of(checkpoint, "precision.ran")).startswith("fp8")):
         return None
-    precision = _part(_part(checkpoint, saved_config.KEY), "precision")
-    before = precision.get("evaluation", FP8PrecisionConfig.evaluation)
+    before = value_of(checkpoint, f"{saved_config.KEY}.precision.evaluation") or FP8PrecisionConfig.evaluation
     now = "bf16" if backend.evaluates_in_bf16 else "fp8"
     if before == now:
         return None
@@ -65,12 +64,6 @@ def other_validation(checkpoint: Mapping[str, Any], backend: Backend) -> str | N
         f"validation losses are computed in {now} from here on, and were in {before} before: they differ by what FP8 "
         f"rounds; precision.evaluation={before} goes on as it was"
     )
-
-
-def _part(given: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the mapping under a key; an empty one if there is none, or anything else."""
-    found = given.get(key)
-    return found if isinstance(found, Mapping) else {}
 
 
 def refuse(differences: list[Problem]) -> None:

@@ -12,6 +12,8 @@ from gpt2_fp8.engine.logits import logits
 from gpt2_fp8.layers import sdpa
 from gpt2_fp8.train import saved_config
 from tests.runs import (
+    EMULATED_FP8,
+    IDS_OF_BYTES,
     assert_same_checkpoint,
     checkpoint,
     metrics,
@@ -23,9 +25,8 @@ from tests.runs import (
     training_step,
 )
 
-IN_BF16 = ["precision=fp8_hybrid", "precision.backend=emulated", "model.dropout=0.1"]  # as a new run is validated
+IN_BF16 = EMULATED_FP8  # as a new run is validated
 FP8 = [*IN_BF16, "precision.evaluation=fp8"]
-IDS = torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_a_run_in_legs_ends_as_one_in_a_piece(runs, tmp_path, monkeypatch, befor
 
 def evaluated(step):
     step.model.eval()
-    found = step.evaluate(IDS)
+    found = step.evaluate(IDS_OF_BYTES)
     step.model.train()
     return found
 
@@ -147,7 +148,7 @@ def evaluated(step):
 def test_no_scale_is_needed_or_found():
     step, plain = training_step(*IN_BF16), training_step("precision=bf16")
     assert torch.equal(evaluated(step), evaluated(plain))
-    assert torch.equal(logits(step, IDS[:, :7], 256), logits(plain, IDS[:, :7], 256))
+    assert torch.equal(logits(step, IDS_OF_BYTES[:, :7], 256), logits(plain, IDS_OF_BYTES[:, :7], 256))
     assert not step.scaling.ready
 
 
@@ -193,10 +194,10 @@ def test_a_step_that_is_run_again_has_its_dropout_after_a_validation():
         if validates:
             evaluated(step)
         torch.manual_seed(1)
-        again.append(step._gradients.of_step_in_bf16(IDS, 4))
+        again.append(step._gradients.of_step_in_bf16(IDS_OF_BYTES, 4))
     assert torch.equal(*again)
     step.model.eval()
-    assert not torch.equal(again[1], step._gradients.of_step_in_bf16(IDS, 4))
+    assert not torch.equal(again[1], step._gradients.of_step_in_bf16(IDS_OF_BYTES, 4))
 
 
 def test_samples_are_drawn_in_bf16(tmp_path, monkeypatch):

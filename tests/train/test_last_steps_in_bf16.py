@@ -16,6 +16,8 @@ from gpt2_fp8.measure.auto_candidates import candidates, concrete
 from gpt2_fp8.reports import unfinished
 from tests.faults.pretended import NAN, Faults, going_wrong
 from tests.runs import (
+    EMULATED_FP8,
+    IDS_OF_BYTES,
     SMALL,
     assert_equal,
     assert_same_checkpoint,
@@ -30,9 +32,7 @@ from tests.runs import (
 )
 from tests.train.test_ddp import BATCH, TWO, run
 
-FP8 = ["precision=fp8_hybrid", "precision.backend=emulated", "model.dropout=0.1"]
-LAST = [*FP8, "precision.bf16_last_steps=4", "callbacks.keep_checkpoints=4"]  # of twelve
-IDS = torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+LAST = [*EMULATED_FP8, "precision.bf16_last_steps=4", "callbacks.keep_checkpoints=4"]  # of twelve
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def last(tmp_path_factory):
 def test_it_is_a_run_that_is_continued_in_bf16(last, tmp_path, monkeypatch):
     steps, folder = last
     by_hand = record_steps(monkeypatch)
-    train_until(8, tmp_path, *FP8)
+    train_until(8, tmp_path, *EMULATED_FP8)
     train(tmp_path, "precision=bf16", "model.dropout=0.1", "ckpt_path=last")
     assert by_hand == steps
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "rng"):
@@ -57,7 +57,7 @@ def test_it_is_a_run_that_is_continued_in_bf16(last, tmp_path, monkeypatch):
 
 def test_the_last_steps_do_change_something(last, tmp_path):
     steps, _ = last
-    in_fp8, _ = recorded(tmp_path, *FP8)
+    in_fp8, _ = recorded(tmp_path, *EMULATED_FP8)
     assert in_fp8[:8] == steps[:8]
     assert all(one[2] != other[2] for one, other in zip(in_fp8[8:], steps[8:], strict=True))
 
@@ -121,8 +121,8 @@ OTHER = [
 @pytest.mark.parametrize("words", OTHER, ids=" ".join)
 def test_by_hand_it_is_the_same_with_other_settings(tmp_path, words):
     in_bf16 = ["precision=bf16", *(word for word in words if not word.startswith("recipe"))]
-    train(tmp_path / "last", *FP8[:2], *words, "precision.bf16_last_steps=4")
-    train_until(8, tmp_path / "hand", *FP8[:2], *words)
+    train(tmp_path / "last", *EMULATED_FP8[:2], *words, "precision.bf16_last_steps=4")
+    train_until(8, tmp_path / "hand", *EMULATED_FP8[:2], *words)
     train(tmp_path / "hand", *in_bf16, "ckpt_path=last")
     assert metrics(tmp_path / "last")["train_loss"] == metrics(tmp_path / "hand")["train_loss"]
     assert_same_checkpoint(*(checkpoint(tmp_path / name, 12) for name in ("last", "hand")))
@@ -179,7 +179,7 @@ def test_a_run_that_goes_back_from_there_stays_in_fp8(tmp_path):
 
 
 def test_two_processes_begin_it_together(tmp_path):
-    words = [*BATCH, *FP8[:2], "precision.bf16_last_steps=4", "trainer.val_check_interval=12", "optim.lr=1e-4"]
+    words = [*BATCH, *EMULATED_FP8[:2], "precision.bf16_last_steps=4", "trainer.val_check_interval=12", "optim.lr=1e-4"]
     train(tmp_path / "one", *words)
     code, output = run(tmp_path, *TWO, *words, "run_name=two")
     assert code == 0, output
@@ -209,7 +209,7 @@ def test_a_run_that_cannot_have_fp8_says_nothing_of_it(tmp_path, caplog):
 
 def test_one_step_that_tries_everything_is_in_fp8(tmp_path, caplog):
     with caplog.at_level("INFO"):
-        train(tmp_path, *FP8, "precision.bf16_last_steps=11", "trainer.fast_dev_run=true")
+        train(tmp_path, *EMULATED_FP8, "precision.bf16_last_steps=11", "trainer.fast_dev_run=true")
     assert not [message for message in caplog.messages if "compute in bf16" in message]
 
 
@@ -242,7 +242,7 @@ def test_auto_measures_without_it_and_trains_with_it():
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [([], False), (["compile=false"], False), (["compile=true", *FP8[1:]], True)],
+    [([], False), (["compile=false"], False), (["compile=true", *EMULATED_FP8[1:]], True)],
     ids=["auto on a CPU", "false", "true"],
 )
 def test_many_steps_are_compiled_and_a_single_one_is_not(monkeypatch, words, expected):
@@ -255,10 +255,10 @@ def test_many_steps_are_compiled_and_a_single_one_is_not(monkeypatch, words, exp
     monkeypatch.setattr(gradients, "compiled", compiled)
     step = training_step(*LAST, *words, "trainer.max_steps=8")
     made.clear()  # the emulated layers are compiled themselves
-    step._gradients.of_step_in_bf16(IDS, 4)
+    step._gradients.of_step_in_bf16(IDS_OF_BYTES, 4)
     assert not made
     for _ in range(2):
-        step._gradients.of_step_in_bf16(IDS, 4, many=True)
+        step._gradients.of_step_in_bf16(IDS_OF_BYTES, 4, many=True)
     assert len(made) == expected
 
 
@@ -270,8 +270,8 @@ def test_a_smaller_size_is_compiled_anew(monkeypatch, many, expected):
     monkeypatch.setattr(torch.compiler, "reset", lambda: reset.append(1))
     step = training_step(*LAST, "trainer.max_steps=8")
     step.plan.backend.compiled = False
-    monkeypatch.setattr(type(step.plan.backend), "compiles_bf16", True)
-    step._gradients.of_step_in_bf16(IDS, 4, many)
+    monkeypatch.setattr(type(step.plan.backend), "compiles_plain", True)
+    step._gradients.of_step_in_bf16(IDS_OF_BYTES, 4, many)
     step._gradients.discard()
     assert len(reset) == expected
 
@@ -280,11 +280,11 @@ def test_what_compiles_the_last_steps_is_looked_for_before_the_first(monkeypatch
     looked = []
     monkeypatch.setattr(torch_private, "cpp_compiler", lambda: looked.append(1))
     for words in (["compile=false"], ["compile=true"]):
-        step = training_step(*FP8, "precision.bf16_last_steps=4", *words)
+        step = training_step(*EMULATED_FP8, "precision.bf16_last_steps=4", *words)
         step.plan.backend.compiled = False
         require_compiler(step.plan.backend)
     assert len(looked) == 1
-    backend = training_step(*FP8).plan.backend
+    backend = training_step(*EMULATED_FP8).plan.backend
     backend.compiled = False
     require_compiler(backend)
     assert len(looked) == 1
@@ -293,7 +293,7 @@ def test_what_compiles_the_last_steps_is_looked_for_before_the_first(monkeypatch
 def test_the_size_that_fits_in_bf16_is_continued_with():
     step = training_step(*LAST, "trainer.max_steps=8")
     assert "fits_in_bf16" not in step.state_dict()["micro_batch_size"]
-    step._batching.gradients_in_bf16(IDS, many=True)
+    step._batching.gradients_in_bf16(IDS_OF_BYTES, many=True)
     step._batching._in_bf16.size = 2
     saved = step.state_dict()
     assert saved["micro_batch_size"] == {"asked": 4, "fits": 4, "fits_in_bf16": 2}
