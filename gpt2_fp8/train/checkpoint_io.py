@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 
 from gpt2_fp8.checkpoint import files
+from gpt2_fp8.compat.lightning_process import rank
+from gpt2_fp8.config.amounts import duration
 from gpt2_fp8.config.errors import UserError
 
+log = logging.getLogger(__name__)
+
+_SLOW_SECONDS = 10.0  # from here on the log says how long the disk took
 REMEDY = "add FolderCheckpointIO() to Trainer(plugins=[...])"
 
 
@@ -32,7 +39,11 @@ class FolderCheckpointIO(CheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the folder `path` (`files.read`). `weights_only` is about unpickling, which never happens here."""
-        return files.read(path, map_location)
+        begun = time.monotonic()
+        checkpoint = files.read(path, map_location)
+        if rank() == 0 and (seconds := time.monotonic() - begun) >= _SLOW_SECONDS:
+            log.info("the checkpoint was read and checked in %s", duration(seconds))
+        return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete the folder `path`, if it is a checkpoint."""
