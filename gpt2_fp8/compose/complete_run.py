@@ -84,17 +84,21 @@ def _compared(found: dict[str, Any], was: dict[str, Any], config: RunConfig) -> 
         without += ("optim.warmup_steps", "optim.decay_steps")
     for key in key_paths(RunConfig):
         decides = (key in _DECIDES or key.startswith(_DECIDES_BELOW)) and key not in _NO_NUMBERS
-        group, _, name = key.rpartition(".")
-        here = hasattr(value_of(config, group) if group else config, name)
-        both = here and _was(was, key, config) is not _ABSENT
+        both = hasattr(*_place(config, key)) and _was(was, key, config) is not _ABSENT
         if decides and both and not key.startswith(without):
             yield key
 
 
 def _was(was: dict[str, Any], key: str, config: RunConfig) -> Any:
     """Return the value of a key in `was`. Of a run from before there was the key: the schema's, if it has one."""
+    group, name = _place(config, key)
+    return _value(was, key, getattr(type(group), name, _ABSENT))
+
+
+def _place(config: RunConfig, key: str) -> tuple[object, str]:
+    """Return the object of `config` in which a dotted key is, if it is there, and its name in it."""
     group, _, name = key.rpartition(".")
-    return _value(was, key, getattr(type(value_of(config, group) if group else config), name, _ABSENT))
+    return value_of(config, group) if group else config, name
 
 
 def _value(was: dict[str, Any], key: str, default: Any = None) -> Any:
