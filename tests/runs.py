@@ -102,7 +102,7 @@ def record_steps(monkeypatch):
             original(self)
         finally:
             if unsettled is not None:
-                tokens = hashlib.sha256(unsettled.ids.cpu().numpy().tobytes()).hexdigest()[:16]
+                tokens = hashlib.sha256(unsettled.attempt.ids.cpu().numpy().tobytes()).hexdigest()[:16]
                 steps.append((self.schedule.last_epoch, tokens, self._last.loss.item().hex()))
 
     monkeypatch.setattr(TrainingStep, "settle", settle)

@@ -68,7 +68,7 @@ class FP8HealthLog(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         """Read, log and judge, at the end of an interval."""
-        step, steps_in_fp8 = trainer.global_step, pl_module.step.steps_in_fp8
+        step, steps_in_fp8 = trainer.global_step, pl_module.step.attempts.steps_in_fp8
         last = loops.is_last_step(trainer) or step == steps_in_fp8
         if step > steps_in_fp8 or (step % self.every_n_steps and not last and step > 1):
             return

@@ -5,9 +5,8 @@ The LightningModule trains through it and the benchmark times it, so what is mea
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine.attempts import Attempt, Attempts
 from gpt2_fp8.engine.gradients import Backward, Gradients, NoSync
 from gpt2_fp8.engine.micro_batching import MicroBatching
 from gpt2_fp8.engine.optim import build_optimizer, state_like
@@ -28,16 +28,13 @@ from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.runtime.signal_handlers import Interrupted
 
-log = logging.getLogger(__name__)
-
 
 class _Unsettled(NamedTuple):
     """A step whose update is on its way; the host does not know yet whether it was made."""
 
-    ids: Tensor
+    attempt: Attempt
     result: StepResult
     done: Callable[[], object]
-    random: dict[str, Any]  # the generators' states before the step
 
 
 class TrainingStep:
@@ -58,11 +55,10 @@ class TrainingStep:
     Attributes:
         model: built on torch's default device. Build inside `with torch.device("cuda")` for a GPU, as Lightning does.
         share: sequences of a step that this rank computes.
-        steps_in_fp8: after so many steps of the run, an FP8 run computes in bf16 (`precision.bf16_last_steps`).
+        attempts: computes the gradients of a step.
         on_settled: functions called with each settled step's result, in order. Their errors come out of the call
             that settled the step.
         on_given_up: called if a signal ended the second attempt at a settled step: the step is not counted.
-        restoring: a context for restoring a checkpoint's state, which explains what goes wrong.
     """
 
     def __init__(
@@ -83,11 +79,11 @@ class TrainingStep:
         self._batching = MicroBatching(
             self._gradients, self.share, config.micro_batch, asked_micro_batch_size, self._optimizer_state_to_come
         )
+        self.attempts = Attempts(plan, self._gradients, self._batching)
         self.optimizer: Optimizer
         self.schedule: LambdaLR
         self.on_settled: list[Callable[[StepResult], object]] = []
         self.on_given_up: Callable[[], object] = _nothing
-        self.restoring: Callable[[], AbstractContextManager] = nullcontext
         self._unsettled: _Unsettled | None = None
         self._last: StepResult | None = None
 
@@ -102,7 +98,7 @@ class TrainingStep:
         config = self.config
         self.optimizer = build_optimizer(self.model, config.optim, config.optimizer, config.seed)
         self.schedule = build_schedule(self.optimizer, config.optim, last_step(config))
-        self.steps_in_fp8 = steps_in_fp8(config)
+        self.attempts.steps_in_fp8 = steps_in_fp8(config)
         return self.optimizer, self.schedule
 
     # The step
@@ -120,29 +116,9 @@ class TrainingStep:
         Raises what settling the step before raises: a run may have to roll back.
         """
         self.settle()
-        random = rng.capture_torch()
-        try:
-            loss, absurd = self._attempt(ids)
-        except Interrupted:  # the step is given up
-            rng.restore_torch(random)
-            raise
-        result = self._update(loss, apply or self.optimizer.step, absurd)
-        self._unsettled = _Unsettled(ids, result, done or _nothing, random)
-
-    def _attempt(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute the gradients of a step. Returns its loss, and of how many FP8 tensors the amax has jumped."""
-        if self.plan.fp8 and not self._in_fp8:
-            done = self.schedule.last_epoch
-            if self._last is None or done == self.steps_in_fp8:  # the first of this process, or of them all
-                log.info("step %d and all after it compute in bf16 (precision.bf16_last_steps)", done + 1)
-            return self._batching.gradients_in_bf16(ids, many=True), None
-        self._find_scales(ids)
-        return self._batching.gradients(ids), self.scaling.absurd(self._batching.parts())
-
-    @property
-    def _in_fp8(self) -> bool:
-        """Whether a step computes in FP8: the one to come, or the last one while it is not settled."""
-        return self.plan.fp8 and self.schedule.last_epoch < self.steps_in_fp8
+        attempt = self.attempts(ids, self.schedule.last_epoch, first=self._last is None)
+        result = self._update(attempt.loss, apply or self.optimizer.step, attempt.absurd)
+        self._unsettled = _Unsettled(attempt, result, done or _nothing)
 
     def settle(self) -> None:
         """Finish the last step once the host knows its verdict; do nothing if that is done. Collective.
@@ -152,14 +128,14 @@ class TrainingStep:
         """
         if self._unsettled is None:
             return
-        ids, result, done, random = self._unsettled
+        attempt, result, done = self._unsettled
         verdict = result.read()
-        if verdict.skipped and self._in_fp8:
+        if verdict.skipped and self.attempts.in_fp8(self.schedule.last_epoch):
             try:
-                result = self._run_again_in_bf16(ids, verdict)
+                result = self._run_again_in_bf16(attempt, verdict)
             except Interrupted:  # the second attempt has changed no weight
                 self._unsettled = None
-                rng.restore_torch(random)
+                rng.restore_torch(attempt.random)
                 self.on_given_up()
                 raise
         elif verdict.absurd:
@@ -170,11 +146,10 @@ class TrainingStep:
         for function in self.on_settled:
             function(result)
 
-    def _run_again_in_bf16(self, ids: Tensor, first: Verdict) -> StepResult:
+    def _run_again_in_bf16(self, attempt: Attempt, first: Verdict) -> StepResult:
         """Compute the step once more from the same weights, since its update was left out. Collective."""
-        self._gradients.undo_scales()
         with torch.enable_grad(), self._mode(training=True):  # a validation may be about to begin
-            loss = self._batching.gradients_in_bf16(ids)
+            loss = self.attempts.again_in_bf16(attempt)
         # Not through what wraps the optimizer: it counts steps, and this one is already counted.
         return replace(self._update(loss, self.optimizer.step), first=first)
 
@@ -185,16 +160,6 @@ class TrainingStep:
     def _optimizer_state_to_come(self) -> list[Tensor]:
         """Allocate what the first update will; nothing if the optimizer has its state, as a resumed run's."""
         return [] if self.optimizer.state else state_like(self.model, self.config.optimizer)
-
-    def _find_scales(self, ids: Tensor) -> None:
-        """Find the scales that delayed scaling needs before the first forward: the checkpoint's, or by calibration."""
-        if self.scaling.ready:
-            return
-        with self.restoring():
-            found = self.scaling.take()
-        if not found:
-            self._batching.calibrate(ids)
-            self.scaling.ready = True
 
     # What is asked of it
 
@@ -216,7 +181,7 @@ class TrainingStep:
         """
         self.settle()
         if not self.plan.backend.evaluates_in_bf16:
-            self._find_scales(ids)
+            self.attempts.find_scales(ids)
         with self.scaling.unchanged():
             return self._batching.evaluate(ids)
 

@@ -178,7 +178,7 @@ def _go_back(
     path = parts.trainer.strategy.broadcast(path)
     context.divergence.start_again(setup.step_of(path) or 0)
     detach_logging(parts.trainer)
-    if back.step > parts.module.step.steps_in_fp8:  # it was in bf16: FP8 is not at fault
+    if back.step > parts.module.step.attempts.steps_in_fp8:  # it was in bf16: FP8 is not at fault
         return parts.plan, path
     return fallen_back(parts.plan, config, f"fallback at step {back.step}: {back.reason}"), path
 

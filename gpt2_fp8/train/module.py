@@ -136,7 +136,7 @@ class GPT2Module(pl.LightningModule):
             asked_micro_batch_size=self.asked_micro_batch_size,
         )
         self.step.on_given_up = lambda: loops.uncount_step(self.trainer)
-        self.step.restoring = lambda: restoring(self._restored.path)
+        self.step.attempts.restoring = lambda: restoring(self._restored.path)
         self.model = self.step.model
         if self._weights is None:
             self.step.initialise()

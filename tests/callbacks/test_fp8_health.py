@@ -18,7 +18,7 @@ class Touched(SimpleNamespace):
     def __init__(self, steps_in_fp8):
         recipe = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
         plan = SimpleNamespace(recipe=recipe.name, backend=SimpleNamespace(recipe=recipe))
-        super().__init__(settled=0, plan=plan, steps_in_fp8=steps_in_fp8)
+        super().__init__(settled=0, plan=plan, attempts=SimpleNamespace(steps_in_fp8=steps_in_fp8))
 
     def settle(self):
         self.settled += 1

@@ -1,0 +1,86 @@
+"""An attempt at a step: its gradients, in the precision whose turn it is. Plain torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gpt2_fp8.backends.resolve import Plan
+from gpt2_fp8.engine.gradients import Gradients
+from gpt2_fp8.engine.micro_batching import MicroBatching
+from gpt2_fp8.runtime import rng
+from gpt2_fp8.runtime.signal_handlers import Interrupted
+
+log = logging.getLogger(__name__)
+
+
+class Attempt(NamedTuple):
+    """A step's gradients, which are in the parameters' `.grad`."""
+
+    ids: Tensor
+    loss: Tensor  # float32 on the device: see `step.accumulate`
+    absurd: Tensor | None  # of how many FP8 tensors the amax has jumped: see `precision.magnitudes`
+    random: dict[str, Any]  # the states of torch's generators before it
+
+
+class Attempts:
+    """Makes attempts at steps. Collective.
+
+    Args:
+        plan: what computes.
+        gradients, batching: compute.
+
+    Attributes:
+        steps_in_fp8: after so many steps of the run, an FP8 run computes in bf16 (`precision.bf16_last_steps`).
+        restoring: a context for restoring a checkpoint's state, which explains what goes wrong.
+    """
+
+    def __init__(self, plan: Plan, gradients: Gradients, batching: MicroBatching):
+        self.plan, self.scaling = plan, gradients.scaling
+        self._gradients, self._batching = gradients, batching
+        self.steps_in_fp8 = 0
+        self.restoring: Callable[[], AbstractContextManager] = nullcontext
+
+    def __call__(self, ids: Tensor, done: int, first: bool) -> Attempt:
+        """Compute the gradients of the step after `done` steps; `first`: of this process.
+
+        Raises Interrupted, with random numbers as they were, if a signal ends it.
+        """
+        random = rng.capture_torch()
+        try:
+            loss, absurd = self._computed(ids, done, first)
+        except Interrupted:  # the step is given up
+            rng.restore_torch(random)
+            raise
+        return Attempt(ids, loss, absurd, random)
+
+    def _computed(self, ids: Tensor, done: int, first: bool) -> tuple[Tensor, Tensor | None]:
+        if self.plan.fp8 and not self.in_fp8(done):
+            if first or done == self.steps_in_fp8:
+                log.info("step %d and all after it compute in bf16 (precision.bf16_last_steps)", done + 1)
+            return self._batching.gradients_in_bf16(ids, many=True), None
+        self.find_scales(ids)
+        return self._batching.gradients(ids), self.scaling.absurd(self._batching.parts())
+
+    def in_fp8(self, done: int) -> bool:
+        """Return whether the step after `done` steps computes in FP8."""
+        return self.plan.fp8 and done < self.steps_in_fp8
+
+    def find_scales(self, ids: Tensor) -> None:
+        """Find the scales that delayed scaling needs before the first forward: the checkpoint's, or by calibration."""
+        if self.scaling.ready:
+            return
+        with self.restoring():
+            found = self.scaling.take()
+        if not found:
+            self._batching.calibrate(ids)
+            self.scaling.ready = True
+
+    def again_in_bf16(self, attempt: Attempt) -> Tensor:
+        """Compute the gradients of the last attempt again, from scales as they were before it. Returns its loss."""
+        self._gradients.undo_scales()
+        return self._batching.gradients_in_bf16(attempt.ids)
