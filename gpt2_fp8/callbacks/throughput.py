@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 
 from gpt2_fp8.compat import lightning_loops as loops
+from gpt2_fp8.compat.lightning_logging import log_from_host
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.step import StepResult
@@ -94,8 +95,8 @@ class Throughput(pl.Callback):
             logger.log_metrics(metrics, step=step)
         for reader in self.readers:
             reader(step, metrics)
-        shown = {key: metrics[key] for key in ("train_loss", "tokens_per_second") if key in metrics}
-        pl_module.log_dict(shown, prog_bar=True, logger=False)
+        shown = {key: value for key, value in metrics.items() if key in ("train_loss", "tokens_per_second")}
+        log_from_host(pl_module, shown, logger=False)
 
     def _metrics(self, trainer: pl.Trainer, values: list[float], result: StepResult) -> dict[str, float]:
         losses, grad_norm, clip_ratio, penalties = values

@@ -1,13 +1,15 @@
-"""Lightning's CSV log, the last step's metrics, `flush`, what `validate` returns, and what `fit` sets on callbacks.
+"""Lightning's CSV log and `log`, the last step's metrics, `flush`, what `validate` returns and `fit` sets on callbacks.
 
 Holds for `lightning>=2.6.6,<2.7`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
@@ -34,6 +36,16 @@ class CSVLoggerOf(CSVLogger):
         if not isinstance(self._experiment, KeepingWriter):
             self._experiment = self.make_writer()
         return self._experiment
+
+
+def log_from_host(module: pl.LightningModule, metrics: Mapping[str, float | torch.Tensor], logger: bool) -> None:
+    """Have a module log metrics of one element, for callbacks and progress bars, as tensors on the CPU.
+
+    `log` puts a float on the module's device. After each batch Lightning reads what a progress bar may show, until
+    there is a newer value: the host would wait for the GPU in every step. `logger`: also for the loggers.
+    """
+    for name, value in metrics.items():
+        module.log(name, torch.as_tensor(value, device="cpu"), prog_bar=True, logger=logger)
 
 
 def log_last_step(trainer: pl.Trainer) -> None:

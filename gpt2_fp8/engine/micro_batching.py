@@ -94,6 +94,8 @@ class MicroBatching:
 
         def discard() -> bool:
             freed = self._gradients.release_graphs()  # there are none in several processes: ranks agree
+            if freed:
+                log.warning("no room for a step in bf16 beside training's CUDA graphs: they are recorded again")
             self._gradients.discard()
             return freed
 

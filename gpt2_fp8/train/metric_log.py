@@ -33,7 +33,7 @@ class MetricLog:
             step.settle()
         if not self._has_train_loss:
             assert step.last is not None
-            metrics: dict[str, float | Tensor] = {"train_loss": step.last.loss}
+            metrics: dict[str, float | Tensor] = {"train_loss": step.last.read().loss}
             if step.last.penalty is not None:
                 metrics["penalty"] = step.last.penalty
             self.log_row(metrics, self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
@@ -44,10 +44,9 @@ class MetricLog:
         `every_n_steps`: 0 shows the loggers nothing, as Lightning's `log_every_n_steps=0` asks for.
         """
         fitting = self.trainer.state.fn == TrainerFn.FITTING
-        for name, value in metrics.items():
-            if not fitting:
-                lightning_logging.return_only(self.trainer, name)
-            self.module.log(name, value, prog_bar=True, logger=not fitting)  # `Trainer.validate` returns what it logs
+        for name in () if fitting else metrics:
+            lightning_logging.return_only(self.trainer, name)
+        lightning_logging.log_from_host(self.module, metrics, logger=not fitting)  # `Trainer.validate` returns these
         step = self.trainer.global_step
         for logger in self.trainer.loggers if every_n_steps and step % every_n_steps == 0 else ():
             # By ourselves: Lightning would count this step from 0.

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import lightning
@@ -273,6 +273,28 @@ def test_a_step_that_a_callback_ends_is_logged_by_log_last_step_alone(tmp_path, 
     with pytest.raises(ZeroDivisionError):
         fit(trainer(tmp_path, [Stop()], steps=4, logger=rows), Module())
     assert rows.rows == ([1, 2] if logged else [1])
+
+
+@pytest.mark.parametrize("from_host", [False, True])
+def test_what_is_logged_is_read_from_the_modules_device_after_each_batch_unless_it_is_logged_from_the_host(
+    tmp_path, from_host
+):
+    class Elsewhere(Module):
+        device = torch.device("meta")  # where nothing can be read
+
+        def training_step(self, batch, batch_idx):
+            self.optimizers().step()
+            if batch_idx == 0 and from_host:
+                lightning_logging.log_from_host(self, {"count": 7.0}, logger=False)
+            elif batch_idx == 0:
+                self.log("count", 7.0, prog_bar=True, logger=False)
+
+    made = trainer(tmp_path, steps=3)
+    with nullcontext() if from_host else pytest.raises(RuntimeError, match="meta tensor"):
+        fit(made, Elsewhere())
+    assert made.global_step == (3 if from_host else 1)
+    if from_host:
+        assert made.progress_bar_metrics == {"count": 7.0}
 
 
 @pytest.mark.parametrize("only", [False, True])

@@ -12,6 +12,7 @@ from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read_weights
 from gpt2_fp8.config.errors import Diverged, UserError
 from gpt2_fp8.train import build, fit
+from gpt2_fp8.train.module import GPT2Module
 from tests.common import OPTIM
 from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train, train_until
 
@@ -310,3 +311,13 @@ def test_the_host_waits_for_a_step_when_the_next_batch_is_here(tmp_path, monkeyp
     train(tmp_path / "run", *ends, "trainer.max_steps=9")
     late, at_once = ["batch", "wait"], ["wait", "batch"]
     assert events == ["batch", *at_once, *late, *at_once * 4, *late, *at_once, "wait"]
+
+
+def test_what_a_run_logs_by_its_module_is_on_the_host(tmp_path, monkeypatch):
+    """Lightning reads it after each later batch: on a GPU, that would wait for the step. See `compat`."""
+    log, seen = GPT2Module.log, []
+    monkeypatch.setattr(GPT2Module, "log", lambda self, name, value, **how: (
+        seen.append((name, isinstance(value, torch.Tensor) and value.device.type)), log(self, name, value, **how)
+    ))  # fmt: skip
+    train(tmp_path / "run")
+    assert set(seen) == {(name, "cpu") for name in ("train_loss", "tokens_per_second", "val_loss")}
