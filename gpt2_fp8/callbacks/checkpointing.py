@@ -136,13 +136,18 @@ class Checkpointing(Checkpoint):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Save at the intervals, and at the last step."""
-        if not self._prepared and trainer.is_global_zero:
-            # After the first step the optimizer has its moments, and all CUDA graphs are recorded.
-            self.writer.prepare([pl_module.state_dict(), *(optimizer.state_dict() for optimizer in trainer.optimizers)])
-            self._prepared = True
+        if not self._prepared:
+            self._prepare(trainer, pl_module)
         self.writer.check()
         if loops.is_last_step(trainer) or self.intervals.is_due(trainer.global_step, partial(_agreed, trainer)):
             self.save(trainer)
+
+    def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the writer what it will get: after the first step there are moments, and CUDA graphs are recorded."""
+        state = pl_module.state_dict()  # on all ranks: it settles the step
+        if trainer.is_global_zero:
+            self.writer.prepare([state, *(optimizer.state_dict() for optimizer in trainer.optimizers)])
+        self._prepared = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the result of a saved step. If it is the best so far, save the step and let `best.json` name it."""

@@ -78,6 +78,7 @@ class GracefulStop(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals back from Lightning, which has just set its own handlers; stop if a signal came."""
+        loops.leave_signals_alone(trainer)
         if self._signals.installed:
             self._signals.install()
         self._signals.hold()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
+
 
 def resume_into_validation(fit_loop: dict[str, Any]) -> None:
     """Change a fit loop's saved state so that resuming begins with the whole validation of the saved step.
@@ -31,6 +33,25 @@ def limit_steps(trainer: Any, max_steps: int) -> None:
     """Set the `max_steps` of a Trainer that was made without one. Its own attribute cannot be set."""
     if trainer.max_steps == -1:
         trainer.fit_loop.epoch_loop.max_steps = max_steps
+
+
+def leave_signals_alone(trainer: Any) -> None:
+    """Have a Trainer of several ranks not ask rank 0 before each step whether a SIGTERM came.
+
+    It reads the answer from the GPU, which then has nothing to do until the next step is launched.
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+
+def hooks_into_backward(trainer: Any, *but: type[pl.Callback]) -> bool:
+    """Return whether a callback of a Trainer, or its module, has a hook around a backward. `but`: callbacks to ignore.
+
+    A step's backward may run before Lightning has counted the step before it.
+    """
+    names = "on_before_backward", "on_after_backward"
+    hooked = [it for it in (*trainer.callbacks, trainer.lightning_module) if not isinstance(it, but)]
+    own = {getattr(base, name) for base in (pl.Callback, pl.LightningModule) for name in names}
+    return any(getattr(type(it), name) not in own for it in hooked for name in names)
 
 
 def is_last_step(trainer: Any) -> bool:

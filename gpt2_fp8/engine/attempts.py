@@ -1,4 +1,4 @@
-"""An attempt at a step: its gradients, in the precision whose turn it is. Plain torch."""
+"""An attempt at a step: its gradients, in the precision whose turn it is, and how they are taken back. Plain torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from torch import Tensor
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.micro_batching import MicroBatching
+from gpt2_fp8.precision.scaling import Undo
 from gpt2_fp8.runtime import rng
-from gpt2_fp8.runtime.signal_handlers import Interrupted
 
 log = logging.getLogger(__name__)
 
 
 class Attempt(NamedTuple):
-    """A step's gradients, which are in the parameters' `.grad`."""
+    """A step's gradients, which are in the parameters' `.grad`, and what they have changed."""
 
     ids: Tensor
     loss: Tensor  # float32 on the device: see `step.accumulate`
     absurd: Tensor | None  # of how many FP8 tensors the amax has jumped: see `precision.magnitudes`
     random: dict[str, Any]  # the states of torch's generators before it
+    undo: Undo  # puts scales and histories back as it found them
+    parts: int  # its micro-batches
 
 
 class Attempts:
@@ -37,6 +39,9 @@ class Attempts:
     Attributes:
         steps_in_fp8: after so many steps of the run, an FP8 run computes in bf16 (`precision.bf16_last_steps`).
         restoring: a context for restoring a checkpoint's state, which explains what goes wrong.
+        ahead: whether a step may be attempted before the one before it is settled. What runs within a backward, and
+            reads the last step, does not allow it.
+        computing: whether an attempt is being made.
     """
 
     def __init__(self, plan: Plan, gradients: Gradients, batching: MicroBatching):
@@ -44,19 +49,24 @@ class Attempts:
         self._gradients, self._batching = gradients, batching
         self.steps_in_fp8 = 0
         self.restoring: Callable[[], AbstractContextManager] = nullcontext
+        self.ahead, self.computing = True, False
 
     def __call__(self, ids: Tensor, done: int, first: bool) -> Attempt:
         """Compute the gradients of the step after `done` steps; `first`: of this process.
 
-        Raises Interrupted, with random numbers as they were, if a signal ends it.
+        An error, and the Interrupted of a signal, leave no gradients, and random numbers and scales as they were.
         """
         random = rng.capture_torch()
+        self.computing = True
         try:
             loss, absurd = self._computed(ids, done, first)
-        except Interrupted:  # the step is given up
+        except BaseException:
+            self._gradients.discard()
             rng.restore_torch(random)
             raise
-        return Attempt(ids, loss, absurd, random)
+        finally:
+            self.computing = False
+        return Attempt(ids, loss, absurd, random, self._gradients.take_undo(), self._batching.parts())
 
     def _computed(self, ids: Tensor, done: int, first: bool) -> tuple[Tensor, Tensor | None]:
         if self.plan.fp8 and not self.in_fp8(done):
@@ -70,6 +80,14 @@ class Attempts:
         """Return whether the step after `done` steps computes in FP8."""
         return self.plan.fp8 and done < self.steps_in_fp8
 
+    def go_ahead(self, done: int) -> bool:
+        """Return whether the step after `done` steps can be attempted before the one before it is settled.
+
+        Not if its micro-batch may not fit. Not if it is one of the last steps in bf16: such a step frees the CUDA
+        graphs, in whose memory gradients in FP8 lie, so the step before it must be settled.
+        """
+        return self.ahead and self._batching.training.proven and (self.in_fp8(done) or not self.plan.fp8)
+
     def find_scales(self, ids: Tensor) -> None:
         """Find the scales that delayed scaling needs before the first forward: the checkpoint's, or by calibration."""
         if self.scaling.ready:
@@ -80,7 +98,13 @@ class Attempts:
             self._batching.calibrate(ids)
             self.scaling.ready = True
 
+    def take_back(self, attempt: Attempt) -> None:
+        """Leave gradients, scales and random numbers as they were before `attempt`, which must be the newest."""
+        self._gradients.model.zero_grad(set_to_none=True)
+        attempt.undo()
+        rng.restore_torch(attempt.random)
+
     def again_in_bf16(self, attempt: Attempt) -> Tensor:
-        """Compute the gradients of the last attempt again, from scales as they were before it. Returns its loss."""
-        self._gradients.undo_scales()
+        """Compute a step's gradients again, from scales as they were before it. Returns its loss."""
+        attempt.undo()
         return self._batching.gradients_in_bf16(attempt.ids)

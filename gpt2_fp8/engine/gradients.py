@@ -129,18 +129,19 @@ class Gradients:
             self.scaling.calibrate(self._looked_at(self.loss), ids[:micro_batch_size])
 
     def _remember(self) -> None:
-        """Copy the scales, so that `undo_scales` can put them back."""
-        self._undo = _nothing  # If the copy below runs out of memory, undo must not restore an older step.
+        """Copy the scales, so that they can be put back (`take_undo`)."""
+        self._undo = _nothing  # if the copy below runs out of memory, an older step's must not be put back
         self._undo = self.scaling.remember()
 
-    def undo_scales(self) -> None:
-        """Put scales and histories back as the last step found them, for a step whose update was left out.
+    def take_undo(self) -> Undo:
+        """Return what puts scales and histories back as the last step found them, for one whose update was left out.
 
         Amaxes recorded before its first number that was not finite may be finite and absurd. They would decide scales
-        for the whole length of the history. All ranks call this, or none.
+        for the whole length of the history. All ranks call what is returned, or none. From here on `discard` leaves
+        that step's scales as they are.
         """
         undo, self._undo = self._undo, _nothing
-        undo()
+        return undo
 
     def discard(self) -> None:
         """Free what an unfinished step has left (gradients, and graphs with their memory) and put scales back."""
@@ -149,7 +150,7 @@ class Gradients:
         for block in self.model.blocks:
             if callable(discard := getattr(block, "discard", None)):  # the fused layers'
                 discard()
-        self.undo_scales()
+        self.take_undo()()
         if self.plan.backend.compiled or self._compiled_bf16_loss is not None:
             # Without this, torch would compile the new size for dynamic shapes, which are slower.
             torch.compiler.reset()

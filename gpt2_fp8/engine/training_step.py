@@ -45,6 +45,10 @@ class TrainingStep:
     comes, or when anything here is asked for. Settling is collective. Only a caller that reads the weights themselves
     or the time calls `settle` first.
 
+    The next step's gradients are computed *ahead*: before the host waits for the verdict. So the GPU goes on while the
+    host settles. A verdict that changes weights or scales takes these gradients back, and they are computed again: the
+    numbers are the same.
+
     Args:
         config: the run's; its micro-batch is a number.
         plan: what computes.
@@ -57,7 +61,7 @@ class TrainingStep:
         share: sequences of a step that this rank computes.
         attempts: computes the gradients of a step.
         on_settled: functions called with each settled step's result, in order. Their errors come out of the call
-            that settled the step.
+            that settled the step. One that asks for more here has the next gradients computed again.
         on_given_up: called if a signal ended the second attempt at a settled step: the step is not counted.
     """
 
@@ -85,6 +89,7 @@ class TrainingStep:
         self.on_settled: list[Callable[[StepResult], object]] = []
         self.on_given_up: Callable[[], object] = _nothing
         self._unsettled: _Unsettled | None = None
+        self._early: Attempt | None = None  # made ahead, while the last step is being settled
         self._last: StepResult | None = None
 
     # Setting up
@@ -111,26 +116,59 @@ class TrainingStep:
         Args:
             ids: int32 [sequences, n_positions + 1], this rank's share of the step; -1 is padding.
             apply: makes the update, through whatever wraps the optimizer; None: the optimizer's own `step`.
-            done: called once the step is settled, before anything can see the next state.
+            done: called once the step is settled, before the next one changes weights.
 
         Raises what settling the step before raises: a run may have to roll back.
         """
-        self.settle()
-        attempt = self.attempts(ids, self.schedule.last_epoch, first=self._last is None)
+        attempt = self._next(ids)
         result = self._update(attempt.loss, apply or self.optimizer.step, attempt.absurd)
         self._unsettled = _Unsettled(attempt, result, done or _nothing)
+
+    def _next(self, ids: Tensor) -> Attempt:
+        """Settle the last step, and return the attempt at the next one: made ahead, if the verdict lets it stand."""
+        if self._unsettled is not None and self.attempts.go_ahead(self.schedule.last_epoch + 1):
+            self._early = self._made_ahead(ids)
+        try:
+            self.settle()
+        except BaseException:
+            self._take_back()
+            raise
+        early, self._early = self._early, None
+        if early is not None:
+            return early
+        return self.attempts(ids, self.schedule.last_epoch, first=self._last is None)
+
+    def _made_ahead(self, ids: Tensor) -> Attempt:
+        try:
+            return self.attempts(ids, self.schedule.last_epoch + 1, first=False)
+        except BaseException:  # as if the last step had been settled before it
+            self.settle()
+            raise
+
+    def _take_back(self) -> None:
+        """Leave gradients, scales and random numbers as they were before the attempt made ahead, if there is one."""
+        early, self._early = self._early, None
+        if early is not None:
+            self.attempts.take_back(early)
 
     def settle(self) -> None:
         """Finish the last step once the host knows its verdict; do nothing if that is done. Collective.
 
         A step that was not finite in FP8 is run again in bf16. Amaxes that have jumped are kept from becoming scales.
-        Then the schedule moves on, `done` is called, and then the functions in `on_settled`.
+        Then the schedule moves on, `done` is called, and then the functions in `on_settled`. Raises RuntimeError within
+        a backward: the step before it is not known yet.
         """
         if self._unsettled is None:
+            self._take_back()  # `done` or one of `on_settled` asks, and is answered without what was made ahead
             return
+        if self.attempts.computing:
+            raise RuntimeError("the last step cannot be read within a backward: read it in on_train_batch_end")
         attempt, result, done = self._unsettled
         verdict = result.read()
-        if verdict.skipped and self.attempts.in_fp8(self.schedule.last_epoch):
+        again = verdict.skipped and self.attempts.in_fp8(self.schedule.last_epoch)
+        if again or verdict.absurd:
+            self._take_back()
+        if again:
             try:
                 result = self._run_again_in_bf16(attempt, verdict)
             except Interrupted:  # the second attempt has changed no weight
@@ -139,7 +177,7 @@ class TrainingStep:
                 self.on_given_up()
                 raise
         elif verdict.absurd:
-            self.scaling.limit(self._batching.parts())
+            self.scaling.limit(attempt.parts)
         self._unsettled, self._last = None, result
         self.schedule.step()
         done()

@@ -14,6 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
 from gpt2_fp8.backends.resolve import Plan, unaccelerated
+from gpt2_fp8.callbacks.log_line import LogLine
 from gpt2_fp8.checkpoint.run_state import restoring
 from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.checks import vocabulary
@@ -172,6 +173,7 @@ class GPT2Module(pl.LightningModule):
         if begin := getattr(self.trainer.datamodule, "begin", None):  # type: ignore[attr-defined]  # it may be anyone's
             begin(self.trainer.global_step)
         self._restored.begin_training()
+        self.step.attempts.ahead = not loops.hooks_into_backward(self.trainer, LogLine)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Compute one optimizer step."""

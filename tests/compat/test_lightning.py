@@ -460,3 +460,41 @@ def test_a_checkpoint_names_its_counters_as_checkpoint_run_state_has_them(tmp_pa
     for name in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
         assert loop[name]["total"].keys() == loop[name]["current"].keys() == counts
     assert loop["epoch_loop.manual_optimization.optim_step_progress"]["total"] == {"ready": 2, "completed": 2}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_several_ranks_ask_for_a_sigterm_before_each_step_but_where_leave_signals_alone_says_no(
+    tmp_path, monkeypatch, alone
+):
+    asked, of = [], trainer(tmp_path, steps=3)
+    of.strategy.world_size = 2
+    if alone:
+        lightning_loops.leave_signals_alone(of)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, src: asked.append(src))
+    try:
+        fit(of, Module())
+    finally:
+        torch.distributed.destroy_process_group()
+    assert asked == ([] if alone else [0, 0, 0])
+
+
+def test_hooks_into_backward_knows_those_that_lightning_calls(tmp_path):
+    class Before(Callback):
+        def on_before_backward(self, *_):
+            called.append("before")
+
+    class After(Module):
+        def on_after_backward(self):
+            called.append("after")
+
+    for callbacks, module, ignored, hooked in (
+        ([Noting([], "one")], Module(), (), []),
+        ([Before()], Module(), (), ["before"]),
+        ([Before()], Module(), (Before,), ["before"]),
+        ([], After(), (), ["after"]),
+    ):
+        called, of = [], trainer(tmp_path, callbacks, steps=1)
+        fit(of, module)
+        assert called == hooked
+        assert lightning_loops.hooks_into_backward(of, *ignored) == bool(hooked and not ignored)

@@ -1,6 +1,8 @@
-"""A training step beside a validation and a checkpoint: its first scales, and the memory of its first update."""
+"""A training step beside others: the first scales, the memory of the first update, gradients ahead of a verdict."""
 
 import copy
+import math
+import signal
 
 import pytest
 import torch
@@ -8,9 +10,11 @@ import torch
 from gpt2_fp8 import compose
 from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.engine import training_step
+from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.precision import state
-from tests.runs import SMALL
+from gpt2_fp8.runtime.signal_handlers import Interrupted
+from tests.runs import SMALL, assert_equal
 
 DELAYED = ["precision=fp8_hybrid", "precision.backend=emulated", "recipe=delayed"]
 
@@ -61,3 +65,174 @@ def test_a_resumed_runs_optimizer_state_is_not_held_twice(monkeypatch):
     after.optimizer.load_state_dict(saved[1])
     after(ids(8, seed=1))
     assert len(allocated) == 1
+
+
+# ---- gradients ahead of a verdict ------------------------------------------------------------------------------------
+
+STEPS = 6
+
+
+class Spoiled:
+    """Has a step's FP8 attempts go wrong, by the step's batch: `wrong(step, loss)` is called after the gradients."""
+
+    def __init__(self, step, batches, wrong):
+        self.computed, gradients = [], step._gradients
+        of_step = gradients.of_step
+
+        def spoiled(text, size):
+            loss = of_step(text, size)
+            (number,) = (i for i, batch in enumerate(batches) if batch is text)
+            self.computed.append(number)
+            wrong(step, number)
+            return loss
+
+        gradients.of_step = spoiled
+
+
+def nothing(step, number):
+    pass
+
+
+def not_finite(step, number):
+    if number in (2, 3):
+        step.model.tokens.weight.grad[0, 0] = math.nan
+
+
+def jumped(step, number):
+    if number == 3:
+        for _, layer in state.scaling_states(step.model):
+            layer.amax_history[0] = 1e30  # this step's own
+
+
+def drawn(step, number):
+    """Random numbers that a forward draws: a step that is taken back must give them back."""
+    step.model.tokens.weight.grad += 1e-6 * torch.rand(())
+    not_finite(step, number)
+
+
+def trained(words, wrong, ahead):
+    """Train; without `ahead` each step is settled before the next one comes. Returns the step and what was seen."""
+    torch.manual_seed(5)
+    step, batches = built(*words), [ids(8, seed) for seed in range(STEPS)]
+    spoiled, settled = Spoiled(step, batches, wrong), []
+    step.on_settled.append(lambda result: settled.append((result.read(), result.first, result.lr)))
+    for batch in batches:
+        step(batch)
+        if not ahead:
+            step.settle()
+    step.settle()
+    return step, spoiled.computed, settled
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong", "twice"),
+    [
+        (DELAYED, nothing, []),
+        (["precision=bf16"], nothing, []),
+        (["precision=bf16"], not_finite, []),  # no second attempt: the next gradients are of the weights that stay
+        (DELAYED, not_finite, [3, 4]),
+        (DELAYED, drawn, [3, 4]),
+        (DELAYED, jumped, [4]),
+        ([*DELAYED, "precision.bf16_last_steps=2"], not_finite, [3]),
+        ([*DELAYED, "recipe=current"], not_finite, [3, 4]),
+    ],
+    ids=lambda value: "".join(value) if isinstance(value, list) and value and isinstance(value[0], str) else None,
+)
+def test_gradients_ahead_of_a_verdict_change_no_bit(words, wrong, twice):
+    """Those after a step that is run again, or whose amaxes are limited, are computed again."""
+    words = [*words, "global_batch_size=8", "micro_batch_size=4", f"trainer.max_steps={STEPS}", "optim.warmup_steps=1"]
+    one, computed, seen = trained(words, wrong, ahead=True)
+    random = torch.rand(3)
+    other, in_turn, expected = trained(words, wrong, ahead=False)
+    assert torch.equal(random, torch.rand(3)), "the generator's state"
+    assert repr(seen) == repr(expected), "also where a loss is NaN"
+    assert sorted(computed) == sorted(in_turn + twice)
+    assert_equal(one.model.state_dict(), other.model.state_dict(), "state")
+    assert_equal(one.optimizer.state_dict(), other.optimizer.state_dict(), "state")
+    assert_equal(one.state_dict(), other.state_dict(), "state")
+
+
+def test_they_come_before_the_verdict_is_waited_for(monkeypatch):
+    step, order = built("global_batch_size=8", "micro_batch_size=4"), []
+    read, gradients = StepResult.read, step._batching.gradients
+    monkeypatch.setattr(StepResult, "read", lambda self: order.append("verdict") or read(self))
+    step._batching.gradients = lambda text: order.append("gradients") or gradients(text)
+    for seed in range(3):
+        step(ids(8, seed))
+    assert order == ["gradients", "gradients", "verdict", "gradients", "verdict"]
+
+
+def test_an_error_that_settling_raises_takes_them_back():
+    """As a rollback's: what is saved then is the state after the step that was settled."""
+    found = []
+    for ahead in (True, False):
+        torch.manual_seed(5)
+        step = built(*DELAYED, "global_batch_size=8", "micro_batch_size=4")
+        for seed in range(2):
+            step(ids(8, seed))
+
+        def refuse(result):
+            raise RuntimeError("back")
+
+        step.on_settled.append(refuse)
+        with pytest.raises(RuntimeError, match="back"):
+            step(ids(8, 2)) if ahead else step.settle()
+        assert all(weight.grad is None for weight in step.model.parameters())
+        found.append((step.model.state_dict(), step.state_dict(), {"random": torch.get_rng_state()}))
+    for one, other in zip(*found, strict=True):
+        assert_equal(one, other, "state")
+
+
+@pytest.mark.parametrize("error", [Interrupted(signal.SIGTERM), RuntimeError("a hook")], ids=["signal", "error"])
+def test_what_ends_them_leaves_the_step_before_settled(error):
+    """As if that step had been settled first: no gradient is left, and scales and random numbers are as they were."""
+    found = []
+    for ahead in (True, False):
+        torch.manual_seed(5)
+        step, settled = built(*DELAYED, "global_batch_size=8", "micro_batch_size=4"), []
+        step.on_settled.append(settled.append)
+        step(ids(8, 0))
+        if ahead:
+            passes, backward = [], step._gradients._backward
+
+            def ended(loss, passes=passes, backward=backward):
+                torch.rand(3)
+                backward(loss)
+                passes.append(loss)
+                if len(passes) == 2:
+                    raise error
+
+            step._gradients._backward = ended
+            with pytest.raises(type(error)):
+                step(ids(8, 1))
+        else:
+            step.settle()
+        assert len(settled) == step.schedule.last_epoch == 1
+        assert all(weight.grad is None for weight in step.model.parameters())
+        found.append((step.model.state_dict(), step.state_dict(), {"random": torch.get_rng_state()}))
+    for one, other in zip(*found, strict=True):
+        assert_equal(one, other, "state")
+
+
+def test_who_asks_while_a_step_is_settled_is_told_of_that_step_alone():
+    found = []
+    for ahead in (True, False):
+        torch.manual_seed(5)
+        step, asked = built(*DELAYED, "global_batch_size=8", "micro_batch_size=4"), []
+        step.on_settled.append(lambda _, step=step, asked=asked: asked.append(copy.deepcopy(step.state_dict())))
+        for seed in range(3):
+            step(ids(8, seed))
+            if not ahead:
+                step.settle()
+        step.settle()
+        found.append((asked, step.model.state_dict()))
+    assert_equal(*found, "state")
+
+
+def test_the_last_step_cannot_be_read_within_a_backward():
+    step = built("global_batch_size=8", "micro_batch_size=4")
+    step(ids(8, 0))
+    backward = step._gradients._backward
+    step._gradients._backward = lambda loss: step.last and backward(loss)
+    with pytest.raises(RuntimeError, match="read it in on_train_batch_end"):
+        step(ids(8, 1))

@@ -112,7 +112,8 @@ def put(faults, patch):
             of_bf16 = name == "of_step_in_bf16"
             precision = "bf16" if of_bf16 else "fp8" if self.plan.fp8 else self.plan.ran
             module = present["module"]
-            where = module, module.step.schedule.last_epoch + 1, precision  # of the step that is not settled
+            ahead = not of_bf16 and module.step._unsettled is not None
+            where = module, module.step.schedule.last_epoch + 1 + ahead, precision
             if (factor := faults.gradient(*where)) != 1:
                 self.model.positions.weight.grad[0, 0] *= factor
             return loss * faults.loss(*where)

@@ -70,7 +70,7 @@ def test_78_scales_and_histories_are_those_of_before_the_step(overrides):
     step(engine, 2)
     for _, layer in state.scaling_states(engine.model):
         layer.amax_history.fill_(1e30)
-    engine.undo_scales()
+    engine.take_undo()()
     again(engine, 2)
     after = state.capture(engine.model)
     assert [name for name in before if not torch.equal(before[name], after[name])] == []

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gpt2_fp8 import compose
+from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.checkpoint.files import read_weights
 from gpt2_fp8.config.errors import Diverged, UserError
 from gpt2_fp8.train import build, fit
@@ -321,3 +322,20 @@ def test_what_a_run_logs_by_its_module_is_on_the_host(tmp_path, monkeypatch):
     ))  # fmt: skip
     train(tmp_path / "run")
     assert set(seen) == {(name, "cpu") for name in ("train_loss", "tokens_per_second", "val_loss")}
+
+
+@pytest.mark.parametrize("owner", [GPT2Module, Samples], ids=["the module's", "a callback's"])
+def test_a_hook_around_a_backward_can_read_the_step_before(tmp_path, monkeypatch, owner):
+    """Then no gradient is computed before that step is settled. The run is the same."""
+    words = ["trainer.log_every_n_steps=100", "callbacks.sample_tokens=3"]
+    train(tmp_path / "plain", *words)
+    seen = []
+
+    def hook(self, *found):
+        module = found[1] if found else self
+        seen.append((module.global_step, module.step.schedule.last_epoch, module.step.last))
+
+    monkeypatch.setattr(owner, "on_after_backward", hook)
+    train(tmp_path / "hooked", *words)
+    assert [(step, settled) for step, settled, _ in seen][::2] == [(step, step) for step in range(12)]
+    assert_same_checkpoint(checkpoint(tmp_path / "plain", 12), checkpoint(tmp_path / "hooked", 12))
