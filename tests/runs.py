@@ -103,7 +103,7 @@ def record_steps(monkeypatch):
         finally:
             if unsettled is not None:
                 tokens = hashlib.sha256(unsettled.attempt.ids.cpu().numpy().tobytes()).hexdigest()[:16]
-                steps.append((self.schedule.last_epoch, tokens, self._last.loss.item().hex()))
+                steps.append((self.schedule.last_epoch, tokens, self._last.read().loss.hex()))
 
     monkeypatch.setattr(TrainingStep, "settle", settle)
     return steps

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +19,9 @@ from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.fp8_health import FP8Health, Health, summary
 from gpt2_fp8.engine.red_flags import FP8RedFlags
-from gpt2_fp8.runtime import signals
+from gpt2_fp8.engine.step import StepResult
+from gpt2_fp8.runtime import collectives, signals
+from gpt2_fp8.runtime.sent import Sent
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +35,11 @@ class FP8HealthLog(pl.Callback):
     """Reads the stored scales every `trainer.log_every_n_steps` steps, and samples every tensor at a wider interval.
 
     Summaries go to the loggers (`engine.fp8_health.summary`), tensors to `write` and to the loggers that have
-    `log_fp8_tensors`, red flags to the run's log. Reading comes after `Throughput`, which has waited for the device by
-    then. A sampled pass is made after the first step, from then on every `callbacks.fp8_health_every_n_steps` steps,
-    and after the last one in FP8. That interval is doubled until passes take at most `COST` of the time, unless it was
+    `log_fp8_tensors`, red flags to the run's log. The scales are sent at the end of the step, and read once it is
+    settled: while the GPU computes the next one, if that can be.
+
+    A sampled pass is made after the first step, from then on every `callbacks.fp8_health_every_n_steps` steps, and
+    after the last one in FP8. That interval is doubled until passes take at most `COST` of the time, unless it was
     typed. The first one, which compiles, is not counted. Steps that compute in bf16 have nothing to log.
 
     All is done by rank 0. The others wait for it in the next step. A run that casts nothing to FP8 has nothing to log.
@@ -54,10 +59,15 @@ class FP8HealthLog(pl.Callback):
         self._due = self._passes = 0
         self._clock: tuple[float, int] | None = None  # the time and the step at the end of the last reading
         self._rates: deque[float] = deque(maxlen=RATES)  # seconds a step
+        self._sent: Sent | None = None  # of the last step, until it is settled
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Subscribe to each settled step."""
+        pl_module.step.on_settled.append(partial(self._settled, trainer))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Begin anew, with the module's training step."""
-        self._health, self._clock = None, None
+        self._health = self._clock = self._sent = None
         if trainer.is_global_zero and pl_module.step.plan.recipe is not None:
             recipe = pl_module.step.plan.backend.recipe
             self._flags = FP8RedFlags(recipe, self.config.optim.warmup_steps, self._say)
@@ -67,21 +77,37 @@ class FP8HealthLog(pl.Callback):
         self._due = self._next(trainer.global_step)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
-        """Read, log and judge, at the end of an interval."""
+        """Read, log and judge, at the end of an interval, or have that done once the step is settled."""
         step, steps_in_fp8 = trainer.global_step, pl_module.step.attempts.steps_in_fp8
         last = loops.is_last_step(trainer) or step == steps_in_fp8
         if step > steps_in_fp8 or (step % self.every_n_steps and not last and step > 1):
             return
-        pl_module.step.settle()  # on all ranks
-        if self._health is not None and not signals.pending():
-            with self._only_looking(step):
-                self._look(trainer, step, last, batch["ids"])
+        sampled = step >= self._due or step == 1 or last
+        # Rank 0 alone knows when a sampled pass is due, and all ranks settle at once.
+        late = pl_module.step.settles_while_computing and not sampled and not collectives.is_distributed()
+        if not late:
+            pl_module.step.settle()
+        if self._health is None or signals.pending():
+            return
+        with self._only_looking(step):
+            if late:
+                self._sent = self._health.send()
+            else:
+                self._look(trainer, step, self._health.read(), batch["ids"] if sampled else None)
 
-    def _look(self, trainer: pl.Trainer, step: int, last: bool, ids: Any) -> None:
+    def _settled(self, trainer: pl.Trainer, result: StepResult) -> None:
+        """Read what was sent at the end of the step; or what is there, if the step has been changed since."""
+        sent, self._sent = self._sent, None
+        if sent is not None and self._health is not None:
+            changed = result.first is not None or result.read().absurd
+            with self._only_looking(trainer.global_step):
+                self._look(trainer, trainer.global_step, self._health.read(None if changed else sent))
+
+    def _look(self, trainer: pl.Trainer, step: int, healths: list[Health], ids: Any = None) -> None:
+        """Log and judge what was read, and with `ids` also what a sampled pass over some of them finds."""
         assert self._health is not None
         self._time(step)
-        healths = self._health.read()
-        if (step >= self._due or step == 1 or last) and self._health.failed is None:
+        if ids is not None and self._health.failed is None:
             healths = self._sample(step, ids, healths, trainer.loggers)
         if healths:
             for logger in trainer.loggers:

@@ -53,7 +53,7 @@ class Histograms(pl.Callback):
         weights = list(_matrices(pl_module))
         try:
             if result.first is None and not result.read().skipped:  # else they are of an attempt that was given up
-                found = histograms.read(*counted[:1], "gradient", counted[1], result.clip_ratio.item())
+                found = histograms.read(*counted[:1], "gradient", counted[1], result.read().clip_ratio)
             of_weights = histograms.count([weight for _, weight in weights])
             found += histograms.read([name for name, _ in weights], "weight", of_weights)
         except Exception as error:

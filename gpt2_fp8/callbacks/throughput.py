@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +16,7 @@ from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.compat.lightning_logging import log_from_host
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.engine.step import StepResult
+from gpt2_fp8.engine.step import StepResult, Verdict
 from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.runtime import host_memory
@@ -23,7 +24,9 @@ from gpt2_fp8.runtime.gpu_meter import GPUMeter
 
 
 class Throughput(pl.Callback):
-    """Logs every `trainer.log_every_n_steps` steps, to the loggers and to its readers.
+    """Logs every `trainer.log_every_n_steps` steps, once they are settled, to the loggers and to its readers.
+
+    A step is settled while the GPU computes the next one, if that can be: so a row of the log takes no time of it.
 
     `train_loss` (the cross-entropy, mean over all ranks and those steps that were not skipped), `penalty` (what
     was added to it, likewise, if anything was), `lr`, `grad_norm`, `clip_ratio`,
@@ -53,7 +56,8 @@ class Throughput(pl.Callback):
         self._paused: float | None = None
         self._peak_gb = 0.0
         self._meter = GPUMeter()
-        self._steps = self._kept = 0  # of the interval
+        self._begin_interval()
+        self._shown: dict[str, float] = {}  # of the newest row, until callbacks have it
 
     @property
     def median_rate(self) -> float | None:
@@ -62,51 +66,56 @@ class Throughput(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Subscribe to each settled step."""
-        pl_module.step.on_settled.append(self._add)
+        pl_module.step.on_settled.append(partial(self._settled, trainer))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reset the interval."""
-        self._clock, self._steps, self._kept = None, 0, 0
-        self._sums = torch.zeros(2, device=pl_module.device)
-        self._losses, self._penalties = self._sums.unbind()
+        self._clock, self._shown = None, {}
+        self._begin_interval()
 
-    def _add(self, result: StepResult) -> None:
-        """Add a settled step to the interval."""
+    def _begin_interval(self) -> None:
+        self._steps = self._kept = 0
+        self._sums = torch.zeros(2)  # of losses and of penalties, on the host
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        """Settle a step whose row cannot wait for the next step, and give callbacks the newest row."""
+        if loops.is_last_step(trainer) or (self._is_due(trainer) and not pl_module.step.settles_while_computing):
+            pl_module.step.settle()
+        log_from_host(pl_module, self._shown, logger=False)
+        self._shown = {}
+
+    def _is_due(self, trainer: pl.Trainer) -> bool:
+        """Return whether the step that the Trainer has counted last has a row."""
+        return trainer.global_step % self.every_n_steps == 0 or loops.is_last_step(trainer) or self._clock is None
+
+    def _settled(self, trainer: pl.Trainer, result: StepResult) -> None:
+        """Add a settled step to the interval, and log at its end."""
+        verdict = result.read()
         self._steps += 1
         self.reruns += result.first is not None
-        if result.read().skipped:
+        if verdict.skipped:
             self.skipped_steps += 1
         else:
             self._kept += 1
-            self._losses += result.loss
-            if result.penalty is not None:
-                self._penalties += result.penalty
+            self._sums += torch.tensor([verdict.loss, verdict.penalty or 0.0])
+        if self._is_due(trainer):
+            self._log(trainer, self._of_driver(trainer) | self._metrics(trainer, verdict, result.lr))
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Read the device and log, at the end of an interval."""
-        step = trainer.global_step
-        if step % self.every_n_steps and not loops.is_last_step(trainer) and self._clock is not None:
-            return
-        driver = self._of_driver(trainer)  # first: it takes the host's time, and the device still computes the step
-        result = pl_module.step.last
-        values = torch.stack([self._losses, result.grad_norm, result.clip_ratio, self._penalties]).tolist()
-        metrics = self._metrics(trainer, values, result) | driver
+    def _log(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+            logger.log_metrics(metrics, step=trainer.global_step)
         for reader in self.readers:
-            reader(step, metrics)
-        shown = {key: value for key, value in metrics.items() if key in ("train_loss", "tokens_per_second")}
-        log_from_host(pl_module, shown, logger=False)
+            reader(trainer.global_step, metrics)
+        self._shown = {key: value for key, value in metrics.items() if key in ("train_loss", "tokens_per_second")}
 
-    def _metrics(self, trainer: pl.Trainer, values: list[float], result: StepResult) -> dict[str, float]:
-        losses, grad_norm, clip_ratio, penalties = values
-        self.train_loss = losses / self._kept if self._kept else math.nan
+    def _metrics(self, trainer: pl.Trainer, verdict: Verdict, lr: float) -> dict[str, float]:
+        self.train_loss, penalty = (total / self._kept if self._kept else math.nan for total in self._sums.tolist())
         metrics = {
             "train_loss": self.train_loss,
-            **({} if result.penalty is None else {"penalty": penalties / self._kept if self._kept else math.nan}),
-            "lr": result.lr,
-            "grad_norm": grad_norm,
-            "clip_ratio": clip_ratio,
+            **({} if verdict.penalty is None else {"penalty": penalty}),
+            "lr": lr,
+            "grad_norm": verdict.grad_norm,
+            "clip_ratio": verdict.clip_ratio,
             "skipped_steps": self.skipped_steps,
             "bf16_reruns": self.reruns,
             "tokens": trainer.global_step * self.tokens_per_step,
@@ -115,8 +124,8 @@ class Throughput(pl.Callback):
         now, wait = time.perf_counter(), trainer.datamodule.wait_seconds  # type: ignore[attr-defined]
         if self._clock is not None:
             metrics |= self._speed(trainer, now - self._clock, wait - self._waited)
-        self._clock, self._waited, self._steps, self._kept = now, wait, 0, 0
-        self._sums.zero_()
+        self._clock, self._waited = now, wait
+        self._begin_interval()
         return metrics
 
     def _of_driver(self, trainer: pl.Trainer) -> dict[str, float]:
@@ -138,8 +147,9 @@ class Throughput(pl.Callback):
             metrics["memory_gb"] = host_memory.peak_gb()
         return metrics
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock."""
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Stop the clock. A row that is due comes first."""
+        pl_module.step.settle()
         if self._clock is not None and trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()
         self._paused = time.perf_counter()

@@ -38,14 +38,14 @@ class CSVLoggerOf(CSVLogger):
         return self._experiment
 
 
-def log_from_host(module: pl.LightningModule, metrics: Mapping[str, float | torch.Tensor], logger: bool) -> None:
-    """Have a module log metrics of one element, for callbacks and progress bars, as tensors on the CPU.
+def log_from_host(module: pl.LightningModule, metrics: Mapping[str, float], logger: bool) -> None:
+    """Have a module log metrics, for callbacks and progress bars, as tensors on the CPU.
 
     `log` puts a float on the module's device. After each batch Lightning reads what a progress bar may show, until
     there is a newer value: the host would wait for the GPU in every step. `logger`: also for the loggers.
     """
     for name, value in metrics.items():
-        module.log(name, torch.as_tensor(value, device="cpu"), prog_bar=True, logger=logger)
+        module.log(name, torch.tensor(value), prog_bar=True, logger=logger)
 
 
 def log_last_step(trainer: pl.Trainer) -> None:

@@ -20,6 +20,7 @@ from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.precision.fp8_tensors import KINDS, FP8Tensor
 from gpt2_fp8.precision.stored_scales import Stored, StoredScales, headroom
+from gpt2_fp8.runtime.sent import Sent
 
 TOKENS = 1024  # of a sampled pass, at least, if a micro-batch has as many
 
@@ -70,10 +71,18 @@ class FP8Health:
             self._stored = StoredScales(self._step.model, self.tensors)
         return self._stored
 
-    def read(self) -> list[Health]:
-        """Read the stored scales; empty under a recipe without. Call it after a step that is settled."""
+    def send(self) -> Sent | None:
+        """Send the stored scales to the host, at the end of a step; None under a recipe without."""
         share, size = self._step.share, self._step.micro_batch_size
-        found = self.stored.read(-(-share // size))
+        return self.stored.send(-(-share // size)) if self.stored.found else None
+
+    def read(self, sent: Sent | None = None) -> list[Health]:
+        """Read what `send` has sent, or else the stored scales; empty under a recipe without.
+
+        If nothing is `sent`, call it after a step that is settled.
+        """
+        sent = sent or self.send()
+        found = {} if sent is None else self.stored.received(sent)
         return [self._of_stored(tensor, stored) for tensor, stored in found.items()]
 
     def _of_stored(self, tensor: FP8Tensor, stored: Stored) -> Health:

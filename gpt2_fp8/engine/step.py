@@ -14,29 +14,28 @@ from torch.optim import Optimizer
 from gpt2_fp8.compat.torch_private import skip_where
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.runtime import collectives
+from gpt2_fp8.runtime.sent import Sent
 
 LossOf = Callable[[Tensor, bool | None, float], Tensor]
 
 
 class Verdict(NamedTuple):
-    """What the host must know of a step before the next one; the same on all ranks."""
+    """What the host learns of a step; the same on all ranks."""
 
     loss: float  # the cross-entropy, mean over all ranks' tokens, before the update
     skipped: bool  # the loss, a penalty or the gradient's norm was not finite, so the update did nothing
     absurd: int = 0  # FP8 tensors whose amax has jumped: see `precision.magnitudes`
+    grad_norm: float = 0.0  # global L2 norm before clipping
+    clip_ratio: float = 1.0  # the factor by which the gradients were multiplied; 1 without clipping
+    penalty: float | None = None  # what was added to the loss, mean over all ranks; None if nothing was
 
 
 @dataclass
 class StepResult:
-    """The result of a step. Its tensors are float32 scalars on the device: reading one waits for the GPU."""
+    """The result of a step, as it comes to the host."""
 
-    loss: Tensor  # the cross-entropy, mean over all ranks' tokens, before the update
-    grad_norm: Tensor  # global L2 norm before clipping
-    clip_ratio: Tensor  # the factor by which the gradients were multiplied; 1 without clipping
+    sent: Sent
     lr: float  # of the update
-    skipped: Tensor  # 1 if the update did nothing, else 0
-    sent: _Sent
-    penalty: Tensor | None = None  # what was added to the loss, mean over all ranks; None if nothing was
     first: Verdict | None = None  # the verdict on the FP8 attempt before this one, if the step was run again
 
     def read(self) -> Verdict:
@@ -44,7 +43,8 @@ class StepResult:
 
         The GPU still computes the update while the host goes on to the next step.
         """
-        return self.sent.read()
+        bad, loss, absurd, grad_norm, clip_ratio, *penalty = self.sent.read()
+        return Verdict(loss, bad > 0, round(absurd), grad_norm, clip_ratio, *penalty)
 
 
 def accumulate(
@@ -89,16 +89,13 @@ def update(
     parameters = list(parameters)
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm, foreach=True)
     clip_ratio = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-    cross_entropy, penalty = penalties.parts(loss)
-    seen = _agreed(cross_entropy, penalty, grad_norm, absurd)
-    skipped = seen[0].clamp(max=1.0)
-    verdict = _Sent(seen[:3])  # before the update: the host learns it while the device still computes that
-    skip_where(optimizer, skipped)
+    # Before the update: the host learns it while the device still computes that.
+    seen = _agreed(*penalties.parts(loss), grad_norm, absurd)
+    sent = Sent(torch.cat([seen[:3], torch.stack([grad_norm, clip_ratio]).float(), seen[3:]]))
+    skip_where(optimizer, seen[0].clamp(max=1.0))
     apply()
     optimizer.zero_grad(set_to_none=True)
-    lr = optimizer.param_groups[0]["lr"]
-    added = None if penalty is None else seen[3]
-    return StepResult(seen[1], grad_norm, clip_ratio, lr, skipped, verdict, added)
+    return StepResult(sent, optimizer.param_groups[0]["lr"])
 
 
 def _agreed(loss: Tensor, penalty: Tensor | None, grad_norm: Tensor, absurd: Tensor | None) -> Tensor:
@@ -113,25 +110,3 @@ def _agreed(loss: Tensor, penalty: Tensor | None, grad_norm: Tensor, absurd: Ten
         torch.distributed.all_reduce(seen)
         seen[1:] /= torch.distributed.get_world_size()
     return seen
-
-
-class _Sent:
-    """A verdict on its way from the device to the host."""
-
-    def __init__(self, seen: Tensor):
-        self._event: torch.cuda.Event | None = None
-        self._read: Verdict | None = None
-        self._values = seen
-        if seen.is_cuda:
-            self._values = torch.empty(len(seen), device="cpu", pin_memory=True).copy_(seen, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def read(self) -> Verdict:
-        """Wait for the verdict and return it."""
-        if self._read is None:
-            if self._event is not None:
-                self._event.synchronize()
-            bad, loss, absurd = self._values.tolist()
-            self._read = Verdict(loss, bad > 0, round(absurd))
-        return self._read

@@ -202,6 +202,15 @@ class TrainingStep:
     # What is asked of it
 
     @property
+    def settles_while_computing(self) -> bool:
+        """Return whether a step is settled while the device computes the next one.
+
+        What can wait for that takes none of the device's time. On a CPU the next one's gradients would have to be there
+        first: a row of the log would come a step late.
+        """
+        return self.attempts.ahead and self.plan.device == "cuda"
+
+    @property
     def last(self) -> StepResult | None:
         """The result of the last step; None before the first."""
         self.settle()

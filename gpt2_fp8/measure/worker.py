@@ -111,8 +111,8 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
         known["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
     if peak := peak_bf16_flops(name):
         known["mfu_bf16"] = median * flops_per_token(config.model, padded_vocabulary(vocab_size)) / peak
-    known["losses"] = [result.loss.item() for result in results]
-    known["grad_norms"] = [result.grad_norm.item() for result in results]
+    known["losses"] = [result.read().loss for result in results]
+    known["grad_norms"] = [result.read().grad_norm for result in results]
     if case.profile:
         known["profile"] = profile.of_step(lambda: step(batches[-1]), device)
 

@@ -18,6 +18,7 @@ from gpt2_fp8.compat import transformer_engine
 from gpt2_fp8.config.kept_layers import MLP
 from gpt2_fp8.layers.delayed_scaling import LARGEST_SCALE, Scales
 from gpt2_fp8.precision.fp8_tensors import HEAD, FP8Tensor
+from gpt2_fp8.runtime.sent import Sent
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class StoredScales:
         self.model = model
         self._places = {tensor: place for tensor in tensors if (place := _place(model, tensor)) is not None}
         self.found = list(self._places)
+        self._made: tuple[tuple[torch.device, list[int]], tuple[Tensor, Tensor]] | None = None
 
     @cached_property
     def _groups(self) -> list[tuple[Any, str]]:
@@ -61,18 +63,17 @@ class StoredScales:
     def scales(self) -> Tensor:
         """Return the scales of `found`, float32 on the device."""
         states = self._states()
-        return torch.cat([state.scale for state in states])[self._columns(states)]
+        return torch.cat([state.scale for state in states])[self._columns(states)[0]]
 
     @torch.no_grad()
-    def read(self, micro_batches: int) -> Mapping[FP8Tensor, Stored]:
-        """Copy everything to the host. `micro_batches`: of a step. Call it between two steps.
+    def send(self, micro_batches: int) -> Sent:
+        """Send everything that is there between two steps to the host. The next step does not change what was sent.
 
-        Of a history of one row, Transformer Engine leaves nothing. The amax is then what the scale would just hold.
+        `micro_batches`: of a step. Call it if `found` has any. Of a history of one row, Transformer Engine leaves
+        nothing. The amax is then what the scale would just hold.
         """
-        if not self.found:
-            return {}
         states = self._states()
-        columns = self._columns(states)
+        columns, largest = self._columns(states)
         scale = torch.cat([state.scale for state in states])[columns]
         history = torch.cat([state.amax_history for state in states], dim=1)[:, columns]
         rows = 1  # of the history that a step fills
@@ -80,25 +81,39 @@ class StoredScales:
             history, rows = history[1:].flip(0) if len(history) > 1 else history, micro_batches
         newest = history[:rows].amax(0)
         if not self._newest_first and len(history) == 1:
-            newest = torch.tensor([torch.finfo(tensor.dtype).max for tensor in self.found], device=scale.device) / scale
+            newest = largest / scale
         age = torch.div(history.argmax(0), rows, rounding_mode="floor")
-        values = torch.stack([newest, scale, age.float()]).tolist()
+        return Sent(torch.stack([newest, scale, age.float()]))
+
+    def received(self, sent: Sent) -> Mapping[FP8Tensor, Stored]:
+        """Return what was sent."""
         return {
-            tensor: Stored(amax, scale, int(age)) for tensor, amax, scale, age in zip(self.found, *values, strict=True)
+            tensor: Stored(amax, scale, int(age))
+            for tensor, amax, scale, age in zip(self.found, *sent.read(), strict=True)
         }
 
     @property
     def _newest_first(self) -> bool:
         return isinstance(self._groups[0][0], Scales)
 
-    def _columns(self, states: Sequence[Any]) -> Tensor:
-        """Return the index of each of `found` among the tensors of all groups, on the device."""
+    def _columns(self, states: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Return the index of each of `found` among the tensors of all groups, and the largest number of its format.
+
+        Both are on the device, and made once: to make them waits for the GPU.
+        """
+        device, sizes = states[0].scale.device, [state.scale.numel() for state in states]
+        if self._made is None or self._made[0] != (device, sizes):
+            self._made = (device, sizes), self._columns_on(device, sizes)
+        return self._made[1]
+
+    def _columns_on(self, device: torch.device, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
         starts, start = {}, 0
-        for group, state in zip(self._groups, states, strict=True):
+        for group, size in zip(self._groups, sizes, strict=True):
             starts[group] = start
-            start += state.scale.numel()
+            start += size
         columns = [starts[owner, direction] + column for owner, direction, column in self._places.values()]
-        return torch.tensor(columns, device=states[0].scale.device)
+        largest = [torch.finfo(tensor.dtype).max for tensor in self.found]
+        return torch.tensor(columns, device=device), torch.tensor(largest, device=device)
 
 
 def headroom(tensor: FP8Tensor, stored: Stored) -> float:

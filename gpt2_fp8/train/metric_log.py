@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
 from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.compat import lightning_logging
@@ -33,12 +32,13 @@ class MetricLog:
             step.settle()
         if not self._has_train_loss:
             assert step.last is not None
-            metrics: dict[str, float | Tensor] = {"train_loss": step.last.read().loss}
-            if step.last.penalty is not None:
-                metrics["penalty"] = step.last.penalty
+            verdict = step.last.read()
+            metrics = {"train_loss": verdict.loss}
+            if verdict.penalty is not None:
+                metrics["penalty"] = verdict.penalty
             self.log_row(metrics, self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
-    def log_row(self, metrics: Mapping[str, float | Tensor], every_n_steps: int = 1) -> None:
+    def log_row(self, metrics: Mapping[str, float], every_n_steps: int = 1) -> None:
         """Show metrics of a step to callbacks and the progress bar, and at intervals to the loggers, in one row.
 
         `every_n_steps`: 0 shows the loggers nothing, as Lightning's `log_every_n_steps=0` asks for.

@@ -13,15 +13,29 @@ from gpt2_fp8.precision.fp8_tensors import FP8Tensor
 
 
 class Touched(SimpleNamespace):
-    """A training step that counts what it is asked."""
+    """A training step that counts what it is asked. With `late` it is settled when the next one comes."""
 
-    def __init__(self, steps_in_fp8):
+    def __init__(self, steps_in_fp8, late):
         recipe = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
         plan = SimpleNamespace(recipe=recipe.name, backend=SimpleNamespace(recipe=recipe))
-        super().__init__(settled=0, plan=plan, attempts=SimpleNamespace(steps_in_fp8=steps_in_fp8))
+        super().__init__(
+            settled=0, plan=plan, attempts=SimpleNamespace(steps_in_fp8=steps_in_fp8), on_settled=[],
+            settles_while_computing=late, open=False,
+        )  # fmt: skip
 
     def settle(self):
         self.settled += 1
+        self.finish()
+
+    def finish(self, result=None):
+        if self.open:
+            self.open = False
+            for function in self.on_settled:
+                function(result or settled())
+
+
+def settled(first=None, absurd=0):
+    return SimpleNamespace(first=first, read=lambda: SimpleNamespace(absurd=absurd))
 
 
 @pytest.fixture
@@ -40,8 +54,11 @@ def watched(monkeypatch):
         def __init__(self, step):
             self.seconds = seen.seconds
 
-        def read(self):
-            seen.read.append(seen.step)
+        def send(self):
+            return f"sent in {seen.step}"
+
+        def read(self, sent=None):
+            seen.read.append(sent or seen.step)
             return [tensor]
 
         def sample(self, ids, stored):
@@ -52,18 +69,21 @@ def watched(monkeypatch):
     monkeypatch.setattr(fp8_health, "time", clock)
     logger = SimpleNamespace(log_metrics=lambda metrics, step: seen.logged.append(step))
 
-    def run(last, rank_zero=True, first=1, typed=False, in_fp8=None):
+    def run(last, rank_zero=True, first=1, typed=False, in_fp8=None, late=False, results=()):
         (config,) = compose.preflight(["trainer.log_every_n_steps=10", "callbacks.fp8_health_every_n_steps=50"])
         callback = FP8HealthLog(config, lambda step, healths: seen.written.append(step), typed)
-        module = SimpleNamespace(step=Touched(in_fp8 or last))
+        module = SimpleNamespace(step=Touched(in_fp8 or last, late))
         trainer = SimpleNamespace(
             is_global_zero=rank_zero, global_step=first - 1, loggers=[logger], should_stop=False, max_steps=last
         )
+        callback.on_fit_start(trainer, module)
         callback.on_train_start(trainer, module)
         for step in range(first, last + 1):
+            module.step.finish(dict(results).get(step - 1))  # the next one has been launched
+            module.step.open = True
             trainer.global_step = seen.step = step
             clock.now += 1.0
-            callback.on_train_batch_end(trainer, module, None, {"ids": None}, 0)
+            callback.on_train_batch_end(trainer, module, None, {"ids": ...}, 0)
         return module.step.settled
 
     seen.run = run
@@ -114,3 +134,18 @@ def test_a_cheap_interval_that_was_typed_is_not_spoken_of(watched, caplog):
     caplog.set_level("INFO")
     watched.run(200, typed=True)
     assert "a sampled pass" not in caplog.text
+
+
+def test_what_a_step_leaves_is_read_while_the_gpu_computes_the_next_one(watched):
+    """Only a sampled pass, and the last step, wait for the GPU."""
+    assert watched.run(64, late=True) == 3
+    late = [f"sent in {step}" for step in (10, 20, 30, 40)]
+    assert watched.read == [1, *late, 50, "sent in 60", 64]
+    assert watched.logged == [1, *range(10, 61, 10), 64]
+    assert watched.sampled == watched.written == [1, 50, 64]
+
+
+@pytest.mark.parametrize("result", [settled(first="not finite"), settled(absurd=1)])
+def test_a_step_that_has_changed_what_it_left_is_read_anew(watched, result):
+    watched.run(31, late=True, results={20: result})
+    assert watched.read == [1, "sent in 10", 20, "sent in 30", 31]

@@ -1,27 +1,90 @@
-"""The training log's interval: in which order the host comes to its parts."""
+"""The training log's interval: when its row is written, and that it is the same whenever that is."""
+
+import csv
+import math
+
+import pytest
 
 from gpt2_fp8.callbacks.throughput import Throughput
-from gpt2_fp8.engine.step import StepResult
-from tests.runs import metrics, train
+from gpt2_fp8.engine.attempts import Attempts
+from gpt2_fp8.engine.training_step import TrainingStep
+from gpt2_fp8.precision import state
+from gpt2_fp8.precision.scaling import FP8Scaling
+from tests.runs import EMULATED_FP8, metrics, train
+
+OF_THE_CLOCK = {"tokens_per_second", "step_time", "data_wait", "memory_gb", "process_memory_gb"}
 
 
-def test_the_driver_is_asked_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
-    """A driver's answer takes milliseconds. While the device still computes the step, they cost nothing."""
-    read_of = []  # results whose verdict was read
-    asked = {}  # how many of them, when the driver was asked at a step
-    read = StepResult.read
+@pytest.fixture
+def late(monkeypatch):
+    """As on a GPU, where a step is settled while the next one is computed."""
+    monkeypatch.setattr(TrainingStep, "settles_while_computing", property(lambda self: self.attempts.ahead))
 
-    def recorded(self):
-        if not any(self is result for result in read_of):
-            read_of.append(self)
-        return read(self)
+
+def rows_and_attempts(folder, monkeypatch, *words):
+    """Train; return how many steps had been attempted when the row of a step was written."""
+    attempts, asked = [], {}
+    made = Attempts.__call__
+
+    def recorded(self, *arguments, **keys):
+        attempts.append(arguments)
+        return made(self, *arguments, **keys)
 
     def of_driver(self, trainer):
-        asked[trainer.global_step] = len(read_of)
+        asked[trainer.global_step] = len(attempts)
         return {"gpu_utilization": 0.5}
 
-    monkeypatch.setattr(StepResult, "read", recorded)
+    monkeypatch.setattr(Attempts, "__call__", recorded)
     monkeypatch.setattr(Throughput, "_of_driver", of_driver)
-    train(tmp_path, "trainer.log_every_n_steps=3", "callbacks.checkpoint_every_n_steps=0")
-    assert asked == {1: 0, 3: 2, 6: 5, 9: 8, 12: 11}
-    assert metrics(tmp_path)["gpu_utilization"] == dict.fromkeys(asked, 0.5)
+    train(folder, "trainer.log_every_n_steps=3", "callbacks.checkpoint_every_n_steps=0", *words)
+    assert metrics(folder)["gpu_utilization"] == dict.fromkeys(asked, 0.5)
+    return asked
+
+
+def test_a_row_is_written_while_the_gpu_computes_the_next_step(tmp_path, monkeypatch, late):
+    """But at once for the first step, before a validation, and at the end."""
+    words = ["trainer.val_check_interval=6", "trainer.max_steps=11"]
+    assert rows_and_attempts(tmp_path, monkeypatch, *words) == {1: 1, 3: 4, 6: 6, 9: 10, 11: 11}
+
+
+def test_a_row_is_written_at_once_where_the_next_step_would_have_to_be_computed_first(tmp_path, monkeypatch):
+    assert rows_and_attempts(tmp_path, monkeypatch) == {1: 1, 3: 3, 6: 6, 9: 9, 12: 12}
+
+
+@pytest.fixture
+def accidents(monkeypatch):
+    """A gradient of step 3 that is not finite in FP8, and an amax that jumps in step 6."""
+    computed = Attempts._computed
+
+    def spoiled(self, ids, done, first):
+        loss, absurd = computed(self, ids, done, first)
+        model = self._gradients.model
+        if done == 2:
+            model.tokens.weight.grad[0, 0] = math.nan
+        if done == 5:
+            for _, layer in state.scaling_states(model):
+                layer.amax_history[0] = 1e30
+            absurd = self.scaling.absurd(self._batching.parts())
+        return loss, absurd
+
+    monkeypatch.setattr(Attempts, "_computed", spoiled)
+
+
+def table(path):
+    with path.open() as file:
+        return [{key: value for key, value in row.items() if key not in OF_THE_CLOCK} for row in csv.DictReader(file)]
+
+
+def test_rows_are_the_same_whenever_they_are_written(tmp_path, monkeypatch, accidents, request):
+    limited, limit = [], FP8Scaling.limit
+    monkeypatch.setattr(FP8Scaling, "limit", lambda self, parts: limited.append(parts) or limit(self, parts))
+    words = [*EMULATED_FP8, "trainer.log_every_n_steps=2", "callbacks.fp8_health_every_n_steps=5"]
+    train(tmp_path / "at once", *words)
+    request.getfixturevalue("late")
+    train(tmp_path / "late", *words)
+    for name in ("metrics.csv", "fp8.csv"):
+        found, expected = (table(tmp_path / folder / name) for folder in ("late", "at once"))
+        assert found == expected
+    assert limited == [2, 2], "once a run"
+    assert metrics(tmp_path / "late")["bf16_reruns"][4] == 1
+    assert list(metrics(tmp_path / "late")["fp8/scale_input"]) == [1, 2, 4, 6, 8, 10, 12]

@@ -41,7 +41,7 @@ def trained(step, steps, health=None):
     losses, seen = [], []
     for i in range(steps):
         step(ids(i))
-        losses.append(step.last.loss.item().hex())
+        losses.append(step.last.read().loss.hex())
         if health is not None:
             seen = health.sample(ids(i), health.read())
     return losses, seen

@@ -69,5 +69,5 @@ def test_a_step_after_it_is_the_same_to_the_last_bit(words):
         for _ in range(2):
             made(ids)
         state = dict(made.model.state_dict())
-        ends.append([made.last.loss, state, made.state_dict(), rng.capture_torch()])
+        ends.append([made.last.read().loss, state, made.state_dict(), rng.capture_torch()])
     assert_equal(*ends, "end")

@@ -39,6 +39,11 @@ def model():
     return whole
 
 
+def read(made, tensors, micro_batches):
+    scales = StoredScales(made, tensors)
+    return scales.received(scales.send(micro_batches))
+
+
 WHERE = {
     ("blocks.0.qkv", "input"): 1, ("blocks.0.qkv", "weight"): 2, ("blocks.0.qkv", "gradient"): 101,
     ("blocks.0.fc1", "weight"): 22, ("blocks.0.fc2", "input"): 24, ("blocks.0.fc2", "gradient"): 123,
@@ -49,7 +54,7 @@ WHERE = {
 def test_each_tensor_has_its_place_in_transformer_engines_state():
     """Three tensors a product forward: input, weight, output; two backward: the result's gradient, the input's."""
     tensors = [FP8Tensor(layer, kind, E4M3) for layer, kind in WHERE]
-    found = StoredScales(model(), tensors).read(micro_batches=2)
+    found = read(model(), tensors, micro_batches=2)
     assert {(tensor.layer, tensor.kind): stored.scale / 10 for tensor, stored in found.items()} == WHERE
     for (layer, kind), number in WHERE.items():
         stored = found[FP8Tensor(layer, kind, E4M3)]
@@ -61,7 +66,7 @@ def test_a_history_of_one_row_is_cleared_and_the_scale_tells_the_amax():
     made = model()
     forward = made.head.fp8_meta["scaling_fwd"]
     forward.amax_history = torch.zeros(1, 3)
-    (stored,) = StoredScales(made, [FP8Tensor("head", "weight", E4M3)]).read(1).values()
+    (stored,) = read(made, [FP8Tensor("head", "weight", E4M3)], 1).values()
     assert (stored.scale, stored.amax, stored.age) == (320.0, pytest.approx(448 / 320), 0)
 
 
@@ -70,7 +75,7 @@ def test_layers_that_have_not_run_have_nothing_yet():
     made.head.fp8_meta = {}
     tensors = [FP8Tensor("head", "input", E4M3), FP8Tensor("blocks.0.qkv", "input", E4M3)]
     assert [tensor.layer for tensor in StoredScales(made, tensors).found] == ["blocks.0.qkv"]
-    assert StoredScales(made, tensors[:1]).read(1) == {}
+    assert StoredScales(made, tensors[:1]).found == []
 
 
 @pytest.mark.parametrize(

@@ -298,16 +298,16 @@ def test_no_validation_where_none_is_wanted(tmp_path):
 def test_the_host_waits_for_a_step_when_the_next_batch_is_here(tmp_path, monkeypatch):
     """And before a log (steps 1 and 5), a checkpoint (3 and 6) and a validation (4 and 8) at once."""
     from gpt2_fp8.data.packing import Batches
-    from gpt2_fp8.engine.step import _Sent
+    from gpt2_fp8.runtime.sent import Sent
 
-    events, made, asked = [], Batches.next, _Sent.read
+    events, made, asked = [], Batches.next, Sent.read
 
     def read(self):
         events.append("wait") if self._read is None else None
         return asked(self)
 
     monkeypatch.setattr(Batches, "next", lambda self: events.append("batch") or made(self))
-    monkeypatch.setattr(_Sent, "read", read)
+    monkeypatch.setattr(Sent, "read", read)
     ends = ["trainer.log_every_n_steps=5", "callbacks.checkpoint_every_n_steps=3", "trainer.val_check_interval=4"]
     train(tmp_path / "run", *ends, "trainer.max_steps=9")
     late, at_once = ["batch", "wait"], ["wait", "batch"]
