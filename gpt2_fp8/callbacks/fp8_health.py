@@ -20,7 +20,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.fp8_health import FP8Health, Health, summary
 from gpt2_fp8.engine.red_flags import FP8RedFlags
 from gpt2_fp8.engine.step import StepResult
-from gpt2_fp8.runtime import collectives, signals
+from gpt2_fp8.runtime import signals
 from gpt2_fp8.runtime.sent import Sent
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class FP8HealthLog(pl.Callback):
         self.every_n_steps = config.trainer.log_every_n_steps
         self.interval = config.callbacks.fp8_health_every_n_steps
         self._health: FP8Health | None = None
-        self._due = self._passes = 0
+        self._due = self._passes = self._row = 0
         self._clock: tuple[float, int] | None = None  # the time and the step at the end of the last reading
         self._rates: deque[float] = deque(maxlen=RATES)  # seconds a step
         self._sent: Sent | None = None  # of the last step, until it is settled
@@ -74,7 +74,7 @@ class FP8HealthLog(pl.Callback):
             with self._only_looking(trainer.global_step):
                 health = FP8Health(pl_module.step)
                 self._health = health if health.tensors else None
-        self._due = self._next(trainer.global_step)
+        self._due, self._row = self._next(trainer.global_step), trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         """Read, log and judge, at the end of an interval, or have that done once the step is settled."""
@@ -82,18 +82,24 @@ class FP8HealthLog(pl.Callback):
         last = loops.is_last_step(trainer) or step == steps_in_fp8
         if step > steps_in_fp8 or (step % self.every_n_steps and not last and step > 1):
             return
-        sampled = step >= self._due or step == 1 or last
-        # Rank 0 alone knows when a sampled pass is due, and all ranks settle at once.
-        late = pl_module.step.settles_while_computing and not sampled and not collectives.is_distributed()
-        if not late:
+        # All ranks settle at once, and rank 0 alone knows how wide its interval is by now.
+        settles = step == 1 or last or self._ends_an_interval(step) or not pl_module.step.settles_while_computing
+        if settles:
             pl_module.step.settle()
+        self._row = step
         if self._health is None or signals.pending():
             return
+        sampled = settles and (step >= self._due or step == 1 or last)
         with self._only_looking(step):
-            if late:
-                self._sent = self._health.send()
-            else:
+            if settles:
                 self._look(trainer, step, self._health.read(), batch["ids"] if sampled else None)
+            else:
+                self._sent = self._health.send()
+
+    def _ends_an_interval(self, step: int) -> bool:
+        """Return whether a sampled pass may be due. The interval in use is that of the settings, doubled or not."""
+        interval = self.config.callbacks.fp8_health_every_n_steps
+        return step // interval > self._row // interval
 
     def _settled(self, trainer: pl.Trainer, result: StepResult) -> None:
         """Read what was sent at the end of the step; or what is there, if the step has been changed since."""

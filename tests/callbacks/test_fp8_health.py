@@ -145,6 +145,14 @@ def test_what_a_step_leaves_is_read_while_the_gpu_computes_the_next_one(watched)
     assert watched.sampled == watched.written == [1, 50, 64]
 
 
+@pytest.mark.parametrize(("seconds", "sampled"), [(0.001, [1, 50, 100, 150, 200, 210]), (0.9, [1, 50, 100, 200, 210])])
+def test_all_ranks_settle_at_once_however_wide_the_interval_has_become(watched, seconds, sampled):
+    watched.seconds = seconds
+    assert watched.run(210, late=True) == 6
+    assert watched.sampled == sampled
+    assert watched.run(210, late=True, rank_zero=False) == 6
+
+
 @pytest.mark.parametrize("result", [settled(first="not finite"), settled(absurd=1)])
 def test_a_step_that_has_changed_what_it_left_is_read_anew(watched, result):
     watched.run(31, late=True, results={20: result})
