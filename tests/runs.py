@@ -57,13 +57,13 @@ class PowerCutError(Exception):
 
 def train_until(step, folder, *overrides, base=SMALL):
     """Run, and end after `step` by an exception between two steps, as a machine that stops; its checkpoints stay."""
-    from gpt2_fp8.callbacks.throughput import Throughput
+    from gpt2_fp8.callbacks.log_line import LogLine
 
     def cut(self, trainer, *_):
         if trainer.global_step == step:
             raise PowerCutError
 
-    with patch.object(Throughput, "on_train_batch_start", cut), pytest.raises(PowerCutError):
+    with patch.object(LogLine, "on_train_batch_start", cut), pytest.raises(PowerCutError):
         train(folder, *overrides, base=base)
 
 

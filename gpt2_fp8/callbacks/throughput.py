@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -31,9 +32,9 @@ class Throughput(pl.Callback):
     `train_loss` (the cross-entropy, mean over all ranks and those steps that were not skipped), `penalty` (what
     was added to it, likewise, if anything was), `lr`, `grad_norm`, `clip_ratio`,
     `skipped_steps` and `bf16_reruns` (so far), `tokens`, `tokens_per_second` (all ranks), `step_time` (s), `data_wait`
-    (the part of the time spent waiting for the loader), `mfu_bf16` (`model/flops.py`; for GPUs whose peak is known),
-    `memory_gb` (peak so far, GiB: allocated on a GPU, resident on a CPU); `gpu_power_watts` and `gpu_utilization` where
-    the driver tells them.
+    (the part of the time spent waiting for the loader; on a GPU, while it had nothing to do), `mfu_bf16`
+    (`model/flops.py`; for GPUs whose peak is known), `memory_gb` (peak so far, GiB: allocated on a GPU, resident on a
+    CPU); `gpu_power_watts` and `gpu_utilization` where the driver tells them.
 
     A mixture also has `tokens/NAME` and `epochs/NAME` of each source.
 
@@ -52,7 +53,8 @@ class Throughput(pl.Callback):
         self.train_loss: float | None = None
         self.skipped_steps = self.reruns = 0
         self._clock: float | None = None
-        self._waited = 0.0  # at the start of the interval
+        self._waits: deque[float] = deque()  # for the batch of each step that is not settled, s
+        self._fetched = 0.0  # how long batches have taken in all, s
         self._paused: float | None = None
         self._peak_gb = 0.0
         self._meter = GPUMeter()
@@ -71,11 +73,18 @@ class Throughput(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reset the interval."""
         self._clock, self._shown = None, {}
+        self._waits.clear()
         self._begin_interval()
 
     def _begin_interval(self) -> None:
         self._steps = self._kept = 0
         self._sums = torch.zeros(2)  # of losses and of penalties, on the host
+        self._waited = 0.0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Note how long the batch has taken."""
+        before, self._fetched = self._fetched, trainer.datamodule.wait_seconds  # type: ignore[attr-defined]
+        self._waits.append(self._fetched - before)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         """Settle a step whose row cannot wait for the next step, and give callbacks the newest row."""
@@ -91,6 +100,8 @@ class Throughput(pl.Callback):
     def _settled(self, trainer: pl.Trainer, result: StepResult) -> None:
         """Add a settled step to the interval, and log at its end."""
         verdict = result.read()
+        wait = self._waits.popleft()
+        self._waited += wait if result.gap is None else min(wait, result.gap.seconds())
         self._steps += 1
         self.reruns += result.first is not None
         if verdict.skipped:
@@ -121,10 +132,10 @@ class Throughput(pl.Callback):
             "tokens": trainer.global_step * self.tokens_per_step,
             **getattr(trainer.datamodule, "source_metrics", dict)(),  # type: ignore[attr-defined]
         }
-        now, wait = time.perf_counter(), trainer.datamodule.wait_seconds  # type: ignore[attr-defined]
+        now = time.perf_counter()
         if self._clock is not None:
-            metrics |= self._speed(trainer, now - self._clock, wait - self._waited)
-        self._clock, self._waited = now, wait
+            metrics |= self._speed(trainer, now - self._clock)
+        self._clock = now
         self._begin_interval()
         return metrics
 
@@ -133,10 +144,10 @@ class Throughput(pl.Callback):
         on_gpu = trainer.strategy.root_device.type == "cuda"
         return self._meter.read() if on_gpu and trainer.is_global_zero and self._clock is not None else {}
 
-    def _speed(self, trainer: pl.Trainer, seconds: float, waited: float) -> dict[str, float]:
+    def _speed(self, trainer: pl.Trainer, seconds: float) -> dict[str, float]:
         rate = self._steps * self.tokens_per_step / seconds
         self.rates.append(rate)
-        metrics = {"tokens_per_second": rate, "step_time": seconds / self._steps, "data_wait": waited / seconds}
+        metrics = {"tokens_per_second": rate, "step_time": seconds / self._steps, "data_wait": self._waited / seconds}
         if trainer.strategy.root_device.type == "cuda":
             peak = peak_bf16_flops(torch.cuda.get_device_name())
             if peak is not None:

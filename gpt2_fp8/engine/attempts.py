@@ -14,6 +14,7 @@ from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.micro_batching import MicroBatching
 from gpt2_fp8.precision.scaling import Undo
 from gpt2_fp8.runtime import rng
+from gpt2_fp8.runtime.gpu_gap import Gap, GapClock
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class Attempt(NamedTuple):
     random: dict[str, Any]  # the states of torch's generators before it
     undo: Undo  # puts scales and histories back as it found them
     parts: int  # its micro-batches
+    gap: Gap | None  # on the GPU, before it
 
 
 class Attempts:
@@ -42,6 +44,7 @@ class Attempts:
         ahead: whether a step may be attempted before the one before it is settled. What runs within a backward, and
             reads the last step, does not allow it.
         computing: whether an attempt is being made.
+        gaps: tells the gap before an attempt.
     """
 
     def __init__(self, plan: Plan, gradients: Gradients, batching: MicroBatching):
@@ -50,13 +53,14 @@ class Attempts:
         self.steps_in_fp8 = 0
         self.restoring: Callable[[], AbstractContextManager] = nullcontext
         self.ahead, self.computing = True, False
+        self.gaps = GapClock()
 
     def __call__(self, ids: Tensor, done: int, first: bool) -> Attempt:
         """Compute the gradients of the step after `done` steps; `first`: of this process.
 
         An error, and the Interrupted of a signal, leave no gradients, and random numbers and scales as they were.
         """
-        random = rng.capture_torch()
+        random, gap = rng.capture_torch(), self.gaps.step_begins()
         self.computing = True
         try:
             loss, absurd = self._computed(ids, done, first)
@@ -66,7 +70,7 @@ class Attempts:
             raise
         finally:
             self.computing = False
-        return Attempt(ids, loss, absurd, random, self._gradients.take_undo(), self._batching.parts())
+        return Attempt(ids, loss, absurd, random, self._gradients.take_undo(), self._batching.parts(), gap)
 
     def _computed(self, ids: Tensor, done: int, first: bool) -> tuple[Tensor, Tensor | None]:
         if self.plan.fp8 and not self.in_fp8(done):

@@ -121,7 +121,7 @@ class TrainingStep:
         Raises what settling the step before raises: a run may have to roll back.
         """
         attempt = self._next(ids)
-        result = self._update(attempt.loss, apply or self.optimizer.step, attempt.absurd)
+        result = self._update(attempt, attempt.loss, apply or self.optimizer.step, attempt.absurd)
         self._unsettled = _Unsettled(attempt, result, done or _nothing)
 
     def _next(self, ids: Tensor) -> Attempt:
@@ -189,11 +189,15 @@ class TrainingStep:
         with torch.enable_grad(), self._mode(training=True):  # a validation may be about to begin
             loss = self.attempts.again_in_bf16(attempt)
         # Not through what wraps the optimizer: it counts steps, and this one is already counted.
-        return replace(self._update(loss, self.optimizer.step), first=first)
+        return replace(self._update(attempt, loss, self.optimizer.step), first=first)
 
-    def _update(self, loss: Tensor, apply: Callable[[], object], absurd: Tensor | None = None) -> StepResult:
+    def _update(
+        self, attempt: Attempt, loss: Tensor, apply: Callable[[], object], absurd: Tensor | None = None
+    ) -> StepResult:
         parameters = self._gradients.parameters
-        return update(self.optimizer, apply, parameters, loss, self.config.optim.max_grad_norm, absurd)
+        result = update(self.optimizer, apply, parameters, loss, self.config.optim.max_grad_norm, absurd)
+        self.attempts.gaps.step_ended(attempt.ids)
+        return replace(result, gap=attempt.gap)
 
     def _optimizer_state_to_come(self) -> list[Tensor]:
         """Allocate what the first update will; nothing if the optimizer has its state, as a resumed run's."""

@@ -23,11 +23,6 @@ class Sent:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    @property
-    def arrived(self) -> bool:
-        """Return whether `read` need not wait."""
-        return self._event is None or self._event.query()
-
     def read(self) -> Any:
         """Wait for the values and return them, as `Tensor.tolist` does."""
         if self._values is not None:

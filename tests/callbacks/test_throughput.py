@@ -2,6 +2,7 @@
 
 import csv
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from gpt2_fp8.engine.attempts import Attempts
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.scaling import FP8Scaling
+from gpt2_fp8.runtime.gpu_gap import GapClock
 from tests.runs import EMULATED_FP8, metrics, train
 
 OF_THE_CLOCK = {"tokens_per_second", "step_time", "data_wait", "memory_gb", "process_memory_gb"}
@@ -88,3 +90,14 @@ def test_rows_are_the_same_whenever_they_are_written(tmp_path, monkeypatch, acci
     assert limited == [2, 2], "once a run"
     assert metrics(tmp_path / "late")["bf16_reruns"][4] == 1
     assert list(metrics(tmp_path / "late")["fp8/scale_input"]) == [1, 2, 4, 6, 8, 10, 12]
+
+
+@pytest.mark.parametrize(("gap", "waits"), [(None, True), (60.0, True), (0.0, False)])
+def test_what_the_gpu_computes_meanwhile_is_no_waiting_for_data(tmp_path, monkeypatch, gap, waits):
+    """`gap`: how long it had nothing to do before a step; None on a CPU."""
+    told = None if gap is None else SimpleNamespace(seconds=lambda: gap)
+    monkeypatch.setattr(GapClock, "step_begins", lambda self: told)
+    train(tmp_path, "trainer.max_steps=4", "trainer.val_check_interval=4")
+    found = metrics(tmp_path)["data_wait"]
+    assert list(found) == [2, 3, 4]
+    assert all((0 < wait < 1) == waits for wait in found.values())

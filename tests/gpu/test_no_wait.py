@@ -1,9 +1,13 @@
 """The host of a run waits for the GPU by events alone, but for what is rare."""
 
+import time
+
 import pytest
 import torch
 
 from gpt2_fp8.callbacks import checkpointing
+from gpt2_fp8.data.packing import Batches
+from gpt2_fp8.engine.gradients import Gradients
 from tests.gpu.common import hopper
 from tests.gpu.test_runs import FUSED, GRAPHS, IN_BF16, ON_GPU
 from tests.runs import metrics, train
@@ -37,3 +41,19 @@ def test_no_step_waits_for_the_gpu_not_even_one_with_a_row_of_the_log(tmp_path, 
     rare = [f"trainer.max_steps={LAST}", "trainer.val_check_interval=100", "callbacks.checkpoint_every_n_steps=0"]
     train(tmp_path / "run", *words, *rare, "trainer.log_every_n_steps=6", base=base)
     assert list(metrics(tmp_path / "run")["train_loss"]) == [1, 6, 12, 17]
+
+
+@pytest.mark.parametrize(("cycles", "least", "most"), [(0, 0.3, 1.0), (400_000_000, 0.0, 0.02)])
+def test_data_is_waited_for_only_while_the_gpu_has_nothing_to_do(tmp_path, monkeypatch, cycles, least, most):
+    """A batch takes the host 0.1 s; with `cycles` a step takes the GPU 0.2 s or more, so it is there in time."""
+    made, of_step = Batches.next, Gradients.of_step
+
+    def computed(self, ids, size):
+        torch.cuda._sleep(cycles)
+        return of_step(self, ids, size)
+
+    monkeypatch.setattr(Batches, "next", lambda self: time.sleep(0.1) or made(self))
+    monkeypatch.setattr(Gradients, "of_step", computed)
+    train(tmp_path / "run", "trainer.val_check_interval=12", "trainer.log_every_n_steps=4", base=IN_BF16)
+    waits = metrics(tmp_path / "run")["data_wait"]
+    assert all(least <= waits[step] <= most for step in (8, 12))
