@@ -55,8 +55,8 @@ class DivergenceGuard(pl.Callback):
         self._says = trainer.is_global_zero
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Subscribe to each settled step."""
-        pl_module.step.on_settled.append(partial(self._judge, trainer))
+        """Subscribe to each settled step: first of all, since a row of the log may need its explanation."""
+        pl_module.step.on_settled.insert(0, partial(self._judge, trainer))
 
     def _judge(self, trainer: pl.Trainer, result: StepResult) -> None:
         """Judge a settled step by the values that the host has read."""

@@ -1,12 +1,12 @@
-"""The training log: loss, rate, gradient, speed, waiting and memory, read from the GPU once an interval."""
+"""The training log: loss, rate, gradient, speed, waiting and memory, a row an interval."""
 
 from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,16 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.step import StepResult, Verdict
 from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
-from gpt2_fp8.runtime import host_memory
+from gpt2_fp8.runtime import collectives, host_memory, signals
 from gpt2_fp8.runtime.gpu_meter import GPUMeter
+from gpt2_fp8.runtime.moments import Moment
 
 
 class Throughput(pl.Callback):
     """Logs every `trainer.log_every_n_steps` steps, once they are settled, to the loggers and to its readers.
 
-    A step is settled while the GPU computes the next one, if that can be: so a row of the log takes no time of it.
+    A step is settled while the GPU computes the next one, if that can be: so a row of the log takes no time of it. The
+    first row, that of a step which is validated, and the last one are there at the end of their step.
 
     `train_loss` (the cross-entropy, mean over all ranks and those steps that were not skipped), `penalty` (what
     was added to it, likewise, if anything was), `lr`, `grad_norm`, `clip_ratio`,
@@ -38,7 +40,8 @@ class Throughput(pl.Callback):
 
     A mixture also has `tokens/NAME` and `epochs/NAME` of each source.
 
-    The time leaves out validation, sampling and the first step (compilation, calibration).
+    The time is that of the device, from verdict to verdict. It leaves out validation, sampling and the first step
+    (compilation, calibration).
 
     Attributes:
         readers: functions called with each logged step and its metrics, on every rank.
@@ -52,10 +55,11 @@ class Throughput(pl.Callback):
         self.readers: list[Callable[[int, Mapping[str, float]], object]] = []
         self.train_loss: float | None = None
         self.skipped_steps = self.reruns = 0
-        self._clock: float | None = None
+        self._since: Moment | None = None  # where the interval has begun, or goes on; None before the first, or paused
+        self._newest: Moment | None = None  # the verdict on the last step
+        self._paused = False
         self._waits: deque[float] = deque()  # for the batch of each step that is not settled, s
         self._fetched = 0.0  # how long batches have taken in all, s
-        self._paused: float | None = None
         self._peak_gb = 0.0
         self._meter = GPUMeter()
         self._begin_interval()
@@ -72,36 +76,40 @@ class Throughput(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reset the interval."""
-        self._clock, self._shown = None, {}
+        self._since, self._paused, self._shown = None, False, {}
         self._waits.clear()
         self._begin_interval()
 
     def _begin_interval(self) -> None:
         self._steps = self._kept = 0
         self._sums = torch.zeros(2)  # of losses and of penalties, on the host
-        self._waited = 0.0
+        self._waited = self._seconds = 0.0
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Note how long the batch has taken."""
+        """Note how long the batch has taken. After a validation and its samples, let the clock go on from before it."""
         before, self._fetched = self._fetched, trainer.datamodule.wait_seconds  # type: ignore[attr-defined]
         self._waits.append(self._fetched - before)
+        if self._paused:
+            self._since, self._paused = Moment(trainer.strategy.root_device), False
+            self._seconds += self._waits[-1]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         """Settle a step whose row cannot wait for the next step, and give callbacks the newest row."""
-        if loops.is_last_step(trainer) or (self._is_due(trainer) and not pl_module.step.settles_while_computing):
+        at_once = self._since is None or loops.is_last_step(trainer) or loops.is_validation_due(trainer)
+        if at_once or (self._is_due(trainer) and not pl_module.step.settles_while_computing):
             pl_module.step.settle()
         log_from_host(pl_module, self._shown, logger=False)
         self._shown = {}
 
     def _is_due(self, trainer: pl.Trainer) -> bool:
         """Return whether the step that the Trainer has counted last has a row."""
-        return trainer.global_step % self.every_n_steps == 0 or loops.is_last_step(trainer) or self._clock is None
+        return trainer.global_step % self.every_n_steps == 0 or loops.is_last_step(trainer) or self._since is None
 
     def _settled(self, trainer: pl.Trainer, result: StepResult) -> None:
         """Add a settled step to the interval, and log at its end."""
-        verdict = result.read()
+        verdict, self._newest = result.read(), result.sent.arrival
         wait = self._waits.popleft()
-        self._waited += wait if result.gap is None else min(wait, result.gap.seconds())
+        self._waited += 0.0 if result.gap is None else min(wait, result.gap.seconds())
         self._steps += 1
         self.reruns += result.first is not None
         if verdict.skipped:
@@ -132,17 +140,17 @@ class Throughput(pl.Callback):
             "tokens": trainer.global_step * self.tokens_per_step,
             **getattr(trainer.datamodule, "source_metrics", dict)(),  # type: ignore[attr-defined]
         }
-        now = time.perf_counter()
-        if self._clock is not None:
-            metrics |= self._speed(trainer, now - self._clock)
-        self._clock = now
+        assert self._newest is not None
+        if self._since is not None:
+            metrics |= self._speed(trainer, self._seconds + self._newest.seconds_since(self._since))
+        self._since = self._newest
         self._begin_interval()
         return metrics
 
     def _of_driver(self, trainer: pl.Trainer) -> dict[str, float]:
         """Return what the driver tells of rank 0's GPU; nothing at the first step, which has no interval."""
         on_gpu = trainer.strategy.root_device.type == "cuda"
-        return self._meter.read() if on_gpu and trainer.is_global_zero and self._clock is not None else {}
+        return self._meter.read() if on_gpu and trainer.is_global_zero and self._since is not None else {}
 
     def _speed(self, trainer: pl.Trainer, seconds: float) -> dict[str, float]:
         rate = self._steps * self.tokens_per_step / seconds
@@ -159,14 +167,14 @@ class Throughput(pl.Callback):
         return metrics
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Stop the clock. A row that is due comes first."""
+        """Stop the clock after the last step."""
         pl_module.step.settle()
-        if self._clock is not None and trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize()
-        self._paused = time.perf_counter()
+        if self._since is not None and self._newest is not None:
+            self._seconds += self._newest.seconds_since(self._since)
+            self._since, self._paused = None, True
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock again, without the time of the validation."""
-        if self._clock is not None and self._paused is not None:
-            self._clock += time.perf_counter() - self._paused
-        self._paused = None
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Write the row of the last step, if it can be settled by one rank. `GracefulStop` sees to signals."""
+        if not collectives.is_distributed() and not signals.pending():
+            with suppress(Exception):  # what has ended the run is said already
+                pl_module.step.settle()

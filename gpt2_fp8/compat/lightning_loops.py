@@ -46,12 +46,14 @@ def leave_signals_alone(trainer: Any) -> None:
 def hooks_into_backward(trainer: Any, *but: type[pl.Callback]) -> bool:
     """Return whether a callback of a Trainer, or its module, has a hook around a backward. `but`: callbacks to ignore.
 
-    A step's backward may run before Lightning has counted the step before it.
+    A step's backward may run before Lightning has counted the step before it. `LambdaCallback` has its hooks in the
+    instance.
     """
     names = "on_before_backward", "on_after_backward"
-    hooked = [it for it in (*trainer.callbacks, trainer.lightning_module) if not isinstance(it, but)]
+    hooks = [getattr(it, name) for it in (*trainer.callbacks, trainer.lightning_module) for name in names
+             if not isinstance(it, but)]  # fmt: skip
     own = {getattr(base, name) for base in (pl.Callback, pl.LightningModule) for name in names}
-    return any(getattr(type(it), name) not in own for it in hooked for name in names)
+    return any(getattr(hook, "__func__", hook) not in own for hook in hooks)
 
 
 def is_last_step(trainer: Any) -> bool:

@@ -14,7 +14,7 @@ from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.micro_batching import MicroBatching
 from gpt2_fp8.precision.scaling import Undo
 from gpt2_fp8.runtime import rng
-from gpt2_fp8.runtime.gpu_gap import Gap, GapClock
+from gpt2_fp8.runtime.moments import Gap, GapClock
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Attempt(NamedTuple):
     random: dict[str, Any]  # the states of torch's generators before it
     undo: Undo  # puts scales and histories back as it found them
     parts: int  # its micro-batches
-    gap: Gap | None  # on the GPU, before it
+    gap: Gap | None  # since the step before it
 
 
 class Attempts:
@@ -44,6 +44,7 @@ class Attempts:
         ahead: whether a step may be attempted before the one before it is settled. What runs within a backward, and
             reads the last step, does not allow it.
         computing: whether an attempt is being made.
+        computing_again: whether a step is being computed again.
         gaps: tells the gap before an attempt.
     """
 
@@ -52,7 +53,7 @@ class Attempts:
         self._gradients, self._batching = gradients, batching
         self.steps_in_fp8 = 0
         self.restoring: Callable[[], AbstractContextManager] = nullcontext
-        self.ahead, self.computing = True, False
+        self.ahead, self.computing, self.computing_again = True, False, False
         self.gaps = GapClock()
 
     def __call__(self, ids: Tensor, done: int, first: bool) -> Attempt:
@@ -60,7 +61,7 @@ class Attempts:
 
         An error, and the Interrupted of a signal, leave no gradients, and random numbers and scales as they were.
         """
-        random, gap = rng.capture_torch(), self.gaps.step_begins()
+        random, gap = rng.capture_torch(), self.gaps.step_begins(ids.device)
         self.computing = True
         try:
             loss, absurd = self._computed(ids, done, first)
@@ -111,4 +112,8 @@ class Attempts:
     def again_in_bf16(self, attempt: Attempt) -> Tensor:
         """Compute a step's gradients again, from scales as they were before it. Returns its loss."""
         attempt.undo()
-        return self._batching.gradients_in_bf16(attempt.ids)
+        self.computing_again = True
+        try:
+            return self._batching.gradients_in_bf16(attempt.ids)
+        finally:
+            self.computing_again = False

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gpt2_fp8.compat.torch_private import skip_where
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.runtime import collectives
-from gpt2_fp8.runtime.gpu_gap import Gap
+from gpt2_fp8.runtime.moments import Gap
 from gpt2_fp8.runtime.sent import Sent
 
 LossOf = Callable[[Tensor, bool | None, float], Tensor]
@@ -37,7 +37,7 @@ class StepResult:
 
     sent: Sent
     lr: float  # of the update
-    gap: Gap | None = None  # before it the GPU had nothing to do for so long; None if that is not known
+    gap: Gap | None = None  # since the step before it; None for the first
     first: Verdict | None = None  # the verdict on the FP8 attempt before this one, if the step was run again
 
     def read(self) -> Verdict:

@@ -28,6 +28,8 @@ from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.runtime.signal_handlers import Interrupted
 
+COMPUTES_MEANWHILE = ["cuda"]  # devices that compute while the host goes on
+
 
 class _Unsettled(NamedTuple):
     """A step whose update is on its way; the host does not know yet whether it was made."""
@@ -155,14 +157,17 @@ class TrainingStep:
         """Finish the last step once the host knows its verdict; do nothing if that is done. Collective.
 
         A step that was not finite in FP8 is run again in bf16. Amaxes that have jumped are kept from becoming scales.
-        Then the schedule moves on, `done` is called, and then the functions in `on_settled`. Raises RuntimeError within
-        a backward: the step before it is not known yet.
+        Then the schedule moves on, `done` is called, and then the functions in `on_settled`. A hook that asks while the
+        step is run again is answered with the one before it. Raises RuntimeError within a forward or backward that is
+        ahead: the step before it is not known yet.
         """
         if self._unsettled is None:
             self._take_back()  # `done` or one of `on_settled` asks, and is answered without what was made ahead
             return
+        if self.attempts.computing_again:
+            return
         if self.attempts.computing:
-            raise RuntimeError("the last step cannot be read within a backward: read it in on_train_batch_end")
+            raise RuntimeError("the last step cannot be read within a forward or backward: use on_train_batch_end")
         attempt, result, done = self._unsettled
         verdict = result.read()
         again = verdict.skipped and self.attempts.in_fp8(self.schedule.last_epoch)
@@ -196,7 +201,7 @@ class TrainingStep:
     ) -> StepResult:
         parameters = self._gradients.parameters
         result = update(self.optimizer, apply, parameters, loss, self.config.optim.max_grad_norm, absurd)
-        self.attempts.gaps.step_ended(attempt.ids)
+        self.attempts.gaps.step_ended(attempt.ids.device)
         return replace(result, gap=attempt.gap)
 
     def _optimizer_state_to_come(self) -> list[Tensor]:
@@ -207,12 +212,13 @@ class TrainingStep:
 
     @property
     def settles_while_computing(self) -> bool:
-        """Return whether a step is settled while the device computes the next one.
+        """Return whether the last step is still to be settled, while the device computes the next one.
 
         What can wait for that takes none of the device's time. On a CPU the next one's gradients would have to be there
         first: a row of the log would come a step late.
         """
-        return self.attempts.ahead and self.plan.device == "cuda"
+        ahead = self._unsettled is not None and self.attempts.go_ahead(self.schedule.last_epoch + 1)
+        return ahead and self.plan.device in COMPUTES_MEANWHILE
 
     @property
     def last(self) -> StepResult | None:

@@ -136,8 +136,8 @@ def _batches(config: RunConfig, count: int, device: str) -> tuple[list[Tensor], 
 def timed(step: TrainingStep, batches: list[Tensor], device: str) -> list[float]:
     """Return the seconds that each step took.
 
-    On a GPU the time is the GPU's own, between events in its queue. The host settles each step as a run does: before
-    the next, and at the end.
+    On a GPU the time is the GPU's own, between events in its queue. The host settles each step as a run does: once
+    the next one is launched, and at the end.
     """
     if device == "cpu":
         clock = [time.perf_counter()]

@@ -121,6 +121,7 @@ class GPT2Module(pl.LightningModule):
         plan: Plan = self.trainer.precision_plugin.plan  # type: ignore[attr-defined]  # FP8Precision
         if hasattr(self, "model"):
             if self.step.plan.computes_as(plan):
+                self.step.on_settled.clear()  # of an earlier `fit`
                 return
             self._weights = self.state_dict()
             self._restored.step = self._restored.step or self.step.state_dict()

@@ -2,16 +2,22 @@
 
 import csv
 import math
+import time
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import LearningRateMonitor
 
 from gpt2_fp8.callbacks.throughput import Throughput
+from gpt2_fp8.data.packing import Batches
+from gpt2_fp8.engine import training_step
 from gpt2_fp8.engine.attempts import Attempts
-from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.precision import state
 from gpt2_fp8.precision.scaling import FP8Scaling
-from gpt2_fp8.runtime.gpu_gap import GapClock
+from gpt2_fp8.runtime.moments import GapClock
+from gpt2_fp8.train import build
+from gpt2_fp8.train.module import GPT2Module
 from tests.runs import EMULATED_FP8, metrics, train
 
 OF_THE_CLOCK = {"tokens_per_second", "step_time", "data_wait", "memory_gb", "process_memory_gb"}
@@ -20,7 +26,7 @@ OF_THE_CLOCK = {"tokens_per_second", "step_time", "data_wait", "memory_gb", "pro
 @pytest.fixture
 def late(monkeypatch):
     """As on a GPU, where a step is settled while the next one is computed."""
-    monkeypatch.setattr(TrainingStep, "settles_while_computing", property(lambda self: self.attempts.ahead))
+    monkeypatch.setattr(training_step, "COMPUTES_MEANWHILE", ["cpu"])
 
 
 def rows_and_attempts(folder, monkeypatch, *words):
@@ -92,12 +98,86 @@ def test_rows_are_the_same_whenever_they_are_written(tmp_path, monkeypatch, acci
     assert list(metrics(tmp_path / "late")["fp8/scale_input"]) == [1, 2, 4, 6, 8, 10, 12]
 
 
-@pytest.mark.parametrize(("gap", "waits"), [(None, True), (60.0, True), (0.0, False)])
+@pytest.mark.parametrize(("gap", "waits"), [(60.0, True), (0.0, False)])
 def test_what_the_gpu_computes_meanwhile_is_no_waiting_for_data(tmp_path, monkeypatch, gap, waits):
-    """`gap`: how long it had nothing to do before a step; None on a CPU."""
-    told = None if gap is None else SimpleNamespace(seconds=lambda: gap)
-    monkeypatch.setattr(GapClock, "step_begins", lambda self: told)
+    """`gap`: how long it had nothing to do before a step."""
+    monkeypatch.setattr(GapClock, "step_begins", lambda *_: SimpleNamespace(seconds=lambda: gap))
     train(tmp_path, "trainer.max_steps=4", "trainer.val_check_interval=4")
     found = metrics(tmp_path)["data_wait"]
     assert list(found) == [2, 3, 4]
     assert all((0 < wait < 1) == waits for wait in found.values())
+
+
+class Read(pl.Callback):
+    """Notes what callbacks have of a row after a step and after its validation; ends the run after `last` steps."""
+
+    def __init__(self, last=math.inf):
+        self.seen, self.last = [], last
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.last:
+            raise ArithmeticError
+
+    def on_train_batch_end(self, trainer, *_):
+        self.seen.append((trainer.global_step, trainer.callback_metrics.get("train_loss")))
+
+    def on_validation_end(self, trainer, *_):
+        if not trainer.sanity_checking:
+            self.seen.append((f"validated {trainer.global_step}", trainer.callback_metrics["train_loss"]))
+
+
+@pytest.fixture
+def train_with(tmp_path, monkeypatch):
+    def run(callback, *words):
+        chosen = build._chosen
+        monkeypatch.setattr(build, "_chosen", lambda *of: [*chosen(*of), callback])
+        train(tmp_path, *words)
+        return callback
+
+    return run
+
+
+def test_callbacks_have_a_row_a_step_late_but_at_once_where_it_is_validated(tmp_path, train_with, late):
+    seen = train_with(Read(), "trainer.max_steps=8", "trainer.val_check_interval=4").seen
+    loss = metrics(tmp_path)["train_loss"]
+    of = {1: 1, 2: 1, 3: 2, 4: 4, "validated 4": 4, 5: 4, 6: 5, 7: 6, 8: 8, "validated 8": 8}
+    assert seen == [(when, pytest.approx(loss[step])) for when, step in of.items()]
+
+
+@pytest.mark.parametrize("words", [[], EMULATED_FP8], ids=["bf16", "fp8"])
+def test_the_last_row_is_there_if_the_run_ends_by_an_error(tmp_path, train_with, late, words):
+    often = ["trainer.log_every_n_steps=3", "callbacks.checkpoint_every_n_steps=0", "trainer.val_check_interval=12"]
+    with pytest.raises(ArithmeticError):
+        train_with(Read(last=6), *words, *often)
+    table = metrics(tmp_path)
+    for column in ("train_loss", *(["fp8/scale_input"] if words else [])):
+        assert list(table[column]) == [1, 3, 6]
+
+
+def test_a_step_that_is_settled_early_has_its_own_rows(tmp_path, train_with, late):
+    """Lightning's monitor of the rate has each step settled at its end."""
+    train_with(LearningRateMonitor(), *EMULATED_FP8, "trainer.log_every_n_steps=4", "trainer.max_steps=9")
+    table = metrics(tmp_path)
+    assert list(table["train_loss"]) == list(table["fp8/scale_input"]) == [1, 4, 8, 9]
+
+
+@pytest.mark.parametrize("meanwhile", [[], ["cpu"]], ids=["at once", "late"])
+def test_an_interval_has_the_time_of_its_own_steps(tmp_path, monkeypatch, meanwhile):
+    """Only batches take time here, a second each, and validations, whose time does not count."""
+    monkeypatch.setattr(training_step, "COMPUTES_MEANWHILE", meanwhile)
+    clock, made, validated = SimpleNamespace(now=0.0), Batches.next, GPT2Module.validation_step
+
+    def batch(self):
+        clock.now += 1.0
+        return made(self)
+
+    def validation(self, *arguments):
+        clock.now += 50.0
+        return validated(self, *arguments)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(Batches, "next", batch)
+    monkeypatch.setattr(GPT2Module, "validation_step", validation)
+    train(tmp_path, "trainer.log_every_n_steps=3", "trainer.val_check_interval=4", "trainer.max_steps=10")
+    for column in ("step_time", "data_wait"):
+        assert metrics(tmp_path)[column] == {3: 1.0, 6: 1.0, 9: 1.0, 10: 1.0}

@@ -13,7 +13,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.strategies.launchers import subprocess_script
@@ -488,13 +488,16 @@ def test_hooks_into_backward_knows_those_that_lightning_calls(tmp_path):
         def on_after_backward(self):
             called.append("after")
 
+    ran = []
     for callbacks, module, ignored, hooked in (
         ([Noting([], "one")], Module(), (), []),
         ([Before()], Module(), (), ["before"]),
         ([Before()], Module(), (Before,), ["before"]),
         ([], After(), (), ["after"]),
+        ([LambdaCallback(on_after_backward=lambda *_: ran.append("lambda"))], Module(), (), []),
     ):
         called, of = [], trainer(tmp_path, callbacks, steps=1)
+        ran.clear()
         fit(of, module)
         assert called == hooked
-        assert lightning_loops.hooks_into_backward(of, *ignored) == bool(hooked and not ignored)
+        assert lightning_loops.hooks_into_backward(of, *ignored) == bool((hooked or ran) and not ignored)

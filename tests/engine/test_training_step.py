@@ -229,10 +229,25 @@ def test_who_asks_while_a_step_is_settled_is_told_of_that_step_alone():
     assert_equal(*found, "state")
 
 
+def test_a_hook_is_answered_with_the_step_before_while_a_step_is_run_again():
+    step = built(*DELAYED, "global_batch_size=8", "micro_batch_size=4")
+    step.attempts.ahead = False  # as with any hook
+    step(ids(8, 0))
+    first, again, seen = step.last, step.attempts.again_in_bf16, []
+    step.attempts.again_in_bf16 = lambda attempt: (seen.append(None), again(attempt))[1]
+    backward = step._gradients._backward
+    step._gradients._backward = lambda loss: (seen.append(step.last), backward(loss))
+    of_step = step._gradients.of_step
+    step._gradients.of_step = lambda *of: of_step(*of) * math.nan
+    step(ids(8, 1))
+    assert step.last.first is not None
+    assert seen == [first, first, None, first, first]
+
+
 def test_the_last_step_cannot_be_read_within_a_backward():
     step = built("global_batch_size=8", "micro_batch_size=4")
     step(ids(8, 0))
     backward = step._gradients._backward
     step._gradients._backward = lambda loss: step.last and backward(loss)
-    with pytest.raises(RuntimeError, match="read it in on_train_batch_end"):
+    with pytest.raises(RuntimeError, match="within a forward or backward: use on_train_batch_end"):
         step(ids(8, 1))

@@ -87,7 +87,7 @@ def test_the_host_launches_a_step_while_the_gpu_computes_the_one_before(override
 
     def launched(text, size):
         torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second, in front of these gradients
-        waited.append(step._unsettled.result.sent._event.query())
+        waited.append(step._unsettled.result.sent.arrival._event.query())
         return of_step(text, size)
 
     step._gradients.of_step = launched

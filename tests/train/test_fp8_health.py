@@ -6,7 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpt2_fp8 import compose
-from gpt2_fp8.engine.training_step import TrainingStep
+from gpt2_fp8.engine import training_step
 from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, recorded, train, train_until
 
 pytestmark = pytest.mark.whole
@@ -147,7 +147,7 @@ def test_without_memory_the_run_goes_on(tmp_path, monkeypatch, caplog):
 )
 def test_an_error_in_looking_does_not_end_a_run(tmp_path, monkeypatch, caplog, broken, late):
     """Nor does it change the run, wherever it is settled: `late` as on a GPU."""
-    monkeypatch.setattr(TrainingStep, "settles_while_computing", late)
+    monkeypatch.setattr(training_step, "COMPUTES_MEANWHILE", ["cpu"] if late else [])
 
     def fail(*_):
         raise AssertionError("of a library")

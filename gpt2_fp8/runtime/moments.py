@@ -1,0 +1,58 @@
+"""Moments in a run's work, and the time between two of them. On a GPU they are CUDA events, for which nothing waits."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+
+class Moment:
+    """Now: on a GPU behind all that was launched in its current stream, on a CPU by the host's clock."""
+
+    def __init__(self, device: torch.device):
+        self._event: torch.cuda.Event | None = None
+        self._seconds = 0.0
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        else:
+            self._seconds = time.perf_counter()
+
+    def wait(self) -> None:
+        """Wait until it is over."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, before: Moment) -> float:
+        """Return the seconds from `before`, of the same device, to this moment. Both must be over."""
+        if self._event is None or before._event is None:
+            return self._seconds - before._seconds
+        return float(before._event.elapsed_time(self._event)) / 1000
+
+
+class Gap(NamedTuple):
+    """The time between the work of two steps, in which a GPU has nothing to do."""
+
+    begin: Moment
+    end: Moment
+
+    def seconds(self) -> float:
+        """Return how long it was. Both moments must be over."""
+        return self.end.seconds_since(self.begin)
+
+
+class GapClock:
+    """Notes where the work of steps begins and ends."""
+
+    def __init__(self) -> None:
+        self._ended: Moment | None = None
+
+    def step_begins(self, device: torch.device) -> Gap | None:
+        """Return the gap before a step whose work is launched next; None before the first."""
+        return None if self._ended is None else Gap(self._ended, Moment(device))
+
+    def step_ended(self, device: torch.device) -> None:
+        """Note the end of what was launched for a step."""
+        self._ended = Moment(device)
