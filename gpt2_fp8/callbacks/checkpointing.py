@@ -25,6 +25,7 @@ from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.compat.lightning_logging import flush
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.schema import CallbacksConfig
+from gpt2_fp8.runtime import collectives
 
 log = logging.getLogger(__name__)
 
@@ -201,5 +202,5 @@ class Checkpointing(Checkpoint):
 
 
 def _agreed(trainer: Trainer, own: bool) -> bool:
-    """Return rank 0's `own` on every rank. Collective, with one small reduction."""
-    return trainer.strategy.reduce_boolean_decision(own and trainer.is_global_zero, all=False)
+    """Return rank 0's `own` on every rank. Collective. The strategy's own way would wait for the GPU."""
+    return collectives.any_rank(own and trainer.is_global_zero)

@@ -78,9 +78,9 @@ class GracefulStop(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals back from Lightning, which has just set its own handlers; stop if a signal came."""
-        loops.leave_signals_alone(trainer)
         if self._signals.installed:
             self._signals.install()
+            loops.leave_signals_alone(trainer)
         self._signals.hold()
         self._signals.gives_up = not collectives.is_distributed()  # only a single process can leave a step
         self._waiting = True

@@ -88,10 +88,11 @@ class Attempts:
     def go_ahead(self, done: int) -> bool:
         """Return whether the step after `done` steps can be attempted before the one before it is settled.
 
-        Not if its micro-batch may not fit. Not if it is one of the last steps in bf16: such a step frees the CUDA
-        graphs, in whose memory gradients in FP8 lie, so the step before it must be settled.
+        Not if its micro-batch may not fit. Not if it is the first of the last steps in bf16: it frees the CUDA graphs,
+        in whose memory gradients in FP8 lie, so the step before it must be settled.
         """
-        return self.ahead and self._batching.training.proven and (self.in_fp8(done) or not self.plan.fp8)
+        first_in_bf16 = self.plan.fp8 and done == self.steps_in_fp8
+        return self.ahead and self._batching.training.proven and not first_in_bf16
 
     def find_scales(self, ids: Tensor) -> None:
         """Find the scales that delayed scaling needs before the first forward: the checkpoint's, or by calibration."""

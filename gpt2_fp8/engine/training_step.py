@@ -130,6 +130,7 @@ class TrainingStep:
         """Settle the last step, and return the attempt at the next one: made ahead, if the verdict lets it stand."""
         if self._unsettled is not None and self.attempts.go_ahead(self.schedule.last_epoch + 1):
             self._early = self._made_ahead(ids)
+        made = self._early
         try:
             self.settle()
         except BaseException:
@@ -138,13 +139,15 @@ class TrainingStep:
         early, self._early = self._early, None
         if early is not None:
             return early
-        return self.attempts(ids, self.schedule.last_epoch, first=self._last is None)
+        attempt = self.attempts(ids, self.schedule.last_epoch, first=self._last is None)
+        return attempt if made is None else attempt._replace(gap=made.gap)
 
     def _made_ahead(self, ids: Tensor) -> Attempt:
         try:
             return self.attempts(ids, self.schedule.last_epoch + 1, first=False)
         except BaseException:  # as if the last step had been settled before it
-            self.settle()
+            if not collectives.is_distributed():  # other ranks may have had no error
+                self.settle()
             raise
 
     def _take_back(self) -> None:
@@ -158,11 +161,16 @@ class TrainingStep:
 
         A step that was not finite in FP8 is run again in bf16. Amaxes that have jumped are kept from becoming scales.
         Then the schedule moves on, `done` is called, and then the functions in `on_settled`. A hook that asks while the
-        step is run again is answered with the one before it. Raises RuntimeError within a forward or backward that is
-        ahead: the step before it is not known yet.
+        step is run again is answered with the one before it.
+
+        Raises RuntimeError within a forward or backward that is ahead: the step before it is not known yet. So it does
+        in one of several ranks' `on_settled`: the others would not compute the next gradients again.
         """
         if self._unsettled is None:
-            self._take_back()  # `done` or one of `on_settled` asks, and is answered without what was made ahead
+            # `done` or one of `on_settled` asks, and is answered without what was made ahead.
+            if self._early is not None and collectives.is_distributed():
+                raise RuntimeError("the state cannot be asked for while a step is being settled: ask in a hook")
+            self._take_back()
             return
         if self.attempts.computing_again:
             return
@@ -223,7 +231,8 @@ class TrainingStep:
     @property
     def last(self) -> StepResult | None:
         """The result of the last step; None before the first."""
-        self.settle()
+        if self._unsettled is not None:  # else what was made ahead can stay
+            self.settle()
         return self._last
 
     @property

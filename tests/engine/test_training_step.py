@@ -229,6 +229,41 @@ def test_who_asks_while_a_step_is_settled_is_told_of_that_step_alone():
     assert_equal(*found, "state")
 
 
+def test_what_is_asked_while_a_step_is_settled(monkeypatch):
+    """Its result costs nothing. State has the next gradients computed again, and ranks would part where one asks."""
+    step, asked = built("global_batch_size=8", "micro_batch_size=4"), []
+    made, attempts = [], step.attempts._computed
+    step.attempts._computed = lambda *of: made.append(of) or attempts(*of)
+    step.on_settled.append(lambda result: asked.append(step.last is result))
+    for seed in range(4):
+        step(ids(8, seed))
+    assert (len(made), asked) == (4, [True] * 3)
+
+    def ask_of_ranks(result):
+        with monkeypatch.context() as patch:
+            patch.setattr(training_step.collectives, "is_distributed", lambda: True)
+            with pytest.raises(RuntimeError, match="while a step is being settled"):
+                step.state_dict()
+
+    step.on_settled[:] = [ask_of_ranks]
+    step(ids(8, 4))
+    assert len(made) == 5
+    step.on_settled[:] = [lambda result: step.state_dict()]
+    step(ids(8, 5))
+    assert len(made) == 7
+
+
+def test_the_gap_before_a_step_is_that_before_its_first_attempt():
+    gaps, made = [], built(*DELAYED, "global_batch_size=8", "micro_batch_size=4")
+    begins = made.attempts.gaps.step_begins
+    made.attempts.gaps.step_begins = lambda device: (gaps.append(begins(device)), gaps[-1])[1]
+    made.on_settled.append(lambda result: made.state_dict())  # takes the next gradients back
+    for seed in range(3):
+        made(ids(8, seed))
+    assert len(gaps) == 5
+    assert made.last.gap is gaps[3]
+
+
 def test_a_hook_is_answered_with_the_step_before_while_a_step_is_run_again():
     step = built(*DELAYED, "global_batch_size=8", "micro_batch_size=4")
     step.attempts.ahead = False  # as with any hook

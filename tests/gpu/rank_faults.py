@@ -48,11 +48,12 @@ def note():
         training_step(self, batch, batch_idx)
 
     def noted_settle(self):
-        before = self._last
+        before, unsettled = self._last, self._unsettled
         settle(self)
         if self._last is not before:
+            size = -(-self.share // unsettled.attempt.parts)  # the next step may have found a smaller one by now
             with Path(f"rank-{_rank()}").open("a") as file:
-                file.write(json.dumps(_what_it_came_to(self)) + "\n")
+                file.write(json.dumps(_what_it_came_to(self) | {"size": size}) + "\n")
 
     GPT2Module.training_step, TrainingStep.settle = noted_training_step, noted_settle
 
@@ -63,7 +64,6 @@ def _what_it_came_to(step):
         "step": step.schedule.last_epoch,
         "loss": step._last.read().loss,
         "again": step._last.first is not None,
-        "size": step.micro_batch_size,
         "tensors": len(scales),
         "scales": _digest(scales.values()),
         "weights": _digest(step.model.parameters()),

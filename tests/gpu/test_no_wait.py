@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpt2_fp8.callbacks import checkpointing
+from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.data.packing import Batches
 from gpt2_fp8.engine.gradients import Gradients
 from tests.gpu.common import hopper
@@ -37,10 +38,18 @@ def test_no_step_waits_for_the_gpu_not_even_one_with_a_row_of_the_log(tmp_path, 
         step = trainer.global_step + 1
         torch.cuda.set_sync_debug_mode("error" if 2 < step < LAST else "default")
 
+    log, ahead = Throughput._log, {}
+
+    def logged(self, trainer, metrics):
+        ahead[trainer.global_step] = trainer.lightning_module.step._early is not None
+        log(self, trainer, metrics)
+
+    monkeypatch.setattr(Throughput, "_log", logged)
     monkeypatch.setattr(checkpointing.Checkpointing, "on_train_batch_start", start)
     rare = [f"trainer.max_steps={LAST}", "trainer.val_check_interval=100", "callbacks.checkpoint_every_n_steps=0"]
     train(tmp_path / "run", *words, *rare, "trainer.log_every_n_steps=6", base=base)
     assert list(metrics(tmp_path / "run")["train_loss"]) == [1, 6, 12, 17]
+    assert ahead == {1: False, 6: True, 12: True, 17: False}, "the next step's gradients are launched by then"
 
 
 @pytest.mark.parametrize(("cycles", "least", "most"), [(0, 0.3, 1.0), (400_000_000, 0.0, 0.02)])
@@ -54,6 +63,7 @@ def test_data_is_waited_for_only_while_the_gpu_has_nothing_to_do(tmp_path, monke
 
     monkeypatch.setattr(Batches, "next", lambda self: time.sleep(0.1) or made(self))
     monkeypatch.setattr(Gradients, "of_step", computed)
-    train(tmp_path / "run", "trainer.val_check_interval=12", "trainer.log_every_n_steps=4", base=IN_BF16)
+    rare = ["trainer.val_check_interval=12", "callbacks.checkpoint_every_n_steps=0"]
+    train(tmp_path / "run", *rare, "trainer.log_every_n_steps=4", base=IN_BF16)
     waits = metrics(tmp_path / "run")["data_wait"]
     assert all(least <= waits[step] <= most for step in (8, 12))
