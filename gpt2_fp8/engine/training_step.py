@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.engine.ahead import Ahead
 from gpt2_fp8.engine.attempts import Attempt, Attempts
 from gpt2_fp8.engine.gradients import Backward, Gradients, NoSync
 from gpt2_fp8.engine.micro_batching import MicroBatching
@@ -47,9 +48,8 @@ class TrainingStep:
     comes, or when anything here is asked for. Settling is collective. Only a caller that reads the weights themselves
     or the time calls `settle` first.
 
-    The next step's gradients are computed *ahead*: before the host waits for the verdict. So the GPU goes on while the
-    host settles. A verdict that changes weights or scales takes these gradients back, and they are computed again: the
-    numbers are the same.
+    The next step's gradients are computed *ahead* (`Ahead`): before the host waits for the verdict. So the GPU goes on
+    while the host settles.
 
     Args:
         config: the run's; its micro-batch is a number.
@@ -86,12 +86,12 @@ class TrainingStep:
             self._gradients, self.share, config.micro_batch, asked_micro_batch_size, self._optimizer_state_to_come
         )
         self.attempts = Attempts(plan, self._gradients, self._batching)
+        self._ahead = Ahead(self.attempts)
         self.optimizer: Optimizer
         self.schedule: LambdaLR
         self.on_settled: list[Callable[[StepResult], object]] = []
         self.on_given_up: Callable[[], object] = _nothing
         self._unsettled: _Unsettled | None = None
-        self._early: Attempt | None = None  # made ahead, while the last step is being settled
         self._last: StepResult | None = None
 
     # Setting up
@@ -128,33 +128,14 @@ class TrainingStep:
 
     def _next(self, ids: Tensor) -> Attempt:
         """Settle the last step, and return the attempt at the next one: made ahead, if the verdict lets it stand."""
-        if self._unsettled is not None and self.attempts.go_ahead(self.schedule.last_epoch + 1):
-            self._early = self._made_ahead(ids)
-        made = self._early
+        if self._unsettled is not None:
+            self._ahead.launch(ids, self.schedule.last_epoch + 1, self.settle)
         try:
             self.settle()
         except BaseException:
-            self._take_back()
+            self._ahead.take_back()
             raise
-        early, self._early = self._early, None
-        if early is not None:
-            return early
-        attempt = self.attempts(ids, self.schedule.last_epoch, first=self._last is None)
-        return attempt if made is None else attempt._replace(gap=made.gap)
-
-    def _made_ahead(self, ids: Tensor) -> Attempt:
-        try:
-            return self.attempts(ids, self.schedule.last_epoch + 1, first=False)
-        except BaseException:  # as if the last step had been settled before it
-            if not collectives.is_distributed():  # other ranks may have had no error
-                self.settle()
-            raise
-
-    def _take_back(self) -> None:
-        """Leave gradients, scales and random numbers as they were before the attempt made ahead, if there is one."""
-        early, self._early = self._early, None
-        if early is not None:
-            self.attempts.take_back(early)
+        return self._ahead.attempt(ids, self.schedule.last_epoch, first=self._last is None)
 
     def settle(self) -> None:
         """Finish the last step once the host knows its verdict; do nothing if that is done. Collective.
@@ -167,10 +148,7 @@ class TrainingStep:
         in one of several ranks' `on_settled`: the others would not compute the next gradients again.
         """
         if self._unsettled is None:
-            # `done` or one of `on_settled` asks, and is answered without what was made ahead.
-            if self._early is not None and collectives.is_distributed():
-                raise RuntimeError("the state cannot be asked for while a step is being settled: ask in a hook")
-            self._take_back()
+            self._ahead.give_way()  # `done` or one of `on_settled` may ask
             return
         if self.attempts.computing_again:
             return
@@ -180,7 +158,7 @@ class TrainingStep:
         verdict = result.read()
         again = verdict.skipped and self.attempts.in_fp8(self.schedule.last_epoch)
         if again or verdict.absurd:
-            self._take_back()
+            self._ahead.take_back()
         if again:
             try:
                 result = self._run_again_in_bf16(attempt, verdict)
