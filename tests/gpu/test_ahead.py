@@ -1,13 +1,12 @@
 """Gradients ahead of a verdict: every bit is that of steps that are settled one by one. See tests/engine for more."""
 
-import math
-
 import pytest
 import torch
 
 from gpt2_fp8.backends.resolve import resolve
 from gpt2_fp8.measure import worker
 from gpt2_fp8.precision import state
+from tests.ahead import jumped, not_finite, nothing, trained
 from tests.gpu.common import VOCAB, composed, determinism, hopper, tokens
 from tests.runs import assert_equal
 
@@ -27,40 +26,11 @@ def _deterministic():
         yield
 
 
-def nothing(step, number):
-    pass
-
-
-def not_finite(step, number):
-    if number in (2, 3):
-        step.model.tokens.weight.grad[0, 0] = math.nan
-
-
-def jumped(step, number):
-    if number == 3:
-        for _, layer in state.scaling_states(step.model):
-            layer.amax_history[0] = 1e30  # this step's own
-
-
-def trained(overrides, wrong, ahead):
-    """Train; without `ahead` each step is settled before the next one comes. Returns what it leaves."""
+def trained_on_tokens(overrides, wrong, ahead):
+    """Train; returns the batches whose gradients were computed, and what training leaves."""
     config = composed(*overrides)
     step, batches = worker.built(config, resolve(config, "cuda"), VOCAB), [tokens(12, n, 128) for n in range(STEPS)]
-    of_step, computed, seen = step._gradients.of_step, [], []
-
-    def spoiled(text, size):
-        loss = of_step(text, size)
-        computed.append(next(i for i, batch in enumerate(batches) if batch is text))
-        wrong(step, computed[-1])
-        return loss
-
-    step._gradients.of_step = spoiled
-    step.on_settled.append(lambda result: seen.append(repr((result.read(), result.first, result.lr))))
-    for batch in batches:
-        step(batch)
-        if not ahead:
-            step.settle()
-    step.settle()
+    computed, seen = trained(step, batches, wrong, ahead)
     weights = {name: weight.clone() for name, weight in step.model.state_dict().items()}
     return computed, (seen, weights, step.optimizer.state_dict()["state"], state.capture(step.model))
 
@@ -69,8 +39,8 @@ def trained(overrides, wrong, ahead):
 @pytest.mark.parametrize("overrides", ROADS, ids=" ".join)
 def test_they_change_no_bit(overrides, wrong, twice):
     fp8 = "precision=bf16" not in overrides
-    computed, found = trained(overrides, wrong, ahead=True)
-    in_turn, expected = trained(overrides, wrong, ahead=False)
+    computed, found = trained_on_tokens(overrides, wrong, ahead=True)
+    in_turn, expected = trained_on_tokens(overrides, wrong, ahead=False)
     assert_equal(found, expected, "state")
     assert sorted(computed) == sorted(in_turn + (twice if fp8 else []))
 
