@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -24,16 +23,17 @@ import torch
 from gpt2_fp8 import run
 from gpt2_fp8.engine.micro_batching import MicroBatching
 from gpt2_fp8.engine.training_step import TrainingStep
+from gpt2_fp8.runtime.moments import Moment
 
 FIRST = 3  # the steps before it compile and record
 SEVERAL = "-m", "--multirun"
 
 
 class Step(NamedTuple):
-    """Where a step's work begins and ends: CUDA events, or seconds of the host's clock."""
+    """Where a step's work begins and ends."""
 
-    begin: Any
-    end: Any
+    begin: Moment
+    end: Moment
     row: bool  # whether the log has a row of it
 
 
@@ -52,10 +52,10 @@ class Marks:
             call(step, ids, *then)
             number = step.schedule.last_epoch + 1  # it is not settled
             row = number % step.config.trainer.log_every_n_steps == 0
-            self.steps.append(Step(self._begin, _mark(ids), row))
+            self.steps.append(Step(self._begin, Moment(ids.device), row))
 
         def begun(batching: MicroBatching, ids: torch.Tensor) -> torch.Tensor:
-            self._begin = _mark(ids)
+            self._begin = Moment(ids.device)
             return gradients(batching, ids)
 
         TrainingStep.__call__ = marked
@@ -96,16 +96,8 @@ def told(steps: list[Step]) -> str:
     return f"{length:.2f} ms a step; without work {'; '.join(parts)}; {share}"
 
 
-def _mark(ids: torch.Tensor) -> Any:
-    if not ids.is_cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _milliseconds(begin: Any, end: Any) -> float:
-    return 1000 * (end - begin) if isinstance(begin, float) else float(begin.elapsed_time(end))
+def _milliseconds(begin: Moment, end: Moment) -> float:
+    return 1000 * end.seconds_since(begin)
 
 
 if __name__ == "__main__":

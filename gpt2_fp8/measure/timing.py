@@ -10,7 +10,6 @@ import math
 import os
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
@@ -22,6 +21,7 @@ import torch
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.measure.memory_bound import wanted
 from gpt2_fp8.measure.subprocesses import one_line
+from gpt2_fp8.runtime.moments import Moment
 
 Row = dict[str, Any]  # values are str, int, float or None, in the order of the columns
 
@@ -45,14 +45,14 @@ def here() -> str:
 
 def seconds_of_each(calls: Iterable[Callable[[], object]], device: str) -> list[float]:
     """Measure the seconds of each of several calls in a row. On a GPU events measure, so that nothing waits."""
-    marks = [_mark(device)]
+    on = torch.device(device)
+    marks = [Moment(on)]
     for call in calls:
         call()
-        marks.append(_mark(device))
+        marks.append(Moment(on))
     if device == "cuda":
         torch.cuda.synchronize()
-        return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
-    return [after - before for before, after in itertools.pairwise(marks)]
+    return [after.seconds_since(before) for before, after in itertools.pairwise(marks)]
 
 
 def seconds_per_call(call: Callable[[], object], device: str) -> float:
@@ -124,14 +124,6 @@ def _write(out: Path, rows: list[Row]) -> None:
     partial = out.with_name(out.name + ".partial")
     partial.write_text(json.dumps(rows))
     os.replace(partial, out)
-
-
-def _mark(device: str) -> Any:
-    if device != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _free() -> None:
