@@ -28,7 +28,7 @@ class Samples(pl.Callback):
         prompt = tokenizer.encode_ordinary(self.prompt) or [tokenizer.eot_token]
         n_positions = pl_module.config.model.n_positions
         try:
-            with pl_module.step.evaluation() as model:
+            with pl_module.step.evaluation.forwards() as model:
                 ids = generate(
                     model, prompt, self.tokens, pl_module.vocab_size, n_positions, self.seed,
                     stopped=_is_stopping,

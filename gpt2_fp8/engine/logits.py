@@ -22,7 +22,7 @@ def logits(step: TrainingStep, ids: Tensor, vocab_size: int) -> Tensor:
     if tokens > n_positions:
         raise UserError.of(f"{tokens} tokens, and the model has {n_positions} positions", f"ids[:, -{n_positions}:]")
     in_fp8 = step.plan.fp8 and not step.plan.backend.evaluates_in_bf16
-    with step.evaluation() as model:
+    with step.evaluation.forwards() as model:
         if in_fp8 and not step.scaling.ready:
             raise UserError.of("the FP8 layers have no scales yet", "a training step or Trainer.validate finds them")
         if in_fp8:  # which takes multiples of 16; a causal model does not see what follows

@@ -5,8 +5,8 @@ The LightningModule trains through it and the benchmark times it, so what is mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,12 +20,13 @@ from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.ahead import Ahead
 from gpt2_fp8.engine.attempts import Attempt, Attempts
+from gpt2_fp8.engine.evaluation import Evaluation, in_mode
 from gpt2_fp8.engine.gradients import Backward, Gradients, NoSync
 from gpt2_fp8.engine.micro_batching import MicroBatching
 from gpt2_fp8.engine.optim import build_optimizer, state_like
 from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.step import StepResult, Verdict, update
-from gpt2_fp8.model.gpt2 import GPT2, initialise
+from gpt2_fp8.model.gpt2 import initialise
 from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.runtime.signal_handlers import Interrupted
 
@@ -62,6 +63,7 @@ class TrainingStep:
         model: built on torch's default device. Build inside `with torch.device("cuda")` for a GPU, as Lightning does.
         share: sequences of a step that this rank computes.
         attempts: computes the gradients of a step.
+        evaluation: computes losses and forwards between two steps; it settles the last one.
         on_settled: functions called with each settled step's result, in order. Their errors come out of the call
             that settled the step. One that asks for more here has the next gradients computed again.
         on_given_up: called if a signal ended the second attempt at a settled step: the step is not counted.
@@ -87,6 +89,7 @@ class TrainingStep:
         )
         self.attempts = Attempts(plan, self._gradients, self._batching)
         self._ahead = Ahead(self.attempts)
+        self.evaluation = Evaluation(self.attempts, self._gradients, self._batching, self.settle)
         self.optimizer: Optimizer
         self.schedule: LambdaLR
         self.on_settled: list[Callable[[StepResult], object]] = []
@@ -177,7 +180,7 @@ class TrainingStep:
 
     def _run_again_in_bf16(self, attempt: Attempt, first: Verdict) -> StepResult:
         """Compute the step once more from the same weights, since its update was left out. Collective."""
-        with torch.enable_grad(), self._mode(training=True):  # a validation may be about to begin
+        with torch.enable_grad(), in_mode(self.model, training=True):  # a validation may be about to begin
             loss = self.attempts.again_in_bf16(attempt)
         # Not through what wraps the optimizer: it counts steps, and this one is already counted.
         return replace(self._update(attempt, loss, self.optimizer.step), first=first)
@@ -217,36 +220,6 @@ class TrainingStep:
     def micro_batch_size(self) -> int:
         """Sequences of a forward pass in training: the largest size known to fit, or else the one to try."""
         return self._batching.training.size
-
-    def evaluate(self, ids: Tensor) -> Tensor:
-        """Compute the sum of the losses of `ids` and the number of their targets: float64 [2]. Collective.
-
-        ids: [sequences, n_positions + 1]. The model must be in evaluation mode. The amax histories do not change.
-        """
-        self.settle()
-        if not self.plan.backend.evaluates_in_bf16:
-            self.attempts.find_scales(ids)
-        with self.scaling.unchanged():
-            return self._batching.evaluate(ids)
-
-    @contextmanager
-    def evaluation(self) -> Iterator[GPT2]:
-        """Enter evaluation mode for the caller's own forwards, and return the model for them.
-
-        No gradients are computed, and no amax is recorded. The precision is that of a validation.
-        """
-        self.settle()
-        with self._mode(training=False), self.scaling.unchanged(), self._gradients.evaluation() as model:
-            yield model
-
-    @contextmanager
-    def _mode(self, training: bool) -> Iterator[None]:
-        before = self.model.training
-        self.model.train(training)
-        try:
-            yield
-        finally:
-            self.model.train(before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a step needs beside weights, optimizer and schedule.

@@ -26,6 +26,7 @@ from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.train import checkpoint_io, first_weights, module_checkpoint, own_trainer, resume, saved_config
 from gpt2_fp8.train.metric_log import MetricLog
 from gpt2_fp8.train.module_checkpoint import Restored
+from gpt2_fp8.train.validation import Validation
 
 
 class GPT2Module(pl.LightningModule):
@@ -192,36 +193,15 @@ class GPT2Module(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Start the sums."""
-        sources = max(1, len(self._val_sources()))
-        self._sums = [torch.zeros(2, dtype=torch.float64, device=self.device) for _ in range(sources)]
-        if self.trainer.sanity_checking:
-            self._undo_scales = self.step.scaling.trial()
+        self._validation = Validation(self)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add one micro-batch of [sequences, n_positions + 1] to the sums."""
-        ids = batch["ids"]
-        with torch.inference_mode(False), torch.no_grad():  # what a forward allocates may be trained with
-            source = batch.get("source", 0)
-            self._sums[source] = self._sums[source] + self.step.evaluate(ids.clone() if ids.is_inference() else ids)
+        self._validation.add(batch["ids"], batch.get("source", 0))
 
     def on_validation_epoch_end(self) -> None:
-        """Log `val_loss`: the mean over every scored token of every rank, and of a mixture `val_loss/NAME` likewise.
-
-        A sanity check leaves nothing behind.
-        """
-        if self.trainer.sanity_checking:
-            self._undo_scales()
-            return
-        sums = self.trainer.strategy.reduce(torch.stack(self._sums), reduce_op="sum")
-        total, count = sums.sum(0)
-        self.val_loss = val_loss = (total / count).float().item()  # as Lightning keeps it beside the checkpoints
-        own = zip(self._val_sources(), sums.unbind(), strict=False)
-        losses = {f"val_loss/{name}": (total / count).float().item() for name, (total, count) in own}
-        MetricLog(self).log_row({"val_loss": val_loss} | losses)
-
-    def _val_sources(self) -> list[str]:
-        """Return the sources of a mixture whose losses are told apart; none if the data module has no mixture."""
-        return getattr(getattr(self.trainer, "datamodule", None), "val_sources", [])  # both may be anyone's
+        """Log `val_loss`, and of a mixture `val_loss/NAME`: see `Validation.end`."""
+        self._validation.end()
 
     # Checkpoints
 

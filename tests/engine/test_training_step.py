@@ -41,7 +41,7 @@ def test_a_validation_that_comes_first_finds_the_scales_of_training(sequences):
     text = ids(16)
     first(text)
     first.settle()
-    second.evaluate(text[:sequences])
+    second.evaluation.sums(text[:sequences])
     second(text)
     second.settle()
     found = [state.capture(step.model) for step in (first, second)]

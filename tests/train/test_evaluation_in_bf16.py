@@ -140,7 +140,7 @@ def test_a_run_in_legs_ends_as_one_in_a_piece(runs, tmp_path, monkeypatch, befor
 
 def evaluated(step):
     step.model.eval()
-    found = step.evaluate(IDS_OF_BYTES)
+    found = step.evaluation.sums(IDS_OF_BYTES)
     step.model.train()
     return found
 
