@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
-from types import MappingProxyType
-from typing import Any, NamedTuple
 
-from gpt2_fp8.config import attention_support, backend_support, bf16_instead, emulation_check
+from gpt2_fp8.config import attention_support, backend_support, bf16_instead, emulation_check, fused_nearby
 from gpt2_fp8.config.backend_support import asked, why_not_asked
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.keys import show
-from gpt2_fp8.config.model_checks import FP8_MULTIPLE
+from gpt2_fp8.config.fused_nearby import Change
 from gpt2_fp8.config.precision_schema import FP8PrecisionConfig, StatelessRecipe
-from gpt2_fp8.config.schema import ModelConfig, RunConfig
+from gpt2_fp8.config.schema import RunConfig
 
 _OF_PRECISION = "precision.name", "recipe", "precision.keep_bf16", "precision.backward"
 _OF_LAYERS = "precision.backend", "model.dropout", "document_mask", "penalty"
 _MOST = 3  # ways out that are named
 _BY_TORCHAO = 'precision.backend=torchao (pip install -e ".[torchao]")'
-_SHAPE = 2  # words about the model's shape that are still a nearby one
-_OF_ROPE = [key.name for key in fields(ModelConfig) if key.name.startswith("rope_")]
-_OF_BLOCK = ("qk_norm", "norm", "mlp", "positions", "tied_head")  # their defaults are GPT-2's
 
-
-class _Change(NamedTuple):
-    """A word, and the values that it sets: of the group `precision`, of the run, and of the group `model`."""
-
-    typed: str
-    precision: dict[str, Any]
-    run: dict[str, Any]
-    model: Mapping[str, Any] = MappingProxyType({})
-
-
-_AUTO = _Change("precision.backend=auto", {"backend": "auto"}, {})
-_EMULATED = _Change("precision.backend=emulated, which is slow", {"backend": "emulated"}, {})
-_IN_FP8 = _Change("precision.backward=fp8", {"backward": "fp8"}, {})
-_CURRENT = _Change("recipe=current", {}, {"recipe": StatelessRecipe(name="current")})
-_ROWWISE = _Change("recipe=rowwise", {}, {"recipe": StatelessRecipe(name="rowwise")})
-_EMULATE_ALL = _Change("precision.emulate=null", {"emulate": None}, {})
-_NO_GRAPHS = _Change("cuda_graphs=auto", {}, {"cuda_graphs": "auto"})
-_ANY_ATTENTION = _Change("attention=auto", {}, {"attention": "auto"})
+_AUTO = Change("precision.backend=auto", {"backend": "auto"}, {})
+_EMULATED = Change("precision.backend=emulated, which is slow", {"backend": "emulated"}, {})
+_IN_FP8 = Change("precision.backward=fp8", {"backward": "fp8"}, {})
+_CURRENT = Change("recipe=current", {}, {"recipe": StatelessRecipe(name="current")})
+_ROWWISE = Change("recipe=rowwise", {}, {"recipe": StatelessRecipe(name="rowwise")})
+_EMULATE_ALL = Change("precision.emulate=null", {"emulate": None}, {})
+_NO_GRAPHS = Change("cuda_graphs=auto", {}, {"cuda_graphs": "auto"})
+_ANY_ATTENTION = Change("attention=auto", {}, {"attention": "auto"})
 
 
 def check(config: RunConfig) -> Iterator[Finding]:
@@ -79,7 +63,7 @@ def _emulate(config: RunConfig) -> Iterator[Finding]:
 
 def _remedy(config: RunConfig) -> str:
     """Name the nearest settings that are accepted: one word to change, or several; the slow one last."""
-    found: list[tuple[_Change, ...]] = []
+    found: list[tuple[Change, ...]] = []
     changes = _changes(config)
     for words in (words for size in range(1, len(changes) + 1) for words in combinations(changes, size)):
         if not any(set(map(id, other)) <= set(map(id, words)) for other in found) and _accepts(config, words):
@@ -92,10 +76,11 @@ def _remedy(config: RunConfig) -> str:
     return ", or ".join(named[:_MOST])
 
 
-def _changes(config: RunConfig) -> list[_Change]:
+def _changes(config: RunConfig) -> list[Change]:
     """Return what may help, the nearest first."""
     name = asked(config)
-    backends = [] if name == "auto" else [_AUTO, *(_gpt2_block(config) if name in ("fused", "emulated") else [])]
+    backends = [] if name == "auto" else [_AUTO, *(fused_nearby.block(config) if name in ("fused", "emulated") else [])]
+    backends += fused_nearby.others(config) if name == "fused" else []
     recipes = [_CURRENT, _ROWWISE, *backends] if name == "torchao" else [*backends, _CURRENT]
     kernels = [_NO_GRAPHS] if config.cuda_graphs is True else []
     kernels += [_ANY_ATTENTION] if config.attention in attention_support.ON_A_GPU else []
@@ -105,20 +90,7 @@ def _changes(config: RunConfig) -> list[_Change]:
     return [*recipes, _IN_FP8, *kernels, *cast, _EMULATED]
 
 
-def _gpt2_block(config: RunConfig) -> list[_Change]:
-    """Return the words that make the model's block GPT-2's, as one change, if it is not far from it."""
-    model = config.model
-    odd = model.n_embd % model.n_head or model.n_embd % FP8_MULTIPLE  # another problem, with a remedy of its own
-    if odd or any(getattr(model, key) is not None for key in _OF_ROPE):
-        return []
-    plain = {"n_kv_head": model.n_head, "head_size": model.n_embd // model.n_head, "dropout": 0.0}
-    plain |= {key: getattr(ModelConfig, key) for key in _OF_BLOCK}
-    changed = {key: value for key, value in plain.items() if getattr(model, key) not in (None, value)}
-    typed = " ".join(f"model.{key}={show(value)}" for key, value in changed.items())
-    return [_Change(typed, {}, {}, changed)] if 0 < len(changed) <= _SHAPE else []
-
-
-def _changed(config: RunConfig, words: tuple[_Change, ...]) -> RunConfig:
+def _changed(config: RunConfig, words: tuple[Change, ...]) -> RunConfig:
     """Return the settings after these words. If only torchao is left of `auto`, its layers are asked for."""
     for word in words:
         model = replace(config.model, **word.model)
@@ -129,7 +101,7 @@ def _changed(config: RunConfig, words: tuple[_Change, ...]) -> RunConfig:
     return replace(config, precision=replace(config.precision, backend="torchao")) if alone else config
 
 
-def _accepts(config: RunConfig, words: tuple[_Change, ...]) -> bool:
+def _accepts(config: RunConfig, words: tuple[Change, ...]) -> bool:
     """Return whether changed settings have a backend, and no problem with it that they had not before."""
     keys = [key for word in words for key in (*word.precision, *word.run, *word.model)]
     if len(set(keys)) < len(keys):
@@ -143,7 +115,7 @@ def _refused(config: RunConfig) -> set[tuple[str, ...]]:
     return {found.keys for found in (*_options(config), *attention_support.check(config))}
 
 
-def _typed(config: RunConfig, words: tuple[_Change, ...]) -> str:
+def _typed(config: RunConfig, words: tuple[Change, ...]) -> str:
     """Return what is typed. If only torchao can compute it, its layers are named, since they may not be installed."""
     by_torchao = asked(_changed(config, words)) == "torchao"
     return " ".join(_BY_TORCHAO if word is _AUTO and by_torchao else word.typed for word in words)
