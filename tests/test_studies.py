@@ -439,6 +439,14 @@ WRONG = {  # rows, words behind `--`, options, and the cause
     "start at the end": (A, [], ["--from", "300"], "--from 300 of 300 steps"),
     "start at the window's end": (A, [], ["--from", "200", "--steps", "100", "200"], "--from 200 of 200 steps"),
     "window before the start": (A, [], ["--from", "150", "--steps", "100", "200"], "one run up to --from 150"),
+    "a tail before the start": (
+        "a: precision=fp8_hybrid precision.bf16_last_steps=20", [], ["--from", "290"],
+        "precision.bf16_last_steps=20 begins after step 280, and the row's steps after step 290\n"
+        "  fix: precision.bf16_last_steps=10, or an earlier --from or @STEP",
+    ),
+    "a tail before the leg": (
+        "a: precision=bf16 @290 precision=fp8_hybrid precision.bf16_last_steps=20", [], [], "begins after step 280",
+    ),
     "change before the start": (f"{A} @20 precision=fp32", [], ["--from", "20"], "@[20] of 300 steps from 20"),
     "folder of the start": (f"start{A[1:]}", [], ["--from", "20"], "start is that of the common start"),
     "start of another model": (f"{A}\nb: optimizer=muon", [], ["--from", "20"], "b: optimizer=muon cannot go on from"),

@@ -15,7 +15,7 @@ from rows import Leg
 
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import show, value_of
-from gpt2_fp8.config.run_length import last_step
+from gpt2_fp8.config.run_length import bf16_last_steps, last_step, steps_in_fp8
 from gpt2_fp8.config.schema import RunConfig
 
 KEPT = {  # keys that the study sets in each run, and what to do instead
@@ -118,6 +118,8 @@ class Study:
         if marks != sorted(set(marks)) or any(not begin < mark < steps for mark in marks):
             cause = f"@{marks} of {steps} steps" + (f" from {begin}" if begin else "")
             yield Problem(cause, f"each @N is later than the one before{' and --from' if begin else ''}, and no end")
+        for leg_begin, config in zip([begin, *marks], configs, strict=False):
+            yield from _tail_before(leg_begin, config)
         for before, config in zip([first if self.start is not None else configs[0], *configs], configs, strict=False):
             yield from other_run(before, config)
         if self.start is None:
@@ -137,6 +139,13 @@ class Study:
             yield Problem(cause, f"trainer.log_every_n_steps={gcd(after, until)}, or multiples of {every}")
         if not all(config.logger.csv for config in configs):
             yield Problem("logger.csv=false, and the figure of --steps is read from metrics.csv", "logger.csv=true")
+
+
+def _tail_before(begin: int, config: RunConfig) -> Iterator[Problem]:
+    """Yield that the last steps in bf16 begin before the leg itself, which goes on from step `begin`."""
+    if (asked := bf16_last_steps(config)) and (after := steps_in_fp8(config)) < begin:
+        cause = f"precision.bf16_last_steps={asked} begins after step {after}, and the row's steps after step {begin}"
+        yield Problem(cause, f"precision.bf16_last_steps={asked - (begin - after)}, or an earlier --from or @STEP")
 
 
 def _no_end(configs: list[RunConfig]) -> Iterator[Problem]:

@@ -85,6 +85,10 @@ class Attempts:
         """Return whether the step after `done` steps computes in FP8."""
         return self.plan.fp8 and done < self.steps_in_fp8
 
+    def last_in_bf16(self, done: int) -> int:
+        """Return how many of `done` steps, the newest, computed in bf16 since the run's end is near."""
+        return max(0, done - self.steps_in_fp8) if self.plan.fp8 else 0
+
     def go_ahead(self, done: int) -> bool:
         """Return whether the step after `done` steps can be attempted before the one before it is settled.
 

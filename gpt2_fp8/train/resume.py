@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from gpt2_fp8.backends.base import Backend
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
+from gpt2_fp8.config.amounts import counted
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import value_of
 from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
-from gpt2_fp8.config.run_length import last_step
+from gpt2_fp8.config.run_length import last_step, steps_in_fp8
 from gpt2_fp8.config.schema import FREE_OF_WEIGHTS, ModelConfig, RunConfig
 from gpt2_fp8.engine.optim import build_optimizer
 from gpt2_fp8.engine.saved_moments import check_moments
 from gpt2_fp8.engine.schedule import build_schedule
+from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.train import saved_config
 
 _SHOWN = 5  # weights that differ; a list of all of them helps nobody
@@ -63,6 +65,17 @@ def other_validation(checkpoint: Mapping[str, Any], backend: Backend) -> str | N
     return (
         f"validation losses are computed in {now} from here on, and were in {before} before: they differ by what FP8 "
         f"rounds; precision.evaluation={before} goes on as it was"
+    )
+
+
+def fp8_again(checkpoint: Mapping[str, Any], step: TrainingStep) -> str | None:
+    """Say that a run in FP8 whose last steps were in bf16 computes the next ones in FP8; or None."""
+    before, done = value_of(checkpoint, "precision.last_in_bf16"), checkpoint["global_step"]
+    if not isinstance(before, int) or not before or not step.plan.fp8 or steps_in_fp8(step.config) <= done:
+        return None
+    return (
+        f"the last {counted(before, 'step')} before step {done + 1} were computed in bf16 (precision.bf16_last_steps), "
+        "and the next are in FP8 again: the run ends later now, or with fewer in bf16"
     )
 
 

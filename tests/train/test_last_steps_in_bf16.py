@@ -63,23 +63,25 @@ def test_the_last_steps_do_change_something(last, tmp_path):
 
 
 @pytest.mark.parametrize("until", [8, 9, 11], ids=["before it", "after its first step", "before its last"])
-def test_a_run_in_legs_ends_as_one_in_a_piece(last, tmp_path, monkeypatch, until):
+def test_a_run_in_legs_ends_as_one_in_a_piece(last, tmp_path, monkeypatch, caplog, until):
     steps, folder = last
     here = record_steps(monkeypatch)
     words = [*LAST, "callbacks.checkpoint_every_n_steps=1"]
     train_until(until, tmp_path, *words)
     train(tmp_path, *words, "ckpt_path=last")
     assert here == steps
+    assert not [record for record in caplog.records if "in FP8 again" in record.message]
     assert_same_checkpoint(checkpoint(tmp_path, 12), checkpoint(folder, 12))
     ours, theirs = (read(checkpoint(of, 12))["training_step"] for of in (tmp_path, folder))
     assert_equal(ours, theirs, "scales and sizes")
 
 
-def test_a_longer_run_is_in_fp8_again_with_the_scales_of_before(last, tmp_path, monkeypatch):
+def test_a_longer_run_is_in_fp8_again_with_the_scales_of_before(last, tmp_path, monkeypatch, caplog):
     _, folder = last
     before, after = (read(checkpoint(folder, step))["training_step"]["scaling"] for step in (8, 12))
     assert_equal(before, after, "scaling")
     train(tmp_path, *LAST)
+    assert summary(tmp_path)["precision"]["last_in_bf16"] == 4
     steps = record_steps(monkeypatch)
     train(tmp_path, *LAST, "ckpt_path=last", "trainer.max_steps=18")
     assert [step for step, *_ in steps] == [*range(13, 19)]
@@ -88,6 +90,12 @@ def test_a_longer_run_is_in_fp8_again_with_the_scales_of_before(last, tmp_path, 
         assert_equal(at_12, at_16, "13 and 14 were in FP8")
     assert_equal(at_16, at_18, "15 and all after it were in bf16")
     assert summary(tmp_path)["config"]["precision"]["bf16_last_steps"] == 4
+    assert summary(tmp_path)["precision"]["last_in_bf16"] == 4
+    again = [record.message for record in caplog.records if "in FP8 again" in record.message]
+    assert again == [
+        "the last 4 steps before step 13 were computed in bf16 (precision.bf16_last_steps), and the next are in FP8 "
+        "again: the run ends later now, or with fewer in bf16"
+    ]
 
 
 def test_the_health_of_fp8_ends_with_its_last_step(last):
