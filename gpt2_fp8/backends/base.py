@@ -68,8 +68,11 @@ class Backend(ABC):
         """Return the layers from which `build` makes the model."""
 
     @abstractmethod
-    def kernels(self, vocab_size: int) -> dict[str, str]:
-        """Describe what computes each part of the model, by the part; the first key is `layers`."""
+    def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
+        """Describe what computes each part of the model, by the part; the first key is `layers`.
+
+        `micro_batch`: sequences of a forward in training; None: those of the settings.
+        """
 
     def evaluation_kernels(self, vocab_size: int) -> dict[str, str]:
         """Describe, as `kernels` does, what computes a validation."""

@@ -91,7 +91,7 @@ class Emulated(Backend):
         return fp8_tensors(precision, self.config.model.n_layer, blocks, KINDS if "head" in switches else head)
 
     @override
-    def kernels(self, vocab_size: int) -> dict[str, str]:
+    def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
         assert isinstance(self.config.precision, FP8PrecisionConfig)
         how = ", compiled" if self.compiled else ""
         effective = emulation.effective(self.config.precision, self.config.model.n_layer)

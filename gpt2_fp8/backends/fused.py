@@ -70,11 +70,11 @@ class Fused(Backend):
         return why_no_transformer_engine() if kernel == "te" else super().why_not_attention(kernel)
 
     @override
-    def kernels(self, vocab_size: int) -> dict[str, str]:
+    def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
         from gpt2_fp8.layers.chosen import chosen
 
         in_bf16 = kept(self.keep_bf16, self.config.model.n_layer)
-        rows = self.config.micro_batch * self.config.model.n_positions
+        rows = (micro_batch or self.config.micro_batch) * self.config.model.n_positions
         parts = chosen(rows, block_spec(self.config.model), padded_vocabulary(vocab_size))
         if in_bf16.head:
             parts["logits"] = _KEPT

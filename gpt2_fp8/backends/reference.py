@@ -37,7 +37,7 @@ class Reference(Backend):
         return ("recorded" if self.recorded else "compiled") if self.compiled else "plain"
 
     @override
-    def kernels(self, vocab_size: int) -> dict[str, str]:
+    def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
         return {
             "layers": "plain torch" + (", compiled" if self.compiled else "") + (", recorded" if self.recorded else ""),
             "attention": self.torch_attention(),

@@ -57,7 +57,7 @@ class Torchao(Backend):
         """See `Backend`. No weight is kept in FP8 between micro-batches, so `torch.compile` makes one graph."""
         return super().loss(model, ids, None, scale)
 
-    def kernels(self, vocab_size: int) -> dict[str, str]:
+    def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
         """See `Backend`. If faster layers were not chosen, it says why."""
         precision = self.config.precision
         auto = isinstance(precision, FP8PrecisionConfig) and precision.backend == "auto"

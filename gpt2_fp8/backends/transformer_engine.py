@@ -80,7 +80,7 @@ class TransformerEngine(Backend):
     def why_not_attention(self, kernel: AttentionKernel) -> str | None:
         return None if kernel == "te" else super().why_not_attention(kernel)
 
-    def kernels(self, vocab_size: int) -> dict[str, str]:
+    def kernels(self, vocab_size: int, micro_batch: int | None = None) -> dict[str, str]:
         """See `Backend`. If the faster layers were not chosen because of the settings, it says so."""
         precision = self.config.precision
         auto = isinstance(precision, FP8PrecisionConfig) and precision.backend == "auto"

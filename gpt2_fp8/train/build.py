@@ -19,6 +19,7 @@ from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.fp8_health import FP8HealthLog
 from gpt2_fp8.callbacks.histograms import Histograms
+from gpt2_fp8.callbacks.kernels_in_use import KernelsInUse
 from gpt2_fp8.callbacks.log_line import LogLine
 from gpt2_fp8.callbacks.peak_memory import PeakMemory
 from gpt2_fp8.callbacks.progress import ProgressBar
@@ -58,7 +59,7 @@ class Parts:
     data: TokenDataModule
     throughput: Throughput
     memory: PeakMemory
-    kernels: dict[str, str]  # what computes, by its part in it
+    kernels: KernelsInUse
 
 
 def build(
@@ -89,13 +90,13 @@ def build(
     module = GPT2Module(config, config.model.vocab_size or data.vocab_size)
     throughput = Throughput(config, module.vocab_size)
     memory = PeakMemory()
-    kernels = plan.backend.kernels(module.vocab_size)
+    kernels = KernelsInUse(partial(plan.backend.kernels, module.vocab_size), config.micro_batch)
     throughput.readers.append(log_line.write)
     health = _fp8_health(config, plan, folder, checkpoint, words)
     callbacks: list[Callback] = [time_limit, log_line, throughput, *health, memory]
     if config.logger.histograms_every_n_steps and not config.trainer.fast_dev_run:
         callbacks.append(Histograms(config.logger.histograms_every_n_steps, last_step(config)))
-    callbacks += [SameRun(asdict(config), summary.versions()), SameKernels(kernels | _versions(plan))]
+    callbacks += [SameRun(asdict(config), summary.versions()), SameKernels(kernels.found | _versions(plan)), kernels]
     callbacks += _chosen(config, throughput, log_line)
     labels = hyper_parameters.hyper_parameters(config, words)
     callbacks.append(RunLabels(labels, hyper_parameters.as_text(config)))

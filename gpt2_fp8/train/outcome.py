@@ -50,7 +50,7 @@ def fill(summary: Summary, parts: Parts, divergence: DivergenceGuard, checkpoint
     if last := pointers.read(checkpointing.folder, "last"):
         summary.checkpoint.last = str(checkpointing.folder / last.checkpoint)
     summary.data = parts.data.report()
-    summary.kernels = parts.kernels
+    summary.kernels = parts.kernels.found
     if parts.plan.device == "cpu":
         summary.device, summary.peak_memory_gb = "cpu", host_memory.peak_gb()
     else:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gpt2_fp8.backends.base import Backend
+from gpt2_fp8.backends.reference import Reference
 from gpt2_fp8.callbacks import samples
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.gradients import Gradients
@@ -77,6 +78,28 @@ def test_64_training_goes_on_in_smaller_micro_batches(tmp_path, monkeypatch, cap
         assert own[column] == theirs[column]
     said = [r.message for r in caplog.records if "out of memory" in r.message]
     assert said == [f"out of memory: micro_batch_size 2 instead of 4 from here on ({TEXT})"]
+
+
+def test_64_kernels_of_a_smaller_micro_batch_are_told_and_summed_up(tmp_path, monkeypatch, caplog):
+    """After the step in which it became smaller; a run that continues knows it from the beginning."""
+    caplog.set_level(logging.INFO)
+    kernels = Reference.kernels
+
+    def by_size(self, ids, size=None):
+        return kernels(self, ids) | {"head": f"of {size or self.config.micro_batch}"}
+
+    monkeypatch.setattr(Reference, "kernels", by_size)
+    with monkeypatch.context() as patch:
+        room_for(patch, training=2, from_step=4)
+        train(tmp_path / "run", *STEPS)
+    layers = [r.message.rpartition("head ")[2] for r in caplog.records if r.message.startswith("layers ")]
+    assert layers == ["of 4", "of 2"]
+    assert summary(tmp_path / "run")["kernels"]["head"] == "of 2"
+    caplog.clear()
+    train(tmp_path / "run", *STEPS, "ckpt_path=last", "trainer.max_steps=8")
+    layers = [r.message.rpartition("head ")[2] for r in caplog.records if r.message.startswith("layers ")]
+    assert layers == ["of 2"]
+    assert summary(tmp_path / "run")["kernels"]["head"] == "of 2"
 
 
 def test_64_auto_begins_with_a_whole_share_and_finds_what_fits(tmp_path, monkeypatch, clean):

@@ -11,6 +11,7 @@ from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.backends.reference import Reference
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.backends.transformer_engine import TransformerEngine
+from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.layers import sdpa
 from gpt2_fp8.train.setup import announce
 
@@ -62,6 +63,13 @@ def test_graphs_and_attention_of_the_fused_layers(said):
     assert "CUDA graphs" in line
     assert "cuDNN" in line
     assert "CUDA graphs" not in said(FUSED)["layers"]
+
+
+def test_the_fused_head_of_a_smaller_micro_batch_has_logits(monkeypatch):
+    """As the line `layers` says once a micro-batch did not fit."""
+    monkeypatch.setattr(nvrtc, "missing", lambda: None)
+    said = [FUSED.backend.kernels(50257, size)["logits"] for size in (16, 8)]
+    assert said == ["never in memory", "with their statistics (fewer than 16,384 rows)"]
 
 
 @pytest.mark.parametrize(
