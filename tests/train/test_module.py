@@ -58,6 +58,6 @@ def test_a_validation_that_comes_first_has_its_scales(in_checkpoint, found):
         for _ in range(2):
             module.validation_step({"ids": IDS}, 0)
     assert events == [*found, "loss", "loss"]
-    (sums,) = module._sums
+    (sums,) = module._validation._sums
     assert sums.tolist() == [2 * 256, 2 * 256]
     assert module.step.scaling.ready
