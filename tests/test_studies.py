@@ -447,6 +447,12 @@ WRONG = {  # rows, words behind `--`, options, and the cause
     "a tail before the leg": (
         "a: precision=bf16 @290 precision=fp8_hybrid precision.bf16_last_steps=20", [], [], "begins after step 280",
     ),
+    "a tail after the leg": (
+        "a: precision=fp8_hybrid precision.bf16_last_steps=20 @200 precision=bf16", [], [], "steps end at 200",
+    ),
+    "a tail after the window": (
+        f"{A}\nb: precision=fp8_hybrid precision.bf16_last_steps=20", [], ["--steps", "100", "200"], "end at 200",
+    ),
     "change before the start": (f"{A} @20 precision=fp32", [], ["--from", "20"], "@[20] of 300 steps from 20"),
     "folder of the start": (f"start{A[1:]}", [], ["--from", "20"], "start is that of the common start"),
     "start of another model": (f"{A}\nb: optimizer=muon", [], ["--from", "20"], "b: optimizer=muon cannot go on from"),

@@ -118,8 +118,8 @@ class Study:
         if marks != sorted(set(marks)) or any(not begin < mark < steps for mark in marks):
             cause = f"@{marks} of {steps} steps" + (f" from {begin}" if begin else "")
             yield Problem(cause, f"each @N is later than the one before{' and --from' if begin else ''}, and no end")
-        for leg_begin, config in zip([begin, *marks], configs, strict=False):
-            yield from _tail_before(leg_begin, config)
+        if len(marks) == len(configs) - 1:
+            yield from _tails([begin, *marks, steps], configs)
         for before, config in zip([first if self.start is not None else configs[0], *configs], configs, strict=False):
             yield from other_run(before, config)
         if self.start is None:
@@ -141,11 +141,18 @@ class Study:
             yield Problem("logger.csv=false, and the figure of --steps is read from metrics.csv", "logger.csv=true")
 
 
-def _tail_before(begin: int, config: RunConfig) -> Iterator[Problem]:
-    """Yield that the last steps in bf16 begin before the leg itself, which goes on from step `begin`."""
-    if (asked := bf16_last_steps(config)) and (after := steps_in_fp8(config)) < begin:
-        cause = f"precision.bf16_last_steps={asked} begins after step {after}, and the row's steps after step {begin}"
-        yield Problem(cause, f"precision.bf16_last_steps={asked - (begin - after)}, or an earlier --from or @STEP")
+def _tails(marks: Sequence[int], configs: Sequence[RunConfig]) -> Iterator[Problem]:
+    """Yield that last steps in bf16 are fewer than a leg asks for. `marks`: where legs begin, and the last one ends."""
+    before = None  # where those of the leg before begin
+    for begin, end, config in zip(marks, marks[1:], configs, strict=False):
+        asked, after = bf16_last_steps(config), steps_in_fp8(config)
+        cause = f"precision.bf16_last_steps={asked} begins after step {after}, and the row's steps "
+        if asked and after < begin and after != before:
+            fewer = f"precision.bf16_last_steps={last_step(config) - begin}"
+            yield Problem(f"{cause}after step {begin}", f"{fewer}, or an earlier --from or @STEP")
+        elif asked and after >= end:
+            yield Problem(f"{cause}end at {end}", "leave it out of these steps, or end them later")
+        before = after if asked else None
 
 
 def _no_end(configs: list[RunConfig]) -> Iterator[Problem]:

@@ -137,6 +137,7 @@ RUN: Form = {
             "micro_batch_size": Maybe({"asked": Whole(1), "fits": Whole(1), "fits_in_bf16": Maybe(Whole(1))}),
             "scaling": Maybe({"settings": Maybe(Line(4000)), "sequences": Maybe(Whole(1)), ...: Tensor}),
             "separator_begins": Maybe(bool),
+            "last_in_bf16": Maybe(COUNT),
         }
     ),
     "precision": Maybe(

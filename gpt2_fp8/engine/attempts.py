@@ -45,13 +45,14 @@ class Attempts:
             reads the last step, does not allow it.
         computing: whether an attempt is being made.
         computing_again: whether a step is being computed again.
+        last_in_bf16: how many of the newest settled steps were in bf16 by `steps_in_fp8`.
         gaps: tells the gap before an attempt.
     """
 
     def __init__(self, plan: Plan, gradients: Gradients, batching: MicroBatching):
         self.plan, self.scaling = plan, gradients.scaling
         self._gradients, self._batching = gradients, batching
-        self.steps_in_fp8 = 0
+        self.steps_in_fp8 = self.last_in_bf16 = 0
         self.restoring: Callable[[], AbstractContextManager] = nullcontext
         self.ahead, self.computing, self.computing_again = True, False, False
         self.gaps = GapClock()
@@ -85,9 +86,9 @@ class Attempts:
         """Return whether the step after `done` steps computes in FP8."""
         return self.plan.fp8 and done < self.steps_in_fp8
 
-    def last_in_bf16(self, done: int) -> int:
-        """Return how many of `done` steps, the newest, computed in bf16 since the run's end is near."""
-        return max(0, done - self.steps_in_fp8) if self.plan.fp8 else 0
+    def settled(self, done: int) -> None:
+        """Note in which precision it was the turn of the step after `done` steps, which is settled."""
+        self.last_in_bf16 = self.last_in_bf16 + 1 if self.plan.fp8 and not self.in_fp8(done) else 0
 
     def go_ahead(self, done: int) -> bool:
         """Return whether the step after `done` steps can be attempted before the one before it is settled.

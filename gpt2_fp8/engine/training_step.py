@@ -173,6 +173,7 @@ class TrainingStep:
         elif verdict.absurd:
             self.scaling.limit(attempt.parts)
         self._unsettled, self._last = None, result
+        self.attempts.settled(self.schedule.last_epoch)
         self.schedule.step()
         done()
         for function in self.on_settled:
@@ -224,18 +225,21 @@ class TrainingStep:
     def state_dict(self) -> dict[str, Any]:
         """Return what a step needs beside weights, optimizer and schedule.
 
-        That is the micro-batch size, the FP8 scales, and with `document_mask` the mask's rule: the text that gave it
-        need not be there when the model is used.
+        That is the micro-batch size, the FP8 scales, how many of the last steps were in bf16, if any, and with
+        `document_mask` the mask's rule: the text that gave it need not be there when the model is used.
         """
         self.settle()
-        rule = {} if self.model.separator is None else {"separator_begins": self.model.separator_begins}
-        return {"micro_batch_size": self._batching.state_dict(), "scaling": self.scaling.state_dict(), **rule}
+        more: dict[str, Any] = {} if self.model.separator is None else {"separator_begins": self.model.separator_begins}
+        if self.attempts.last_in_bf16:
+            more["last_in_bf16"] = self.attempts.last_in_bf16
+        return {"micro_batch_size": self._batching.state_dict(), "scaling": self.scaling.state_dict(), **more}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue a run where its checkpoint left it. Scales wait until the layers are on their device."""
         if sizes := saved.get("micro_batch_size"):  # not in checkpoints of format 1
             self._batching.load_state_dict(sizes)
         self.scaling.load_state_dict(saved.get("scaling", {}))
+        self.attempts.last_in_bf16 = saved.get("last_in_bf16", 0)
         self.model.separator_begins = saved.get("separator_begins", self.model.separator_begins)
 
 

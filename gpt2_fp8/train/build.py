@@ -90,7 +90,8 @@ def build(
     module = GPT2Module(config, config.model.vocab_size or data.vocab_size)
     throughput = Throughput(config, module.vocab_size)
     memory = PeakMemory()
-    kernels = KernelsInUse(partial(plan.backend.kernels, module.vocab_size), config.micro_batch)
+    of_size = partial(plan.backend.kernels, module.vocab_size)
+    kernels = KernelsInUse(of_size, config.micro_batch, plan.backend.slower())
     throughput.readers.append(log_line.write)
     health = _fp8_health(config, plan, folder, checkpoint, words)
     callbacks: list[Callback] = [time_limit, log_line, throughput, *health, memory]

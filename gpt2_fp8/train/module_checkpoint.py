@@ -87,7 +87,6 @@ def add(checkpoint: dict[str, Any], step: TrainingStep) -> None:
     plan = step.plan
     checkpoint["precision"] = {
         "asked": plan.asked, "ran": plan.ran, "recipe": plan.recipe, "reason": plan.reason, "fell_back": plan.fell_back,
-        "last_in_bf16": step.attempts.last_in_bf16(checkpoint["global_step"]),
     }  # fmt: skip
 
 
@@ -114,8 +113,8 @@ def take(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingStep) ->
     rng.check(checkpoint["rng"])
     step.load_state_dict(own)
     resume.keep_own_settings(checkpoint, step.model, config)
-    if trainer.is_global_zero:
-        for told in (resume.other_validation(checkpoint, step.plan.backend), resume.fp8_again(checkpoint, step)):
-            if told is not None:
-                log.warning("%s", told)
+    changes = resume.other_validation(checkpoint, step.plan.backend), resume.fp8_again(checkpoint["global_step"], step)
+    for told in changes if trainer.is_global_zero else ():
+        if told is not None:
+            log.warning("%s", told)
     return Restored(trainer.ckpt_path, checkpoint["rng"])

@@ -7,7 +7,6 @@ import torch
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.checkpoint import pointers
-from gpt2_fp8.config.run_length import steps_in_fp8
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.runtime import host_memory
 from gpt2_fp8.train.build import Parts
@@ -34,8 +33,8 @@ def fill(summary: Summary, parts: Parts, divergence: DivergenceGuard, checkpoint
     summary.precision.ran, summary.precision.reason = parts.plan.ran, parts.plan.reason
     summary.recipe = parts.plan.recipe
     summary.steps = trainer.global_step
-    if parts.plan.fp8:
-        summary.precision.last_in_bf16 = max(0, summary.steps - steps_in_fp8(parts.module.config))
+    if (step := getattr(parts.module, "step", None)) is not None:
+        summary.precision.last_in_bf16 = step.attempts.last_in_bf16
     summary.tokens = trainer.global_step * throughput.tokens_per_step
     summary.last_train_loss, summary.last_val_loss = throughput.train_loss, last_val_loss(parts, checkpointing)
     summary.tokens_per_second = throughput.median_rate

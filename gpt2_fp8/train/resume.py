@@ -68,10 +68,10 @@ def other_validation(checkpoint: Mapping[str, Any], backend: Backend) -> str | N
     )
 
 
-def fp8_again(checkpoint: Mapping[str, Any], step: TrainingStep) -> str | None:
-    """Say that a run in FP8 whose last steps were in bf16 computes the next ones in FP8; or None."""
-    before, done = value_of(checkpoint, "precision.last_in_bf16"), checkpoint["global_step"]
-    if not isinstance(before, int) or not before or not step.plan.fp8 or steps_in_fp8(step.config) <= done:
+def fp8_again(done: int, step: TrainingStep) -> str | None:
+    """Say that a run in FP8, whose last steps of `done` were in bf16, computes the next ones in FP8; or None."""
+    before = step.attempts.last_in_bf16
+    if not before or not step.plan.fp8 or steps_in_fp8(step.config) <= done:
         return None
     return (
         f"the last {counted(before, 'step')} before step {done + 1} were computed in bf16 (precision.bf16_last_steps), "

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from gpt2_fp8.backends.resolve import Plan
-from gpt2_fp8.callbacks.kernels_in_use import in_words
+from gpt2_fp8.callbacks.kernels_in_use import tell
 from gpt2_fp8.checkpoint import run_state, space
 from gpt2_fp8.checkpoint.find import resolve as find_checkpoint
 from gpt2_fp8.checkpoint.load import read_plain
@@ -159,9 +159,7 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
         log.info("precision  %s: %s", ran, plan.reason)
     else:
         log.info("precision  %s instead of %s: %s", ran, plan.asked, plan.reason)
-    slower = plan.backend.slower()
-    level = logging.WARNING if slower else logging.INFO
-    log.log(level, "layers     %s", in_words(plan.backend.kernels(vocab_size), slower))
+    tell(plan.backend.kernels(vocab_size), plan.backend.slower())
     state = optimizer_bytes(config.optimizer, model, padded_vocab_size) / parameter_count(model, padded_vocab_size)
     log.info("optimizer  %s: %.3g bytes of state a parameter", config.optimizer.name, state)
     log.info("data       %s, tokenizer %s", config.data.name, config.data.tokenizer)

@@ -101,6 +101,7 @@ FORMS = {
         at("training_step/micro_batch_size", {"asked": 4, "fits": 0}),
         "fits is 0, not an int from 1 on",
     ),
+    "last steps that are a word": (at("training_step/last_in_bf16", "4"), "last_in_bf16 is of type str"),
     "a version of no number": (at("pytorch-lightning_version", "evil"), "of type str, not a version from 2.0 on"),
     "a micro-batch that is a word": (
         at("training_step/micro_batch_size", {"asked": 4, "fits": "4"}),

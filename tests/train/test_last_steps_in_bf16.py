@@ -98,6 +98,18 @@ def test_a_longer_run_is_in_fp8_again_with_the_scales_of_before(last, tmp_path, 
     ]
 
 
+def test_what_is_counted_is_what_ran(tmp_path):
+    """Not what the settings of the newest leg would give."""
+    train(tmp_path, *EMULATED_FP8, "trainer.max_steps=8")
+    for words, counted in (
+        (["trainer.max_steps=10", "precision.bf16_last_steps=6"], 2),
+        (["trainer.max_steps=12", "precision.bf16_last_steps=3"], 4),
+        (["trainer.max_steps=14"], 0),
+    ):
+        train(tmp_path, *EMULATED_FP8, *words, "ckpt_path=last")
+        assert summary(tmp_path)["precision"]["last_in_bf16"] == counted
+
+
 def test_the_health_of_fp8_ends_with_its_last_step(last):
     _, folder = last
     assert list(metrics(folder)["fp8/scale_weight"]) == [*range(1, 9)]
