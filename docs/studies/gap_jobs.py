@@ -118,8 +118,7 @@ class Study:
         if marks != sorted(set(marks)) or any(not begin < mark < steps for mark in marks):
             cause = f"@{marks} of {steps} steps" + (f" from {begin}" if begin else "")
             yield Problem(cause, f"each @N is later than the one before{' and --from' if begin else ''}, and no end")
-        if len(marks) == len(configs) - 1:
-            yield from _tails([begin, *marks, steps], configs)
+        yield from _tails([begin, *marks, steps], configs)
         for before, config in zip([first if self.start is not None else configs[0], *configs], configs, strict=False):
             yield from other_run(before, config)
         if self.start is None:
@@ -144,7 +143,7 @@ class Study:
 def _tails(marks: Sequence[int], configs: Sequence[RunConfig]) -> Iterator[Problem]:
     """Yield that last steps in bf16 are fewer than a leg asks for. `marks`: where legs begin, and the last one ends."""
     before = None  # where those of the leg before begin
-    for begin, end, config in zip(marks, marks[1:], configs, strict=False):
+    for begin, end, config in zip(marks[:-1], marks[1:], configs, strict=True):
         asked, after = bf16_last_steps(config), steps_in_fp8(config)
         cause = f"precision.bf16_last_steps={asked} begins after step {after}, and the row's steps "
         if asked and after < begin and after != before:

@@ -25,7 +25,7 @@ class KernelsInUse(pl.Callback):
         found: what computes them now.
     """
 
-    def __init__(self, kernels: Callable[[int], dict[str, str]], size: int, slower: Sequence[str] = ()):
+    def __init__(self, kernels: Callable[[int], dict[str, str]], size: int, slower: Sequence[str]):
         self._kernels, self._size, self._slower = kernels, size, slower
         self.found = kernels(size)
 

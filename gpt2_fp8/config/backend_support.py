@@ -14,16 +14,18 @@ from gpt2_fp8.config.model_fits import in_any_shape
 from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
 from gpt2_fp8.config.schema import ModelConfig, RunConfig
 
+FUSED_RECIPES = ("delayed", "auto")
+
 
 def why_not_fused(config: RunConfig) -> str | None:
     """Return why a run in FP8 cannot use the fused layers, whatever the GPU; None if it can."""
-    if config.recipe.name not in ("delayed", "auto"):
+    if config.recipe.name not in FUSED_RECIPES:
         return f"they do delayed scaling alone, not recipe={config.recipe.name}"
     if config.model.dropout:
         return f"they have no dropout, and model.dropout={config.model.dropout:g}"
     if config.document_mask:
         return "their attention has no mask, and this is document_mask=true"
-    if names := [name for name in ("logit_l2", "activation_l1") if getattr(config.penalty, name)]:
+    if names := penalties_not_fused(config):
         given = " and ".join(f"penalty.{name}={getattr(config.penalty, name):g}" for name in names)
         return f"of the penalties they have z_loss alone, and this is {given}"
     if (backward := _backward(config)) != "fp8":
@@ -31,6 +33,11 @@ def why_not_fused(config: RunConfig) -> str | None:
     if block := partly(_kept(config)):
         return f"they keep whole blocks in bf16, and precision.keep_bf16 names a part of {block}"
     return _lacking(config.model, FUSED_OPTIONS | {Option.DROPOUT})
+
+
+def penalties_not_fused(config: RunConfig) -> list[str]:
+    """Return the keys of the run's penalties that the fused layers do not have."""
+    return [name for name in ("logit_l2", "activation_l1") if getattr(config.penalty, name)]
 
 
 def splits_mlp(config: RunConfig) -> bool:

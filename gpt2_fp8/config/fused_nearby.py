@@ -7,7 +7,8 @@ from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from gpt2_fp8.config.kept_layers import ALL_PARTS, kept, typed
+from gpt2_fp8.config import backend_support
+from gpt2_fp8.config.kept_layers import kept, partly, typed
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.model_checks import FP8_MULTIPLE
 from gpt2_fp8.config.precision_schema import DelayedRecipe, FP8PrecisionConfig
@@ -16,7 +17,6 @@ from gpt2_fp8.config.schema import ModelConfig, RunConfig
 _SHAPE = 2  # words about the model's shape that are still a nearby one
 _OF_ROPE = [key.name for key in fields(ModelConfig) if key.name.startswith("rope_")]
 _OF_BLOCK = ("qk_norm", "norm", "mlp", "positions", "tied_head")  # their defaults are GPT-2's
-_NOT_THEIRS = ("logit_l2", "activation_l1")  # penalties
 _DELAYED = DelayedRecipe(name="delayed", margin=0, amax_history_len=16, amax_compute_algo="max")
 
 
@@ -45,11 +45,11 @@ def block(config: RunConfig) -> list[Change]:
 def others(config: RunConfig) -> list[Change]:
     """Return the words for what else they do not have: a recipe, a mask, penalties, a part of a block in bf16."""
     found = []
-    if config.recipe.name not in ("delayed", "auto"):
+    if config.recipe.name not in backend_support.FUSED_RECIPES:
         found.append(Change("recipe=delayed", {}, {"recipe": _DELAYED}))
     if config.document_mask:
         found.append(Change("document_mask=false", {}, {"document_mask": False}))
-    if given := [name for name in _NOT_THEIRS if getattr(config.penalty, name)]:
+    if given := backend_support.penalties_not_fused(config):
         penalty = replace(config.penalty, **dict.fromkeys(given, 0.0))
         found.append(Change(" ".join(f"penalty.{name}=0" for name in given), {}, {"penalty": penalty}))
     return found + _whole_blocks(config)
@@ -61,7 +61,7 @@ def _whole_blocks(config: RunConfig) -> list[Change]:
         return []
     layers = kept(config.precision.keep_bf16, config.model.n_layer)
     whole = [i for i, parts in enumerate(layers.blocks) if parts]
-    if len(whole) == len(layers.blocks) or all(layers.blocks[i] == ALL_PARTS for i in whole):
+    if partly(layers) is None or len(whole) == len(layers.blocks):
         return []
     names = [f"blocks.{i}" for i in whole] + ["head"] * layers.head
     return [Change(typed(names), {"keep_bf16": names}, {})]
