@@ -1,18 +1,22 @@
-"""Where a step's time goes: its kernels by name, from torch's profiler."""
+"""Where a step's time goes: its kernels by name, and what a GPU waits between them, from torch's profiler."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
 
+from gpt2_fp8.compat import torch_private
 from gpt2_fp8.measure.case import Kernel
 
 NAME_CHARACTERS = 90
+WAITS = "(between kernels)"
 # Parts of names that tell where a kernel is from and not what it does.
 _NOISE = re.compile(
     r"^void |\(anonymous namespace\)::|<unnamed>::|\bat::native::|\bat::cuda::|\bstd::|\btransformer_engine::"
@@ -20,26 +24,56 @@ _NOISE = re.compile(
 
 
 def of_step(step: Callable[[], object], device: str) -> list[Kernel]:
-    """Profile one more step: its kernels, the longest first; on a CPU operators, without the time of their children."""
-    on_gpu = device == "cuda"
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+    """Profile one more step: its kernels, the longest first; on a CPU operators, without the time of their children.
+
+    On a GPU a step before it lets the host get ahead, as in a run. One line is the time in which no kernel ran, from
+    the step's first one to its last; its calls are how often. All lines together are the step, unless kernels overlap.
+    """
+    if device == "cpu":
+        return _lines((short(e.name), e.self_cpu_time_total) for e in _events(step, ProfilerActivity.CPU))
+
+    def twice() -> None:
         step()
-        if on_gpu:
-            torch.cuda.synchronize()
-    microseconds: dict[str, float] = defaultdict(float)
-    calls: dict[str, int] = defaultdict(int)
-    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    for event in profiler.events() or []:
-        if event.device_type == kind and not getattr(event, "is_user_annotation", False):
-            name = short(event.name)
-            microseconds[name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
-            calls[name] += 1
-    whole = sum(microseconds.values()) or 1.0
-    names = sorted(microseconds, key=microseconds.__getitem__, reverse=True)
+        torch_private.mark_on_gpu()
+        step()
+        torch.cuda.synchronize()
+
+    torch_private.mark_on_gpu()  # it is loaded at its first use
+    events = _events(twice, ProfilerActivity.CUDA)
+    begin = next(event.time_range.end for event in events if torch_private.MARK in event.name)
+    ranges = [(e, (e.time_range.start, e.time_range.end)) for e in events if e.time_range.start >= begin]
+    kernels = ((short(event.name), end - start) for event, (start, end) in ranges)
+    return _lines(itertools.chain(kernels, ((WAITS, gap) for gap in waits(range_ for _, range_ in ranges))))
+
+
+def _events(function: Callable[[], object], activity: ProfilerActivity) -> list[FunctionEvent]:
+    kind = DeviceType.CPU if activity == ProfilerActivity.CPU else DeviceType.CUDA
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        function()
+    return [e for e in profiler.events() or [] if e.device_type == kind and not getattr(e, "is_user_annotation", False)]
+
+
+def _lines(parts: Iterable[tuple[str, float]]) -> list[Kernel]:
+    """Sum (name, microseconds) by name; the longest first."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for name, microseconds in parts:
+        times[name].append(microseconds)
+    sums = {name: sum(each) for name, each in times.items()}
+    whole = sum(sums.values()) or 1.0
     return [
-        Kernel(name=name, milliseconds=microseconds[name] / 1e3, share=microseconds[name] / whole, calls=calls[name])
-        for name in names
+        Kernel(name=name, milliseconds=sums[name] / 1e3, share=sums[name] / whole, calls=len(times[name]))
+        for name in sorted(sums, key=sums.__getitem__, reverse=True)
     ]
+
+
+def waits(ranges: Iterable[tuple[float, float]]) -> list[float]:
+    """Return the gaps between (begin, end) ranges in which none of them is, in their unit and order."""
+    found, reached = [], None
+    for begin, end in sorted(ranges):
+        if reached is not None and begin > reached:
+            found.append(begin - reached)
+        reached = end if reached is None else max(reached, end)
+    return found
 
 
 def short(name: str) -> str:

@@ -95,6 +95,15 @@ def test_a_schedule_says_where_it_stands(steps):
     assert {name: saved[name] for name in counts} == counts
 
 
+def test_a_mark_of_one_cycle_is_queued(monkeypatch):
+    """What the kernel is called is seen on a GPU, in tests/gpu/test_compat.py."""
+    assert list(inspect.signature(torch.cuda._sleep).parameters) == ["cycles"]
+    queued = []
+    monkeypatch.setattr(torch.cuda, "_sleep", queued.append)
+    torch_private.mark_on_gpu()
+    assert queued == [1]
+
+
 def test_cudnns_attention_is_there_under_the_arguments_of_cudnn_attention():
     schema = torch.ops.aten._scaled_dot_product_cudnn_attention.default._schema
     assert [a.name for a in schema.arguments[:7]] == [

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from gpt2_fp8.compat import torch_private
 from gpt2_fp8.measure import worker
 from gpt2_fp8.measure.case import Case, measure
+from gpt2_fp8.measure.profile import WAITS
 from gpt2_fp8.model.flops import peak_bf16_flops
 from tests.gpu.common import HOPPER, composed
 
@@ -30,13 +32,15 @@ def assert_figures(result, steps):
 
 
 def assert_profile(profile, *names):
-    """Its lines are one step's kernels, the longest first."""
+    """Its lines are one step's kernels and the waits between them, the longest first."""
     assert len(profile) > 10
     assert sum(kernel.share for kernel in profile) == pytest.approx(1)
     times = [kernel.milliseconds for kernel in profile]
     assert times == sorted(times, reverse=True)
     assert times[-1] > 0
     assert all(kernel.calls >= 1 for kernel in profile)
+    (waits,) = [kernel for kernel in profile if kernel.name == WAITS]
+    assert 10 < waits.calls < sum(kernel.calls for kernel in profile)
     for name in names:
         assert any(name in kernel.name for kernel in profile), name
 
@@ -51,6 +55,7 @@ def test_a_case_in_a_process_of_its_own():
         assert_profile(result.profile, "softmax_gradient", "_statistics", "cast")
         replayed = next(kernel for kernel in result.profile if "softmax_gradient" in kernel.name)
         assert replayed.calls == 3, "three micro-batches, one chunk of the head each: a graph's kernels are counted"
+        assert not any(torch_private.MARK in kernel.name for kernel in result.profile)
     else:
         assert_profile(result.profile)
 

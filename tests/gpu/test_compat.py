@@ -32,6 +32,13 @@ def test_the_raw_stream_is_the_current_ones_address():
     assert torch_private.current_raw_stream(side.device_index) != side.cuda_stream
 
 
+def test_a_mark_has_its_name_in_a_profile():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch_private.mark_on_gpu()
+        torch.cuda.synchronize()
+    assert [torch_private.MARK in event.key for event in profile.key_averages() if "kernel" in event.key] == [True]
+
+
 def test_cudnn_attention_gives_the_rows_sums():
     q, k, v = packed()
     out, lse = torch_private.cudnn_attention(q, k, v)

@@ -9,7 +9,7 @@ import torch
 from gpt2_fp8 import compose
 from gpt2_fp8.measure import worker
 from gpt2_fp8.measure.case import Case, measure
-from gpt2_fp8.measure.profile import NAME_CHARACTERS, short
+from gpt2_fp8.measure.profile import NAME_CHARACTERS, short, waits
 from tests.runs import SMALL, record_steps, train
 
 
@@ -103,6 +103,19 @@ def test_in_a_process_of_its_own():
 
 def test_a_case_that_hangs():
     assert measure(case(), 0.2).message == "took longer than 0.2 seconds"
+
+
+@pytest.mark.parametrize(
+    ("ranges", "gaps"),
+    [
+        ([], []),
+        ([(3, 5)], []),
+        ([(3, 5), (0, 2), (5, 6), (9, 10)], [1, 3]),
+        ([(0, 10), (1, 2), (4, 11), (12, 13)], [1]),  # kernels that overlap
+    ],
+)
+def test_what_a_gpu_waits_between_kernels(ranges, gaps):
+    assert waits(ranges) == gaps
 
 
 NAMES = {
