@@ -88,14 +88,21 @@ def _card(found: Trained, parameters: int, architecture: str, license_id: str | 
         validation = pointers.noted(found.path)
     except (OSError, ValueError):  # it holds something else: then it is not shown
         validation = None
-    versions = manifest.get("written_by")
+    versions, step = manifest.get("written_by"), int(manifest["global_step"])
     about = model_card.About(
-        step=int(manifest["global_step"]),
+        step=step,
         parameters=parameters,
         val_loss=validation.val_loss if validation else None,
         precision=precision if isinstance(precision, dict) else {},
         versions=versions if isinstance(versions, dict) else {},
         begun=found.parts[saved_config.KEY].get("init_from"),
         license_id=license_id,
+        last_in_bf16=_last_in_bf16(found.step, step),
     )
     return model_card.card(found.config, about, architecture)
+
+
+def _last_in_bf16(state: Any, step: int) -> int:
+    """Return how many steps before a checkpoint were in bf16 in a run in FP8; a stranger's that is no count is none."""
+    last = state.get("last_in_bf16") if isinstance(state, dict) else None
+    return last if type(last) is int and 0 < last <= step else 0

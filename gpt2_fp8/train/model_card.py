@@ -10,7 +10,7 @@ from gpt2_fp8.config import mixture
 from gpt2_fp8.config.amounts import counted
 from gpt2_fp8.config.data_schema import HubData
 from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
-from gpt2_fp8.config.run_length import bf16_last_steps, limits, steps_in_fp8, tokens_a_step
+from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
 
@@ -28,6 +28,7 @@ class About(NamedTuple):
         versions: of the libraries that wrote it, by their names.
         begun: the weights that it began from, as `init_from`; None: from scratch.
         license_id: the hub's identifier of the model's license; None: it has none yet.
+        last_in_bf16: how many steps before it a run in FP8 computed in bf16.
     """
 
     step: int
@@ -37,6 +38,7 @@ class About(NamedTuple):
     versions: dict[str, Any]
     begun: str | None = None
     license_id: str | None = None
+    last_in_bf16: int = 0
 
 
 def card(config: RunConfig, about: About, architecture: str) -> str:
@@ -50,7 +52,7 @@ def card(config: RunConfig, about: About, architecture: str) -> str:
         "tokenizer": _text(config.data.tokenizer),
         "text": _source(config),
         "trained on": f"{tokens:,} tokens: {about.step:,} steps of {config.global_batch_size:,} sequences",
-        "precision": _precision(config, about),
+        "precision": _precision(about),
         "optimizer": f"{config.optimizer.name}, peak rate {config.optim.lr:g}, {config.optim.schedule}, "
         f"weight decay {config.optim.weight_decay:g}",
         "seed": str(config.seed),
@@ -103,16 +105,10 @@ def _source(config: RunConfig) -> str:
     return _text(config.data.name) + (f" ({', '.join(map(_text, repos))})" if repos else "")
 
 
-def _precision(config: RunConfig, about: About) -> str:
+def _precision(about: About) -> str:
     ran, recipe = about.precision.get("ran"), about.precision.get("recipe")
-    in_bf16 = f", the last {counted(steps, 'step')} in bf16" if (steps := _steps_in_bf16(config, about)) > 0 else ""
+    in_bf16 = f", the last {counted(about.last_in_bf16, 'step')} in bf16" if about.last_in_bf16 else ""
     return _text(ran) + (f", recipe {_text(recipe)}" if recipe else "") + in_bf16 if ran else ""
-
-
-def _steps_in_bf16(config: RunConfig, about: About) -> int:
-    """Return how many steps before the checkpoint computed in bf16, of a run in FP8."""
-    known = limits(config) and str(about.precision.get("ran")).startswith("fp8")
-    return min(about.step - steps_in_fp8(config), bf16_last_steps(config)) if known else 0
 
 
 def _validated_in(config: RunConfig, said: dict[str, Any]) -> str:

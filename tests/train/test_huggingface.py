@@ -481,18 +481,19 @@ def test_a_card_says_in_what_the_loss_was_computed(words: list[str], ran: str, e
 
 
 @pytest.mark.parametrize(
-    ("step", "ran", "said"),
-    [
-        (12, "fp8_hybrid", "| precision | fp8_hybrid, the last 4 steps in bf16 |"),
-        (9, "fp8_hybrid", "| precision | fp8_hybrid, the last 1 step in bf16 |"),
-        (8, "fp8_hybrid", "| precision | fp8_hybrid |"),
-        (12, "bf16", "| precision | bf16 |"),
-    ],
+    ("last", "said"), [(4, ", the last 4 steps in bf16"), (1, ", the last 1 step in bf16"), (0, "")]
 )
-def test_a_card_says_which_steps_of_a_run_in_fp8_were_in_bf16(step: int, ran: str, said: str) -> None:
-    words = ["trainer.max_steps=12", "optim.warmup_steps=2", "precision.bf16_last_steps=4"]
-    (config,) = compose.preflight(["run_name=r", *words])
-    assert said in model_card.card(config, model_card.About(step, 2, None, {"ran": ran}, {}), "X")
+def test_a_card_says_how_many_steps_of_a_run_in_fp8_were_in_bf16(last: int, said: str) -> None:
+    (config,) = compose.preflight(["run_name=r"])
+    about = model_card.About(12, 2, None, {"ran": "fp8_hybrid"}, {}, last_in_bf16=last)
+    assert f"| precision | fp8_hybrid{said} |" in model_card.card(config, about, "X")
+
+
+@pytest.mark.parametrize("odd", ["4", -3, 0, True, 13, 1.5, None])
+def test_a_card_does_not_show_what_is_no_count_of_steps(odd: Any) -> None:
+    assert hf_export._last_in_bf16({"last_in_bf16": odd}, 12) == 0
+    assert hf_export._last_in_bf16({"last_in_bf16": 12}, 12) == 12
+    assert hf_export._last_in_bf16([odd], 12) == 0
 
 
 def test_a_card_has_the_license_that_was_given() -> None:

@@ -14,6 +14,7 @@ from gpt2_fp8.engine import gradients
 from gpt2_fp8.engine.compile import require_compiler
 from gpt2_fp8.measure.auto_candidates import candidates, concrete
 from gpt2_fp8.reports import unfinished
+from gpt2_fp8.train import hf_export
 from tests.faults.pretended import NAN, Faults, going_wrong
 from tests.runs import (
     EMULATED_FP8,
@@ -108,6 +109,9 @@ def test_what_is_counted_is_what_ran(tmp_path):
     ):
         train(tmp_path, *EMULATED_FP8, *words, "ckpt_path=last")
         assert summary(tmp_path)["precision"]["last_in_bf16"] == counted
+        hf_export.export(tmp_path, tmp_path / f"out-{counted}")
+        said = f", the last {counted} steps in bf16" if counted else ""
+        assert f"recipe delayed{said} |" in (tmp_path / f"out-{counted}" / "README.md").read_text()
 
 
 def test_the_health_of_fp8_ends_with_its_last_step(last):
