@@ -1,9 +1,21 @@
-"""What the tests here need: a CUDA device; for FP8 also Transformer Engine and a GPU with FP8 units."""
+"""What the tests here need: a CUDA device; for FP8 also Transformer Engine and a GPU with FP8 units.
+
+Of several processes (`pytest -n`) each has one GPU, in turn. Those of several ranks need all, and a call of their own.
+"""
+
+import os
 
 import pytest
 import torch
 
 from gpt2_fp8.precision.support import why_not_te_fp8
+from tests import gpus
+
+_OWN = gpus.of_worker(
+    os.environ.get("PYTEST_XDIST_WORKER", ""), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+)
+if _OWN is not None:  # before CUDA starts, and before the tests' modules count GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = _OWN
 
 
 def pytest_collection_modifyitems(items):
