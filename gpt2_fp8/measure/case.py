@@ -26,6 +26,9 @@ class Case:
     profile: bool = False  # whether one more step runs under torch's profiler
 
 
+WAITS = "(between kernels)"  # the name of the line for the time in which a GPU ran none
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
     """One line of a profile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -13,10 +14,9 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
 
 from gpt2_fp8.compat import torch_private
-from gpt2_fp8.measure.case import Kernel
+from gpt2_fp8.measure.case import WAITS, Kernel
 
 NAME_CHARACTERS = 90
-WAITS = "(between kernels)"
 # Parts of names that tell where a kernel is from and not what it does.
 _NOISE = re.compile(
     r"^void |\(anonymous namespace\)::|<unnamed>::|\bat::native::|\bat::cuda::|\bstd::|\btransformer_engine::"
@@ -28,6 +28,7 @@ def of_step(step: Callable[[], object], device: str) -> list[Kernel]:
 
     On a GPU a step before it lets the host get ahead, as in a run. One line is the time in which no kernel ran, from
     the step's first one to its last; its calls are how often. All lines together are the step, unless kernels overlap.
+    Without a line: the driver lets nobody see kernels.
     """
     if device == "cpu":
         return _lines((short(e.name), e.self_cpu_time_total) for e in _events(step, ProfilerActivity.CPU))
@@ -36,11 +37,11 @@ def of_step(step: Callable[[], object], device: str) -> list[Kernel]:
         step()
         torch_private.mark_on_gpu()
         step()
-        torch.cuda.synchronize()
 
     torch_private.mark_on_gpu()  # it is loaded at its first use
+    torch.cuda.synchronize()
     events = _events(twice, ProfilerActivity.CUDA)
-    begin = next(event.time_range.end for event in events if torch_private.MARK in event.name)
+    begin = next((event.time_range.end for event in events if torch_private.MARK in event.name), math.inf)
     ranges = [(e, (e.time_range.start, e.time_range.end)) for e in events if e.time_range.start >= begin]
     kernels = ((short(event.name), end - start) for event, (start, end) in ranges)
     return _lines(itertools.chain(kernels, ((WAITS, gap) for gap in waits(range_ for _, range_ in ranges))))
@@ -50,6 +51,8 @@ def _events(function: Callable[[], object], activity: ProfilerActivity) -> list[
     kind = DeviceType.CPU if activity == ProfilerActivity.CPU else DeviceType.CUDA
     with torch.profiler.profile(activities=[activity]) as profiler:
         function()
+        if kind == DeviceType.CUDA:
+            torch.cuda.synchronize()
     return [e for e in profiler.events() or [] if e.device_type == kind and not getattr(e, "is_user_annotation", False)]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.measure.case import Case, Result
+from gpt2_fp8.measure.case import WAITS, Case, Kernel, Result
 
 Row = dict[str, Any]
 _TITLES = {"mfu_bf16": "mfu_bf16", "losses": "loss"}
@@ -109,16 +109,17 @@ def why_not(result: Result) -> str:
 
 
 def kernel_rows(result: Result, count: int = 15) -> list[Row]:
-    """Return rows of the kernels that a step's time goes to, the longest first."""
-    rows: list[Row] = [
-        {"ms": f"{k.milliseconds:.3f}", "share": f"{k.share:.1%}", "calls": k.calls, "kernel": k.name}
-        for k in result.profile[:count]
-    ]
-    if rest := result.profile[count:]:
-        time, share = sum(k.milliseconds for k in rest), sum(k.share for k in rest)
-        calls = sum(k.calls for k in rest)
-        rows.append({"ms": f"{time:.3f}", "share": f"{share:.1%}", "calls": calls, "kernel": f"{len(rest)} others"})
-    return rows
+    """Return rows of the kernels that a step's time goes to, the longest first, and what a GPU waits between them."""
+    kernels = [kernel for kernel in result.profile if kernel.name != WAITS]
+    rows = [_kernel_row(k.name, [k]) for k in kernels[:count]]
+    if rest := kernels[count:]:
+        rows.append(_kernel_row(f"{len(rest)} others", rest))
+    return rows + [_kernel_row(WAITS, [k]) for k in result.profile if k.name == WAITS]
+
+
+def _kernel_row(name: str, kernels: Sequence[Kernel]) -> Row:
+    time, share, calls = (sum(getattr(k, of) for k in kernels) for of in ("milliseconds", "share", "calls"))
+    return {"ms": f"{time:.3f}", "share": f"{share:.1%}", "calls": calls, "kernel": name}
 
 
 def text(rows: Sequence[Row], verbatim: bool = False) -> str:

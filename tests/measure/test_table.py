@@ -5,7 +5,7 @@ import pytest
 
 from gpt2_fp8 import compose
 from gpt2_fp8.measure import table
-from gpt2_fp8.measure.case import Case, Kernel, Result
+from gpt2_fp8.measure.case import WAITS, Case, Kernel, Result
 from gpt2_fp8.measure.plot import plot
 from gpt2_fp8.measure.table import Measured
 
@@ -80,6 +80,12 @@ def test_kernels_beyond_the_first_are_one_row():
     rows = table.kernel_rows(Result(status="ok", profile=kernels), count=2)
     assert [row["kernel"] for row in rows] == ["k0", "k1", "2 others"]
     assert (rows[-1]["ms"], rows[-1]["share"], rows[-1]["calls"]) == ("3.000", "30.0%", 2)
+
+
+def test_what_a_gpu_waits_between_kernels_is_a_row_of_its_own():
+    kernels = [Kernel(name=name, milliseconds=2, share=0.25, calls=3) for name in ("k0", WAITS, "k1", "k2")]
+    rows = table.kernel_rows(Result(status="ok", profile=kernels), count=1)
+    assert [(row["kernel"], row["calls"]) for row in rows] == [("k0", 3), ("2 others", 6), (WAITS, 3)]
 
 
 def test_a_plot():

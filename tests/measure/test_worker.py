@@ -2,14 +2,16 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpt2_fp8 import compose
-from gpt2_fp8.measure import worker
-from gpt2_fp8.measure.case import Case, measure
-from gpt2_fp8.measure.profile import NAME_CHARACTERS, short, waits
+from gpt2_fp8.compat import torch_private
+from gpt2_fp8.measure import profile, worker
+from gpt2_fp8.measure.case import WAITS, Case, measure
+from gpt2_fp8.measure.profile import NAME_CHARACTERS, of_step, short, waits
 from tests.runs import SMALL, record_steps, train
 
 
@@ -127,6 +129,37 @@ NAMES = {
     "Memcpy DtoD (Device -> Device)": "Memcpy DtoD (Device -> Device)",
     "(odd)": "(odd)",
 }
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A GPU whose profiler shows what `on_gpu` has: (name, begin, end) in microseconds."""
+    shown, launched = [], []
+    monkeypatch.setattr(profile, "_events", lambda run, _: run() or [Shown(*event) for event in shown])
+    monkeypatch.setattr(torch_private, "mark_on_gpu", lambda: launched.append("mark"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return shown, launched
+
+
+class Shown:
+    def __init__(self, name, begin, end):
+        self.name, self.time_range = name, SimpleNamespace(start=begin, end=end, elapsed_us=lambda: end - begin)
+
+
+def test_the_step_that_is_profiled_on_a_gpu_follows_another_one(on_gpu):
+    shown, launched = on_gpu
+    mark = (f"void {torch_private.MARK}(long)", 20, 21)
+    shown += [("a", 0, 10), ("b", 12, 20), mark, ("a", 21, 30), ("b", 33, 40), ("a", 40, 45)]
+    lines = of_step(lambda: launched.append("step"), "cuda")
+    assert launched == ["mark", "step", "mark", "step"]
+    assert [(line.name, line.milliseconds, line.calls) for line in lines] == [
+        *(("a", 0.014, 2), ("b", 0.007, 1), (WAITS, 0.003, 1)),
+    ]
+    assert [line.share for line in lines] == pytest.approx([14 / 24, 7 / 24, 3 / 24])
+
+
+def test_a_profile_in_which_the_driver_shows_nothing_is_empty(on_gpu):
+    assert of_step(lambda: None, "cuda") == []
 
 
 @pytest.mark.parametrize("name", NAMES)
