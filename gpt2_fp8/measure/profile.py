@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import defaultdict
@@ -28,7 +27,7 @@ def of_step(step: Callable[[], object], device: str) -> list[Kernel]:
 
     On a GPU a step before it lets the host get ahead, as in a run. One line is the time in which no kernel ran, from
     the step's first one to its last; its calls are how often. All lines together are the step, unless kernels overlap.
-    Without a line: the driver lets nobody see kernels.
+    The list is empty where the driver lets nobody see kernels.
     """
     if device == "cpu":
         return _lines((short(e.name), e.self_cpu_time_total) for e in _events(step, ProfilerActivity.CPU))
@@ -42,9 +41,10 @@ def of_step(step: Callable[[], object], device: str) -> list[Kernel]:
     torch.cuda.synchronize()
     events = _events(twice, ProfilerActivity.CUDA)
     begin = next((event.time_range.end for event in events if torch_private.MARK in event.name), math.inf)
-    ranges = [(e, (e.time_range.start, e.time_range.end)) for e in events if e.time_range.start >= begin]
-    kernels = ((short(event.name), end - start) for event, (start, end) in ranges)
-    return _lines(itertools.chain(kernels, ((WAITS, gap) for gap in waits(range_ for _, range_ in ranges))))
+    own = [event for event in events if event.time_range.start >= begin]
+    kernels = [(short(event.name), event.time_range.elapsed_us()) for event in own]
+    gaps = waits((event.time_range.start, event.time_range.end) for event in own)
+    return _lines([*kernels, *((WAITS, gap) for gap in gaps)])
 
 
 def _events(function: Callable[[], object], activity: ProfilerActivity) -> list[FunctionEvent]:
