@@ -11,4 +11,4 @@ def of_worker(worker: str, visible: str | None, count: int) -> str | None:
     """
     listed = visible.split(",") if visible else [str(gpu) for gpu in range(count)]
     number = worker.removeprefix("gw")
-    return listed[int(number) % len(listed)] if number.isdecimal() and listed and count else None
+    return listed[int(number) % len(listed)] if number.isdecimal() and count else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import gcd
 from pathlib import Path
 
@@ -143,7 +144,7 @@ class Study:
 def _tails(marks: Sequence[int], configs: Sequence[RunConfig]) -> Iterator[Problem]:
     """Yield that last steps in bf16 are fewer than a leg asks for. `marks`: where legs begin, and the last one ends."""
     before = None  # where those of the leg before begin
-    for begin, end, config in zip(marks[:-1], marks[1:], configs, strict=True):
+    for (begin, end), config in zip(pairwise(marks), configs, strict=True):
         asked, after = bf16_last_steps(config), steps_in_fp8(config)
         cause = f"precision.bf16_last_steps={asked} begins after step {after}, and the row's steps "
         if asked and after < begin and after != before:

@@ -6,6 +6,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 import torch
 from torch.autograd import DeviceType
@@ -71,12 +72,9 @@ def _lines(parts: Iterable[tuple[str, float]]) -> list[Kernel]:
 
 def waits(ranges: Iterable[tuple[float, float]]) -> list[float]:
     """Return the gaps between (begin, end) ranges in which none of them is, in their unit and order."""
-    found, reached = [], None
-    for begin, end in sorted(ranges):
-        if reached is not None and begin > reached:
-            found.append(begin - reached)
-        reached = end if reached is None else max(reached, end)
-    return found
+    ordered = sorted(ranges)
+    reached = accumulate((end for _, end in ordered), max)
+    return [begin - end for end, (begin, _) in zip(reached, ordered[1:], strict=False) if begin > end]
 
 
 def short(name: str) -> str:

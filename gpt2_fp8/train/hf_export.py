@@ -88,7 +88,8 @@ def _card(found: Trained, parameters: int, architecture: str, license_id: str | 
         validation = pointers.noted(found.path)
     except (OSError, ValueError):  # it holds something else: then it is not shown
         validation = None
-    versions, step = manifest.get("written_by"), int(manifest["global_step"])
+    versions = manifest.get("written_by")
+    step = int(manifest["global_step"])
     about = model_card.About(
         step=step,
         parameters=parameters,
