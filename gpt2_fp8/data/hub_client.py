@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 from gpt2_fp8.compat import hub
@@ -17,26 +15,9 @@ log = logging.getLogger(__name__)
 TIMEOUT_SECONDS = 10.0  # without a byte before a request fails; the hub's client has waits without an end
 
 
-def import_datasets() -> ModuleType:
-    """Import `datasets` with a client whose waits end, and without its torch part.
-
-    The torch part keeps a tensor in every data set. Unpickling one would import torch in every worker, for seconds and
-    300 MB each.
-    """
-    before = os.environ.get("USE_TORCH")
-    os.environ["USE_TORCH"] = "0"
-    try:
-        import datasets
-    finally:
-        os.environ.pop("USE_TORCH")
-        if before is not None:
-            os.environ["USE_TORCH"] = before
-    _bound_waits()
-    return datasets
-
-
 @cache
-def _bound_waits() -> None:
+def bound_waits() -> None:
+    """Have the client's waits end. Every process that asks the hub begins with it."""
     from huggingface_hub import set_client_factory
 
     def factory() -> Any:
