@@ -1,4 +1,4 @@
-"""The four kinds of text file: .txt, .jsonl, .jsonl.zst and .parquet. How each is cut into units, and read.
+"""The kinds of text file. How each is cut into units, and read; `read_file` reads those of a hub too, which are more.
 
 .txt      one document; a file of more than `RANGE_BYTES` is cut at newlines into documents of about that size
 .jsonl    one document a line, under the text column's key; units are ranges of about `RANGE_BYTES`
