@@ -220,7 +220,7 @@ class RunConfig:
     init_from: str | None  # the folder of a checkpoint, or of Hugging Face's weights: start from these alone
     compile: bool | Literal["auto"]  # torch.compile of plain-torch layers (of FP8's last steps, too); auto: on a GPU
     compile_mode: Literal["default", "reduce-overhead"] = "default"  # the second records CUDA graphs (bf16 on a GPU)
-    cuda_graphs: bool | Literal["auto"]  # a micro-batch as one launch (fused, one GPU); auto: up to 65,536 tokens
+    cuda_graphs: bool | Literal["auto"]  # a micro-batch as one launch (fused); auto: up to 65,536 tokens
     # sdpa: torch's, which chooses; math: the formula, unfused; cudnn, flash: torch's held to one;
     # te: Transformer Engine's; auto: the layers' own
     attention: AttentionKernel = "auto"

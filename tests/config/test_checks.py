@@ -315,8 +315,6 @@ TABLE = [
     ("cuda_graphs=true precision.backend=te", "and this is precision.backend=te", "cuda_graphs=auto"),
     ("cuda_graphs=true recipe=block", "not recipe=block", "cuda_graphs=auto"),
     ("precision=auto recipe=auto micro_batch_size=auto", "what fits depends on the precision", "micro_batch_size=16"),
-    ("cuda_graphs=true trainer=ddp", "this is a run on several", "cuda_graphs=auto"),
-    ("cuda_graphs=true trainer.strategy=ddp", "this is a run on several", "cuda_graphs=auto"),
     ("precision.fast_accumulation=true precision.backend=te", "this is precision.backend=te", "leave precision.fast"),
     ("precision.fast_accumulation=true recipe=current", "not recipe=current", "leave precision.fast"),
     ("precision.fast_accumulation=true model.dropout=0.1", "they have no dropout", "leave precision.fast"),
