@@ -11,6 +11,7 @@ from gpt2_fp8.config import run_length, sweep_plan
 from gpt2_fp8.config.amounts import as_typed
 from gpt2_fp8.config.model_fits import largest_divisor
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.typed import setting
 
 RUN = "python -m gpt2_fp8.run"
 TRY_STEPS, TRY_SECONDS = 20, 300.0  # of a run that only shows that everything works
@@ -96,8 +97,8 @@ def going_on(folder: Path, here: Path, saved: bool, in_sweep: bool = False) -> s
     if in_sweep:
         sweep = next((above for above in folder.parents if (above / sweep_plan.NAME).is_file()), folder.parent)
         if sweep.parent == here / "outputs" and folder == sweep / folder.name and folder.name.isdecimal():
-            return f"run_name={sweep.name} ckpt_path=last continues"
-        return f"hydra.sweep.dir={shlex.quote(str(as_typed(sweep, here)))} ckpt_path=last continues"
+            return f"{shlex.quote(setting('run_name', sweep.name))} ckpt_path=last continues"
+        return f"{shlex.quote(setting('hydra.sweep.dir', str(as_typed(sweep, here))))} ckpt_path=last continues"
     return f"{shlex.join(_placed(folder, here))} ckpt_path=last continues"
 
 
@@ -117,5 +118,5 @@ def _doubled(config: RunConfig, key: str) -> str:
 def _placed(folder: Path, here: Path) -> list[str]:
     """Return the words that give a run its folder."""
     if folder.parent == here / "outputs":
-        return [f"run_name={folder.name}"]
-    return [f"hydra.run.dir={as_typed(folder, here)}"]
+        return [setting("run_name", folder.name)]
+    return [setting("hydra.run.dir", str(as_typed(folder, here)))]

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.data.ids import Tokens, dtype_of, little_endian
+from gpt2_fp8.data.ids import Tokens, dtype_of, little_endian, narrowed
 from gpt2_fp8.data.tokenizer import encode
-from gpt2_fp8.data.tokenizer_files import Tokenizer
+from gpt2_fp8.data.tokenizer_files import FileTokenizer, Tokenizer
 from gpt2_fp8.data.units import DocumentCounts, Unit
 from gpt2_fp8.runtime import activity
 
@@ -69,10 +69,10 @@ def tokenise(
             continue
         counts.read += 1
         counts.long += len(text) > PIECE_CHARACTERS
-        for piece in cut(text):
-            pieces.append(encode(encoding, piece, unit.name))
+        for piece in _encoded(text, encoding, unit.name):
+            pieces.append(piece)
             activity.moved()
-            length += len(pieces[-1])
+            length += len(piece)
         pieces.append(end_of_text)
         length += 1
         ends.append(length)
@@ -87,6 +87,15 @@ def tokenise(
     tokens = np.concatenate([*whole, *pieces]) if whole or pieces else end_of_text[:0]
     stops = np.array(ends, dtype=np.int64)
     return TokenisedUnit(tokens, stops, counts, checksum(tokens, stops))
+
+
+def _encoded(text: str, encoding: Tokenizer, unit: str) -> Iterator[Tokens]:
+    """Yield the ids of a text, of `PIECE_CHARACTERS` characters at a time."""
+    if len(text) > PIECE_CHARACTERS and isinstance(encoding, FileTokenizer) and encoding.pieces is not None:
+        for ids in encoding.pieces(text, PIECE_CHARACTERS):
+            yield narrowed(np.array(ids, dtype=np.uint32), encoding.n_vocab, unit)
+    else:
+        yield from (encode(encoding, piece, unit) for piece in cut(text))
 
 
 def of_ids(ids: Tokens, end_of_text: int) -> TokenisedUnit:

@@ -47,6 +47,7 @@ TYPED = [
     ("+use_fp8=false", "precision=bf16 without it", "precision=bf16"),
     ("num_epochs=3", "trainer.max_epochs", "trainer.max_epochs=3"),
     ("trainer.num_epochs=3", "trainer.max_epochs", "trainer.max_epochs=3"),
+    ("data=fineweb epochs=3", "trainer.max_tokens", "data=fineweb trainer.max_tokens=100000000"),
     ("block_size=512", "model.n_positions", "model.n_positions=512"),
     ("+model.block_size=512", "model.n_positions", "model.n_positions=512"),
     ("learning-rate=1e-3", "optim.lr", "optim.lr=1e-3"),
