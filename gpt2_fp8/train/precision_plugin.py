@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
 
 from gpt2_fp8.backends.resolve import Plan, resolve
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import devices
 
@@ -35,6 +37,15 @@ class FP8Precision(MixedPrecision):
         Raises UserError if this machine cannot compute what was asked for, and no fallback is allowed.
         """
         return cls(resolve(config, devices.device(config)))
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Return the module unchanged. Raises UserError if it is not a `GPT2Module`: no other enters the plan's precision."""
+        from gpt2_fp8.train.module import GPT2Module  # which imports this module
+
+        if not isinstance(module, GPT2Module):
+            cause = f"FP8Precision computes a GPT2Module, and {type(module).__name__} would compute in float32"
+            raise UserError.of(cause, "Trainer(precision='bf16-mixed')")
+        return module
 
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Enter the precision of one forward."""
