@@ -6,7 +6,7 @@ What a signal does depends on when it arrives:
 - In training it is held: the handler only records it. `look` gives up the current work where that leaves nothing half
   done. `GracefulStop` looks between steps. A handler that saves could run in the middle of a backward pass
   (https://github.com/Lightning-AI/pytorch-lightning/issues/21406, open in 2.6.6).
-- A second signal ends the process at once, at any time. Files on the disk are complete at every moment. A thread sees to
+- A second signal ends the process at once, at any time. Files on the disk are complete at every moment. A thread does
   it: a backward on a CPU can keep the main thread, and so Python's handlers, from running for minutes.
 
 An asynchronous exception can get lost. Python prints and drops errors in `__del__`, and some libraries catch
@@ -170,7 +170,7 @@ class Signals:
             elif signum == signal.SIGHUP:
                 continue  # several senders report a terminal's end
             elif launcher.is_batch_job() and signum in (signal.SIGTERM, *slurm.REQUEUE_SIGNALS):
-                continue  # SLURM sends more of them while a job is saved and requeued, and has SIGKILL for one that hangs
+                continue  # SLURM sends more while a job is saved and requeued, and has SIGKILL for one that hangs
             elif now - first_at > ECHO_SECONDS:
                 os._exit(128 + _meaning(signum))
 

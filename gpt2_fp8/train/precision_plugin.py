@@ -39,7 +39,7 @@ class FP8Precision(MixedPrecision):
         return cls(resolve(config, devices.device(config)))
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Return the module unchanged. Raises UserError if it is not a `GPT2Module`: no other enters the plan's precision."""
+        """Return the module unchanged. Raises UserError for any but a `GPT2Module`: it would not enter the precision."""
         from gpt2_fp8.train.module import GPT2Module  # which imports this module
 
         if not isinstance(module, GPT2Module):

@@ -132,8 +132,8 @@ def refuse_other_optimizer(path: Path, given: object, config: RunConfig) -> None
 def keep_own_settings(checkpoint: dict[str, Any], model: nn.Module, config: RunConfig) -> str | None:
     """Replace the settings in the saved optimizer and schedule states by the configuration's, in place.
 
-    The moments and the step stay. Returns in words how the next step's learning rate changes by that; None: it does not.
-    Raises ValueError for moments that are not the model's.
+    The moments and the step stay. Returns in words how the next step's learning rate changes by that; None: it does
+    not. Raises ValueError for moments that are not the model's.
     """
     optimizer = build_optimizer(model, config.optim, config.optimizer)
     schedule = build_schedule(optimizer, config.optim, last_step(config))
