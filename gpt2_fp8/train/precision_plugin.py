@@ -39,10 +39,8 @@ class FP8Precision(MixedPrecision):
         return cls(resolve(config, devices.device(config)))
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Return the module unchanged. Raises UserError for any but a `GPT2Module`: it would not enter the precision."""
-        from gpt2_fp8.train.module import GPT2Module  # which imports this module
-
-        if not isinstance(module, GPT2Module):
+        """Return a `GPT2Module` unchanged. Raises UserError for any other: it would not enter the precision."""
+        if not isinstance(getattr(module, "config", None), RunConfig):
             cause = f"FP8Precision computes a GPT2Module, and {type(module).__name__} would compute in float32"
             raise UserError.of(cause, "Trainer(precision='bf16-mixed')")
         return module

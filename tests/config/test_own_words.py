@@ -124,7 +124,7 @@ def test_every_run_of_the_readme_and_its_first_pages_has_a_shorter_one():
     for argv in lines:
         if "-m" in argv or any("corpus" in word or word.startswith(("init_from", "-cd")) for word in argv):
             continue
-        (config,) = preflight(["model=gpt2"])
+        (config,) = preflight(["model=gpt2", *(word for word in argv if word.startswith("optim."))])
         (short,) = preflight(words_of(shorter(Typed(tuple(argv), Path.cwd()), config, 500.0)))
         assert last_step(short) == TRY_STEPS
 
