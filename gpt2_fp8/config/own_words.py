@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,9 +103,25 @@ def going_on(folder: Path, here: Path, saved: bool, in_sweep: bool = False) -> s
 
 
 def twice_as_long(config: RunConfig, ended_by: str | None, steps: int) -> list[str]:
-    """Return the words that let a run of `steps`, which `ended_by` has ended, go on for as long again."""
+    """Return the words that let a run of `steps`, which `ended_by` has ended, go on for as long again.
+
+    Where its schedule has ended, the learning rate stays as it was at the end, unless that is 0.
+    """
     reached = [key for key, end in run_length.limits(config).items() if end <= steps]
-    return [_doubled(config, key) for key in dict.fromkeys([*reached, *([ended_by] if ended_by else [])])]
+    ends = dict.fromkeys([*reached, *([ended_by] if ended_by else [])])
+    decayed = ended_by not in (None, "trainer.max_time") and 0 < config.optim.min_lr_ratio < 1
+    return [*(_doubled(config, key) for key in ends), *(_constant(config) if decayed else ())]
+
+
+def _constant(config: RunConfig) -> Iterator[str]:
+    """Yield the words of a schedule that stays at the rate at which the run's ends."""
+    matrix_lr = getattr(config.optimizer, "matrix_lr", None)
+    for key, peak in (("optim.lr", config.optim.lr), ("optimizer.matrix_lr", matrix_lr)):
+        if peak is not None:
+            yield f"{key}={peak * config.optim.min_lr_ratio:.6g}"
+    yield from ("optim.schedule=constant", "optim.min_lr_ratio=1")
+    if config.optim.decay_steps is not None:
+        yield "optim.decay_steps=null"
 
 
 def _doubled(config: RunConfig, key: str) -> str:

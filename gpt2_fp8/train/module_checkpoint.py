@@ -114,8 +114,11 @@ def take(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingStep) ->
     resume.refuse(list(dict.fromkeys(others)))  # the text's seed is the run's, unless it has its own
     rng.check(checkpoint["rng"])
     step.load_state_dict(own)
-    resume.keep_own_settings(checkpoint, step.model, config)
-    changes = resume.other_validation(checkpoint, step.plan.backend), resume.fp8_again(checkpoint["global_step"], step)
+    changes = (
+        resume.keep_own_settings(checkpoint, step.model, config),
+        resume.other_validation(checkpoint, step.plan.backend),
+        resume.fp8_again(checkpoint["global_step"], step),
+    )
     for told in changes if trainer.is_global_zero else ():
         if told is not None:
             log.warning("%s", told)
