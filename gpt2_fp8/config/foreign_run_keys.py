@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_OPTIMIZER = ("optimizer is a group", "optimizer=adamw, adamw_bf16, adamw8bit or muon")
+_OPTIMIZER = ("optimizer is a group", "optimizer=adamw, adamw_bf16 or muon")
 _SCHEDULE, _SCHEDULES = "it has a shorter name", "optim.schedule=cosine, linear, constant or warmup_stable_decay"
 _FOLDER = ("a run's folder is outputs/RUN_NAME", "run_name=NAME, or hydra.run.dir=FOLDER for elsewhere")
 _NOT_SHARDED = ("every GPU has the whole model and a share of each step's sequences", "trainer=ddp, or remove the key")

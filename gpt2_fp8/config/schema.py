@@ -101,9 +101,9 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWOptimizer:
-    """AdamW of `optim`, with its moments in float32, in bfloat16, or in 8 bits by blocks (docs/optimizers.md)."""
+    """AdamW of `optim`, with its moments in float32 or in bfloat16 (docs/optimizers.md)."""
 
-    name: Literal["adamw", "adamw_bf16", "adamw8bit"]
+    name: Literal["adamw", "adamw_bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,7 @@ TYPED = [
         "data=text_files data.train_files='[FILE]'",
         "data=text_files data.train_files=[corpus.txt]",
     ),
-    ("optim.name=muon", "optimizer=adamw, adamw_bf16, adamw8bit or muon", "optimizer=muon"),
+    ("optim.name=muon", "optimizer=adamw, adamw_bf16 or muon", "optimizer=muon"),
     ("callbacks.sample_prompt=Hello,world", "as one text 'callbacks", "'callbacks.sample_prompt=\"Hello,world\"'"),
     ("paths.output_dir=/x", "hydra.run.dir=FOLDER", "hydra.run.dir=x"),
     ("trainer.num_sanity_val_steps=0", "leave it out", ""),
