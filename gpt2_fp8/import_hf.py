@@ -21,6 +21,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
+from gpt2_fp8.config.typed import setting
 from gpt2_fp8.runtime import one_process, programs
 from gpt2_fp8.runtime.arguments import Parser, plain_words
 from gpt2_fp8.runtime.file_program import exit_code
@@ -51,7 +52,7 @@ def _config(source: Path, words: list[str]) -> RunConfig:
     architecture, keys = hf_check.read(source)
     own = [f"model.{key}={show(value)}" for key, value in keys.items()]
     if any((source / file).is_file() for file in tokenizer_file.FILES):
-        own.append(f"data.tokenizer={show(str(source))}")
+        own.append(setting("data.tokenizer", str(source)))
     elif keys["vocab_size"] == tokenizer_file.NAMES["gpt2"]:
         own.append("data.tokenizer=gpt2")
     typed = {word.partition("=")[0] for word in words}
@@ -66,9 +67,14 @@ def _config(source: Path, words: list[str]) -> RunConfig:
         "run_name=imported",
         "model=gpt2",
         f"model.name={architecture.model_type}",
-        f"init_from={show(str(source))}",
+        setting("init_from", str(source)),
     ]
-    (config,) = compose.preflight([*fixed, *own, *words])
+    try:
+        (config,) = compose.preflight([*fixed, *own, *words])
+    except UserError:  # a width that FP8 cannot divide is no hindrance to a checkpoint
+        if "precision" in typed:
+            raise
+        (config,) = compose.preflight([*fixed, "precision=bf16", *own, *words])
     return config
 
 

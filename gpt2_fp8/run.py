@@ -228,7 +228,7 @@ def _unwritable(error: Exception) -> UserError | None:
 def entry() -> None:
     """Run the `gpt2-fp8` command."""
     output.begin()
-    foreign_variables.forget()
+    foreign_variables.settle()
     process_end.ignore_at_the_end()
     code = main(sys.argv[1:])
     process_end.leave_with(code)

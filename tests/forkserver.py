@@ -36,7 +36,7 @@ _NOT_OURS = (
     "KMP_INIT_AT_FORK",  # of joblib, when it is imported
 )  # fmt: skip
 # A process has these from its start; they are the same for all.
-_FIXED = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
+_FIXED = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
           "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
 # Only these may differ from one process to the next: they are read when they are needed.
 READ_LATE = {

@@ -32,7 +32,12 @@ ONE = {
     "fp8, fallen back": ["precision=fp8_hybrid"],
     "dropout, recomputed": ["precision=bf16", "model.dropout=0.1", "activation_checkpointing=mlp"],
     "compiled": ["precision=bf16", "compile=true"],
+    **{
+        f"emulated {recipe}": ["precision=fp8_hybrid", "precision.backend=emulated", f"recipe={recipe}"]
+        for recipe in ("delayed", "current", "block")
+    },
 }
+ON_TWO_RANKS = ("fp32", "bf16", "fp8, fallen back", "emulated delayed")
 LEGS = """
 import json, sys, pytest
 from tests.runs import record_steps, train, train_until
@@ -126,7 +131,7 @@ def main(commit: str) -> int:
         subprocess.run(["git", "worktree", "add", "--detach", str(before), commit], cwd=HERE, check=True)
         try:
             cases = [(name, of_three_legs, words) for name, words in ONE.items()]
-            cases += [(f"two ranks, {name}", of_two_ranks, ONE[name]) for name in ("fp32", "bf16", "fp8, fallen back")]
+            cases += [(f"two ranks, {name}", of_two_ranks, ONE[name]) for name in ON_TWO_RANKS]
             for number, (name, start, words) in enumerate(cases):
                 folders = [Path(place) / f"{number}-{side}" for side in ("before", "now")]
                 for folder in folders:

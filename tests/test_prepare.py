@@ -143,8 +143,12 @@ def test_a_data_set_of_the_hub_then_needs_no_hub(here):
     known = {"HF_HOME": str(here / "home"), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
     with Hub(repos()) as hub:
         done = forkserver.python("-m", "gpt2_fp8.prepare", *words, cwd=here, HF_ENDPOINT=hub.url, **known)
-    assert done.returncode == 0, done.stderr
-    assert counts(done.stdout)[0]["training"][0] > 1
+        assert done.returncode == 0, done.stderr
+        assert counts(done.stdout)[0]["training"][0] > 1
+        read = forked(*words, "run_name=uncached", "data.cache_dir=null", cwd=here, HF_ENDPOINT=hub.url, **known)
+        assert read.returncode == 0, read.stderr
+        log = (here / "outputs/uncached/run.log").read_text()
+        assert not re.search("HTTP|http://", done.stdout + done.stderr + read.stdout + read.stderr + log)
     known |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(here / "other")}
     run = forked(*words, cwd=here, HF_ENDPOINT="http://127.0.0.1:9", **known)
     assert run.returncode == 0, run.stderr

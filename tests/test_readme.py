@@ -19,11 +19,10 @@ from accelerate.commands.launch import launch_command_parser as accelerate_optio
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from torch.distributed.run import get_args_parser as torchrun_options
 
-from gpt2_fp8 import compare, doctor, evaluate, export, generate, prepare, sbatch, table
+from gpt2_fp8 import compare, doctor, evaluate, export, generate, prepare, table
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
 from gpt2_fp8.config.run_length import last_step
-from gpt2_fp8.config.sbatch_schema import SlurmConfig
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.config.tokenizer_file import NAMES
 from gpt2_fp8.data.tokenizer import GPT2_FILES
@@ -38,6 +37,7 @@ from tests.reports.made import rows as rows_of_a_log
 from tests.reports.made import run, settings
 from tests.runs import forked, metrics
 from tests.test_layering import HOUSE
+from tests.train.test_launchers import srun
 
 ROOT = Path(__file__).resolve().parents[1]
 README, ARCHITECTURE, PERFORMANCE = (ROOT / name for name in ("README.md", "ARCHITECTURE.md", "docs/performance.md"))
@@ -66,24 +66,12 @@ SPEED_STUDIES = [  # `test_speed_studies` reads their commands
     ["python", f"docs/studies/{name}.py"] for name in ("bare_loop", "power", "gemms", "block_bytes", "between_steps")
 ]
 PROGRAMS = ["gpt2_fp8", *(f"gpt2_fp8.{name}" for name in programs.names())]
-RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE, COMPARE, PREPARE, SBATCH = (
+RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE, COMPARE, PREPARE = (
     ["python", "-m", f"gpt2_fp8.{program}"]
     for program in (
-        *(
-            "run",
-            "bench",
-            "export",
-            "table",
-            "schedule",
-            "doctor",
-            "generate",
-            "evaluate",
-            "compare",
-            "prepare",
-            "sbatch",
-        ),
+        "run", "bench", "export", "table", "schedule", "doctor", "generate", "evaluate", "compare", "prepare",
     )
-)
+)  # fmt: skip
 ON_A_GPU = {"mfu_bf16", "gpu_power_watts", "gpu_utilization"}  # metrics that a CPU does not have
 OF_AN_OPTION = {"penalty"}  # `test_penalty` reads it
 
@@ -357,20 +345,20 @@ def test_every_preparation_is_that_of_a_run(tmp_path, monkeypatch):
         assert len(configs) == 1
 
 
-def test_every_script_is_printed_as_shown(tmp_path, monkeypatch, capsys):
-    """`tests/slurm` sends such scripts to a SLURM."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "cache").mkdir()  # which `prepare` has filled
-    asked = [found.words for found in ALL if found.words[: len(SBATCH)] == SBATCH]
-    assert len(asked) >= 3
-    for words in asked:
-        assert sbatch.main(words[len(SBATCH) : words.index(">")]) == 0
-        assert "srun --kill-on-bad-exit=1 python -m gpt2_fp8.run" in capsys.readouterr().out
-
-
-def test_the_page_of_slurm_has_each_key():
-    listed = {name for row in rows(ROOT / "docs/slurm.md", "key") for name in names(row[0])}
-    assert listed == {f"slurm.{field.name}" for field in fields(SlurmConfig)}
+def test_every_batch_job_is_a_run(monkeypatch):
+    """`tests/slurm` sends the script to a SLURM."""
+    script = "docs/slurm/train.sh"
+    assert (ROOT / script).is_file()
+    sent = [found.words for found in ALL if found.words[0] == "sbatch" and script in found.words]
+    assert sent
+    for words in sent:
+        options = dict(word.split("=") for word in words[1 : words.index(script)])
+        nodes, tasks = int(options.get("--nodes", 1)), int(options.get("--ntasks-per-node", 1))
+        of_srun = srun(nodes * tasks)(0)
+        of_srun |= {"SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_TASKS_PER_NODE": f"{tasks}(x{nodes})"}
+        for name, value in (of_srun | {"MASTER_ADDR": "127.0.0.1"}).items():
+            monkeypatch.setenv(name, value)
+        preflight(words[words.index(script) + 1 :])
 
 
 def test_a_preparation_says_what_the_page_shows(tmp_path, monkeypatch, capsys):

@@ -29,8 +29,7 @@ class Fused(Backend):
     def __init__(self, config: RunConfig, ran: Ran, device: Device):
         super().__init__(config, ran, device)
         small = config.micro_batch * config.model.n_positions <= SMALL_TOKENS
-        wanted = small if config.cuda_graphs == "auto" else config.cuda_graphs
-        self.graphs = wanted and not backend_support.is_multi_process(config)
+        self.graphs = small if config.cuda_graphs == "auto" else config.cuda_graphs
 
     @override
     def own_recipe(self, auto: AutoRecipe) -> DelayedRecipe:

@@ -25,12 +25,12 @@ class Samples(pl.Callback):
         if not trainer.is_global_zero or trainer.sanity_checking:
             return
         tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
-        prompt = tokenizer.encode_ordinary(self.prompt) or [tokenizer.eot_token]
+        prompt = tokenizer.encode_ordinary(self.prompt)
         n_positions = pl_module.config.model.n_positions
         try:
             with pl_module.step.evaluation.forwards() as model:
                 ids = generate(
-                    model, prompt, self.tokens, pl_module.vocab_size, n_positions, self.seed,
+                    model, prompt or [tokenizer.eot_token], self.tokens, pl_module.vocab_size, n_positions, self.seed,
                     stopped=_is_stopping,
                 )  # fmt: skip
         except Exception as error:
@@ -41,7 +41,8 @@ class Samples(pl.Callback):
         if signals.pending():
             log.info("no sample at step %d: the run is stopping", trainer.global_step)
             return
-        text = self.prompt + tokenizer.decode([i for i in ids if i < tokenizer.n_vocab])
+        known = [i for i in ids if i < tokenizer.n_vocab]  # decoded with the prompt: some drop a text's first blank
+        text = self.prompt + tokenizer.decode([*prompt, *known])[len(tokenizer.decode(prompt)) :]
         log.info("sample at step %d: %r", trainer.global_step, text)
         for logger in trainer.loggers:
             if log_text := getattr(logger, "log_text", None):  # loggers.EventFile

@@ -32,22 +32,19 @@ class Tensors:
 
     Attributes: `shapes`, by the names in the files.
 
-    Raises CheckpointError for a folder that cannot be read, or a dtype that is not float32, bfloat16 or float16.
+    Raises CheckpointError for a folder that cannot be read.
     """
 
     def __init__(self, path: Path, stack: ExitStack):
         self.path = path
         files = {name: stack.enter_context(safe_open(path / name, framework="pt")) for name in _files(path)}
         self._files = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118 - no dict
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for key, file in self._files.items():
-            part = file.get_slice(key)
-            self.shapes[key] = tuple(part.get_shape())
-            if part.get_dtype() not in DTYPES:
-                raise unfit(path, [f"{key} is of {part.get_dtype()}, and not of {', '.join(DTYPES)}"])
+        self.shapes = {key: tuple(file.get_slice(key).get_shape()) for key, file in self._files.items()}
 
     def load(self, key: str) -> Tensor:
-        """Return a tensor, on the CPU."""
+        """Return a tensor, on the CPU. Raises CheckpointError for one that is not float32, bfloat16 or float16."""
+        if (dtype := self._files[key].get_slice(key).get_dtype()) not in DTYPES:
+            raise unfit(self.path, [f"{key} is of {dtype}, and not of {', '.join(DTYPES)}"])
         tensor: Tensor = self._files[key].get_tensor(key)
         return tensor
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 from torch.optim import _muon as muon
 
@@ -19,6 +20,17 @@ def copy_all(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
 def divide_all(tensors: Sequence[Tensor], divisor: float) -> None:
     """Divide each tensor in place, with one or two launches for all of them."""
     torch._foreach_div_(list(tensors), divisor)
+
+
+def all_reduce_together(tensors: Sequence[Tensor], op: Any) -> None:
+    """All-reduce tensors of one dtype in place, as one collective of the default group. Collective.
+
+    Its public form, `distributed.all_reduce_coalesced`, warns that it will go.
+    """
+    with distributed_c10d._coalescing_manager(async_ops=True) as work:
+        for tensor in tensors:
+            distributed_c10d.all_reduce(tensor, op=op)
+    work.wait()
 
 
 def _public_stream(device: int) -> int:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.config import foreign_keys
+from gpt2_fp8.config import foreign_keys, typed
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.keys import key_paths
+from gpt2_fp8.config.keys import is_text, key_paths
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import programs
 
@@ -26,6 +27,7 @@ class Program(NamedTuple):
 MAY_BE_NULL = ("experiment", "debug")
 SEVERAL = ("logger", *MAY_BE_NULL)  # groups of which a run may have several choices, as a list
 _MAY_BE_LEFT_OUT = ("callbacks", "logger")  # the groups with a choice `none`
+_HYDRAS_TEXTS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 RUN = Program("python -m gpt2_fp8.run", RunConfig)
 
 
@@ -65,7 +67,7 @@ def read(argv: list[str], program: Program = RUN) -> tuple[CommandLine, list[Pro
         _own_folder(args)
     except UserError as error:
         return CommandLine(), error.problems
-    problems, words = _other_programs_flags(parser, args, program), _hydras_words(args.overrides)
+    problems, words = _other_programs_flags(parser, args, program), _hydras_words(args.overrides, program.schema)
     dashed = [word for word in left if word.startswith("-")]
     for word in dashed:
         key, _, value = word.lstrip("-").partition("=")
@@ -137,11 +139,16 @@ def _shows(args: argparse.Namespace) -> bool:
     return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
 
 
-def _hydras_words(words: list[str]) -> list[str]:
-    """Return the words in Hydra's spelling: `group=null` and `~group` may mean the choice of nothing."""
+def _hydras_words(words: list[str], schema: type = RunConfig) -> list[str]:
+    """Return the words in Hydra's spelling.
+
+    `group=null` and `~group` may mean the choice of nothing. The value of a text key is text, however it looks.
+    """
     said = []
     for place, word in enumerate(words):
         group, _, choice = word.lstrip("+").partition("=")
+        if group in _HYDRAS_TEXTS or is_text(schema, re.sub(r"^data\.sources\.\w+\.", "data.", group)):
+            word = typed.as_text(word)
         if group in MAY_BE_NULL and choice == "null":
             later = any(other.lstrip("+").startswith(f"{group}=") for other in words[place + 1 :])
             said += [] if later else [f"~{group}"]

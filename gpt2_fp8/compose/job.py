@@ -25,7 +25,6 @@ class Purpose(NamedTuple):
 
     restarted: bool | None = None  # whether its folder may hold what it has saved before; None: its launcher knows
     drawn: bool = False  # its schedule is only drawn: a warm-up and a decay that do not fit stay as they are
-    elsewhere: bool = False  # it is started in other surroundings, where its nodes have a place to meet
     begins: bool = False  # the run, or the sweep, begins here, so that the programs that it calls must be here
     name: str | None = None  # for a run, or a sweep, whose own name would be the time
 
@@ -111,8 +110,7 @@ class Job:
         if config is not None:
             config = config if self.purpose.drawn else run_length.fitted(config, self.typed)
             allowed = list(run_length.misfits(config)) if self.purpose.drawn else []
-            alone = self.number is None and not self.purpose.elsewhere
-            started = list(processes.check(config, self.launcher, self.typed, os.environ, alone))
+            started = list(processes.check(config, self.launcher, self.typed, os.environ, self.number is None))
             config = processes.fitted(config, self.launcher, self.typed)
             across = [*started, *(finding for finding in checks.check(config) if finding not in allowed)]
             bad = {key for finding in across for key in finding.keys}

@@ -16,7 +16,6 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import launcher
 
 _CHOICE = f"hydra/launcher={slurm_launcher.NAME}"
-SINGLE = f"{_CHOICE}: a single run would begin here, not on SLURM"  # a cause
 _CHOSEN = "hydra.runtime.choices.hydra/launcher"
 _FOLDER = ".submitit"  # in the sweep's
 _KEYS = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes")
@@ -49,7 +48,7 @@ def check(whole: DictConfig, configs: Sequence[RunConfig], multirun: bool) -> It
         yield Problem(cause, f"{_CHOICE}, the same launcher, which asks for what the run needs")
         return
     if not multirun:
-        yield Problem(SINGLE, _alone())
+        yield Problem(f"{_CHOICE}: a single run would begin here, not on SLURM", _alone())
         return
     if any(config.trainer.devices == "auto" for config in configs):
         cause = "trainer.devices=auto: SLURM must be told how many GPUs of a node a job is to have"
@@ -66,7 +65,7 @@ def check(whole: DictConfig, configs: Sequence[RunConfig], multirun: bool) -> It
 def _alone() -> str:
     if launcher.current().several:  # -m would be refused: each process would send the sweep
         return f"leave {_CHOICE} out: the processes have been started, and train together"
-    return "put -m in front, to send it; or print a script: python -m gpt2_fp8.sbatch"
+    return "put -m in front, to send it"
 
 
 def lacking(whole: DictConfig, multirun: bool) -> Iterator[Problem]:

@@ -128,11 +128,6 @@ def asked(config: RunConfig) -> str:
     return "auto" if isinstance(config.precision, AutoPrecisionConfig) else config.precision.backend
 
 
-def is_multi_process(config: RunConfig) -> bool:
-    """Return whether a run is set up for more than one process."""
-    return config.trainer.devices != 1 or config.trainer.num_nodes != 1 or config.trainer.strategy == "ddp"
-
-
 def options(config: RunConfig) -> Iterator[Finding]:
     """Find options that the layers of a run do not have, whichever layers these are."""
     precision = config.precision
@@ -183,8 +178,6 @@ def _only_fused(config: RunConfig, what: str) -> str | None:
 
 
 def _why_no_graphs(config: RunConfig) -> str | None:
-    if is_multi_process(config):
-        return "graphs are for one GPU, and this is a run on several"
     if isinstance(config.precision, AutoPrecisionConfig):
         return "only the fused FP8 layers have graphs, and precision=auto may choose others"
     if not isinstance(config.precision, FP8PrecisionConfig):

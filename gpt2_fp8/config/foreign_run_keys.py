@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-_OPTIMIZER = ("optimizer is a group", "optimizer=adamw, adamw_bf16, adamw8bit or muon")
+_OPTIMIZER = ("optimizer is a group", "optimizer=adamw, adamw_bf16 or muon")
 _SCHEDULE, _SCHEDULES = "it has a shorter name", "optim.schedule=cosine, linear, constant or warmup_stable_decay"
 _FOLDER = ("a run's folder is outputs/RUN_NAME", "run_name=NAME, or hydra.run.dir=FOLDER for elsewhere")
 _NOT_SHARDED = ("every GPU has the whole model and a share of each step's sequences", "trainer=ddp, or remove the key")
 _WANDB = ("W&B is a choice of logger", "logger=[default,wandb]")
 _MLFLOW = ("MLflow is a choice of logger", "logger=[default,mlflow]")
 _TIME = ("it has Lightning's name", "trainer.max_time=DD:HH:MM:SS")
+_EPOCHS = ("it has Lightning's name", "trainer.max_epochs, or for a hub's stream or a mixture trainer.max_tokens")
 _CLIPPING = ("clipping belongs to the optimizer", "optim.max_grad_norm")
 _WARM_UP = ("it is counted in steps", "optim.warmup_steps")
 _DECAY = ("it is counted in steps", "optim.decay_steps, of the schedule warmup_stable_decay")
@@ -43,9 +44,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "lr_decay_iters": ("cosine and linear decay until the end of the run", "trainer.max_steps"),
     **dict.fromkeys(("warmup", "warmup_ratio", "lr_warmup_fraction", "lr_warmup_iters"), _WARM_UP),
     "warmup_iters": ("steps are optimizer steps", "optim.warmup_steps"),
-    "num_epochs": ("it has Lightning's name", "trainer.max_epochs"),
-    "epochs": ("it has Lightning's name", "trainer.max_epochs"),
-    "num_train_epochs": ("it has Lightning's name", "trainer.max_epochs"),
+    **dict.fromkeys(("num_epochs", "epochs", "num_train_epochs"), _EPOCHS),
     **dict.fromkeys(("max_duration", "time_limit", "exit_duration_in_mins"), _TIME),
     "train_tokens": ("it has another name", "trainer.max_tokens"),
     "max_iters": ("steps are optimizer steps", "trainer.max_steps"),

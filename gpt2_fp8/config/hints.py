@@ -38,7 +38,7 @@ KINDS = {
     "registered": ("registered",),
     "mixture": ("mixture",),
 }
-OPTIMIZERS = ("adamw", "adamw_bf16", "adamw8bit", "muon")  # tests hold this against conf/optimizer
+OPTIMIZERS = ("adamw", "adamw_bf16", "muon")  # tests hold this against conf/optimizer
 DEFAULTS = {"precision": "fp8_hybrid"}  # what is advised of several that have a key; otherwise the first of them
 # What a key needs beside the choice that has it.
 BESIDE = {"precision.emulate": "precision.backend=emulated"}

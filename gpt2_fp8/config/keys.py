@@ -39,6 +39,15 @@ def value_kinds(cls: type, key: str) -> set[type]:
     return {kind for kind in (list, str) if any(member is kind or get_origin(member) is kind for member in plain)}
 
 
+def is_text(cls: type, key: str) -> bool:
+    """Return whether a dotted key of `cls` is text or a list of texts, in a member of each union on its way."""
+    name, _, below = key.partition(".")
+    members = [bare(member) for member in members_of(hints_of(cls).get(name))]
+    if below:
+        return any(is_text(cast("type", member), below) for member in members if is_dataclass(member))
+    return str in members or list[str] in members
+
+
 def value_of(config: object, key: str) -> object:
     """Return the value of a dotted key; None if this configuration's classes do not have it."""
     for part in key.split("."):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from gpt2_fp8.config import run_length, sweep_plan
 from gpt2_fp8.config.amounts import as_typed
 from gpt2_fp8.config.model_fits import largest_divisor
 from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.typed import setting
 
 RUN = "python -m gpt2_fp8.run"
 TRY_STEPS, TRY_SECONDS = 20, 300.0  # of a run that only shows that everything works
@@ -96,15 +97,31 @@ def going_on(folder: Path, here: Path, saved: bool, in_sweep: bool = False) -> s
     if in_sweep:
         sweep = next((above for above in folder.parents if (above / sweep_plan.NAME).is_file()), folder.parent)
         if sweep.parent == here / "outputs" and folder == sweep / folder.name and folder.name.isdecimal():
-            return f"run_name={sweep.name} ckpt_path=last continues"
-        return f"hydra.sweep.dir={shlex.quote(str(as_typed(sweep, here)))} ckpt_path=last continues"
+            return f"{shlex.quote(setting('run_name', sweep.name))} ckpt_path=last continues"
+        return f"{shlex.quote(setting('hydra.sweep.dir', str(as_typed(sweep, here))))} ckpt_path=last continues"
     return f"{shlex.join(_placed(folder, here))} ckpt_path=last continues"
 
 
 def twice_as_long(config: RunConfig, ended_by: str | None, steps: int) -> list[str]:
-    """Return the words that let a run of `steps`, which `ended_by` has ended, go on for as long again."""
+    """Return the words that let a run of `steps`, which `ended_by` has ended, go on for as long again.
+
+    Where its schedule has ended, the learning rate stays as it was at the end, unless that is 0.
+    """
     reached = [key for key, end in run_length.limits(config).items() if end <= steps]
-    return [_doubled(config, key) for key in dict.fromkeys([*reached, *([ended_by] if ended_by else [])])]
+    ends = dict.fromkeys([*reached, *([ended_by] if ended_by else [])])
+    decayed = ended_by not in (None, "trainer.max_time") and 0 < config.optim.min_lr_ratio < 1
+    return [*(_doubled(config, key) for key in ends), *(_constant(config) if decayed else ())]
+
+
+def _constant(config: RunConfig) -> Iterator[str]:
+    """Yield the words of a schedule that stays at the rate at which the run's ends."""
+    matrix_lr = getattr(config.optimizer, "matrix_lr", None)
+    for key, peak in (("optim.lr", config.optim.lr), ("optimizer.matrix_lr", matrix_lr)):
+        if peak is not None:
+            yield f"{key}={peak * config.optim.min_lr_ratio:.6g}"
+    yield from ("optim.schedule=constant", "optim.min_lr_ratio=1")
+    if config.optim.decay_steps is not None:
+        yield "optim.decay_steps=null"
 
 
 def _doubled(config: RunConfig, key: str) -> str:
@@ -117,5 +134,5 @@ def _doubled(config: RunConfig, key: str) -> str:
 def _placed(folder: Path, here: Path) -> list[str]:
     """Return the words that give a run its folder."""
     if folder.parent == here / "outputs":
-        return [f"run_name={folder.name}"]
-    return [f"hydra.run.dir={as_typed(folder, here)}"]
+        return [setting("run_name", folder.name)]
+    return [setting("hydra.run.dir", str(as_typed(folder, here)))]

@@ -101,9 +101,9 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWOptimizer:
-    """AdamW of `optim`, with its moments in float32, in bfloat16, or in 8 bits by blocks (docs/optimizers.md)."""
+    """AdamW of `optim`, with its moments in float32 or in bfloat16 (docs/optimizers.md)."""
 
-    name: Literal["adamw", "adamw_bf16", "adamw8bit"]
+    name: Literal["adamw", "adamw_bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ class RunConfig:
     init_from: str | None  # the folder of a checkpoint, or of Hugging Face's weights: start from these alone
     compile: bool | Literal["auto"]  # torch.compile of plain-torch layers (of FP8's last steps, too); auto: on a GPU
     compile_mode: Literal["default", "reduce-overhead"] = "default"  # the second records CUDA graphs (bf16 on a GPU)
-    cuda_graphs: bool | Literal["auto"]  # a micro-batch as one launch (fused, one GPU); auto: up to 65,536 tokens
+    cuda_graphs: bool | Literal["auto"]  # a micro-batch as one launch (fused); auto: up to 65,536 tokens
     # sdpa: torch's, which chooses; math: the formula, unfused; cudnn, flash: torch's held to one;
     # te: Transformer Engine's; auto: the layers' own
     attention: AttentionKernel = "auto"

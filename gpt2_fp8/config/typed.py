@@ -11,6 +11,9 @@ from contextlib import suppress
 _BARE = re.compile(r"[A-Za-z0-9_/.+$%*@?|-]+")  # what Hydra's grammar has outside of quotes, apart from blanks
 _REFERENCE = re.compile(r"\$\{[^}]*\}")
 _IN_QUOTES = re.compile(r"""(?s)"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""")
+# What Hydra reads as a number or a truth value, which are not typed so again.
+_NO_TEXT = r"(?i:(?!-?\d+(?![\w.]))[+-]?(?:[\d_.]*\d[\d_.]*(?:e[+-]?[\d_]+)?|inf|nan)|true|false)"
+_ITEM = re.compile(rf"{_IN_QUOTES.pattern}|(^[^=]*=|[\[,]\s*)({_NO_TEXT})(?=\s*(?:[\],]|$))")
 _PART = re.compile(rf"{_IN_QUOTES.pattern}|.", re.DOTALL)
 _CLOSING = {"[": "]", "{": "}"}
 
@@ -39,6 +42,17 @@ def items(text: str) -> list[str] | None:
 def unquoted(item: str) -> str:
     """Return what an item is meant to be, without quotes of its own."""
     return re.sub(r"\\([\"'])", r"\1", item[1:-1]) if _IN_QUOTES.fullmatch(item) else item
+
+
+def as_text(word: str) -> str:
+    """Return `key=value` with quotes around each item of which Hydra would make something else than text."""
+    return _ITEM.sub(lambda found: f'{found[1]}"{found[2]}"' if found[2] else found[0], word)
+
+
+def setting(key: str, text: str) -> str:
+    """Return the word that sets a text key, quoted for Hydra if need be, and not yet for the shell."""
+    bare = _BARE.fullmatch(text.replace(" ", "")) and text == text.strip() and text.lower() != "null"
+    return f"{key}={text if bare else quoted(text)}"
 
 
 def meant(value: str) -> str | float:

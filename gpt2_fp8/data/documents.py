@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.data.ids import Tokens, dtype_of, little_endian
+from gpt2_fp8.data.ids import Tokens, dtype_of, little_endian, narrowed
 from gpt2_fp8.data.tokenizer import encode
-from gpt2_fp8.data.tokenizer_files import Tokenizer
+from gpt2_fp8.data.tokenizer_files import FileTokenizer, Tokenizer
 from gpt2_fp8.data.units import DocumentCounts, Unit
 from gpt2_fp8.runtime import activity
 
@@ -78,10 +78,10 @@ def tokenise(
             was = document if isinstance(document, bytes) else str(document).encode(errors="replace")
             replaced += text.count("\ufffd") - was.count("\ufffd".encode())
         counts.long += len(text) > PIECE_CHARACTERS
-        for piece in cut(text):
-            pieces.append(encode(encoding, piece, unit.name))
+        for piece in _encoded(text, encoding, unit.name):
+            pieces.append(piece)
             activity.moved()
-            length += len(pieces[-1])
+            length += len(piece)
         pieces.append(end_of_text)
         length += 1
         ends.append(length)
@@ -102,6 +102,15 @@ def tokenise(
 def said_replaced(unit: Unit, tokenised: TokenisedUnit) -> str:
     """Return what to say of a unit whose text is in another encoding."""
     return f"{printable(unit.name)}: {tokenised.replaced:.2%} of the characters are no UTF-8, and became U+FFFD"
+
+
+def _encoded(text: str, encoding: Tokenizer, unit: str) -> Iterator[Tokens]:
+    """Yield the ids of a text, of `PIECE_CHARACTERS` characters at a time."""
+    if len(text) > PIECE_CHARACTERS and isinstance(encoding, FileTokenizer) and encoding.pieces is not None:
+        for ids in encoding.pieces(text, PIECE_CHARACTERS):
+            yield narrowed(np.array(ids, dtype=np.uint32), encoding.n_vocab, unit)
+    else:
+        yield from (encode(encoding, piece, unit) for piece in cut(text))
 
 
 def of_ids(ids: Tokens, end_of_text: int) -> TokenisedUnit:

@@ -24,7 +24,7 @@ from gpt2_fp8.data.mixing import whole_numbers
 from gpt2_fp8.data.reader import UnitReader
 from gpt2_fp8.data.strands import Part, told_of
 from gpt2_fp8.data.tokenizer import fingerprint
-from gpt2_fp8.data.tokenizer_files import Tokenizer
+from gpt2_fp8.data.tokenizer_files import FileTokenizer, Tokenizer
 from gpt2_fp8.data.units import IdSource, Source
 from gpt2_fp8.runtime import registry
 
@@ -57,7 +57,9 @@ def build_reader(config: Mixed, encoding: Tokenizer, plugins: tuple[str, ...]) -
     """
     cache, tokenizer = None, fingerprint(encoding)
     if isinstance(config, TextData) and config.cache_dir is not None:
-        cache = UnitCache(Path(config.cache_dir).expanduser(), tokenizer, encoding.n_vocab)
+        joined = isinstance(encoding, FileTokenizer) and encoding.pieces is not None  # unlike in earlier versions
+        key = f"{tokenizer}, joined" if joined else tokenizer
+        cache = UnitCache(Path(config.cache_dir).expanduser(), key, encoding.n_vocab)
         cache.check()
     return UnitReader(build_source(config), config.tokenizer, cache, plugins, tokenizer)
 

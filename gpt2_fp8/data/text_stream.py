@@ -10,16 +10,16 @@ _INCOMPLETE = "\ufffd"  # what decoding puts in the place of bytes that are no c
 
 
 class TextStream:
-    """Gives text as soon as it is certain. What it has given in all is the text of all ids.
+    """Gives text as soon as it is certain. What it has given in all is the text of all ids after those of `prompt`.
 
     Only the newest ids are decoded: those since the last certain character, and the piece before them, since some
-    tokenizers write a blank in front of a first word.
+    tokenizers drop a blank in front of a first word.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._decode = tokenizer.decode
-        self._ids: list[int] = []
-        self._before, self._certain = 0, 0  # ids from the first on are decoded; those up to the second were given
+        self._ids = list(prompt)
+        self._before, self._certain = 0, len(prompt)  # ids from the first on are decoded; up to the second: given
 
     def add(self, ids: Sequence[int]) -> str:
         """Return the text that these ids complete; "" while a character is incomplete."""

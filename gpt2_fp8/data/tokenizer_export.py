@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpt2_fp8.config import tokenizer_file
-from gpt2_fp8.config.tokenizer_file import Described
 from gpt2_fp8.data import tokenizer_files
 from gpt2_fp8.data.tokenizer import END_OF_TEXT, load_tokenizer
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
-_LARGEST_CONFIG = 1 << 20  # bytes
 _FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
@@ -28,11 +26,13 @@ def files_of(name: str, n_positions: int) -> dict[str, bytes]:
     """
     if name not in tokenizer_file.NAMES:
         found = tokenizer_file.describe(path := tokenizer_file.find(name), content := tokenizer_file.read(path))
-        if found.ranks is None:
-            return {TOKENIZER: content, CONFIG: _config_beside(found, content, n_positions)}
-        special = tokenizer_files.llama3_special_tokens(len(found.ranks))
-        file = _byte_pairs(found.ranks, special, tokenizer_files.LLAMA3_PATTERN)
-        ends = tokenizer_file.END_OF_TEXT
+        if found.ranks is None:  # without what training leaves out: a post-processor adds special tokens
+            file = json.loads(content) | dict.fromkeys(("truncation", "padding", "post_processor"))
+            ends = next(token["content"] for token in file["added_tokens"] if token["id"] == found.separator)
+        else:
+            special = tokenizer_files.llama3_special_tokens(len(found.ranks))
+            file = _byte_pairs(found.ranks, special, tokenizer_files.LLAMA3_PATTERN)
+            ends = tokenizer_file.END_OF_TEXT
     else:
         encoding = load_tokenizer(name)
         tokens = encoding.token_byte_values()  # type: ignore[attr-defined]  # of tiktoken's, as both named ones are
@@ -99,20 +99,6 @@ def _config(ends: str, n_positions: int) -> dict[str, Any]:
         "model_max_length": n_positions,
         "clean_up_tokenization_spaces": False,
     }
-
-
-def _config_beside(found: Described, content: bytes, n_positions: int) -> bytes:
-    """Return the `tokenizer_config.json` beside a `tokenizer.json`; one of ours if there is none that can be read."""
-    beside = found.path.with_name(CONFIG)
-    try:
-        if beside.is_file() and beside.stat().st_size <= _LARGEST_CONFIG:
-            said = beside.read_bytes()
-            if isinstance(json.loads(said), dict):
-                return said
-    except (OSError, ValueError, RecursionError):
-        pass
-    ends = next(token["content"] for token in json.loads(content)["added_tokens"] if token["id"] == found.separator)
-    return _dump(_config(ends, n_positions))
 
 
 def _dump(value: Any) -> bytes:

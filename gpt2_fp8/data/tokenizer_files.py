@@ -6,9 +6,10 @@ Both encode a special token that is spelled inside a document as plain text, and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,10 @@ _LLAMA3_NAMED = {
     0: "<|begin_of_text|>", 1: tokenizer_file.END_OF_TEXT, 4: "<|finetune_right_pad_id|>", 6: "<|start_header_id|>",
     7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>",
 }  # fmt: skip
+
+
+_CONTEXT = 1 << 10  # characters on either side of a piece that are encoded with it
+Pieces = Callable[[str, int], Iterator[list[int]]]
 
 
 class Tokenizer(Protocol):
@@ -62,7 +67,11 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class FileTokenizer:
-    """A tokenizer from a file. `sha256` is of the kind, the file's content and the separator."""
+    """A tokenizer from a file. `sha256` is of the kind, the file's content and the separator.
+
+    `pieces` yields the ids of a text, encoded so many characters at a time, as if in one go; None: parts of a text that
+    is cut before blanks have the ids of the whole.
+    """
 
     name: str
     n_vocab: int
@@ -70,6 +79,7 @@ class FileTokenizer:
     sha256: str
     encode_ordinary: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
+    pieces: Pieces | None = None
 
     def encode_to_numpy(self, text: str, *, disallowed_special: Sequence[str] = ()) -> npt.NDArray[np.integer]:
         """Return the ids of `text`, uint32 [n]. Any special token in it is plain text."""
@@ -82,8 +92,9 @@ def load(name: str) -> FileTokenizer:
     content = tokenizer_file.read(path)
     found = tokenizer_file.describe(path, content)
     digest = hashlib.sha256(f"{found.kind}:{found.separator}:".encode() + content).hexdigest()
-    encode, decode = _llama3(found) if found.ranks is not None else _json(found, content)
-    return FileTokenizer(found.kind, found.ids, found.separator, digest, encode, decode)
+    if found.ranks is not None:
+        return FileTokenizer(found.kind, found.ids, found.separator, digest, *_llama3(found))
+    return FileTokenizer(found.kind, found.ids, found.separator, digest, *_json(found, content))
 
 
 def llama3_special_tokens(ranks: int) -> dict[str, int]:
@@ -105,7 +116,9 @@ def _llama3(found: Described) -> tuple[Callable[[str], list[int]], Callable[[lis
     return encoding.encode_ordinary, encoding.decode
 
 
-def _json(found: Described, content: bytes) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
+def _json(
+    found: Described, content: bytes
+) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str], Pieces | None]:
     try:
         from tokenizers import Tokenizer as Loaded
     except ImportError as error:
@@ -118,7 +131,34 @@ def _json(found: Described, content: bytes) -> tuple[Callable[[str], list[int]],
     loaded.no_truncation()
     loaded.no_padding()
     loaded.encode_special_tokens = True
-    return (
-        lambda text: list(loaded.encode(text, add_special_tokens=False).ids),
-        lambda ids: str(loaded.decode(ids, skip_special_tokens=False)),
-    )
+
+    def encode(text: str) -> list[int]:
+        return list(loaded.encode(text, add_special_tokens=False).ids)
+
+    def pieces(text: str, characters: int) -> Iterator[list[int]]:
+        return _pieces(loaded, text, characters)
+
+    try:
+        whole = encode("x\nx x") == [*encode("x"), *encode("\nx"), *encode(" x")]  # not so if a text's begin is marked
+    except Exception:  # a closed vocabulary
+        whole = True
+    return encode, lambda ids: str(loaded.decode(ids, skip_special_tokens=False)), None if whole else pieces
+
+
+def _pieces(loaded: Any, text: str, characters: int) -> Iterator[list[int]]:
+    """Yield the ids of a text that is cut between tokens, each piece encoded between its neighbours' characters."""
+    start = before = 0
+    while True:
+        stop = start + characters
+        made = loaded.encode(text[start - before : stop + _CONTEXT], add_special_tokens=False)
+        begins = [start - before + begin for begin, _ in made.offsets]
+        low, high = bisect_left(begins, start), bisect_left(begins, stop)
+        if before and begins[low : low + 1] != [start]:  # no token begins there beside this context
+            before = 0
+            continue
+        if stop + _CONTEXT >= len(text):
+            yield made.ids[low:]
+            return
+        yield made.ids[low:high]
+        start = begins[high] if high < len(begins) else stop + _CONTEXT
+        before = min(_CONTEXT, start)

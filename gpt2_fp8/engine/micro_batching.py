@@ -93,7 +93,7 @@ class MicroBatching:
             self._gradients.release_graphs()
 
         def discard() -> bool:
-            freed = self._gradients.release_graphs()  # there are none in several processes: ranks agree
+            freed = collectives.any_rank(self._gradients.release_graphs())  # a validation may have freed one rank's
             if freed:
                 log.warning("no room for a step in bf16 beside training's CUDA graphs: they are recorded again")
             self._gradients.discard()

@@ -35,15 +35,15 @@ def build_optimizer(
     keys: dict[Tensor, Keys] = {parameter: Keys.of(seed, name) for name, parameter in named}
     settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     groups = [group | settings for group in _groups(named, config)]
-    return SmallAdamW(groups, keys, eight_bits=choice.name == "adamw8bit")
+    return SmallAdamW(groups, keys)
 
 
 def state_like(model: nn.Module, choice: OptimizerConfig) -> list[Tensor]:
     """Allocate as much memory as the optimizer's state of a model takes, on the parameters' device."""
     found: list[Tensor] = []
     for name, parameter in model.named_parameters():
-        if choice.name in ("adamw_bf16", "adamw8bit"):
-            found += new_moments(parameter, choice.name == "adamw8bit").values()
+        if choice.name == "adamw_bf16":
+            found += new_moments(parameter).values()
         else:
             one = choice.name == "muon" and is_block_matrix(name, parameter.shape)
             found += [torch.empty_like(parameter) for _ in range(1 if one else 2)]

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gpt2_fp8.engine import blockwise
 from gpt2_fp8.engine.muon import MuonAdamW
 from gpt2_fp8.engine.small_adamw import SmallAdamW
 
-_CHUNK = 1 << 22  # elements decoded at a time; a multiple of a block
 _UNDERFLOWN = 1e-15  # larger than any gradient whose square is 0 in float32, by a wide margin
 
 
@@ -26,7 +24,7 @@ def check_moments(optimizer: Optimizer, saved: dict[str, Any], step: int) -> Non
 
     Every tensor must be one that this optimizer has, with the right shape and dtype. The numbers must be finite, since
     an update whose gradient is not finite is left out. A mean of gradients is bounded by the root of the mean of their
-    squares, whatever the gradients were (`_most_ratio`). Moments of 8 bits are checked as what they stand for.
+    squares, whatever the gradients were (`_most_ratio`).
     """
     named = [index for group in saved["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -41,10 +39,7 @@ def check_moments(optimizer: Optimizer, saved: dict[str, Any], step: int) -> Non
             if not torch.isfinite(moments["momentum_buffer"]).all():
                 raise ValueError(f"the optimizer's momentum_buffer {index} is not finite")
             continue
-        if "exp_avg_scale" in moments:
-            _check_bound(index, "exp_avg_scale", "exp_avg_sq_scale", moments, ratio)
-        for part in _decoded(moments):
-            _check_bound(index, "exp_avg", "exp_avg_sq", part, ratio)
+        _check_bound(index, moments, ratio)
         updates = moments["step"].item()
         if not (0 <= updates <= step and updates == int(updates)):
             raise ValueError(f"the optimizer's step {index} is {updates}, in a state of {step} steps")
@@ -74,28 +69,15 @@ def _check_tensors(index: int, found: dict[str, Tensor], own: dict[str, Tensor])
         raise ValueError(f"the optimizer has no {min(map(str, others))[:40]!r} {index}")
 
 
-def _decoded(moments: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield what moments of 8 bits stand for, float32, a part at a time; others as they are."""
-    if "exp_avg_scale" not in moments:
-        yield moments
-        return
-    for start in range(0, moments["exp_avg"].numel(), _CHUNK):
-        part, scales = (slice(start // size, (start + _CHUNK) // size) for size in (1, blockwise.BLOCK))
-        yield {
-            name: blockwise.decode(moments[name].view(-1)[part], moments[f"{name}_scale"][scales], name == "exp_avg")
-            for name in ("exp_avg", "exp_avg_sq")
-        }
-
-
-def _check_bound(index: int, first: str, second: str, moments: dict[str, Tensor], ratio: float) -> None:
-    mean, squares = moments[first], moments[second]
+def _check_bound(index: int, moments: dict[str, Tensor], ratio: float) -> None:
+    mean, squares = moments["exp_avg"], moments["exp_avg_sq"]
     if (squares < 0).any():
-        raise ValueError(f"the optimizer's {second} {index}, a mean of squares, has numbers below 0")
+        raise ValueError(f"the optimizer's exp_avg_sq {index}, a mean of squares, has numbers below 0")
     if not (torch.isfinite(mean).all() and torch.isfinite(squares).all()):
-        raise ValueError(f"the optimizer's {first} or {second} {index} is not finite")
+        raise ValueError(f"the optimizer's exp_avg or exp_avg_sq {index} is not finite")
     if (mean.abs() > squares.sqrt() * ratio + _UNDERFLOWN).any():
         raise ValueError(
-            f"the optimizer's {first} {index} reaches {mean.abs().max().item():.3g}, but {second} of at most "
+            f"the optimizer's exp_avg {index} reaches {mean.abs().max().item():.3g}, but exp_avg_sq of at most "
             f"{squares.max().item():.3g} says that no gradient was so large"
         )
 

@@ -1,11 +1,10 @@
-"""AdamW whose moments take fewer bytes than float32's: bfloat16, or 8 bits in blocks.
+"""AdamW whose moments are in bfloat16.
 
 The update is torch's AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), in float32. Only what is kept of the two
 moments is rounded, after the weights have been updated with the exact ones:
 
-    exp_avg       bfloat16, to nearest: it changes by a tenth a step, so nothing stays behind
-    exp_avg_sq    bfloat16, stochastically (`rounding`)
-    both          8 bits, to nearest (`blockwise`); parameters of few elements keep bfloat16
+    exp_avg       to nearest: it changes by a tenth a step, so nothing stays behind
+    exp_avg_sq    stochastically (`rounding`)
 
 On CUDA a parameter's update is one kernel, which reads and writes each number once (`kernels.adamw`). On a CPU it is
 plain torch, with the same bits for the same numbers.
@@ -21,12 +20,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gpt2_fp8.compat.torch_private import add_to_all, skips_where
-from gpt2_fp8.engine import blockwise
 from gpt2_fp8.engine.closure import evaluated
 from gpt2_fp8.engine.rounding import Keys, random_bits, round_stochastically
-from gpt2_fp8.model.optimizer_bytes import FEW
 
-_CHUNK = 1 << 18  # elements that plain torch updates at a time; a multiple of `blockwise.BLOCK`
+_CHUNK = 1 << 18  # elements that plain torch updates at a time
 
 
 class Scalars(NamedTuple):
@@ -40,23 +37,22 @@ class Scalars(NamedTuple):
 
 
 class SmallAdamW(Optimizer):
-    """AdamW with small moments. Each group has `lr`, `betas`, `eps` and `weight_decay`.
+    """AdamW with moments in bfloat16. Each group has `lr`, `betas`, `eps` and `weight_decay`.
 
     If what `skip_where` has told it is 1, a step changes nothing, and the host does not wait to know.
 
     Args:
         groups: parameters in float32, contiguous.
         keys: of each parameter, for the random bits.
-        eight_bits: 8 bits in blocks, instead of bfloat16.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], keys: Mapping[Tensor, Keys], eight_bits: bool):
+    def __init__(self, groups: Iterable[dict[str, Any]], keys: Mapping[Tensor, Keys]):
         super().__init__(groups, {})
-        self._keys, self._eight_bits = dict(keys), eight_bits
+        self._keys = dict(keys)
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter before its first update, on its device."""
-        return {"step": torch.zeros((), device=parameter.device)} | new_moments(parameter, self._eight_bits)
+        return {"step": torch.zeros((), device=parameter.device)} | new_moments(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -84,7 +80,7 @@ class SmallAdamW(Optimizer):
             if on_cuda:
                 from gpt2_fp8.kernels.adamw import update
 
-                update(parameter, _gradient(parameter), state, keys, scalars, _tables(state), skip)
+                update(parameter, _gradient(parameter), state, keys, scalars, skip)
             else:
                 update_plain(parameter, _gradient(parameter), state, keys, scalars)
 
@@ -101,17 +97,9 @@ class SmallAdamW(Optimizer):
                 }
 
 
-def new_moments(parameter: Tensor, eight_bits: bool) -> dict[str, Tensor]:
+def new_moments(parameter: Tensor) -> dict[str, Tensor]:
     """Return a parameter's moments before its first update: all 0, on its device."""
-    if not eight_bits or parameter.numel() < FEW:
-        moments = ("exp_avg", "exp_avg_sq")
-        return {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in moments}
-    device, found = parameter.device, {}
-    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        zero = 127 if signed else 0  # the code of 0
-        found[name] = torch.full(parameter.shape, zero, dtype=torch.uint8, device=device)
-        found[f"{name}_scale"] = torch.zeros(blockwise.blocks(parameter.numel()), device=device)
-    return found
+    return {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
 
 
 def update_plain(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], keys: Keys, scalars: Scalars) -> None:
@@ -121,24 +109,9 @@ def update_plain(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], 
     for start in range(0, len(weights), _CHUNK):
         part = slice(start, min(start + _CHUNK, len(weights)))
         p, g = weights[part], gradient.view(-1)[part]
-        if "exp_avg_scale" in state:
-            scales = slice(start // blockwise.BLOCK, blockwise.blocks(part.stop))
-            mean_scale, squares_scale = state["exp_avg_scale"][scales], state["exp_avg_sq_scale"][scales]
-            before = (
-                blockwise.decode(mean[part], mean_scale, signed=True),
-                blockwise.decode(squares[part], squares_scale, signed=False),
-            )
-            m, v = _adamw_(p, g, *before, scalars)
-            for codes, scale, values, signed in (
-                (mean[part], mean_scale, m, True), (squares[part], squares_scale, v, False),
-            ):  # fmt: skip
-                new_codes, new_scale = blockwise.encode(values, signed)
-                codes.copy_(new_codes)
-                scale.copy_(new_scale)
-        else:
-            m, v = _adamw_(p, g, mean[part].float(), squares[part].float(), scalars)
-            mean[part] = m.to(torch.bfloat16)
-            squares[part] = round_stochastically(v, random_bits(now, start, len(p), p.device))
+        m, v = _adamw_(p, g, mean[part].float(), squares[part].float(), scalars)
+        mean[part] = m.to(torch.bfloat16)
+        squares[part] = round_stochastically(v, random_bits(now, start, len(p), p.device))
 
 
 def _adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Scalars) -> tuple[Tensor, Tensor]:
@@ -165,13 +138,3 @@ def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     assert parameter.is_contiguous()
     return parameter.grad.contiguous()
-
-
-def _tables(state: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return what codes stand for, with and without a sign, as values and edges; nothing for bfloat16."""
-    if "exp_avg_scale" not in state:
-        return ()
-    device = state["exp_avg"].device
-    return tuple(
-        table(signed, device) for signed in (True, False) for table in (blockwise.map_values, blockwise.map_edges)
-    )

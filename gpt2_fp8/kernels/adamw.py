@@ -1,4 +1,4 @@
-"""AdamW's whole update of a parameter in one kernel, with moments in bfloat16 or in 8 bits.
+"""AdamW's whole update of a parameter in one kernel, with moments in bfloat16.
 
 Memory traffic is all it costs: each number is read once and written once. A skipped update writes nothing. The same
 arithmetic in plain torch is `engine.small_adamw`, and both give the same bits. So products and sums are not fused
@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SIZE = 1024  # elements of a program with bfloat16
-ROWS, BLOCK = 4, 256  # blocks of a program with 8 bits, and elements of a block
+SIZE = 1024  # elements of a program
 
 
 @triton.jit
@@ -52,22 +51,6 @@ def _bf16(x, noise):
     return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
 
 
-@triton.jit
-def _decoded(codes, scales, values):
-    return tl.load(values + codes.to(tl.int32)) * scales[:, None]
-
-
-@triton.jit
-def _codes(x, scales, edges):
-    """Compute the codes, int32, of values [rows, block]: how many of the 255 edges are below each."""
-    x = tl.div_rn(x, tl.where(scales > 0, scales, 1.0)[:, None] + tl.zeros_like(x))
-    code = tl.zeros(x.shape, tl.int32)
-    for power in tl.static_range(8):
-        higher = code + (128 >> power)
-        code = tl.where(x > tl.load(edges + higher - 1), higher, code)
-    return code, x
-
-
 @triton.jit(do_not_specialize=["first", "second"])
 def _update_bf16(
     weights, gradients, means, squares, row, skip, count, first, second,
@@ -89,64 +72,27 @@ def _update_bf16(
     tl.store(squares + index, _bf16(v, noise), mask=inside)
 
 
-@triton.jit
-def _update_blocks(
-    weights, gradients, means, squares, mean_scales, squares_scales,
-    signed_values, signed_edges, values, edges, row, skip, count,
-    decay, beta1, rest1, beta2, rest2, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    if tl.load(skip) != 0:
-        return
-    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    index = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside, has_scale = index < count, block * BLOCK < count
-    p = tl.load(weights + index, mask=inside, other=0.0)
-    g = tl.load(gradients + index, mask=inside, other=0.0)
-    mean_scale = tl.load(mean_scales + block, mask=has_scale, other=0.0)
-    squares_scale = tl.load(squares_scales + block, mask=has_scale, other=0.0)
-    m = _decoded(tl.load(means + index, mask=inside, other=127), mean_scale, signed_values)
-    v = _decoded(tl.load(squares + index, mask=inside, other=0), squares_scale, values)
-    p, m, v = _adamw(p, g, m, v, row, decay, beta1, rest1, beta2, rest2, eps)
-    mean_scale, squares_scale = tl.max(tl.abs(m), axis=1), tl.max(v, axis=1)
-    mean_codes, _ = _codes(m, mean_scale, signed_edges)
-    squares_codes, part = _codes(v, squares_scale, edges)
-    squares_codes = tl.where((part > 0) & (squares_codes < 1), 1, squares_codes)
-    tl.store(weights + index, p, mask=inside)
-    tl.store(means + index, mean_codes.to(tl.uint8), mask=inside)
-    tl.store(squares + index, squares_codes.to(tl.uint8), mask=inside)
-    tl.store(mean_scales + block, mean_scale, mask=has_scale)
-    tl.store(squares_scales + block, squares_scale, mask=has_scale)
-
-
 def update(
     weights: Tensor, gradient: Tensor, state: dict[str, Tensor], keys: tuple[int, int], scalars: Any,
-    tables: tuple[Tensor, ...], skip: Tensor | None,
+    skip: Tensor | None,
 ) -> None:  # fmt: skip
     """Update one parameter and its moments in place, unless `skip`, float32 with one element, is not 0.
 
     Args:
         weights, gradient: float32 of the same shape on CUDA, contiguous.
-        state: `exp_avg` and `exp_avg_sq`, and their `_scale` where they are codes.
+        state: `exp_avg` and `exp_avg_sq`.
         keys: of the random bits, each of 32 bits.
         scalars: `engine.small_adamw.Scalars`.
-        tables: for codes: values and edges of the map with a sign, and of the one without.
     """
     decay, beta1, beta2, eps, row = scalars
     numbers = (decay, beta1, 1 - beta1, beta2, 1 - beta2, eps)
     mean, squares, count = state["exp_avg"], state["exp_avg_sq"], weights.numel()
     skip = row[3:] if skip is None else skip  # a 0
     with torch.cuda.device(weights.device) if weights.is_cuda else nullcontext():
-        if tables:
-            scales = state["exp_avg_scale"], state["exp_avg_sq_scale"]
-            _update_blocks[(triton.cdiv(count, ROWS * BLOCK),)](
-                weights, gradient, mean, squares, *scales, *tables, row, skip, count, *numbers,
-                ROWS=ROWS, BLOCK=BLOCK, enable_fp_fusion=False,
-            )  # fmt: skip
-        else:
-            _update_bf16[(triton.cdiv(count, SIZE),)](
-                weights, gradient, mean, squares, row, skip, count, *map(_signed, keys), *numbers,
-                SIZE=SIZE, enable_fp_fusion=False,
-            )  # fmt: skip
+        _update_bf16[(triton.cdiv(count, SIZE),)](
+            weights, gradient, mean, squares, row, skip, count, *map(_signed, keys), *numbers,
+            SIZE=SIZE, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def _signed(word: int) -> int:

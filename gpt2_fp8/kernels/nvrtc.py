@@ -76,10 +76,13 @@ class Kernel:
         """Launch `grid` blocks on the current stream.
 
         A tensor is passed as its address, None as a null pointer, an int as C's int, a float as C's float. The copy
-        engine's maps are passed unchanged.
+        engine's maps are passed unchanged. Raises RuntimeError if the kernel's device is not the current one, whose
+        stream it would be launched on.
         """
         from cuda.core import launch
 
+        if (current := torch.cuda.current_device()) != self._device:
+            raise RuntimeError(f"tensors are on cuda:{self._device}, and the current device is cuda:{current}")
         if _thread.device != self._device:
             _make_current(self._device)
         stream = _stream(torch.cuda.current_stream().cuda_stream)

@@ -28,23 +28,23 @@ def fused_embed(ids: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor
     made.
     """
     assert positions is not None, "these layers have learned positions alone"
-    return _Embedding.apply(ids.contiguous(), [tokens], positions)
+    return _Embedding.apply(ids.contiguous(), tokens, positions)
 
 
 class _Embedding(torch.autograd.Function):
     """The fused embedding. Its backward writes the parameters' `.grad` itself.
 
-    `tokens` is wrapped in a list so that autograd does not see it. The head's backward runs first and writes
-    `tokens.grad`; this backward runs last and adds to it.
+    The head's backward, which runs first, writes `tokens.grad` itself too; this one runs last and adds to it. Both take
+    the table as an argument, so its hooks are called once, after both.
     """
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, tokens: list[Tensor], positions: Tensor) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
         from gpt2_fp8.kernels import embedding
 
-        ctx.parameters = *tokens, positions
+        ctx.parameters = tokens, positions
         ctx.save_for_backward(ids)
-        return embedding.embed(ids, tokens[0], positions)
+        return embedding.embed(ids, tokens, positions)
 
     @staticmethod
     @once_differentiable

@@ -44,7 +44,8 @@ class Head(HeadLayer):
 class _HeadFunction(torch.autograd.Function):
     """Loss and gradients, computed in the forward, one chunk of rows after the other.
 
-    The backward only hands out the finished gradients.
+    The backward only hands out the finished gradients. That of the table, which is the embedding's too, it adds to
+    `.grad` itself: see `layers.embedding`.
     """
 
     @staticmethod
@@ -74,4 +75,6 @@ class _HeadFunction(torch.autograd.Function):
         g, ctx.gradients = ctx.gradients, None  # freed here: autograd's graph lives longer than its backward
         for gradient in (g.dx, g.norm, g.weight):
             scale_(gradient, of_trained(upstream[0]))
-        return g.dx.view(ctx.shape), None, None, None, None, None, None, g.norm[0], g.norm[1], g.weight
+        table = g.head.weight
+        table.grad = g.weight if table.grad is None else table.grad.add_(g.weight)
+        return g.dx.view(ctx.shape), None, None, None, None, None, None, g.norm[0], g.norm[1], None

@@ -4,8 +4,9 @@
 
 `of_probabilities`: the GEMM writes that gradient itself. A row's sum of exponentials is known only afterwards, so its
 numbers are relative to a reference (`kernels.product_probabilities`). The few rows that are too far from theirs are a
-chunk of logits at the end, up to `ROOM` of each chunk. A row beyond it has the right loss, but numbers in its gradient
-that saturated. It takes training's larger micro-batches, since the references have their price.
+chunk of logits at the end, up to `ROOM` of each chunk. With more of them numbers in the gradient have saturated: the
+loss is NaN then, and the step is run again in bf16. It takes training's larger micro-batches, since the references have
+their price.
 
 m rows, d = n_embd, N = padded_vocab_size.
 """
@@ -140,4 +141,5 @@ def _of_probabilities(chunk: Chunk, ids: Frequent, gradients: HeadGradients) -> 
     at_targets = add_target_rows(dy, known.factors, known.rest, targets, weight, inputs)
     y8t = layer_norm_transposed(*normalisation, known.factors)
     gradients.dx[part] = gradients.add(Share(dy, made.qt, scale_inv, y8t, targets, at_targets), x, statistics)
-    return Known(known.losses, known.log_sums if gradients.z_loss else None), aside.rows + part.start, aside.targets
+    losses = torch.where(aside.found > ROOM, torch.nan, known.losses)
+    return Known(losses, known.log_sums if gradients.z_loss else None), aside.rows + part.start, aside.targets

@@ -91,7 +91,7 @@ def candidates(config: RunConfig, world_size: int) -> list[RunConfig]:
         seed=0,
         global_batch_size=micro * min(config.global_batch_size // (micro * world_size), 2),
         model=replace(model, name="auto", vocab_size=vocabulary(config)),
-        cuda_graphs=config.cuda_graphs if world_size == 1 else False,  # several processes have no graphs
+        cuda_graphs=config.cuda_graphs,
         data=_DATA,
         optim=replace(config.optim, **_RATE),
         optimizer=_at_one_rate(config.optimizer),

@@ -1,7 +1,6 @@
 """The bytes of an optimizer's state, from the settings alone: for estimates of memory and of checkpoints.
 
-Of a parameter: adamw has two moments in float32 (8 bytes), adamw_bf16 two in bfloat16 (4), and adamw8bit two of 8 bits
-with a float32 scale for each block of 256 (2.03; parameters of few elements have bfloat16's). Muon has one momentum in
+Of a parameter: adamw has two moments in float32 (8 bytes), and adamw_bf16 two in bfloat16 (4). Muon has one momentum in
 float32 for a block's matrix (4), and AdamW's for the rest.
 """
 
@@ -10,8 +9,6 @@ from __future__ import annotations
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.schema import ModelConfig, OptimizerConfig
 from gpt2_fp8.model.parameters import Parameter, of_block, outside_blocks
-
-FEW, BLOCK = 4096, 256  # adamw8bit: parameters of fewer elements keep bfloat16; elements of a block
 
 
 def optimizer_bytes(optimizer: OptimizerConfig, model: ModelConfig, padded_vocab_size: int) -> int:
@@ -27,8 +24,6 @@ def optimizer_bytes(optimizer: OptimizerConfig, model: ModelConfig, padded_vocab
 
 def _of(name: str, parameter: Parameter, in_block: bool) -> int:
     count = parameter.numel
-    if name == "adamw8bit" and count >= FEW:
-        return 2 * (count + 4 * -(-count // BLOCK))
     if name == "muon" and in_block and len(parameter.shape) == 2:
         return 4 * count
-    return {"adamw": 8, "adamw_bf16": 4, "adamw8bit": 4, "muon": 8}[name] * count
+    return {"adamw": 8, "adamw_bf16": 4, "muon": 8}[name] * count

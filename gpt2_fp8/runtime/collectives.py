@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor, distributed
 
-from gpt2_fp8.compat.torch_private import divide_all, entered_collectives
+from gpt2_fp8.compat.torch_private import all_reduce_together, divide_all, entered_collectives
 
 # Not for noticing a lost rank: that takes less than a minute (`runtime/rank_watch.py`). The timeout must be longer
 # than anything that one rank may do while the others wait. That is to compile, to save, or to read data from a source
@@ -111,10 +111,15 @@ def average(parameters: Iterable[Tensor]) -> None:
     It runs after the backward, not within it as DistributedDataParallel does. A rank whose backward fails (out of
     memory) can then begin again without leaving the others in the middle of a collective. And gradients need not go
     through autograd. The price is that communication does not overlap with the last micro-batch's backward.
+
+    NCCL reduces and divides them all in one launch. gloo has no mean, and no need of one.
     """
     if not is_distributed():
         return
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if distributed.get_backend() == "nccl":
+        all_reduce_together(gradients, distributed.ReduceOp.AVG)
+        return
     works = [distributed.all_reduce(gradient, async_op=True) for gradient in gradients]
     for work in works:
         work.wait()

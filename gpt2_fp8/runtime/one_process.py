@@ -30,7 +30,7 @@ def main(name: str, program: Callable[[list[str]], int], pipe_ends: bool = False
         once_a_node: whether it is about a machine, so that one process on each node is meant.
     """
     output.begin(pipe_ends)
-    foreign_variables.forget()
+    foreign_variables.settle()
     words = sys.argv[1:]
     problem = refusal(name, words, os.environ, once_a_node)
     if problem is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
+import zlib
 from typing import Any
 
 import numpy
@@ -111,13 +112,14 @@ def gather() -> list[dict[str, Any]]:
     return states
 
 
-def restore_rank(states: list[dict[str, Any]]) -> bool:
-    """Restore this rank's part of `gather()`.
+def begin_rank(states: list[dict[str, Any]], seed: int, step: int) -> None:
+    """Restore this rank's part of `gather()`, or begin a rank that has none after `step` steps of the run.
 
-    Returns False, with nothing changed, if there are more ranks now than states. The rank then keeps its own seed.
+    Each rank but the first draws numbers of its own then: equal dropout masks on all ranks would be fewer masks. The
+    first one's are those of a run of one process.
     """
     rank, _ = collectives.rank_and_world()
-    if rank >= len(states):
-        return False
-    restore(states[rank])
-    return True
+    if rank < len(states):
+        restore(states[rank])
+    elif rank:
+        torch.manual_seed(zlib.crc32(f"{seed}/{rank}/{step}".encode()))

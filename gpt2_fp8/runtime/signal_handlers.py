@@ -6,7 +6,8 @@ What a signal does depends on when it arrives:
 - In training it is held: the handler only records it. `look` gives up the current work where that leaves nothing half
   done. `GracefulStop` looks between steps. A handler that saves could run in the middle of a backward pass
   (https://github.com/Lightning-AI/pytorch-lightning/issues/21406, open in 2.6.6).
-- A second signal ends the process at once, at any time. Files on the disk are complete at every moment.
+- A second signal ends the process at once, at any time. Files on the disk are complete at every moment. A thread does
+  it: a backward on a CPU can keep the main thread, and so Python's handlers, from running for minutes.
 
 An asynchronous exception can get lost. Python prints and drops errors in `__del__`, and some libraries catch
 everything. A library left half done may fail with an error of its own. So the exception is only a messenger. The signal
@@ -20,6 +21,7 @@ SIGHUP (a closed terminal) and SIGQUIT are treated as SIGTERM. A signal that was
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -68,7 +70,9 @@ class Signals:
         self.ends = False
         self._received_at = 0.0
         self._held = True
-        self._asks = False  # whether a thread asks again until the exception has arrived
+        self._told = False  # whether stderr says that the run is stopping
+        self._watched = False  # whether a thread ends the process, and asks again until the exception has arrived
+        self._wakeup: list[int] = []  # where Python writes each signal's number, and where it wrote them before
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
@@ -77,6 +81,13 @@ class Signals:
             before = self._previous.setdefault(number, signal.getsignal(number))
             signal.signal(number, signal.SIG_IGN if before == signal.SIG_IGN else self._receive)
         self._previous.setdefault(_AGAIN, signal.signal(_AGAIN, self._look_again))
+        if not self._wakeup:
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            self._wakeup = [writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False)]
+            with suppress(RuntimeError, MemoryError):  # if no thread can be started
+                threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
+                self._watched = True
 
     def uninstall(self) -> None:
         """Restore the previous handlers."""
@@ -84,6 +95,11 @@ class Signals:
             # None: it was not set from Python, and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
+        if self._wakeup:
+            writer, before = self._wakeup
+            signal.set_wakeup_fd(before)
+            os.close(writer)
+            self._wakeup = []
 
     @property
     def installed(self) -> bool:
@@ -117,33 +133,46 @@ class Signals:
         raise Interrupted(self.received)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.received is None:
-            self.received, self._received_at = signal.SIGTERM if signum in LIKE_SIGTERM else signum, now
-            if signum == signal.SIGHUP:
-                process_end.leave_terminal()
-            with suppress(RuntimeError, MemoryError):  # if no thread can be started
-                threading.Thread(target=self._ask_again, name="signals", daemon=True).start()
-                self._asks = True
-            if not self._held:
-                self._throw_from(frame)
-                return
-            if not self.ends:
-                process_end.say(f"\n{signal.Signals(signum).name}: stopping and saving; once more to leave at once\n")
-        elif signum == signal.SIGHUP:
-            return  # several senders report a terminal's end
-        elif launcher.is_batch_job() and signum in (signal.SIGTERM, *slurm.REQUEUE_SIGNALS):
-            return  # SLURM sends more of them while a job is saved and requeued, and has SIGKILL for one that hangs
-        elif now - self._received_at > ECHO_SECONDS:
-            os._exit(128 + (signal.SIGTERM if signum in LIKE_SIGTERM else signum))
+        if self.received is not None:
+            return
+        self.received, self._received_at = _meaning(signum), time.monotonic()
+        if signum == signal.SIGHUP:
+            process_end.leave_terminal()
+        if self._held:
+            self._tell(signum)
+        else:
+            self._throw_from(frame)
 
-    def _ask_again(self) -> None:
-        main = threading.main_thread().ident
+    def _tell(self, signum: int) -> None:
+        if not self._told and not self.ends:
+            self._told = True
+            process_end.say(f"\n{signal.Signals(signum).name}: stopping and saving; once more to leave at once\n")
+
+    def _watch(self, reader: int) -> None:
+        """Read the signals' numbers: end the process at the second one, and have the main thread look again."""
+        main, first, first_at = threading.main_thread().ident, 0, 0.0
         assert main is not None
-        while self.installed:
-            time.sleep(_AGAIN_SECONDS)
-            if not self._held and self.installed:
-                signal.pthread_kill(main, _AGAIN)
+        while True:
+            if first and not select.select([reader], [], [], _AGAIN_SECONDS)[0]:
+                if not self._held:
+                    signal.pthread_kill(main, _AGAIN)
+                elif self.received is None:  # the main thread has not come to its handler
+                    self._tell(first)
+                continue
+            if not (read := os.read(reader, 1)):
+                os.close(reader)
+                return
+            signum, now = read[0], time.monotonic()
+            if signum == _AGAIN or signum not in self._previous:
+                continue
+            if not first:
+                first, first_at = signum, now
+            elif signum == signal.SIGHUP:
+                continue  # several senders report a terminal's end
+            elif launcher.is_batch_job() and signum in (signal.SIGTERM, *slurm.REQUEUE_SIGNALS):
+                continue  # SLURM sends more while a job is saved and requeued, and has SIGKILL for one that hangs
+            elif now - first_at > ECHO_SECONDS:
+                os._exit(128 + _meaning(signum))
 
     def _look_again(self, signum: int, frame: FrameType | None) -> None:
         if self.received is not None and not self._held and not _is_ending(sys.exc_info()[1]):
@@ -154,8 +183,16 @@ class Signals:
 
         In that case the thread that asks again brings it a moment later.
         """
-        if not self._asks or time.monotonic() > self._received_at + IMPORT_SECONDS or not _is_delicate(frame):
+        if not self._watched or time.monotonic() > self._received_at + IMPORT_SECONDS or not _is_delicate(frame):
             self.throw()
+
+
+def _meaning(signum: int) -> int:
+    return signal.SIGTERM if signum in LIKE_SIGTERM else signum
+
+
+# A forked child has the handlers without the thread, and its signals are not the parent's.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def _is_ending(handled: BaseException | None) -> bool:

@@ -61,9 +61,9 @@ class Generation:
         self.dtype = torch.bfloat16 if wanted == "bf16" else torch.float32
         self.tokenizer = _tokenizer(found.config)
         self.prompts = generate_schema.beginnings(config, [])
-        self._ids = [
-            self.tokenizer.encode_ordinary(text) if text else [self.tokenizer.eot_token] for text in self.prompts
-        ]
+        self._typed = list(map(self.tokenizer.encode_ordinary, self.prompts))
+        separator = [self.tokenizer.eot_token]
+        self._ids = [ids if text else separator for text, ids in zip(self.prompts, self._typed, strict=True)]
         if problems := list(self._misfits(found.config.model.n_positions)):
             raise UserError(problems)
         self.model = _build(found, self.device, self.dtype)
@@ -96,7 +96,7 @@ class Generation:
         sampling = Sampling(config.temperature, config.top_k, config.top_p)
         end = tokenizer.eot_token if config.stop else None
         ids = min(self.model.vocab_size, tokenizer.n_vocab)
-        stream, seen = TextStream(tokenizer), 0
+        stream, seen = TextStream(tokenizer, self._typed[batch[0][0]]), 0
         for _ in go_on(decoder, texts, sampling, ids, end):
             if len(texts) == 1:
                 say(stream.add(texts[0].ids[seen:]))
@@ -105,7 +105,8 @@ class Generation:
             say(stream.end())
         for text, (place, sample) in zip(texts, batch, strict=True):
             assert text.ended is not None
-            drawn = tokenizer.decode(text.ids)
+            typed = self._typed[place]
+            drawn = tokenizer.decode([*typed, *text.ids])[len(tokenizer.decode(typed)) :]
             yield Written(self.prompts[place], sample, drawn, len(text.ids), text.ended)
 
     def _tokens(self, prompt: int) -> int:

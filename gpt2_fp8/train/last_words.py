@@ -11,6 +11,7 @@ from gpt2_fp8.config.amounts import as_typed, counted, duration
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import ModelConfig, RunConfig
+from gpt2_fp8.config.typed import setting
 from gpt2_fp8.runtime import launcher, programs
 from gpt2_fp8.runtime.launched import VARIABLES
 from gpt2_fp8.train.summary import Summary
@@ -74,7 +75,8 @@ def _commands(summary: Summary, config: RunConfig, folder: Path, typed: Typed, s
     if "export" in there and _is_exported(config.model):
         yield f"python -m gpt2_fp8.export {shown} exported"
     if "generate" in there:
-        yield f'python -m gpt2_fp8.generate ckpt_path={shown} prompt="Once upon a time"'
+        from_it = shlex.quote(setting("ckpt_path", str(as_typed(folder, typed.here))))
+        yield f'python -m gpt2_fp8.generate {from_it} prompt="Once upon a time"'
 
 
 def _is_exported(model: ModelConfig) -> bool:

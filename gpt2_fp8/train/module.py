@@ -174,7 +174,7 @@ class GPT2Module(pl.LightningModule):
         self._metrics = MetricLog(self)
         if begin := getattr(self.trainer.datamodule, "begin", None):  # type: ignore[attr-defined]  # it may be anyone's
             begin(self.trainer.global_step)
-        self._restored.begin_training()
+        self._restored.begin_training(self.config.seed, self.trainer.global_step)
         self.step.attempts.ahead = not loops.hooks_into_backward(self.trainer, LogLine)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:

@@ -33,21 +33,23 @@ class Restored:
 
     Attributes:
         path: the checkpoint that the run continues from; None without one.
-        random: the generators' states of every rank. They wait until nothing else draws numbers before training.
+        random: the generators' states of every rank that was there. They wait until nothing else draws numbers before
+            training.
         step: what the training step begins with, if there is no step yet.
     """
 
     path: Any = None
-    random: list[Any] | None = None
+    random: list[Any] = field(default_factory=list)
     step: Mapping[str, Any] = field(default_factory=dict)
 
-    def begin_training(self) -> None:
-        """Put this rank's random numbers where the checkpoint left them. From now on the step's own state is newer."""
-        self.step = {}
-        if self.random is not None:
-            with restoring(self.path):
-                rng.restore_rank(self.random)
-            self.random = None
+    def begin_training(self, seed: int, step: int) -> None:
+        """Put this rank's random numbers where the checkpoint left them. From now on the step's own state is newer.
+
+        `step`: how many of the run are done; `seed` and `step` are for a rank that the checkpoint does not know.
+        """
+        with restoring(self.path):
+            rng.begin_rank(self.random, seed, step)
+        self.step, self.random = {}, []
 
 
 def check_arguments(hparams_file: object, strict: bool | None) -> None:
@@ -112,8 +114,11 @@ def take(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingStep) ->
     resume.refuse(list(dict.fromkeys(others)))  # the text's seed is the run's, unless it has its own
     rng.check(checkpoint["rng"])
     step.load_state_dict(own)
-    resume.keep_own_settings(checkpoint, step.model, config)
-    changes = resume.other_validation(checkpoint, step.plan.backend), resume.fp8_again(checkpoint["global_step"], step)
+    changes = (
+        resume.keep_own_settings(checkpoint, step.model, config),
+        resume.other_validation(checkpoint, step.plan.backend),
+        resume.fp8_again(checkpoint["global_step"], step),
+    )
     for told in changes if trainer.is_global_zero else ():
         if told is not None:
             log.warning("%s", told)

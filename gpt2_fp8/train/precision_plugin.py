@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
 
 from gpt2_fp8.backends.resolve import Plan, resolve
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import devices
 
@@ -35,6 +37,13 @@ class FP8Precision(MixedPrecision):
         Raises UserError if this machine cannot compute what was asked for, and no fallback is allowed.
         """
         return cls(resolve(config, devices.device(config)))
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Return a `GPT2Module` unchanged. Raises UserError for any other: it would not enter the precision."""
+        if not isinstance(getattr(module, "config", None), RunConfig):
+            cause = f"FP8Precision computes a GPT2Module, and {type(module).__name__} would compute in float32"
+            raise UserError.of(cause, "Trainer(precision='bf16-mixed')")
+        return module
 
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Enter the precision of one forward."""

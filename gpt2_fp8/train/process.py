@@ -20,7 +20,7 @@ def quiet() -> None:
         logging.getLogger("gpt2_fp8").setLevel(logging.WARNING)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for name in ("datasets", "huggingface_hub", "httpx"):  # a line for each file and each request
+    for name in ("datasets", "huggingface_hub", "httpx", "httpx2"):  # a line for each file and each request
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # the table of debug=profiler
     ignore_warnings()

@@ -14,6 +14,7 @@ from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.amounts import counted
 from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.hints import OPTIMIZERS
 from gpt2_fp8.config.keys import value_of
 from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
@@ -126,13 +127,15 @@ def refuse_other_optimizer(path: Path, given: object, config: RunConfig) -> None
     if there != here:
         cause = f"{path} holds the state of optimizer={there}, and this run has optimizer={here}"
         anew = f"run_name=NAME init_from={path} ckpt_path=null"
-        raise UserError.of(cause, f"optimizer={there}, or begin anew from its weights: {anew}")
+        own = f"optimizer={there}, or " if there in OPTIMIZERS else ""  # not adamw8bit, which earlier versions had
+        raise UserError.of(cause, f"{own}begin anew from its weights: {anew}")
 
 
-def keep_own_settings(checkpoint: dict[str, Any], model: nn.Module, config: RunConfig) -> None:
+def keep_own_settings(checkpoint: dict[str, Any], model: nn.Module, config: RunConfig) -> str | None:
     """Replace the settings in the saved optimizer and schedule states by the configuration's, in place.
 
-    The moments and the step stay. Raises ValueError for moments that are not the model's.
+    The moments and the step stay. Returns in words how the next step's learning rate changes by that; None: it does
+    not. Raises ValueError for moments that are not the model's.
     """
     optimizer = build_optimizer(model, config.optim, config.optimizer)
     schedule = build_schedule(optimizer, config.optim, last_step(config))
@@ -140,7 +143,11 @@ def keep_own_settings(checkpoint: dict[str, Any], model: nn.Module, config: RunC
     rates = [rate * schedule.lr_lambdas[0](step) for rate in schedule.base_lrs]
     check_moments(optimizer, checkpoint["optimizer_states"][0], step)
     groups = checkpoint["optimizer_states"][0]["param_groups"]
+    before, now = groups[0].get("lr"), f"{rates[0]:.1e}"
     for saved, fresh, lr in zip(groups, optimizer.param_groups, rates, strict=True):
         settings = {key: value for key, value in fresh.items() if key != "params"}
         saved.update(settings, lr=lr)
     checkpoint["lr_schedulers"] = [schedule.state_dict() | scheduler_counts(step, rates)]
+    if not isinstance(before, float) or f"{before:.1e}" == now:
+        return None
+    return f"learning rate {now} from step {step + 1} on, {before:.1e} before: the schedule is not the checkpoint's"

@@ -81,6 +81,8 @@ def _upgraded(plain: Any) -> Any:
             full[name] = _with_defaults(cls, group)
     full.setdefault("penalty", asdict(PenaltyConfig()))
     full.setdefault("optimizer", {"name": "adamw"})  # the only one before there was a choice
+    if full["optimizer"] == {"name": "adamw8bit"}:  # its state is not read, and its weights are as any
+        full["optimizer"] = {"name": "adamw_bf16"}
     return full
 
 

@@ -33,6 +33,7 @@ from gpt2_fp8.train.resume import refuse_longer, refuse_other_optimizer
 
 log = logging.getLogger(__name__)
 MOST_ON_CPU = 8  # sequences of a micro-batch that `auto` chooses
+MOST_FLOPS = 250_000_000_000  # of a micro-batch on a CPU that was not typed: seconds, between which signals are heard
 
 
 class Batch(NamedTuple):
@@ -48,8 +49,8 @@ def resolve_micro_batch(
     """Choose a run's micro-batch, which is among the keys `typed` or in a file of settings.
 
     A GPU begins with what was asked for (`auto`: its whole share of a step), and takes the largest part of it that
-    fits. A CPU begins with no more than memory allows (`footprint`). If it continues from `start`, it begins with the
-    micro-batch of that. Raises UserError if what was typed cannot fit, or a step's text.
+    fits. A CPU begins with no more than takes seconds and memory allows (`footprint`). If it continues from `start`, it
+    begins with the micro-batch of that. Raises UserError if what was typed cannot fit, or a step's text.
     """
     share, auto = config.global_batch_size // world_size, config.micro_batch_size == "auto"
     if auto:
@@ -59,15 +60,13 @@ def resolve_micro_batch(
     check_step(config, vocabulary(config), ranks, share, on)
     if on == "cuda":
         return Batch(config, asked)
-    before = (read_plain(start, "training_step").get("micro_batch_size") or {}) if start else {}
-    if (
-        "micro_batch_size" not in typed
-        and before.get("asked") == asked
-        and before["fits"]
-        and share % before["fits"] == 0
-    ):
-        config = replace(config, micro_batch_size=before["fits"])
     given = "micro_batch_size" in typed and not auto
+    before = (read_plain(start, "training_step").get("micro_batch_size") or {}) if start else {}
+    if not given and before.get("asked") == asked and before["fits"] and share % before["fits"] == 0:
+        config = replace(config, micro_batch_size=before["fits"])
+    elif not given:
+        flops = flops_per_token(config.model, padded_vocabulary(vocabulary(config))) * config.model.n_positions
+        config = replace(config, micro_batch_size=largest_divisor(share, min(asked, max(1, MOST_FLOPS // flops))))
     return Batch(fitted(config, vocabulary(config), ranks, share, given, typed), asked)
 
 

@@ -415,9 +415,9 @@ SEVERAL = [{"devices": 2}, {"devices": "auto"}, {"num_nodes": 2}, {"strategy": "
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("trainer", SEVERAL)
-def test_graphs_are_for_one_gpu(config, trainer):
+def test_several_gpus_have_graphs_too(config, trainer):
     plan = resolve(config(micro_batch_size=1, trainer=trainer), "cuda")
-    assert (plan.backend.name, plan.backend.graphs) == ("fused", False)
+    assert (plan.backend.name, plan.backend.graphs) == ("fused", True)
 
 
 @pytest.mark.usefixtures("hopper")

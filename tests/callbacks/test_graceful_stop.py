@@ -2,12 +2,14 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.checkpoint import files, find
@@ -58,6 +60,39 @@ def hang_twice():
     threading.Timer(1.0, signal.pthread_kill, [main, signal.SIGTERM]).start()
     time.sleep(30)
     print("the step goes on", flush=True)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_a_process_whose_main_thread_runs_no_python(tmp_path, number, code):
+    """As in the backward of a large model on a CPU; here for minutes."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parents[2])!r})\n"
+        "from tests.callbacks import test_graceful_stop as t\n"
+        f"t.run({str(tmp_path)!r}, every=2, val=100, callbacks=[t.At('on_train_batch_start', 5, t.multiply)])"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout.readline() == "multiplying\n"
+            process.send_signal(number)
+            time.sleep(2)
+            assert process.poll() is None, "the first one waits for the step"
+            process.send_signal(number)
+            assert process.wait(10) == code
+        finally:
+            process.kill()
+        said = process.stderr.read()
+    assert said.count(f"{signal.Signals(number).name}: stopping and saving") == 1, said
+    assert {path.name for path in (tmp_path / "checkpoints").glob("*step-*")} == {"step-00000002", "step-00000004"}
+    assert files.read(find.resolve("last", tmp_path / "checkpoints"))["global_step"] == 4
+
+
+def multiply():
+    """Keep the main thread in one call of torch's for minutes."""
+    print("multiplying", flush=True)
+    torch.linalg.matrix_power(torch.eye(4096), 2**62)
 
 
 def test_a_signal_before_training_stops_before_the_first_step(tmp_path):

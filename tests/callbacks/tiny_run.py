@@ -118,7 +118,7 @@ class Tiny(LightningModule):
 
     def on_train_start(self):
         if self._rng:
-            rng.restore_rank(self._rng)
+            rng.begin_rank(self._rng, seed=0, step=self.global_step)
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)

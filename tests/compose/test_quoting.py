@@ -2,12 +2,15 @@
 
 import re
 import shlex
+import shutil
 
 import pytest
 
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import typed
 from gpt2_fp8.config.errors import UserError
+from tests import forkserver
+from tests.runs import SMALL, forked, summary
 
 WORDS = ["trainer=cpu", "data.val_sequences=0"]
 ODD = [
@@ -100,3 +103,42 @@ def test_items_that_a_shell_has_split_are_quoted_at_once():
 
 def test_the_values_of_keys_in_braces_have_quotes_of_their_own():
     assert typed.word("k", "{a: 1, b: [~/x, 2]}") == """'k={a: 1,b: ["~/x",2]}'"""
+
+
+TYPED = ["2024_01_15", "1e5", "12e4567", "1.50", ".5", "+5", "nan", "-inf", "true", "1_000", "42", "007", "2024-01-15"]
+
+
+@pytest.mark.parametrize("text", TYPED)
+def test_a_text_key_has_what_was_typed(text):
+    """Also where Hydra's grammar has a number or a truth value for it."""
+    assert preflight([*WORDS, f"run_name={text}"])[0].run_name == text
+    assert preflight([*WORDS, f"run_name='{text}'"])[0].run_name == text
+    assert [config.notes for config in preflight(["-m", *WORDS, f"notes={text},b"])] == [text, "b"]
+    hub = ["data=fineweb", f"data.revision={text}", f"data.train_files=[{text}, 'a,{text}',b]"]
+    (config,) = preflight([*WORDS, *hub])
+    assert (config.data.revision, config.data.train_files) == (text, [text, f"a,{text}", "b"])
+    mixed = ["data=mixture", "+data@data.sources.a=fineweb", "+data@data.sources.b=openwebtext"]
+    (config,) = preflight(["trainer=cpu", *mixed, f"data.sources.a.revision={text}"])
+    assert config.data.sources["a"].revision == text
+
+
+def test_a_number_stays_one_where_a_number_is_meant():
+    (config,) = preflight([*WORDS, "optim.lr=1e-4", "trainer.max_steps=1_000", "+tags.a=1e5", "notes=null"])
+    assert (config.optim.lr, config.trainer.max_steps, config.tags["a"], config.notes) == (1e-4, 1000, 1e5, None)
+
+
+@pytest.mark.whole
+def test_the_words_of_the_log_name_the_folder_again(tmp_path):
+    """As a shell takes them: of a run that has ended, and of one that goes on from there."""
+    for name in ("2024_01_15", "größe, a=b#1 (it's)"):
+        run = forked(*SMALL, "trainer.max_steps=3", typed.setting("run_name", name), cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
+        said = [line.partition("next: ")[2] for line in run.stdout.splitlines() if "next: python" in line]
+        on, exported, generated = (shlex.split(line)[3:] for line in said)
+        assert forked(*on, cwd=tmp_path).returncode == 0
+        assert summary(tmp_path / "outputs" / name)["steps"] == 6
+        for program, words in (("export", exported), ("generate", [*generated, "tokens=2"])):
+            done = forkserver.python("-m", f"gpt2_fp8.{program}", *words, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+        shutil.rmtree(tmp_path / "exported")
+    assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"2024_01_15", "größe, a=b#1 (it's)"}

@@ -83,19 +83,30 @@ def test_a_run_is_continued_where_it_is(tmp_path):
     assert continued(typed(""), tmp_path / "own place") == f"{RUN} 'hydra.run.dir=own place' ckpt_path=last"
 
 
+KEPT = ["optim.lr=0.0002", "optim.schedule=constant", "optim.min_lr_ratio=1"]
+
+
 @pytest.mark.parametrize(
     ("line", "ended_by", "steps", "words"),
     [
-        ("", "trainer.max_steps", 300, ["trainer.max_steps=600"]),
-        ("trainer.max_tokens=409600", "trainer.max_tokens", 100, ["trainer.max_tokens=819200"]),
+        ("", "trainer.max_steps", 300, ["trainer.max_steps=600", *KEPT]),
+        ("trainer.max_tokens=409600", "trainer.max_tokens", 100, ["trainer.max_tokens=819200", *KEPT]),
         (
             "trainer.max_tokens=1228800",
             "trainer.max_steps",
             300,
-            ["trainer.max_steps=600", "trainer.max_tokens=2457600"],
+            ["trainer.max_steps=600", "trainer.max_tokens=2457600", *KEPT],
         ),
         ("trainer.max_time=00:15:40:05", "trainer.max_time", 7, ["trainer.max_time=01:07:20:10"]),
-        ("trainer.max_epochs=3 trainer.max_steps=null", "trainer.max_epochs", 50, ["trainer.max_epochs=6"]),
+        ("trainer.max_epochs=3 trainer.max_steps=null", "trainer.max_epochs", 50, ["trainer.max_epochs=6", *KEPT]),
+        (
+            "optimizer=muon optimizer.matrix_lr=0.02 optim.schedule=warmup_stable_decay optim.decay_steps=30",
+            "trainer.max_steps",
+            300,
+            ["trainer.max_steps=600", KEPT[0], "optimizer.matrix_lr=0.002", *KEPT[1:], "optim.decay_steps=null"],
+        ),
+        (" ".join(KEPT), "trainer.max_steps", 300, ["trainer.max_steps=600"]),
+        ("optim.min_lr_ratio=0", "trainer.max_steps", 300, ["trainer.max_steps=600"]),  # at a rate of 0
     ],
 )
 def test_twice_as_long_goes_on(line, ended_by, steps, words):
@@ -113,7 +124,7 @@ def test_every_run_of_the_readme_and_its_first_pages_has_a_shorter_one():
     for argv in lines:
         if "-m" in argv or any("corpus" in word or word.startswith(("init_from", "-cd")) for word in argv):
             continue
-        (config,) = preflight(["model=gpt2"])
+        (config,) = preflight(["model=gpt2", *(word for word in argv if word.startswith("optim."))])
         (short,) = preflight(words_of(shorter(Typed(tuple(argv), Path.cwd()), config, 500.0)))
         assert last_step(short) == TRY_STEPS
 

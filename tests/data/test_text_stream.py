@@ -6,7 +6,7 @@ import torch
 from gpt2_fp8.data.text_stream import TextStream
 from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.data.tokenizer_files import load
-from tests.data.tokenizers_made import write_json, write_ranks
+from tests.data.tokenizers_made import KINDS, write_json, write_ranks, write_trained
 
 TEXT = "To be 🙂 or — né 12345, the thing.\n\n.. 世界"
 
@@ -51,3 +51,15 @@ def test_bytes_that_are_no_text_are_marked_as_in_the_whole():
 def test_what_is_incomplete_at_the_end_is_given_then():
     assert pieces(load_tokenizer("bytes"), [65, 195]) == ["A", "", "\ufffd"]
     assert pieces(load_tokenizer("bytes"), []) == [""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_comes_after_a_prompt_keeps_its_first_blank(tmp_path, kind):
+    text = "the thing  and in the thing and the other thing"
+    tokenizer = load(str(write_trained(tmp_path, kind, text)))
+    ids = tokenizer.encode_ordinary(text)
+    for cut in range(len(ids)):
+        prompt = tokenizer.decode(ids[:cut])
+        stream = TextStream(tokenizer, ids[:cut])
+        drawn = "".join([*(stream.add([i]) for i in ids[cut:]), stream.end()])
+        assert prompt + drawn == tokenizer.decode(ids)

@@ -14,12 +14,13 @@ from transformers import AutoTokenizer
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import tokenizer_export, tokenizer_files
 from gpt2_fp8.data.tokenizer import END_OF_TEXT, load_tokenizer
-from tests.data.tokenizers_made import RANKS, write_json, write_ranks
+from tests.data.tokenizers_made import KINDS, RANKS, write_json, write_ranks, write_trained
 
 # GPT-2's (Radford et al. 2019, encoder.py)
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 # "abc" can be had as a + bc alone: "ab" is a later merge
 MERGED = [*RANKS, b"bc", b"abc", b"ab", b" in", b"he", b"hehe", "日".encode()[:2], "日".encode(), b"  "]
+CORPUS = Path(json.__file__).read_text() + Path(json.decoder.__file__).read_text()
 TEXTS = [
     "The thing, 12345 things...\n\n  in the café's\r\n 日本 \U0001f600 \t x",
     "", " ", "abcab hehehe  in   in", "a\u0301é\x00\x7f\xa0\xad end ", "don't DON'T we'll  \n \n\n",
@@ -73,24 +74,33 @@ def test_a_merge_is_what_lower_ranks_leave():
     assert tokenizer_export._parts(b"hehe", ranks) == [b"he", b"he"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_ones_own_gives_the_ids_of_training(tmp_path: Path, kind):
+    """Whatever its post-processor, its truncation and the configuration beside it say."""
+    folder = write_trained(tmp_path / "t", kind, CORPUS)
+    ours = tokenizer_files.load(str(folder))
+    (tmp_path / "out").mkdir()
+    for file, content in tokenizer_export.files_of(str(folder), 64).items():
+        (tmp_path / "out" / file).write_bytes(content)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in [*TEXTS, " Hello  world", CORPUS[:5000]]:
+        ids = ours.encode_ordinary(text)
+        assert theirs(text).input_ids == ids
+        assert theirs.decode(ids) == ours.decode(ids)
+    assert (theirs.eos_token, theirs.eos_token_id) == ("<|endoftext|>", ours.eot_token)
+    assert (theirs.bos_token_id, theirs.model_max_length, len(theirs)) == (ours.eot_token, 64, ours.n_vocab)
+
+
 @pytest.mark.parametrize("eos", ["</s>", None])
-def test_a_file_of_ones_own_goes_along_as_it_is(tmp_path: Path, eos):
+@pytest.mark.parametrize("beside", ["[]", "{", "{}" + " " * (1 << 20)])
+def test_what_ends_a_text_is_what_ended_documents(tmp_path: Path, eos, beside):
     ends = "</s>" if eos else "<|endoftext|>"
     folder = write_json(tmp_path / "t", ["?", "a", "b"], ["<s>", ends], eos)
-    found = tokenizer_export.files_of(str(folder), 64)
-    assert found["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
-    said = json.loads(found["tokenizer_config.json"])
-    assert said["eos_token"] == ends
-    assert ("model_max_length" in said) == (eos is None), "the one beside the file is taken as it is"
-    assert tokenizer_files.load(str(folder)).eot_token == 4
-
-
-@pytest.mark.parametrize("text", ["[]", "{", "{}" + " " * (1 << 20)])
-def test_a_config_beside_it_that_is_none_is_replaced(tmp_path: Path, text):
-    folder = write_json(tmp_path / "t", ["?", "a"], ["<|endoftext|>"])
-    (folder / "tokenizer_config.json").write_text(text)
+    if eos is None:
+        (folder / "tokenizer_config.json").write_text(beside)
     said = json.loads(tokenizer_export.files_of(str(folder), 64)["tokenizer_config.json"])
-    assert said["eos_token"] == "<|endoftext|>"
+    assert said["eos_token"] == said["bos_token"] == ends
+    assert tokenizer_files.load(str(folder)).eot_token == 4
 
 
 def test_a_tokenizer_that_is_gone_is_an_error(tmp_path: Path):

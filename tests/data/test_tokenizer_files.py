@@ -17,12 +17,12 @@ from gpt2_fp8.config import checks, tokenizer_file
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.paths import absolute
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.data import reader, tokenizer_files
+from gpt2_fp8.data import documents, reader, tokenizer_files
 from gpt2_fp8.data.documents import tokenise
 from gpt2_fp8.data.tokenizer import encode, fingerprint, load_tokenizer
 from gpt2_fp8.data.units import DocumentCounts, Unit
 from tests.data.corpora import files_config, items, module, write_jsonl
-from tests.data.tokenizers_made import RANKS, write_json, write_ranks
+from tests.data.tokenizers_made import KINDS, RANKS, write_json, write_ranks, write_trained
 
 TEXT = "The thing, 12345 things...\n\n  in the café's\r\n<|end_of_text|> 日本 \U0001f600 \t x"
 WORDS = ["?", "a", "b", "c", "."]
@@ -87,6 +87,59 @@ def test_a_document_cannot_end_itself_and_has_no_token_added(tmp_path: Path) -> 
     made = tokenise(["a b</s>c .", "b"], Unit("u", "a.txt", 0, 1), tokenizer_files.load(str(folder)), DocumentCounts())
     assert made.tokens.tolist() == [1, 2, 0, 0, 0, 3, 4, 5, 2, 5], "`</s>` in a text is three unknown words"
     assert made.tokens.dtype == np.uint16
+
+
+CODE = "\n".join(Path(module.__file__ or "").read_text() for module in (json, importlib.util, json.decoder)) * 4
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bytes"])
+@pytest.mark.parametrize("characters", [300, 7000])
+def test_a_long_document_has_the_ids_of_one_go(
+    tmp_path: Path, kind: str, characters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a run of blanks, or of what no token has, is longer than a piece and what is read around it."""
+    tokenizer = tokenizer_files.load(str(write_trained(tmp_path, kind, CODE)))
+    for text in (CODE, "a" + " " * 20_000 + "b\n\n" + CODE[:9000] + "\u2603" * 20_000 + CODE[:9000]):
+        monkeypatch.setattr(documents, "PIECE_CHARACTERS", characters)
+        made = tokenise([text], Unit("u", "a.txt", 0, 1), tokenizer, DocumentCounts())
+        whole = tokenizer.encode_ordinary(text)
+        if text is CODE:
+            assert made.tokens.tolist() == [*whole, tokenizer.eot_token]
+        assert tokenizer.decode(made.tokens[:-1].tolist()).count("def") == tokenizer.decode(whole).count("def") > 10
+
+
+@pytest.mark.parametrize("long", [True, False])
+def test_a_run_with_a_blank_at_each_cut_is_not_continued_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: bool
+) -> None:
+    """As earlier versions cut long documents; any other run goes on, and no cache of theirs is read."""
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 300 if long else 1 << 20)
+    folder, corpus = write_trained(tmp_path / "t", "llama", CODE), write_jsonl(tmp_path / "a.jsonl", [CODE] * 4)
+    config = files_config(corpus, tokenizer=str(folder), cache_dir=str(tmp_path / "cache"))
+    with monkeypatch.context() as earlier:
+        earlier.setattr(tokenizer_files, "_json", lambda *of, now=tokenizer_files._json: (*now(*of)[:2], None))
+        load_tokenizer.cache_clear()
+        before = module(config)
+        items(before, 4)
+        state = before.state_dict()
+    load_tokenizer.cache_clear()
+    now = module(config)
+    if long:
+        with pytest.raises(UserError, match="the text changed under this run"):
+            now.load_state_dict(state)
+    else:
+        now.load_state_dict(state)
+        assert [ids.tolist() for ids in items(now, 4)] == [ids.tolist() for ids in items(before, 4)]
+
+
+def test_a_byte_level_tokenizer_keeps_the_ids_that_it_gave_to_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tokenizer_files.load(str(write_trained(tmp_path, "bytes", CODE)))
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 300)
+    made = tokenise([CODE], Unit("u", "a.txt", 0, 1), tokenizer, DocumentCounts())
+    pieces = [i for piece in documents.cut(CODE) for i in tokenizer.encode_ordinary(piece)]
+    assert made.tokens.tolist() == [*pieces, tokenizer.eot_token]
 
 
 def test_text_goes_through_data_and_cache_by_the_files_content(tmp_path: Path) -> None:

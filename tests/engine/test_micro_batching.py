@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.engine import out_of_memory
+from gpt2_fp8.engine import micro_batching, out_of_memory
 from gpt2_fp8.engine.micro_batching import MicroBatching
 
 IDS = torch.zeros(8, 5, dtype=torch.int32)
@@ -151,6 +151,17 @@ def test_64_a_step_that_is_run_again_in_bf16_takes_the_room_of_cuda_graphs_befor
     assert gradients.discarded == 1, "the gradients of the attempt"
     said = "no room for a step in bf16 beside training's CUDA graphs: they are recorded again"
     assert [record.message for record in caplog.records] == [said], "no size has changed"
+
+
+def test_ranks_try_the_same_size_again_in_bf16_where_one_of_them_had_graphs_to_free(monkeypatch):
+    """This one has none: its last validation took their room."""
+    gradients, answers = BesideGraphs(room=4), [True, False]
+    monkeypatch.setattr(out_of_memory, "any_rank", lambda flag: answers.pop(0))  # of memory
+    monkeypatch.setattr(micro_batching.collectives, "any_rank", lambda freed: True)
+    of = batching(gradients, size=4)
+    gradients.graphs = False
+    of.gradients_in_bf16(IDS)
+    assert gradients.asked == [("bf16", 4), ("bf16", 4), AGREE]
 
 
 def test_steps_that_all_compute_in_bf16_free_the_graphs_first_and_then_become_smaller():

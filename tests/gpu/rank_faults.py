@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.precision import state
@@ -106,6 +107,30 @@ def out_of_memory():
             handle.remove()
 
     Gradients.loss = failing
+
+
+def _once_out_of_memory(owner, name, is_time, first=lambda self: None):
+    """Have memory run out in the first call of `owner.name` on rank 1 for which it is time."""
+    original, done = getattr(owner, name), []
+
+    def failing(self, *args, **options):
+        if _rank() == 1 and is_time() and not done:
+            done.append(True)
+            first(self)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return original(self, *args, **options)
+
+    setattr(owner, name, failing)
+
+
+def no_room_for_graphs():
+    """In step 3, where graphs are replayed, as if they were recorded."""
+    _once_out_of_memory(GraphedGradients, "__call__", lambda: _here["step"] == 3)
+
+
+def no_room_in_bf16():
+    """In the first step in bf16. Rank 1 has no graphs then, as after a validation that has taken their room."""
+    _once_out_of_memory(Gradients, "of_step_in_bf16", lambda: True, Gradients.release_graphs)
 
 
 def scarce():

@@ -340,3 +340,18 @@ def test_more_elements_than_int32_counts():
     assert torch.all(qt[-16:].float() == 4.0)
     assert torch.all(qt[:, -16:].float() == x[-16:].t())
     assert torch.all(q[:16, :-16].float() == 0)
+
+
+def test_a_launch_for_another_gpu_is_an_error_and_leaves_the_current_one():
+    from gpt2_fp8.kernels.cast import cast_transpose
+    from gpt2_fp8.kernels.slot import Slot
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = torch.ones(128, 128, dtype=torch.bfloat16, device="cuda:1")
+    slot = Slot(*(torch.ones(1, device="cuda:1") for _ in range(3)), torch.float8_e4m3fn)
+    with torch.cuda.device(1):
+        cast_transpose(x, slot)  # it is compiled now
+    with pytest.raises((RuntimeError, ValueError)):
+        cast_transpose(x, slot)
+    assert torch.cuda.current_device() == 0

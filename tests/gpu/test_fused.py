@@ -84,6 +84,21 @@ def test_kept_parts_are_transformer_engines_in_bf16(keep_bf16):
     assert len(saved["scales.scaling_bwd.scale"]) == 4 * sum(fused)
 
 
+def test_one_long_sequence():
+    """Its targets begin 8 bytes into its ids; a batch of more is copied."""
+    config = replace(CONFIG, n_layer=1, n_positions=16384)
+    against_bf16(tokens(1, n_positions=16384), config=config)
+
+
+def test_the_tables_hooks_see_its_whole_gradient_once():
+    """It is the embedding's and the head's; both write it themselves."""
+    model, fp8 = calibrated("fused", ids=tokens(4))
+    table, seen = model.tokens.weight, []
+    table.register_post_accumulate_grad_hook(lambda it: seen.append(it.grad.clone()))
+    gradients(model, tokens(4), True, fp8.forward_context)
+    assert [torch.equal(gradient, table.grad) for gradient in seen] == [True]
+
+
 def test_e4m3_alone():
     model, _ = against_bf16(tokens(8), precision="fp8_e4m3")
     assert model.blocks[0].linears.fc1.slot("gradient").dtype == torch.float8_e4m3fn

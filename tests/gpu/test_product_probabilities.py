@@ -1,6 +1,8 @@
 """The head's probabilities in FP8 straight from its product: the kernel, the references, what is known of each row, and
 the whole head, against float64 and against the head with logits."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -292,7 +294,17 @@ def test_rows_far_from_their_references_are_computed_again(monkeypatch):
     assert error(ours, expected) < 0.06
 
 
+def test_more_rows_far_from_their_references_than_there_is_room_for_are_no_finite_loss(monkeypatch):
+    """Their gradients have saturated. Such a step is run again in bf16."""
+    monkeypatch.setattr("gpt2_fp8.kernels.probability_grid.IDS", 128)
+    (loss, _), (again, _), found = both_ways(monkeypatch, tokens(4), room=16, change=surprise)
+    assert found[0] > 16
+    assert math.isfinite(loss)
+    assert math.isnan(again)
+
+
 def test_it_repeats(monkeypatch):
+    monkeypatch.setattr("gpt2_fp8.layers.head_chunks.ROOM", 1024)
     monkeypatch.setattr("gpt2_fp8.kernels.probability_grid.IDS", 128)
     monkeypatch.setattr(FEWEST_ROWS, 1)
     ids = tokens(4)

@@ -14,7 +14,7 @@ import torch
 from tests.gpu import launches
 from tests.gpu.common import hopper
 from tests.gpu.launches import SHARED, Launch
-from tests.gpu.test_faults import ROADS, WIDE, happened
+from tests.gpu.test_faults import OURS, ROADS, WIDE, happened
 from tests.runs import metrics, summary
 
 GPUS = torch.cuda.device_count()
@@ -36,8 +36,8 @@ LARGE = [
     *SHORT, *WIDE, "global_batch_size=64", "micro_batch_size=16", "data.val_sequences=32",
     "callbacks.checkpoint_every_n_steps=4",
 ]  # fmt: skip
-ALL = ("delayed", "current", "fused", "bf16")
-EVERY_ROAD = ["delayed", "current", pytest.param("fused", marks=hopper), "bf16"]
+ALL = ("delayed", "current", "fused", "graphs", "bf16")
+EVERY_ROAD = [pytest.param(road, marks=hopper if road in OURS else ()) for road in ALL]
 WITH_SCALES = ["delayed", pytest.param("fused", marks=hopper)]
 KILLED = ["killed_before_its_gradients", "killed_in_the_exchange"]
 
@@ -63,8 +63,11 @@ CASES = {
     **({} if SHARED else ON_OWN_GPUS),
     **{f"{road}, faults": [Launch(words(road, *SHORT), faults=("out_of_memory", "not_finite"))] for road in
        ("delayed", "fused")},
+    "graphs, faults": [
+        Launch(words("graphs", *SHORT), faults=("no_room_for_graphs", "not_finite", "no_room_in_bf16"))
+    ],
     "fused, faults, srun": [Launch(words("fused", *SHORT), "srun", faults=("out_of_memory", "not_finite"))],
-    **{f"{road}, short, one GPU": [Launch(words(road, *SHORT), gpus=1)] for road in ("delayed", "fused")},
+    **{f"{road}, short, one GPU": [Launch(words(road, *SHORT), gpus=1)] for road in ("delayed", "fused", "graphs")},
     **{road: [Launch(words(road, *LONG))] for road in ALL},
     **{f"{road}, one GPU": [Launch(words(road, *LONG), gpus=1)] for road in ALL},
     "fused, torchrun": [Launch(words("fused", *LONG), "torchrun", faults=("killed_once",))],
@@ -105,7 +108,8 @@ def assert_same_losses(runs, case, road):
 @pytest.mark.parametrize("road", EVERY_ROAD)
 def test_two_gpus_compute_what_one_does(runs, road):
     assert_same_losses(runs, road, road)
-    assert (completed(runs, road)["tensors"][-1] > 0) == (road in ("delayed", "fused"))
+    assert (completed(runs, road)["tensors"][-1] > 0) == (road in ("delayed", *OURS))
+    assert ("in CUDA graphs" in runs(road).output) == (road == "graphs")
 
 
 @four
@@ -148,7 +152,8 @@ def test_43_a_run_that_is_stopped_moves_to_another_launcher_and_number_of_gpus(r
     assert losses[0] == pytest.approx(losses[1], rel=5e-4)
 
 
-FAULTY = ["delayed, faults", *(pytest.param(f"fused, faults{by}", marks=hopper) for by in ("", ", srun"))]
+FUSED_FAULTY = ("fused, faults", "fused, faults, srun", "graphs, faults")
+FAULTY = ["delayed, faults", *(pytest.param(case, marks=hopper) for case in FUSED_FAULTY)]
 
 
 @pytest.mark.parametrize("case", FAULTY)
@@ -164,6 +169,7 @@ def test_65_out_of_memory_in_a_backward_on_one_gpu_halves_on_both(runs, case):
 def test_37_a_loss_that_is_not_finite_on_one_gpu_is_run_again_on_both(runs, case):
     assert completed(runs, case)["again"] == [False] * 5 + [True] + [False] * 2
     assert happened(runs(case).folder) == [(6, "rerun")]
+    assert "micro_batch_size in bf16" not in runs(case).output, "graphs were freed, on both"
 
 
 @own_gpus

@@ -173,7 +173,7 @@ def test_what_is_measured_is_the_runs_own_shape_and_nothing_else_of_it(gpu):
 
 
 @pytest.mark.parametrize(
-    ("cuda_graphs", "world_size", "measured"), [("auto", 1, "auto"), ("auto", 2, False), ("false", 1, False)]
+    ("cuda_graphs", "world_size", "measured"), [("auto", 1, "auto"), ("auto", 2, "auto"), ("false", 1, False)]
 )
 def test_graphs_are_measured_only_where_the_run_has_them(gpu, cuda_graphs, world_size, measured):
     settle(f"cuda_graphs={cuda_graphs}", "micro_batch_size=8", world_size=world_size)

@@ -12,7 +12,7 @@ from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
 from tests.common import CONFIG, OPTIM, VOCAB, build
 
 MUON = MuonOptimizer(name="muon", matrix_lr=None, momentum=0.95, ns_steps=5)
-CHOICES = [*(AdamWOptimizer(name=name) for name in ("adamw", "adamw_bf16", "adamw8bit")), MUON]
+CHOICES = [*(AdamWOptimizer(name=name) for name in ("adamw", "adamw_bf16")), MUON]
 
 
 def size(tensors):

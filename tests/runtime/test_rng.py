@@ -53,20 +53,24 @@ def test_ranks(tmp_path):
         states = rng.gather()
         assert len(states) == 1
         expected = draw()
-        assert rng.restore_rank(states)
+        rng.begin_rank(states, seed=0, step=1)
         assert draw() == expected
     finally:
         torch.distributed.destroy_process_group()
-    assert rng.restore_rank(states)
+    rng.begin_rank(states, seed=0, step=1)
     assert draw() == expected
 
 
-def test_a_rank_without_a_state_keeps_its_own_seed():
+def test_a_rank_without_a_state_draws_numbers_of_its_own(monkeypatch):
+    def drawn(rank, seed=1, step=0):
+        monkeypatch.setattr(rng.collectives, "rank_and_world", lambda: (rank, 4))
+        torch.manual_seed(1)
+        rng.begin_rank([], seed, step)
+        return tuple(torch.rand(3).tolist())
+
     torch.manual_seed(1)
-    expected = draw()
-    torch.manual_seed(1)
-    random.seed(2)
-    before = random.getstate()
-    assert rng.restore_rank([]) is False
-    assert random.getstate() == before
-    assert torch.rand(3).tolist() == expected[4]
+    alone = tuple(torch.rand(3).tolist())
+    assert drawn(0) == alone
+    others = [drawn(0), drawn(1), drawn(2), drawn(3), drawn(1, seed=2), drawn(1, step=4)]
+    assert len(set(others)) == 6
+    assert drawn(3) == others[3]

@@ -32,6 +32,7 @@ SMALL = [
     "callbacks.checkpoint_every_n_steps=500", "callbacks.sample_tokens=0", "trainer.log_every_n_steps=1",
     "optim.warmup_steps=2",
 ]  # fmt: skip
+SCRIPT = Path(__file__).parents[2] / "docs/slurm/train.sh"
 LONG = 3000  # steps: SLURM looks for jobs near their limits every 30 seconds
 TWO_TASKS = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
 
@@ -62,15 +63,11 @@ def shown(slurm, job):
     return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
 
-def sent(slurm, folder, *words):
-    """Print a script, look at it as a shell does, and send it; returns the job's number and its log."""
-    program = [sys.executable, "-m", "gpt2_fp8.sbatch", *words]
-    (folder / "job.sh").write_text(said(slurm, *program, cwd=folder))
-    said(slurm, "bash", "-n", "job.sh", cwd=folder)
-    said(slurm, "shellcheck", "--exclude=SC1091", "job.sh", cwd=folder)
-    job = said(slurm, "sbatch", "--parsable", "job.sh", cwd=folder).strip()
-    (name,) = [word.partition("=")[2] for word in words if word.startswith("run_name=")]
-    return job, folder / f"{name}-{job}.out"
+def sent(slurm, folder, *words, tasks=1, nodes=1, options=()):
+    """Send the script of docs/slurm.md with the words of a run; returns the job's number and its log."""
+    asked = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", "--gpus-per-node=0", "--cpus-per-task=1", "--time=30"]
+    job = said(slurm, "sbatch", "--parsable", *asked, *options, str(SCRIPT), *words, cwd=folder).strip()
+    return job, folder / f"gpt2_fp8-{job}.out"
 
 
 def start_again_now(slurm, job, *changes):
@@ -100,7 +97,7 @@ def assert_as_uninterrupted(folder, whole, steps):
 def test_a_run_of_two_tasks_is_requeued_before_its_limit_and_resumes_exactly(slurm, tmp_path):
     """SLURM itself sends the signal, when the limit that the job has is less than two minutes away."""
     words = [*TWO_TASKS, *SMALL, f"trainer.max_steps={LONG}"]
-    job, log = sent(slurm, tmp_path, *words, "run_name=cut", "slurm.time=30")
+    job, log = sent(slurm, tmp_path, *words, "run_name=cut", tasks=2)
     until(lambda: steps_logged(tmp_path / "outputs/cut") > 20, "the run")
     hours, minutes, _ = map(int, shown(slurm, job)["RunTime"].split(":"))
     said(slurm, "scontrol", "update", f"jobid={job}", f"TimeLimit={60 * hours + minutes + 2}")
@@ -113,7 +110,7 @@ def test_a_run_of_two_tasks_is_requeued_before_its_limit_and_resumes_exactly(slu
     assert "continues  " in text
     assert "Traceback" not in text
     assert steps_logged(tmp_path / "outputs/cut") == LONG
-    whole, other = sent(slurm, tmp_path, *words, "run_name=whole", "slurm.time=30")
+    whole, other = sent(slurm, tmp_path, *words, "run_name=whole", tasks=2)
     completed(slurm, whole, other)
     assert_as_uninterrupted(tmp_path / "outputs/cut", tmp_path / "outputs/whole", LONG)
 
@@ -155,8 +152,7 @@ def test_torchrun_without_a_run_name_on_two_nodes_in_a_script_of_ones_own(slurm,
 def test_a_preempted_run_is_requeued_once_and_resumes_exactly(slurm, tmp_path):
     """In the grace time of a preemption, SLURM sends SIGTERM, and leaves the rest to the job."""
     words = ["trainer=cpu", *SMALL, "trainer.max_steps=3000"]
-    exclusive = 'slurm.options=["--exclusive"]'
-    job, log = sent(slurm, tmp_path, *words, "run_name=cut", "slurm.time=30", "slurm.partition=low", exclusive)
+    job, log = sent(slurm, tmp_path, *words, "run_name=cut", options=["--partition=low", "--exclusive"])
     until(lambda: steps_logged(tmp_path / "outputs/cut") > 20, "the run")
     node = shown(slurm, job)["NodeList"]
     said(slurm, "srun", "--partition=high", "--exclusive", f"--nodelist={node}", "sleep", "1")
@@ -164,13 +160,13 @@ def test_a_preempted_run_is_requeued_once_and_resumes_exactly(slurm, tmp_path):
     start_again_now(slurm, job)
     completed(slurm, job, log)
     assert log.read_text().count("is requeued") == 1
-    whole, other = sent(slurm, tmp_path, *words, "run_name=whole", "slurm.time=30")
+    whole, other = sent(slurm, tmp_path, *words, "run_name=whole")
     completed(slurm, whole, other)
     assert_as_uninterrupted(tmp_path / "outputs/cut", tmp_path / "outputs/whole", 3000)
 
 
 def test_a_cancelled_run_is_saved_and_not_requeued(slurm, tmp_path):
-    words = ["trainer=cpu", *SMALL, f"trainer.max_steps={10 * LONG}", "run_name=gone", "slurm.time=30"]
+    words = ["trainer=cpu", *SMALL, f"trainer.max_steps={10 * LONG}", "run_name=gone"]
     job, log = sent(slurm, tmp_path, *words)
     until(lambda: steps_logged(tmp_path / "outputs/gone") > 20, "the run")
     said(slurm, "scancel", job)
@@ -193,8 +189,8 @@ def process_of(job, rank):
 
 
 def test_a_killed_task_ends_its_job_as_failed_and_is_named(slurm, tmp_path):
-    words = [*TWO_TASKS, *SMALL, f"trainer.max_steps={10 * LONG}", "run_name=killed", "slurm.time=30"]
-    job, log = sent(slurm, tmp_path, *words)
+    words = [*TWO_TASKS, *SMALL, f"trainer.max_steps={10 * LONG}", "run_name=killed"]
+    job, log = sent(slurm, tmp_path, *words, tasks=2)
     until(lambda: steps_logged(tmp_path / "outputs/killed") > 20, "the run")
     os.kill(process_of(job, 1), signal.SIGKILL)
     until(lambda: shown(slurm, job)["JobState"] == "FAILED", "the end", patience=90.0)
@@ -207,7 +203,7 @@ def test_a_killed_task_ends_its_job_as_failed_and_is_named(slurm, tmp_path):
 
 def test_a_limit_shorter_than_the_start_ends_after_a_second_turn(slurm, tmp_path):
     """SLURM's signal comes while torch is imported, in both turns."""
-    words = ["trainer=cpu", *SMALL, f"trainer.max_steps={LONG}", "run_name=short", "slurm.time=30"]
+    words = ["trainer=cpu", *SMALL, f"trainer.max_steps={LONG}", "run_name=short"]
     job, log = sent(slurm, tmp_path, *words)
     for turn in (1, 2):
         until(lambda turn=turn: log.exists() and log.read_text().count("loading torch") == turn, f"turn {turn}")
@@ -223,17 +219,13 @@ def test_a_limit_shorter_than_the_start_ends_after_a_second_turn(slurm, tmp_path
 
 
 def test_two_nodes_train_as_two_tasks_of_one_do(slurm, tmp_path):
-    words = ["trainer=ddp", "trainer.accelerator=cpu", *SMALL, "trainer.max_steps=20", "slurm.time=30"]
-    cache = [f"data.cache_dir={tmp_path}/prepared", "slurm.copy_tokens=true", f"slurm.scratch={tmp_path}/disk"]
-    prepare = [sys.executable, "-m", "gpt2_fp8.prepare", *SMALL, "trainer.max_steps=20", cache[0]]
-    said(slurm, *prepare, cwd=tmp_path)
-    one, log = sent(slurm, tmp_path, *words, "trainer.devices=2", "run_name=one")
+    words = ["trainer=ddp", "trainer.accelerator=cpu", *SMALL, "trainer.max_steps=20"]
+    one, log = sent(slurm, tmp_path, *words, "trainer.devices=2", "run_name=one", tasks=2)
     completed(slurm, one, log)
-    two, log = sent(slurm, tmp_path, *words, *cache, "trainer.devices=1", "trainer.num_nodes=2", "run_name=two")
+    two, log = sent(slurm, tmp_path, *words, "trainer.devices=1", "trainer.num_nodes=2", "run_name=two", nodes=2)
     completed(slurm, two, log)
     assert shown(slurm, two)["NumNodes"] == "2"
     assert_as_uninterrupted(tmp_path / "outputs/two", tmp_path / "outputs/one", 20)
-    assert os.listdir(tmp_path / "disk/gpt2_fp8-root/tokens"), "the copy on the node's own disk"
 
 
 def launched(slurm, folder, *words):

@@ -216,6 +216,51 @@ def test_two_processes_compute_in_fp8_what_one_does(tmp_path, recipe):
     assert list(two.values()) == pytest.approx(list(one.values()), rel=5e-4)
 
 
+DROPPED = """
+import hashlib
+import torch
+
+dropout = torch.nn.Dropout.forward
+
+def noted(self, x):
+    if not self.training:
+        return dropout(self, x)
+    kept = dropout(self, torch.ones_like(x)).detach()
+    with Path(f"dropped-{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}").open("a") as file:
+        file.write(hashlib.sha256(kept.numpy().tobytes()).hexdigest() + "\\n")
+    return x * kept
+
+torch.nn.Dropout.forward = noted
+"""
+
+
+def dropped(cwd, rank):
+    """The digests of a rank's dropout masks, in the order in which they were drawn."""
+    return (cwd / f"dropped-{rank}").read_text().split()
+
+
+def test_each_rank_has_dropout_masks_of_its_own(tmp_path):
+    """Those of the first are one process's. A rank that is new in a run that goes on begins with its own."""
+    words = ["model.dropout=0.2", "trainer.max_steps=4", "trainer.val_check_interval=4", "run_name=run"]
+    for name in ("one", "two", "more"):
+        (tmp_path / name).mkdir()
+    one = ["trainer.accelerator=cpu", *SMALL[1:], *BATCH]
+    assert run(tmp_path / "one", *one, *words, patch=DROPPED)[0] == 0
+    code, output = run(tmp_path / "two", *TWO, *words, patch=DROPPED)
+    assert code == 0, output
+    alone, first, second = dropped(tmp_path / "one", 0), *(dropped(tmp_path / "two", rank) for rank in (0, 1))
+    assert len(first) == len(second) == len(alone) // 2
+    a_step = len(first) // 4
+    assert first[:a_step] == alone[:a_step]
+    assert not set(first) & set(second)
+    (tmp_path / "one/outputs").rename(tmp_path / "more/outputs")
+    longer = [*words, "trainer.max_steps=6", "ckpt_path=last"]
+    code, output = run(tmp_path / "more", *TWO, *longer, patch=DROPPED)
+    assert code == 0, output
+    assert not set(dropped(tmp_path / "more", 0)) & set(dropped(tmp_path / "more", 1)), "after step 4"
+    assert not set(dropped(tmp_path / "more", 1)) & set(second)
+
+
 def test_gradients_are_exchanged_once_a_step(two):
     for rank in (0, 1):
         assert (two[0] / f"exchanges-{rank}").read_text().split() == ["once"] * 12

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 import weakref
 from dataclasses import replace
 
@@ -10,12 +11,22 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.callbacks.samples import Samples
-from gpt2_fp8.checkpoint.files import read_weights
+from gpt2_fp8.checkpoint.files import read, read_weights
 from gpt2_fp8.config.errors import Diverged, UserError
 from gpt2_fp8.train import build, fit
 from gpt2_fp8.train.module import GPT2Module
 from tests.common import OPTIM
-from tests.runs import SMALL, assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train, train_until
+from tests.runs import (
+    SMALL,
+    assert_same_checkpoint,
+    checkpoint,
+    forked,
+    metrics,
+    record_steps,
+    summary,
+    train,
+    train_until,
+)
 
 
 def test_a_run_leaves_everything_in_its_folder(tmp_path, caplog):
@@ -132,6 +143,68 @@ def test_the_command_line_governs_the_optimizer_of_a_resumed_run(tmp_path):
     assert rates[6] == pytest.approx(
         0.01 * learning_rate_factor(5, replace(OPTIM, warmup_steps=2), 16)
     )  # steps from 1, the schedule from 0
+
+
+def proposed(output):
+    """The words of the command with which a run says that it goes on."""
+    (line,) = (line for line in output.splitlines() if "next: python -m gpt2_fp8.run " in line)
+    return shlex.split(line.partition("gpt2_fp8.run ")[2])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["optim.schedule=warmup_stable_decay", "optim.decay_steps=4"],
+        ["optimizer=muon", "optimizer.matrix_lr=0.02"],
+        ["optim.schedule=constant", "optim.min_lr_ratio=1"],
+    ],
+    ids=["cosine", "stable", "muon", "constant"],
+)
+def test_the_command_that_goes_on_keeps_the_rate_of_the_end(tmp_path, words):
+    done = forked(*SMALL, *words, "run_name=run", cwd=tmp_path)
+    first = rates(checkpoint(tmp_path / "outputs/run", 12))
+    again = forked(*proposed(done.stdout), cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "learning rate" not in again.stdout + again.stderr
+    assert summary(tmp_path / "outputs/run")["steps"] == 24
+    assert rates(checkpoint(tmp_path / "outputs/run", 24)) == pytest.approx(first, rel=1e-5)
+    logged = metrics(tmp_path / "outputs/run")["lr"]
+    assert [logged[step] for step in range(13, 25)] == pytest.approx([first[0]] * 12, rel=1e-5)
+    assert "trainer.max_steps=48" in proposed(again.stdout)
+
+
+def rates(path):
+    """The learning rates of the step after a checkpoint, by parameter group."""
+    return [group["lr"] for group in read(path)["optimizer_states"][0]["param_groups"]]
+
+
+def test_a_rate_that_jumps_at_a_resume_is_said(tmp_path, caplog):
+    train(tmp_path / "run")
+    (before,) = set(rates(checkpoint(tmp_path / "run", 12)))
+    train(tmp_path / "run", "ckpt_path=last", "trainer.max_steps=24")
+    logged = metrics(tmp_path / "run")["lr"]
+    assert logged[13] > 2 * logged[12]
+    both = [f"{rate:.1e}" for rate in (before, logged[13])]
+    (said,) = (message for message in caplog.messages if all(rate in message for rate in both))
+    assert "step 13" in said
+
+
+def test_a_resume_on_the_same_schedule_says_nothing_of_the_rate(tmp_path, caplog):
+    train_until(8, tmp_path / "run")
+    train(tmp_path / "run", "ckpt_path=last")
+    assert not [message for message in caplog.messages if "learning rate" in message]
+
+
+def test_a_decay_branches_off_a_stable_phase(tmp_path, caplog):
+    stable = ["optim.schedule=constant", "optim.min_lr_ratio=1"]
+    decay = ["optim.schedule=warmup_stable_decay", "optim.decay_steps=4", "optim.min_lr_ratio=0.1"]
+    train(tmp_path / "stable", *stable, "callbacks.keep_every_n_steps=8")
+    train(tmp_path / "branch", *decay, f"ckpt_path={checkpoint(tmp_path / 'stable', 8)}")
+    kept, falling = metrics(tmp_path / "stable")["lr"], metrics(tmp_path / "branch")["lr"]
+    assert list(falling) == [9, 10, 11, 12]
+    assert falling[9] == kept[8] > falling[10] > falling[11] > falling[12]
+    assert not [message for message in caplog.messages if "learning rate" in message]
 
 
 def test_resuming_a_finished_run_is_done_at_once(tmp_path, monkeypatch):

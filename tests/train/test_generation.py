@@ -23,7 +23,8 @@ from gpt2_fp8.data.tokenizer import load_tokenizer
 from gpt2_fp8.model.decoder import Decoder
 from gpt2_fp8.train.generation import Generation
 from tests import forkserver
-from tests.data.tokenizers_made import write_json
+from tests.data.tokenizers_made import write_json, write_trained
+from tests.runs import train
 from tests.train.test_huggingface import IDS, THEIRS, built, expressed, write_checkpoint
 
 CLOSE = 1e-4  # of logits in float32
@@ -133,6 +134,26 @@ def test_a_text_ends_with_its_document(gpt2: str, tmp_path: Path) -> None:
     on = written(tmp_path / "on", *words, "stop=false")
     assert {row["tokens"] for row in on} == {20}
     assert any("<|endoftext|>" in row["text"] for row in on)
+
+
+@pytest.mark.parametrize("kind", ["llama", "metaspace, first"])
+def test_a_first_blank_is_not_lost(tmp_path: Path, kind: str, capsys: Any, monkeypatch: Any, caplog: Any) -> None:
+    """In `generate`'s text, in its pieces, and in a run's samples: of tokens that each begin with a blank."""
+    (tmp_path / "corpus.txt").write_text("\n\n".join([text := "one two three four five six " * 40] * 20))
+    tokenizer = write_trained(tmp_path / "t", kind, text)
+    words = ["data=text_files", f"data.train_files=[{tmp_path}/corpus.txt]", "data.val_fraction=0.2"]
+    words += [f"data.tokenizer={tokenizer}", "callbacks.sample_tokens=8", "callbacks.sample_prompt=one two"]
+    with caplog.at_level("INFO"):
+        train(tmp_path / "run", *words, "optim.lr=0.01")
+    (sample,) = re.findall(r"sample at step 12: '(.*)'", caplog.text)
+    assert sample.startswith("one two ")
+    pieces: list[str] = []
+    monkeypatch.setattr(generate, "_printer", lambda: pieces.append)
+    (row,) = written(tmp_path / "out", f"ckpt_path={tmp_path / 'run'}", "prompt=one two", "tokens=8", "temperature=0")
+    assert row["text"].startswith(" ")
+    assert "".join(pieces) == f"one two{row['text']}\n"
+    (row,) = written(tmp_path / "out2", f"ckpt_path={tmp_path / 'run'}", "tokens=8", "temperature=0")
+    assert not row["text"].startswith(" "), "a document begins without one"
 
 
 def test_a_text_without_a_prompt_begins_as_a_document(gpt2: str, tmp_path: Path) -> None:

@@ -155,11 +155,13 @@ def edited(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_the_first_gpt2_folders_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bool])
+def test_the_first_gpt2_folders_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
     """Without the prefix, with masks as tensors, with the head a second time, in a single file."""
     theirs = save_theirs(tmp_path, "GPT-2")
     stored = {key.removeprefix("transformer."): value for key, value in theirs.state_dict().items()}
-    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64).tril() for i in range(2)}
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64).tril().to(dtype) for i in range(2)}
+    masks |= {f"h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(2)}
     save_file({key: value.clone() for key, value in (stored | masks).items()}, tmp_path / "model.safetensors")
     edited(tmp_path, tie_word_embeddings="gone", layer_norm_epsilon=1e-3)
     model = expressed(tmp_path)
@@ -406,6 +408,17 @@ def test_an_imported_folder_is_a_checkpoint_and_goes_back_bit_for_bit(tmp_path: 
     assert export.main([str(tmp_path / "own"), str(tmp_path / "out")]) == 0
     there, back = theirs.state_dict(), load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(back[key], there[key]) for key in back)
+
+
+def test_a_width_that_only_fp8_cannot_divide_is_imported(tmp_path: Path, capsys: Any) -> None:
+    config = transformers.GPT2Config(**GPT2_SIZES | {"n_embd": 40})
+    theirs = transformers.GPT2LMHeadModel(config)
+    theirs.save_pretrained(tmp_path / "in")
+    words = [str(tmp_path / "in"), str(tmp_path / "own"), "data.tokenizer=bytes"]
+    assert import_hf.main([*words, "precision=fp8_hybrid"]) == 2
+    assert "model.n_embd=40" in capsys.readouterr().err
+    assert import_hf.main(words) == 0
+    assert apart(GPT2Module.load_from_checkpoint(tmp_path / "own").model, theirs.eval()) < BOUND
 
 
 def test_an_import_ends_as_the_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -23,6 +23,7 @@ def ended(**values):
 RESULT = (
     "completed 300 steps in 1 min 23 s: train loss 2.2312, validation 2.4871 (best 2.4871 at step 300), 12,345 tok/s"
 )
+KEPT = "optim.lr=0.0002 optim.schedule=constant optim.min_lr_ratio=1"
 NONE = dict.fromkeys(("last_train_loss", "last_val_loss", "best_val_loss", "tokens_per_second"))
 
 
@@ -67,7 +68,7 @@ def test_a_completed_run_says_where_its_curves_are_and_what_is_next(place, monke
     assert said(place, ended(), "seed=1", "run_name=x") == [
         "summary: outputs/x/summary.json",
         "curves: tensorboard --logdir outputs/x",
-        "next: python -m gpt2_fp8.run seed=1 run_name=x ckpt_path=last trainer.max_steps=600",
+        "next: python -m gpt2_fp8.run seed=1 run_name=x ckpt_path=last trainer.max_steps=600 " + KEPT,
         "next: python -m gpt2_fp8.export outputs/x exported",
         'next: python -m gpt2_fp8.generate ckpt_path=outputs/x prompt="Once upon a time"',
     ]
@@ -90,7 +91,7 @@ def test_a_run_of_several_processes_goes_on_by_the_line_that_has_started_them(pl
         monkeypatch.setenv(name, value)
     words = ["seed=1", "micro_batch_size=1", "trainer.accelerator=cpu"]
     assert said(place, ended(), *words)[2] == (
-        f"next: the same {line}, with run_name=x ckpt_path=last trainer.max_steps=600"
+        f"next: the same {line}, with run_name=x ckpt_path=last trainer.max_steps=600 {KEPT}"
     )
     assert said(place, ended(status="stopped", steps=7), *words)[2:] == [
         f"next: the same {line}, with run_name=x ckpt_path=last"

@@ -215,6 +215,15 @@ def test_a_trainer_that_contradicts_the_configuration_is_refused(config, tmp_pat
     assert remedy in problem.remedy
 
 
+@pytest.mark.parametrize("call", ["fit", "validate", "predict"])
+def test_the_precision_refuses_a_module_of_someone_elses(config, tmp_path, call):
+    """Which would compute in float32, under a Trainer that says bf16-mixed."""
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    with pytest.raises(UserError, match="BoringModel"):
+        getattr(trainer(config, tmp_path), call)(BoringModel())
+
+
 @pytest.mark.parametrize(
     ("options", "cause", "remedy"),
     [

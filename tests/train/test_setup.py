@@ -11,9 +11,11 @@ from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.backends.reference import Reference
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.backends.transformer_engine import TransformerEngine
+from gpt2_fp8.config import own_words
 from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.layers import sdpa
-from gpt2_fp8.train.setup import announce
+from gpt2_fp8.runtime import memory_limits
+from gpt2_fp8.train.setup import announce, resolve_micro_batch
 
 (CONFIG,) = compose.preflight(["model=gpt2"])
 
@@ -86,3 +88,20 @@ def test_precision(said, asked, reason, line):
 def test_a_fallback_says_why(said):
     fallen = replace(REFERENCE, asked="fp8_hybrid", reason="the card is too old")
     assert said(fallen)["precision"] == "bf16 instead of fp8_hybrid: the card is too old"
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        (["model=tiny"], 16),
+        (["model=gpt2", "data.tokenizer=bytes"], 1),
+        (["model=gpt2", "data.tokenizer=bytes", "micro_batch_size=2"], 2),
+        (["model=gpt2", "data.tokenizer=bytes", "micro_batch_size=auto"], 1),
+    ],
+)
+def test_a_micro_batch_on_a_cpu_takes_seconds_unless_it_was_typed(monkeypatch, words, size):
+    monkeypatch.setattr(memory_limits, "narrowest", lambda: None)
+    (config,) = compose.preflight(["trainer=cpu", *words])
+    assert resolve_micro_batch(config, 1, "cpu", own_words.keys(words), None).config.micro_batch == size
+    (gpu,) = compose.preflight(words)
+    assert resolve_micro_batch(gpu, 1, "cuda", own_words.keys(words), None).config.micro_batch >= size
