@@ -60,7 +60,7 @@ HOUSE = {
     # the text
     "data": Row(
         "runtime compat config",
-        "torch lightning numpy pyarrow huggingface_hub tiktoken tokenizers requests",
+        "torch lightning numpy pyarrow datasets huggingface_hub tiktoken tokenizers requests",
     ),
     # what a backend is made of
     "layers": Row("kernels compat config", "torch transformer_engine"),
@@ -104,7 +104,7 @@ EVERYWHERE = sys.stdlib_module_names | {"typing_extensions"}  # `typing` of late
 # Imported where it is used and nowhere else, so that everything imports, and shows its help, on a laptop.
 INSIDE_FUNCTIONS = {
     *("transformer_engine", "torchao", "flash_attn", "cuda", "matplotlib"),
-    *("huggingface_hub", "tiktoken", "tokenizers", "pyarrow", "requests", "filelock"),
+    *("datasets", "huggingface_hub", "tiktoken", "tokenizers", "pyarrow", "requests", "filelock"),
     *("wandb", "mlflow", "tensorboard", "joblib", "submitit"),
 }
 # Nothing that these import, itself or through others, takes longer than a moment.

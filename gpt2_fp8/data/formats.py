@@ -1,4 +1,4 @@
-"""The kinds of text file. How each is cut into units, and read; `read_file` reads those of a hub too, which are more.
+"""The kinds of text file that are read here: how each is cut into units, and read. `read_file` reads a hub's too.
 
 .txt      one document; a file of more than `RANGE_BYTES` is cut at newlines into documents of about that size
 .jsonl    one document a line, under the text column's key; units are ranges of about `RANGE_BYTES`
@@ -10,7 +10,6 @@ Files may come from strangers. So the size that a small file unpacks to is bound
 
 from __future__ import annotations
 
-import csv
 import io
 import itertools
 import json
@@ -134,11 +133,7 @@ def read_file(
         return
     with file.open() as raw, _unpacked(raw, compression) as text:
         found = _bounded(text, file, most)
-        if kind == "txt":
-            yield from (line and line.rstrip(b"\r\n") for line in found)
-        elif kind in ("csv", "tsv"):
-            yield from _cells(found, "\t" if kind == "tsv" else ",", column, file)
-        elif kind == "json" and text.peek(1)[:1] == b"[":
+        if kind == "json" and text.peek(1)[:1] == b"[":
             listed: Any = _parsed(b"".join(line or b"" for line in _bounded(text, file)).decode())
             own = (values if isinstance(values, dict) else None for values in listed)
             yield from json_documents(own, column, counts, file)
@@ -156,7 +151,7 @@ def check_column(file: TextFile, column: str) -> None:
 
 def kind_of(name: str) -> tuple[str, str] | None:
     """Return the kind and the compression ("": none) of a file that `read_file` reads; None for others."""
-    found = re.search(r"\.(parquet|jsonl|json|ndjson|txt|csv|tsv)(?:\.(gz|zst|bz2|lz4))?$", name, re.IGNORECASE)
+    found = re.search(r"\.(parquet|jsonl|json|ndjson)(?:\.(gz|zst|bz2|lz4))?$", name, re.IGNORECASE)
     return found and (found[1].lower(), (found[2] or "").lower())
 
 
@@ -165,7 +160,7 @@ def content_errors(name: str) -> Iterator[None]:
     """Enter a context in which what is wrong with a file's content becomes a UserError, and nothing else does."""
     try:
         yield
-    except (ValueError, TypeError, NotImplementedError, MemoryError, csv.Error) as error:  # Arrow raises these types
+    except (ValueError, TypeError, NotImplementedError, MemoryError) as error:  # Arrow raises these types
         raise unreadable(name, error) from error
     except OSError as error:
         if type(error) is not OSError or error.errno is not None:  # the system's, or a network's
@@ -199,15 +194,6 @@ def json_documents(
         yield document
     if first is not None and not fits:
         raise file.no_column(column, [key for key in first if isinstance(first[key], str)] or [*first])
-
-
-def _cells(found: Iterable[bytes | None], delimiter: str, column: str, file: TextFile) -> Iterator[object]:
-    csv.field_size_limit(limits.LINE_BYTES)
-    text = (line.removeprefix(BOM_UTF8).decode(errors="surrogateescape") for line in found if line)
-    table = csv.DictReader(text, delimiter=delimiter)
-    if column not in (names := [*(table.fieldnames or ())]):
-        raise file.no_column(column, names)
-    yield from (cells[column] for cells in table)
 
 
 def objects(found: Iterable[bytes | None]) -> Iterator[dict[str, object] | None]:

@@ -1,5 +1,7 @@
 """A data set of the Hugging Face hub, streamed. A unit is a parquet row group, or a whole file of another kind.
 
+Parquet and JSON are read as local files are. Other kinds (.csv, .txt by lines, .arrow and more) are read by `datasets`.
+
 The list of the hub's files is kept in `data.cache_dir`, with the tokens. A run whose units are all there needs no hub:
 with HF_HUB_OFFLINE=1, or while the hub does not answer.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +29,6 @@ from gpt2_fp8.data.units import Corpus, DocumentCounts, TextFile, Unit
 
 log = logging.getLogger(__name__)
 
-_PARQUET = "take its parquet files, which most have under data.revision=refs/convert/parquet"
 BLOCK_BYTES = 10 << 20  # that a request asks for in addition to what is read now, but of parquet
 
 
@@ -85,7 +87,10 @@ class HubSource:
             group = unit.start - ends[at] + self._counts[split][at]
             file = self._file(listing.commit, paths[at])
             with formats.content_errors(file.name):
-                yield from formats.read_file(file, range(group, group + 1), self.text_column, counts)
+                if formats.kind_of(file.name):
+                    yield from formats.read_file(file, range(group, group + 1), self.text_column, counts)
+                else:
+                    yield from self._read_by_datasets(file, paths[at])
 
     def is_current(self, unit: Unit) -> bool:
         """Return True: a commit's files do not change."""
@@ -126,8 +131,6 @@ class HubSource:
                 empty += sum(entry["type"] == "file" for entry in entries.values()) - len(matches)
                 names = [path.removeprefix(root) for path in matches]
                 found[split] = [*dict.fromkeys([*found[split], *names])]
-                if odd := [name for name in names if formats.kind_of(name) is None]:
-                    problems.append(Problem(f"unknown kind of file: {self.repo}/{printable(odd[0])}", _PARQUET))
                 if not matches:
                     what = f"{self.repo} has no file {pattern} at revision {self.revision}"
                     problems.append(Problem(what, f"correct data.{split}_files; the names are on the data set's page"))
@@ -151,10 +154,24 @@ class HubSource:
             file = self._file(commit, path)
             is_parquet = formats.kind_of(path) == ("parquet", "")
             with formats.content_errors(file.name):
-                if is_parquet or path is paths[0]:
+                if formats.kind_of(path) is None:
+                    _ = path is paths[0] and next(self._read_by_datasets(file, path), None)
+                elif is_parquet or path is paths[0]:
                     formats.check_column(file, self.text_column)
                 found.append(parquet.metadata(file).num_row_groups if is_parquet else 1)
         return found
+
+    def _read_by_datasets(self, file: TextFile, path: str) -> Iterator[object]:
+        """Return the documents of a file. The text of a table's cells is not interpreted."""
+        datasets = hub_client.import_datasets()
+        table = re.search(r"\.[ct]sv\b", path, re.IGNORECASE)
+        as_typed = {"converters": {self.text_column: str}, "keep_default_na": False} if table else {}
+        opened = datasets.load_dataset(
+            self.repo, data_files=[path], split="train", revision=file.version, streaming=True, **as_typed
+        )
+        for rows in opened.with_format("arrow").iter(batch_size=1024):
+            parquet.check_schema(rows.schema, file, self.text_column)
+            yield from parquet.as_documents(rows.column(self.text_column))
 
     def _file_system(self) -> Any:
         from huggingface_hub import HfFileSystem
@@ -218,6 +235,8 @@ def _remedy(error: BaseException) -> str | None:
             "unset HF_HUB_OFFLINE; or train on local files: data=text_files. What a run with data.cache_dir=FOLDER has "
             "read once, the same run reads there"
         )
+    if type(error).__name__ == "DataFilesNotFoundError":  # of `datasets`: a kind that it does not know
+        return "take its parquet files, which most have under data.revision=refs/convert/parquet"
     if isinstance(error, RevisionNotFoundError):
         return "set data.revision to a commit, branch or tag that the data set has"
     if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):

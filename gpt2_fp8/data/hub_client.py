@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 from gpt2_fp8.compat import hub
@@ -13,6 +15,20 @@ from gpt2_fp8.data import retry
 log = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 10.0  # without a byte before a request fails; the hub's client has waits without an end
+
+
+def import_datasets() -> ModuleType:
+    """Import `datasets` without its torch part, which would import torch in every worker."""
+    before = os.environ.get("USE_TORCH")
+    os.environ["USE_TORCH"] = "0"
+    try:
+        import datasets
+    finally:
+        os.environ.pop("USE_TORCH")
+        if before is not None:
+            os.environ["USE_TORCH"] = before
+    datasets.disable_progress_bars()
+    return datasets
 
 
 @cache

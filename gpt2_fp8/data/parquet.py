@@ -72,9 +72,13 @@ def check(file: TextFile, column: str) -> None:
 
 def check_column(file: TextFile, column: str) -> None:
     """Raise UserError if the file has no such column of text. One of nulls alone may be."""
+    check_schema(metadata(file).schema.to_arrow_schema(), file, column)
+
+
+def check_schema(schema: Any, file: TextFile, column: str) -> None:
+    """Raise UserError if a file's Arrow schema has no such column of text. One of nulls alone may be."""
     import pyarrow as pa
 
-    schema = metadata(file).schema.to_arrow_schema()
     types = {f.name: f.type.value_type if pa.types.is_dictionary(f.type) else f.type for f in schema}
     t = pa.types
     kinds = (t.is_string, t.is_large_string, t.is_string_view, t.is_binary, t.is_large_binary, t.is_binary_view)

@@ -136,12 +136,20 @@ def test_damage_is_the_files_and_not_the_networks(
         assert not answer.get("waits")
 
 
+def arrow(texts: list[str]) -> bytes:
+    out, rows = io.BytesIO(), pa.table({"text": texts})
+    with pa.ipc.new_stream(out, rows.schema) as stream:
+        stream.write_table(rows)
+    return out.getvalue()
+
+
 OTHERS = {
     "jsonl.gz": gzip.compress(file(*GOOD)),
     "json.bz2": bz2.compress(file(*GOOD)),
     "ndjson": file(*GOOD),
     "json": json.dumps([json.loads(line) for line in GOOD], indent=1).encode(),
     "txt": file(*TEXTS),
+    "arrow": arrow(TEXTS),
     "csv": ("id,text\n" + "".join(f'{i},"{text}"\n' for i, text in enumerate(TEXTS))).encode(),
 }
 
@@ -158,11 +166,20 @@ def test_other_kinds_of_the_hub(hub: Hub, client: Client, tmp_path: Path, kind: 
     assert there.get("sha") == hashlib.sha256(b"".join(batch.tobytes() for batch in ids)).hexdigest(), there
 
 
+def test_a_tables_cells_are_text_however_they_look(hub: Hub, client: Client, tmp_path: Path) -> None:
+    cells = ["5", "NA", "1e5", "true", "2024-01-15", "null"] * 40
+    (tmp_path / "a.jsonl").write_bytes(file(*(json.dumps({"text": cell}) for cell in cells)))
+    hub.repos["Org/cells"] = {"a.csv": file("text", *cells)}
+    there = client.ask({"repo": "Org/cells", "train_files": ["*"]}, steps=6)
+    ids = items(module(files_config(tmp_path / "a.jsonl")), 6)
+    assert there.get("sha") == hashlib.sha256(b"".join(batch.tobytes() for batch in ids)).hexdigest(), there
+
+
 def test_a_kind_that_is_not_read_is_refused_with_its_name(hub: Hub, client: Client) -> None:
-    hub.repos["Org/odd"] = {"a.arrow": b"x" * 99}
+    hub.repos["Org/odd"] = {"a.odd": b"x" * 99}
     answer = client.ask({"repo": "Org/odd", "train_files": ["*"]})
     assert answer["error"] == "UserError"
-    assert "a.arrow" in answer["message"]
+    assert "a.odd" in answer["message"] or "Org/odd" in answer["message"]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
