@@ -60,7 +60,7 @@ HOUSE = {
     # the text
     "data": Row(
         "runtime compat config",
-        "torch lightning numpy pyarrow datasets huggingface_hub tiktoken tokenizers requests zstandard fsspec",
+        "torch lightning numpy pyarrow datasets huggingface_hub tiktoken tokenizers requests",
     ),
     # what a backend is made of
     "layers": Row("kernels compat config", "torch transformer_engine"),

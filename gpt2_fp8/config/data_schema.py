@@ -46,7 +46,7 @@ class FilesData(TextData):
 
 @dataclass(frozen=True, kw_only=True)
 class HubData(TextData):
-    """A data set of the Hugging Face hub, streamed through `datasets`."""
+    """A data set of the Hugging Face hub, streamed."""
 
     kind: Literal["hub"]
     repo: str

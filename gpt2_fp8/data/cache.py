@@ -72,7 +72,9 @@ class UnitCache:
                 raise ValueError(f"it has the token {tokens.max()} of a vocabulary of {self.vocab_size}")
             if np.any(np.diff(ends, prepend=0) <= 0) or (ends[-1] if ends.size else 0) != tokens.size:
                 raise ValueError("its documents do not make up its tokens")
-            return TokenisedUnit(tokens, ends, DocumentCounts(**about["counts"]), sha256)
+            return TokenisedUnit(
+                tokens, ends, DocumentCounts(**about["counts"]), sha256, float(about.get("replaced", 0))
+            )
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -90,6 +92,7 @@ class UnitCache:
             "documents": len(tokenised.ends),
             "counts": tokenised.counts.as_dict(),
             "sha256": tokenised.sha256,
+            "replaced": tokenised.replaced,
         }
         path = self._path(unit)
         replace(path.with_suffix(self._suffix), content)

@@ -27,6 +27,9 @@ PIECE_CHARACTERS = 1 << 20  # characters encoded in one go: bounds the memory an
 # A unit may have this many broken lines, or this part of its lines. With more than both, the file is no text.
 MAX_BROKEN = 100
 MAX_BROKEN_PART = 0.1
+# With more replaced characters than both, a unit's text is in another encoding.
+MAX_REPLACED = 10
+MAX_REPLACED_PART = 0.001
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class TokenisedUnit:
     ends: npt.NDArray[np.int64]
     counts: DocumentCounts
     sha256: str  # `checksum` of tokens and ends
+    replaced: float = 0.0  # which part of its characters is U+FFFD in place of bytes that are no UTF-8; 0 for a few
 
     def permuted(self, order: npt.NDArray[np.int64]) -> Tokens:
         """Return the tokens with the documents in `order` (int64 [documents])."""
@@ -61,13 +65,18 @@ def tokenise(
     pieces: list[Tokens] = []
     whole: list[Tokens] = []  # of many pieces each: an array takes a hundred bytes in addition to its tokens
     ends = array("q")
-    length = rows = 0
+    length = rows = characters = replaced = 0
     for document in documents:
         rows += 1
+        invalid = counts.invalid_utf8
         text = clean(document, counts)
         if text is None or not on_side(text, unit):
             continue
         counts.read += 1
+        characters += len(text)
+        if counts.invalid_utf8 > invalid:
+            was = document if isinstance(document, bytes) else str(document).encode(errors="replace")
+            replaced += text.count("\ufffd") - was.count("\ufffd".encode())
         counts.long += len(text) > PIECE_CHARACTERS
         for piece in _encoded(text, encoding, unit.name):
             pieces.append(piece)
@@ -86,7 +95,13 @@ def tokenise(
         )
     tokens = np.concatenate([*whole, *pieces]) if whole or pieces else end_of_text[:0]
     stops = np.array(ends, dtype=np.int64)
-    return TokenisedUnit(tokens, stops, counts, checksum(tokens, stops))
+    much = replaced > max(MAX_REPLACED, MAX_REPLACED_PART * characters)
+    return TokenisedUnit(tokens, stops, counts, checksum(tokens, stops), replaced / characters if much else 0.0)
+
+
+def said_replaced(unit: Unit, tokenised: TokenisedUnit) -> str:
+    """Return what to say of a unit whose text is in another encoding."""
+    return f"{printable(unit.name)}: {tokenised.replaced:.2%} of the characters are no UTF-8, and became U+FFFD"
 
 
 def _encoded(text: str, encoding: Tokenizer, unit: str) -> Iterator[Tokens]:

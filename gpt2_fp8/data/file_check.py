@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.shown import printable
-from gpt2_fp8.data import formats, limits, parquet
-from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data import formats
+from gpt2_fp8.data.units import TextFile
 
 _HEAD_BYTES = 4096
 MARKS = {  # first bytes of files that are not text, whatever their name: what it is, and how to make it text
@@ -35,35 +33,18 @@ def problems(path: Path, column: str) -> list[Problem]:
         ids = "; data=token_files reads token ids" if path.name.lower().endswith(".bin") else ""
         return [Problem(f"unknown kind of file: {path}", f"give files that end in {', '.join(formats.ENDINGS)}{ids}")]
     try:
-        path.open("rb").close()
-        if kind in (".txt", ".jsonl") and (found := _no_text(path)):
-            return [found]
-        if kind == ".parquet":
-            types = parquet.column_types(path)
-            text = [name for name in types if parquet.is_text(types[name])]
-            if column not in text:
-                return [_no_column(path, column, text, [f"{name} ({types[name]})" for name in types])]
-            parquet.check_declared(path, column)
-        if "jsonl" in kind and (first := _first_object(path)) is not None and column not in first:
-            return [_no_column(path, column, [key for key in first if isinstance(first[key], str)], list(first))]
+        with formats.content_errors(str(path)):
+            file = TextFile.local(path)
+            file.open().close()
+            if kind in (".txt", ".jsonl") and (found := _no_text(path)):
+                return [found]
+            if kind != ".txt":
+                formats.check_column(file, column)
     except UserError as error:
         return error.problems
-    except (OSError, ValueError, TypeError, NotImplementedError, MemoryError) as error:  # Arrow raises these types
+    except OSError as error:
         return formats.unreadable(path, error).problems
     return []
-
-
-def _no_column(path: Path, column: str, text: list[str], own: list[str]) -> Problem:
-    """Return the problem of a file that has no text under `column`. `text`: its columns that are; `own`: all."""
-    cause = f"{path} has no text column {column!r}"
-    if text:
-        return Problem(cause, f"set data.text_column to one of its own: {_listed(text)}")
-    have = f"none of its columns is text: {_listed(own)}" if own else "it has no columns"
-    return Problem(f"{cause}, and {have}", "write it again with a column of text, or leave it out")
-
-
-def _listed(names: list[str]) -> str:
-    return printable(", ".join(sorted(names)))[:300]
 
 
 def _no_text(path: Path) -> Problem | None:
@@ -80,10 +61,3 @@ def _no_text(path: Path) -> Problem | None:
             "or leave it out",
         )
     return None
-
-
-def _first_object(path: Path) -> dict[str, object] | None:
-    """Return the first JSON object among the first hundred lines; None if there is none."""
-    most = min(path.stat().st_size, limits.LINE_BYTES) if formats.ending(path) == ".jsonl" else path.stat().st_size
-    rows = map(formats.row, itertools.islice(formats.lines(Unit(path.name, str(path), 0, most)), 100))
-    return next((row for row in rows if row is not None), None)

@@ -14,7 +14,7 @@ from gpt2_fp8.config.keys import show
 from gpt2_fp8.data import file_check, formats
 from gpt2_fp8.data.progress_log import ProgressLog
 from gpt2_fp8.data.retry import LOCAL_WAITS
-from gpt2_fp8.data.units import Corpus, DocumentCounts, Unit
+from gpt2_fp8.data.units import Corpus, DocumentCounts, TextFile, Unit
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class FilesSource:
 
     def is_current(self, unit: Unit) -> bool:
         """Return whether the file has the size and modification time that it had at the start."""
-        return unit.version.startswith(formats.version(Path(unit.path)))
+        return unit.version.startswith(TextFile.local(unit.path).version)
 
 
 def both_sides(

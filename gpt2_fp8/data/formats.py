@@ -1,4 +1,4 @@
-"""The four kinds of text file: .txt, .jsonl, .jsonl.zst and .parquet. How each is cut into units, and read.
+"""The kinds of text file that are read here: how each is cut into units, and read. `read_file` reads a hub's too.
 
 .txt      one document; a file of more than `RANGE_BYTES` is cut at newlines into documents of about that size
 .jsonl    one document a line, under the text column's key; units are ranges of about `RANGE_BYTES`
@@ -11,20 +11,24 @@ Files may come from strangers. So the size that a small file unpacks to is bound
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import re
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import limits, parquet
-from gpt2_fp8.data.units import DocumentCounts, Unit
+from gpt2_fp8.data.units import DocumentCounts, TextFile, Unit
 
 RANGE_BYTES = 8 << 20
+HEAD_LINES = 100
 SEARCHED_LINES = 8  # times the longest line that is read: the end of a longer line is searched for in that many bytes
 ENDINGS = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
 
@@ -38,7 +42,7 @@ def units(path: Path) -> list[Unit]:
     """Cut the whole file into units."""
     kind, size = ending(path), path.stat().st_size
     if kind == ".parquet":
-        cuts = list(range(parquet.metadata(path).num_row_groups + 1))
+        cuts = list(range(parquet.metadata(TextFile.local(path)).num_row_groups + 1))
     elif kind == ".jsonl.zst":
         cuts = [0, size]
     else:
@@ -48,14 +52,10 @@ def units(path: Path) -> list[Unit]:
                 if at > cuts[-1]:  # otherwise the first line from `at` on starts at that cut
                     cuts.append(cut_after_newline(file, at, hard=kind == ".txt"))
             cuts = sorted({*cuts, size})
-    about = version(path) + (" marks" if kind == ".jsonl.zst" else "")  # once, marks were not part of such text
+    about = TextFile.local(path).version + (
+        " marks" if kind == ".jsonl.zst" else ""
+    )  # once, marks were not part of such text
     return [Unit(f"{path.name} {size} [{a}:{b}]", str(path), a, b, about) for a, b in pairwise(cuts)]
-
-
-def version(path: Path) -> str:
-    """Return a text that changes if somebody writes to the file."""
-    stat = path.stat()
-    return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
 def held_out(path: Path, fraction: float) -> tuple[list[Unit], list[Unit]]:
@@ -105,47 +105,104 @@ def _no_lines(file: BinaryIO, at: int, what: str, remedy: str) -> UserError:
 def read(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[object]:
     """Return the documents of a unit: bytes, str, or what a file has in their place.
 
-    Raises UserError if the file is damaged. Raises OSError if the system cannot read it, which may pass.
+    Raises UserError if the file is damaged or has no text under `column`. Raises OSError if the system cannot read it,
+    which may pass.
     """
+    with content_errors(unit.path):
+        file = TextFile.local(unit.path)
+        if ending(unit.path) == ".txt":
+            with file.open() as text:
+                text.seek(unit.start)
+                yield text.read(unit.stop - unit.start)
+        elif ending(unit.path) == ".jsonl":
+            yield from json_documents(objects(lines(unit)), column, counts, file)
+        else:
+            yield from read_file(file, range(unit.start, unit.stop), column, counts)
+
+
+def read_file(
+    file: TextFile, groups: range, column: str, counts: DocumentCounts, most: int | None = None
+) -> Iterator[object]:
+    """Return the documents of some row groups of a parquet file, or of any other file `most` (None: all) of its lines.
+
+    Raises UserError if it has no text under `column`.
+    """
+    kind, compression = kind_of(file.name) or ("", "")
+    if kind == "parquet":
+        yield from parquet.read(file, groups, column)
+        return
+    with file.open() as raw, _unpacked(raw, compression) as text:
+        found = _bounded(text, file, most)
+        if kind == "json" and text.peek(1)[:1] == b"[":
+            listed: Any = _parsed(b"".join(line or b"" for line in _bounded(text, file)).decode())
+            own = (values if isinstance(values, dict) else None for values in listed)
+            yield from json_documents(own, column, counts, file)
+        else:
+            yield from json_documents(objects(found), column, counts, file)
+
+
+def check_column(file: TextFile, column: str) -> None:
+    """Raise UserError if a parquet file, or the first hundred lines of another one, have no text under `column`."""
+    if (kind_of(file.name) or ("",))[0] == "parquet":
+        parquet.check(file, column)
+    else:  # as far as the first text
+        any(isinstance(found, str) for found in read_file(file, range(0), column, DocumentCounts(), HEAD_LINES))
+
+
+def kind_of(name: str) -> tuple[str, str] | None:
+    """Return the kind and the compression ("": none) of a file that `read_file` reads; None for others."""
+    found = re.search(r"\.(parquet|jsonl|json|ndjson)(?:\.(gz|zst|bz2|lz4))?$", name, re.IGNORECASE)
+    return found and (found[1].lower(), (found[2] or "").lower())
+
+
+@contextmanager
+def content_errors(name: str) -> Iterator[None]:
+    """Enter a context in which what is wrong with a file's content becomes a UserError, and nothing else does."""
     try:
-        yield from _read(unit, column, counts)
+        yield
     except (ValueError, TypeError, NotImplementedError, MemoryError) as error:  # Arrow raises these types
-        raise unreadable(unit.path, error) from error
+        raise unreadable(name, error) from error
     except OSError as error:
-        if error.errno is not None:
+        if type(error) is not OSError or error.errno is not None:  # the system's, or a network's
             raise
-        raise unreadable(unit.path, error) from error
+        raise unreadable(name, error) from error
 
 
 def unreadable(path: str | Path, error: Exception) -> UserError:
     """Return the error for a file whose content does not fit its name."""
     reason = " ".join(printable(str(error)).split())[:300] or type(error).__name__
-    return UserError.of(f"cannot read {path}: {reason}", "repair the file or leave it out")
+    return UserError.of(f"cannot read {printable(str(path))}: {reason}", "repair the file or leave it out")
 
 
-def _read(unit: Unit, column: str, counts: DocumentCounts) -> Iterator[object]:
-    kind = ending(unit.path)
-    if kind == ".parquet":
-        yield from parquet.read(unit.path, range(unit.start, unit.stop), column)
-    elif kind == ".txt":
-        with open(unit.path, "rb") as text:
-            text.seek(unit.start)
-            yield text.read(unit.stop - unit.start)
-    else:
-        yield from json_documents(lines(unit), column, counts)
+def json_documents(
+    rows: Iterable[dict[str, object] | None], column: str, counts: DocumentCounts, file: TextFile
+) -> Iterator[object]:
+    """Return the value of `column` in each object. None, for what is no object, counts as broken.
 
-
-def json_documents(found: Iterable[bytes | None], column: str, counts: DocumentCounts) -> Iterator[object]:
-    """Return the text of each line. A line that is too long or no JSON object counts as broken, a blank one not."""
-    for line in found:
-        if line is not None and not line.strip():
-            continue
-        values = row(line)
-        del line  # it may be as large as the document
+    Raises UserError at the end if there are objects, and the value of none was text or null.
+    """
+    first: dict[str, object] | None = None
+    fits = False
+    for values in rows:
         if values is None:
             counts.broken += 1
-        else:
-            yield values.get(column)
+            continue
+        document = values.get(column)
+        fits = fits or isinstance(document, str) or (document is None and column in values)
+        if not fits and first is None:
+            first = values
+        yield document
+    if first is not None and not fits:
+        raise file.no_column(column, [key for key in first if isinstance(first[key], str)] or [*first])
+
+
+def objects(found: Iterable[bytes | None]) -> Iterator[dict[str, object] | None]:
+    """Return the JSON object in each line that is not blank; None for a line that is too long or has none."""
+    for line in found:
+        if line is None or line.strip():
+            values = row(line)
+            del line  # it may be as large as the document
+            yield values
 
 
 def row(line: bytes | None) -> dict[str, object] | None:
@@ -172,18 +229,24 @@ def _parsed(text: str) -> object:
 
 
 def lines(unit: Unit) -> Iterator[bytes | None]:
-    """Return the lines of a unit, with None for one of more than `limits.LINE_BYTES`. Raises UserError for too many."""
-    if ending(unit.path) == ".jsonl":
-        with open(unit.path, "rb") as file:
-            file.seek(unit.start)
-            yield from (line for line, _ in limits.lines(file, unit.stop - unit.start))
-        return
+    """Return the lines of a range of a file, with None for one of more than `limits.LINE_BYTES`."""
+    with open(unit.path, "rb") as file:
+        file.seek(unit.start)
+        yield from (line for line, _ in limits.lines(file, unit.stop - unit.start))
+
+
+def _bounded(text: Any, file: TextFile, most: int | None = None) -> Iterator[bytes | None]:
+    """Return the lines of a file, as `lines` does, or `most` of them. Raises UserError for too many."""
+    left = limits.allowed(file.size)
+    for line, length in itertools.islice(limits.lines(text, limits.LINE_BYTES if most else left), most):
+        left -= limits.ROW_BYTES + length
+        if left < 0:
+            raise limits.unfolds(file.name)
+        yield line
+
+
+def _unpacked(raw: Any, compression: str) -> io.BufferedReader:
     import pyarrow as pa
 
-    with pa.OSFile(unit.path) as raw, pa.CompressedInputStream(raw, "zstd") as stream:  # reads files of many frames too
-        left = limits.allowed(raw.size())
-        for line, length in limits.lines(io.BufferedReader(stream, 1 << 20), left):
-            left -= limits.ROW_BYTES + length
-            if left < 0:
-                raise limits.unfolds(unit.path)
-            yield line
+    codec = {"gz": "gzip", "zst": "zstd"}.get(compression, compression)
+    return io.BufferedReader(pa.CompressedInputStream(raw, codec) if codec else raw, 1 << 20)  # of many frames, too

@@ -1,4 +1,6 @@
-"""A data set of the Hugging Face hub, streamed through `datasets`. A unit is a parquet row group, or another file.
+"""A data set of the Hugging Face hub, streamed. A unit is a parquet row group, or a whole file of another kind.
+
+Parquet and JSON are read as local files are. Other kinds (.csv, .txt by lines, .arrow and more) are read by `datasets`.
 
 The list of the hub's files is kept in `data.cache_dir`, with the tokens. A run whose units are all there needs no hub:
 with HF_HUB_OFFLINE=1, or while the hub does not answer.
@@ -8,31 +10,34 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gpt2_fp8.config.errors import DataSourceLost, Problem, UserError
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.data import hub_client
-from gpt2_fp8.data.hub_client import import_datasets
+from gpt2_fp8.data import formats, hub_client, parquet
 from gpt2_fp8.data.hub_listing import Listing
-from gpt2_fp8.data.parquet import as_documents
 from gpt2_fp8.data.retry import HUB_WAITS, with_retries
-from gpt2_fp8.data.units import Corpus, DocumentCounts, Unit
+from gpt2_fp8.data.units import Corpus, DocumentCounts, TextFile, Unit
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+BLOCK_BYTES = 10 << 20  # that a request asks for in addition to what is read now, but of parquet
 
 
 @dataclass
 class HubSource:
     """Files of the data set `repo` at `revision`; `val_files` are taken out of `train_files`.
 
-    `corpus()` resolves the revision to a commit, the globs to files, and the files to units. It keeps the resulting
-    `datasets` objects. They are pickled for the workers, which then ask the hub only for the text.
+    `corpus()` resolves the revision to a commit, the globs to files, and the files to units. What the hub said of the
+    files is pickled for the workers, which then ask it only for the text.
     """
 
     repo: str
@@ -43,7 +48,8 @@ class HubSource:
     waits: tuple[float, ...] = HUB_WAITS
     cache_dir: Path | None = None  # where listings are kept
     _listing: Listing | None = None
-    _splits: dict[str, Any] = field(default_factory=dict, repr=False)
+    _counts: dict[str, list[int]] = field(default_factory=dict, repr=False)  # the units of each file
+    _hub: Any = field(default=None, repr=False)  # its file system, which remembers what it was told
 
     def corpus(self) -> Corpus:
         """Ask the hub which files there are. If it is out of reach, use its last answer.
@@ -68,18 +74,23 @@ class HubSource:
         return Corpus(self._units("train", known), self._units("val", known), about)
 
     def read(self, unit: Unit, counts: DocumentCounts) -> Iterator[object]:
-        """Read the rows of one shard again from its start."""
-        import_datasets()  # in a worker, before an unpickled data set is used
+        """Read the rows of a row group, or of a whole file, again from its start."""
         split, listing = unit.path, self._listing
         assert listing is not None, "corpus() comes first"
-        if split not in self._splits:  # the hub was out of reach at the start
-            self._splits[split] = self._guarded(lambda: self._open(listing.commit, listing.files[split]))
-        shards = self._splits[split]
-        tables = shards.shard(shards.num_shards, unit.start).with_format("arrow").iter(batch_size=1024)
-        while (table := self._guarded(lambda: next(tables, None))) is not None:
-            if self.text_column not in table.column_names:
-                raise self._no_column(split, table.column_names)
-            yield from as_documents(table.column(self.text_column))
+        hub_client.bound_waits()
+        paths = listing.files[split]
+        with self._guarded():
+            if split not in self._counts:  # the hub was out of reach at the start
+                self._counts[split] = self._count(listing.commit, paths)
+            ends = [*accumulate(self._counts[split])]
+            at = bisect_right(ends, unit.start)
+            group = unit.start - ends[at] + self._counts[split][at]
+            file = self._file(listing.commit, paths[at])
+            with formats.content_errors(file.name):
+                if formats.kind_of(file.name):
+                    yield from formats.read_file(file, range(group, group + 1), self.text_column, counts)
+                else:
+                    yield from self._read_by_datasets(file, paths[at])
 
     def is_current(self, unit: Unit) -> bool:
         """Return True: a commit's files do not change."""
@@ -88,31 +99,34 @@ class HubSource:
     def _ask(self) -> Listing:
         """Ask for what the hub holds now."""
         first = self.waits[:4]  # nothing is lost yet, so the user learns soon, without the long waits of a run
-        what = f"the list of {self.repo}"
-        (commit, files), _ = with_retries(lambda: self._guarded(self._files), what, first, first_contact=True)
+        hub_client.bound_waits()
+        commit, files = self._tried(self._files, f"the list of {self.repo}", first, first_contact=True)
         for split, paths in files.items():
             if paths:
-                self._splits[split], _ = with_retries(
-                    lambda p=paths: self._guarded(lambda: self._open(commit, p)),  # type: ignore[misc]
-                    f"the {split} files of {self.repo}",
-                    first,
-                )
-        return Listing(commit, files, {split: opened.num_shards for split, opened in self._splits.items()})
+                what = f"the {split} files of {self.repo}"
+                self._counts[split] = self._tried(partial(self._count, commit, paths), what, first)
+        return Listing(commit, files, {split: sum(counts) for split, counts in self._counts.items()})
+
+    def _tried(self, action: Callable[[], Any], what: str, waits: tuple[float, ...], **how: bool) -> Any:
+        def guarded() -> Any:
+            with self._guarded():
+                return action()
+
+        return with_retries(guarded, what, waits, **how)[0]
 
     def _files(self) -> tuple[str, dict[str, list[str]]]:
         """Return the commit that the revision names, and the files of each split at that commit."""
-        from huggingface_hub import HfApi, HfFileSystem
+        from huggingface_hub import HfApi
 
-        import_datasets()
         commit = HfApi().dataset_info(self.repo, revision=self.revision, timeout=hub_client.TIMEOUT_SECONDS).sha
         assert commit
-        root, fs = f"datasets/{self.repo}@{commit}/", HfFileSystem()
+        root = f"datasets/{self.repo}@{commit}/"
         problems: list[Problem] = []
         empty = 0
         found: dict[str, list[str]] = {"train": [], "val": []}
         for split, patterns in (("train", self.train_files), ("val", self.val_files)):
             for pattern in patterns:
-                entries: Any = fs.glob(root + pattern, detail=True)
+                entries: Any = self._file_system().glob(root + pattern, detail=True)
                 matches = sorted(path for path, entry in entries.items() if entry["type"] == "file" and entry["size"])
                 empty += sum(entry["type"] == "file" for entry in entries.values()) - len(matches)
                 names = [path.removeprefix(root) for path in matches]
@@ -130,36 +144,74 @@ class HubSource:
             raise UserError.of("data.val_files takes every file of data.train_files", "leave some to train on")
         return commit, found
 
-    def _open(self, commit: str, paths: list[str]) -> Any:
-        """Open the files as a streaming data set of one shard a unit."""
-        datasets = import_datasets()
-        only_text = {"columns": [self.text_column]} if all(path.endswith(".parquet") for path in paths) else {}
-        datasets.disable_progress_bars()
+    def _count(self, commit: str, paths: list[str]) -> list[int]:
+        """Return the number of units of each file.
+
+        Raises UserError if the first file, or a parquet file, has no text in the column.
+        """
+        found = []
+        for path in paths:
+            file = self._file(commit, path)
+            is_parquet = formats.kind_of(path) == ("parquet", "")
+            with formats.content_errors(file.name):
+                if formats.kind_of(path) is None:
+                    _ = path is paths[0] and next(self._read_by_datasets(file, path), None)
+                elif is_parquet or path is paths[0]:
+                    formats.check_column(file, self.text_column)
+                found.append(parquet.metadata(file).num_row_groups if is_parquet else 1)
+        return found
+
+    def _read_by_datasets(self, file: TextFile, path: str) -> Iterator[object]:
+        """Return the documents of a file. The text of a table's cells is not interpreted."""
+        datasets = hub_client.import_datasets()
+        table = re.search(r"\.[ct]sv\b", path, re.IGNORECASE)
+        as_typed = {"converters": {self.text_column: str}, "keep_default_na": False} if table else {}
         opened = datasets.load_dataset(
-            self.repo, data_files=paths, split="train", revision=commit, streaming=True, **only_text
+            self.repo, data_files=[path], split="train", revision=file.version, streaming=True, **as_typed
         )
-        if opened.features is not None and self.text_column not in opened.features:
-            raise self._no_column(paths[0], list(opened.features))
-        return opened.reshard()
+        for rows in opened.with_format("arrow").iter(batch_size=1024):
+            parquet.check_schema(rows.schema, file, self.text_column)
+            yield from parquet.as_documents(rows.column(self.text_column))
+
+    def _file_system(self) -> Any:
+        from huggingface_hub import HfFileSystem
+
+        self._hub = self._hub or HfFileSystem(skip_instance_cache=True)
+        return self._hub
+
+    def _file(self, commit: str, path: str) -> TextFile:
+        """Return a file of the hub. Parquet is fetched in the ranges that are read, others in blocks."""
+        fs, where = self._file_system(), f"datasets/{self.repo}@{commit}/{path}"
+        by_range = {"cache_type": "none"} if formats.kind_of(path) == ("parquet", "") else {"block_size": BLOCK_BYTES}
+
+        def opened() -> Any:
+            file = fs.open(where, "rb", **by_range)
+            fetch = file.cache.fetcher
+
+            def whole(start: int, end: int) -> bytes:
+                content: bytes = fetch(start, end)
+                if len(content) < min(end, file.size) - start:
+                    raise ConnectionError(f"{len(content)} bytes came in place of {end - start}")
+                return content
+
+            file.cache.fetcher = whole
+            return file
+
+        return TextFile(f"{self.repo}/{path}", commit, fs.info(where)["size"], opened)
 
     def _units(self, split: str, listing: Listing) -> list[Unit]:
         n, commit = listing.shards.get(split, 0), listing.commit
+        parquet_alone = all(path.endswith(".parquet") for path in listing.files[split])
+        version = commit if parquet_alone else f"{commit} text"  # once, the values of other files decided their type
         files = hashlib.sha256("\n".join(listing.files[split]).encode()).hexdigest()[:16]
-        return [
-            Unit(f"{self.repo}@{commit} {files} {self.text_column} {i}/{n}", split, i, i + 1, version=commit)
-            for i in range(n)
-        ]
+        named = f"{self.repo}@{commit} {files} {self.text_column}"
+        return [Unit(f"{named} {i}/{n}", split, i, i + 1, version) for i in range(n)]
 
-    def _no_column(self, where: str, columns: list[str]) -> UserError:
-        have = f"one of {printable(', '.join(columns))[:300]}" if columns else "the name of its text column"
-        return UserError.of(
-            f"{self.repo} has no column {self.text_column!r} in {printable(where)}", f"set data.text_column to {have}"
-        )
-
-    def _guarded(self, action: Callable[[], Result]) -> Result:
-        """Return `action()`. Errors that no waiting can solve become a UserError."""
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Enter a context in which errors that no waiting can solve become a UserError."""
         try:
-            return action()
+            yield
         except Exception as error:
             remedy = _remedy(error)
             if remedy is None:
@@ -176,8 +228,6 @@ def _is_offline() -> bool:
 
 def _remedy(error: BaseException) -> str | None:
     """Return what the user can do about an error of the hub's client; None if it may pass by itself."""
-    import_datasets()
-    from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RevisionNotFoundError
 
     if isinstance(error, OfflineModeIsEnabled) or (isinstance(error, ConnectionError) and _is_offline()):
@@ -185,6 +235,8 @@ def _remedy(error: BaseException) -> str | None:
             "unset HF_HUB_OFFLINE; or train on local files: data=text_files. What a run with data.cache_dir=FOLDER has "
             "read once, the same run reads there"
         )
+    if type(error).__name__ == "DataFilesNotFoundError":  # of `datasets`: a kind that it does not know
+        return "take its parquet files, which most have under data.revision=refs/convert/parquet"
     if isinstance(error, RevisionNotFoundError):
         return "set data.revision to a commit, branch or tag that the data set has"
     if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
@@ -192,9 +244,5 @@ def _remedy(error: BaseException) -> str | None:
             "check data.repo; if access has to be requested, accept the terms on its page and set HF_TOKEN to a "
             "token of that account"
         )
-    if isinstance(error, DatasetNotFoundError | DataFilesNotFoundError):
-        return "check data.repo, data.revision and data.train_files against the data set's page"
-    if isinstance(error, RuntimeError) and "scripts are no longer supported" in str(error):
-        return "use a revision with plain files, which most have under data.revision=refs/convert/parquet"
     cause = error.__cause__ or error.__context__
     return _remedy(cause) if cause is not None else None

@@ -18,11 +18,7 @@ TIMEOUT_SECONDS = 10.0  # without a byte before a request fails; the hub's clien
 
 
 def import_datasets() -> ModuleType:
-    """Import `datasets` with a client whose waits end, and without its torch part.
-
-    The torch part keeps a tensor in every data set. Unpickling one would import torch in every worker, for seconds and
-    300 MB each.
-    """
+    """Import `datasets` without its torch part, which would import torch in every worker."""
     before = os.environ.get("USE_TORCH")
     os.environ["USE_TORCH"] = "0"
     try:
@@ -31,12 +27,13 @@ def import_datasets() -> ModuleType:
         os.environ.pop("USE_TORCH")
         if before is not None:
             os.environ["USE_TORCH"] = before
-    _bound_waits()
+    datasets.disable_progress_bars()
     return datasets
 
 
 @cache
-def _bound_waits() -> None:
+def bound_waits() -> None:
+    """Have the client's waits end. Every process that asks the hub begins with it."""
     from huggingface_hub import set_client_factory
 
     def factory() -> Any:

@@ -5,101 +5,106 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import limits
+from gpt2_fp8.data.units import TextFile
 
 FOOTER_BYTES = 256 << 20  # that is a million row groups, and seconds to read
 ANNOUNCED_BYTES = 16 << 20  # reading a larger footer takes long enough to announce it
 KEPT_BYTES = 64 << 20  # of footers, by their size in the files; a file of many row groups is nearly all footer
+_TAIL_BYTES = 64 << 10  # read at once: most footers are no longer
 
 log = logging.getLogger(__name__)
 
-_footers: OrderedDict[tuple[str, int, int], Any] = OrderedDict()
+_footers: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
 
-def metadata(path: str | Path) -> Any:
+def metadata(file: TextFile) -> Any:
     """Return the file's footer. Raises UserError if it is too large, and Arrow's errors (ValueError, OSError)."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    stat = Path(path).stat()
-    key = (str(path), stat.st_size, stat.st_mtime_ns)
+    key = (file.name, file.version)
     if key not in _footers:
-        _check_footer(path, stat.st_size)
-        _footers[key] = pq.read_metadata(path)
+        _footers[key] = pq.read_metadata(pa.BufferReader(_end(file)))
     _footers.move_to_end(key)
     while len(_footers) > 1 and sum(footer.serialized_size for footer in _footers.values()) > KEPT_BYTES:
         _footers.popitem(last=False)
     return _footers[key]
 
 
-def _footer(path: str | Path, size: int) -> int:
-    """Return the footer's bytes by the file's last bytes; 0 if they are not parquet's."""
-    with open(path, "rb") as file:
-        file.seek(max(size - 8, 0))
-        end = file.read(8)
-    return int.from_bytes(end[:4], "little") if end.endswith(b"PAR1") else 0
+def _end(file: TextFile) -> bytes:
+    """Return the file's last bytes, with all of the footer."""
+    with file.open() as opened:
+        opened.seek(max(file.size - _TAIL_BYTES, 0))
+        tail: bytes = opened.read(_TAIL_BYTES)
+        length = int.from_bytes(tail[-8:-4], "little") + 8 if tail.endswith(b"PAR1") else 0
+        if length > FOOTER_BYTES:
+            raise UserError.of(
+                f"{file.name} has a footer of {length >> 20} MiB, and at most {FOOTER_BYTES >> 20} are read",
+                "write it again in larger row groups, or in several files",
+            )
+        if length > ANNOUNCED_BYTES:
+            log.info("data: reading the footer of %s, of %d MiB", file.name, length >> 20)
+        if length > len(tail):
+            opened.seek(max(file.size - length, 0))
+            tail = opened.read(length)
+    return tail
 
 
-def _check_footer(path: str | Path, size: int) -> None:
-    length = _footer(path, size)
-    if length > FOOTER_BYTES:
-        raise UserError.of(
-            f"{path} has a footer of {length >> 20} MiB, and at most {FOOTER_BYTES >> 20} are read",
-            "write it again in larger row groups, or in several files",
-        )
-    if length > ANNOUNCED_BYTES:
-        log.info("data: reading the footer of %s, of %d MiB", path, length >> 20)
-
-
-def column_types(path: str | Path) -> dict[str, Any]:
-    """Return the Arrow types of the columns by their names; of a dictionary that of its values."""
-    import pyarrow as pa
-
-    schema = metadata(path).schema.to_arrow_schema()
-    return {f.name: f.type.value_type if pa.types.is_dictionary(f.type) else f.type for f in schema}
-
-
-def is_text(kind: Any) -> bool:
-    """Return whether an Arrow type is one of text."""
-    import pyarrow as pa
-
-    t = pa.types
-    text = (t.is_string, t.is_large_string, t.is_string_view, t.is_binary, t.is_large_binary, t.is_binary_view)
-    return any(is_kind(kind) for is_kind in text)
-
-
-def check_declared(path: Path, column: str) -> None:
-    """Check the sizes that a footer declares. Raises UserError if they exceed what `read` would return.
+def check(file: TextFile, column: str) -> None:
+    """Raise UserError if a footer has no such column of text, or declares sizes that exceed what `read` would return.
 
     It runs before any memory is allocated for the text.
     """
-    footer, size = metadata(path), path.stat().st_size
+    check_column(file, column)
+    footer = metadata(file)
     places = _places(footer, column)
     for group in range(footer.num_row_groups):
         about = footer.row_group(group)
         stored, unpacked = _chunk(about, places)
         rows, most = about.num_rows, limits.allowed(stored)
-        if not (0 <= stored <= size and 0 <= unpacked <= most and 0 <= rows * limits.ROW_BYTES <= most):
-            raise limits.unfolds(path)
+        if not (0 <= stored <= file.size and 0 <= unpacked <= most and 0 <= rows * limits.ROW_BYTES <= most):
+            raise limits.unfolds(file.name)
 
 
-def read(path: str, groups: range, column: str) -> Iterator[bytes | None]:
-    """Read the documents of some row groups. Raises UserError if they unpack to more than is allowed."""
+def check_column(file: TextFile, column: str) -> None:
+    """Raise UserError if the file has no such column of text. One of nulls alone may be."""
+    check_schema(metadata(file).schema.to_arrow_schema(), file, column)
+
+
+def check_schema(schema: Any, file: TextFile, column: str) -> None:
+    """Raise UserError if a file's Arrow schema has no such column of text. One of nulls alone may be."""
+    import pyarrow as pa
+
+    types = {f.name: f.type.value_type if pa.types.is_dictionary(f.type) else f.type for f in schema}
+    t = pa.types
+    kinds = (t.is_string, t.is_large_string, t.is_string_view, t.is_binary, t.is_large_binary, t.is_binary_view)
+    text = [name for name, own in types.items() if any(is_kind(own) for is_kind in kinds)]
+    if column not in text and not (column in types and t.is_null(types[column])):
+        raise file.no_column(column, text or [f"{name} ({own})" for name, own in types.items()])
+
+
+def read(file: TextFile, groups: range, column: str) -> Iterator[bytes | None]:
+    """Read the documents of some row groups.
+
+    Raises UserError if they unpack to more than is allowed, or if there is no such column of text.
+    """
     import pyarrow.parquet as pq
 
-    footer = metadata(path)
+    check_column(file, column)
+    footer = metadata(file)
     places = _places(footer, column)
     left = max(limits.allowed(_chunk(footer.row_group(group), places)[0]) for group in groups)
-    with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True) as file:
+    with file.open() as raw, pq.ParquetFile(raw, metadata=footer, page_checksum_verification=True) as opened:
         # Few rows at once: a long value that is repeated is in the file once, but in a batch each time.
-        for batch in file.iter_batches(batch_size=16, row_groups=list(groups), columns=[column]):
+        for batch in opened.iter_batches(16, list(groups), [column], use_threads=False):
             for document in as_documents(batch.column(0)):
                 left -= limits.ROW_BYTES + len(document or b"")
                 if left < 0:
-                    raise limits.unfolds(path)
+                    raise limits.unfolds(file.name)
                 yield document
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gpt2_fp8.data.digests import Digests
-from gpt2_fp8.data.documents import TokenisedUnit
+from gpt2_fp8.data.documents import TokenisedUnit, said_replaced
 from gpt2_fp8.data.reader import Reader, WorkCounts
 from gpt2_fp8.data.units import Unit
 from gpt2_fp8.data.worker_pool import WorkerPool
@@ -47,6 +47,7 @@ class UnitPool:
     _workers: WorkerPool | None = None
     _kept: OrderedDict[Unit, TokenisedUnit] = field(default_factory=OrderedDict)
     _said_lost: bool = False
+    _said_replaced: bool = False
 
     def ask(self, unit: Unit) -> Ticket:
         """Have `unit` read, without waiting. Every ticket must be taken or dropped once."""
@@ -77,6 +78,9 @@ class UnitPool:
         self.counts.retries += counts.retries
         if self.digests is not None:
             self.digests.check(unit, tokenised.sha256)
+        if tokenised.replaced and self.counts.units > 1 and not self._said_replaced:  # the first is refused elsewhere
+            self._said_replaced = True
+            log.warning("data: %s", said_replaced(unit, tokenised))
         return self._keep(unit, tokenised)
 
     def _received(self, unit: Unit, future: Future[Done]) -> tuple[TokenisedUnit, WorkCounts]:
@@ -85,7 +89,7 @@ class UnitPool:
             with interruptible():
                 done = future.result()
             with np.load(done.name) as arrays:
-                tokenised = TokenisedUnit(arrays["tokens"], arrays["ends"], done.documents, done.sha256)
+                tokenised = TokenisedUnit(arrays["tokens"], arrays["ends"], done.documents, done.sha256, done.replaced)
             os.unlink(done.name)
             return tokenised, done.work
         except (SpoolLost, OSError, zipfile.BadZipFile) as error:

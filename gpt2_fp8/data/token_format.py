@@ -23,7 +23,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import printable
 from gpt2_fp8.data import file_check, formats
 from gpt2_fp8.data.ids import Tokens, dtype_of
-from gpt2_fp8.data.units import Unit
+from gpt2_fp8.data.units import TextFile, Unit
 
 ENDING = ".bin"
 HEADER_BYTES = 1024
@@ -96,7 +96,7 @@ def units(path: Path, headerless: str) -> list[Unit]:
             if not file.read(_HEAD_BYTES).strip(b"\0"):  # a file of 200 GB may be a hole
                 raise _unfit(path, f"has only zeros in the {_HEAD_BYTES:,} bytes from {at:,} on", _CUT_SHORT)
             cuts.append(at)
-    about, kind = formats.version(path), form.dtype.name
+    about, kind = TextFile.local(path).version, form.dtype.name
     return [Unit(f"{path.name} {form.size} {kind} [{a}:{b}]", str(path), a, b, about)
             for a, b in pairwise([*cuts, form.size])]  # fmt: skip
 
@@ -160,9 +160,16 @@ def _check_first(path: Path, form: Form) -> None:
     if not form.start and all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head):
         remedy = "data=text_files reads text, in files that end in .txt; or leave it out"
         raise _unfit(path, "has no token ids: it is text", remedy)
-    ids = np.frombuffer(head[: len(head) // 4 * 4], "<u2")
-    if not form.start and form.dtype.itemsize == 2 and ids[1::2].max() <= 2 and len(np.unique(ids[::2])) > 3:
-        raise _unfit(path, "has ids of 32 bits: every second one of 16 would be 0, 1 or 2", "data.headerless=uint32")
+    for bits, remedy in ((64, "write them again by astype('<u2') or astype('<u4')"), (32, "data.headerless=uint32")):
+        ids = np.frombuffer(head[: len(head) // 8 * 8], f"<u{bits // 8}")
+        if (
+            not form.start
+            and 8 * form.dtype.itemsize < bits
+            and ids.max() < 3 << 16
+            and len(np.unique(ids % 65536)) > 3
+        ):
+            raise _unfit(path, f"has ids of {bits} bits: as {form.dtype.name} only one in "
+                         f"{bits // 8 // form.dtype.itemsize} would not be 0, 1 or 2", remedy)  # fmt: skip
 
 
 def _marks() -> Iterator[tuple[bytes, tuple[str, str]]]:

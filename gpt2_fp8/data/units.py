@@ -4,12 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
-from typing import Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.shown import printable
+
+
+class TextFile(NamedTuple):
+    """A file of text, on this machine or on a hub."""
+
+    name: str
+    version: str  # changes when the text does
+    size: int
+    open: Callable[[], Any]  # for bytes
+
+    @staticmethod
+    def local(path: str | Path) -> TextFile:
+        """Return a file of this machine. Raises OSError."""
+        stat = Path(path).stat()
+        return TextFile(str(path), f"{stat.st_size} {stat.st_mtime_ns}", stat.st_size, lambda: open(path, "rb"))
+
+    def no_column(self, column: str, own: list[str]) -> UserError:
+        """Return the error of a file without text under `column`. `own`: its columns, of text if it has any."""
+        fix = f"set data.text_column to one of its own: {printable(', '.join(sorted(own)))[:300] or 'it has none'}"
+        return UserError.of(f"{printable(self.name)} has no text column {column!r}", fix)
 
 
 @dataclass(frozen=True)

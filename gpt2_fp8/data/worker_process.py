@@ -44,6 +44,7 @@ class Done(NamedTuple):
     name: str
     documents: DocumentCounts
     sha256: str  # of the tokens
+    replaced: float
     work: WorkCounts
 
 
@@ -63,7 +64,6 @@ def run(connection: Connection, reader: bytes, spool: str) -> None:
     # These signals go to the whole process group. Only the parent ends its workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    os.environ["USE_TORCH"] = "0"  # for `datasets`, see `hub_client.import_datasets`; hence the inner pickle
     lock = threading.Lock()
     threading.Thread(target=_show_life, args=(connection, lock, spool), daemon=True).start()
     try:
@@ -80,7 +80,7 @@ def run(connection: Connection, reader: bytes, spool: str) -> None:
 def _answer(read: Reader, unit: Unit, spool: str) -> Done | Failed:
     try:
         tokenised, work = read(unit)
-        return Done(_kept(tokenised, spool), tokenised.counts, tokenised.sha256, work)
+        return Done(_kept(tokenised, spool), tokenised.counts, tokenised.sha256, tokenised.replaced, work)
     except Exception as error:
         where = traceback.format_exc()
         error.__cause__ = error.__context__ = None

@@ -28,8 +28,8 @@ def test_the_factory_is_asked_for_each_client():
 
     before = hub.default_client
     made = []
-    hub_client._bound_waits.cache_clear()
-    hub_client._bound_waits()
+    hub_client.bound_waits.cache_clear()
+    hub_client.bound_waits()
     try:
         for _ in range(2):
             huggingface_hub.close_session()  # as the hub's client does after a connection has broken
@@ -40,7 +40,7 @@ def test_the_factory_is_asked_for_each_client():
     finally:
         huggingface_hub.set_client_factory(before)
         huggingface_hub.close_session()
-        hub_client._bound_waits.cache_clear()
+        hub_client.bound_waits.cache_clear()
 
 
 def test_tiktoken_reads_the_files_that_are_known():

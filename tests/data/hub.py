@@ -1,4 +1,4 @@
-"""A hub on this machine's loopback that speaks enough of the Hugging Face protocol for the real `datasets` client.
+"""A hub on this machine's loopback that speaks enough of the Hugging Face protocol for the hub's real client.
 
     with Hub({"org/name": {"data/train-0.parquet": b"..."}}) as hub:
         ... HF_ENDPOINT=hub.url, set before huggingface_hub is imported ...
@@ -39,6 +39,7 @@ class Hub:
         self.happened: list[str] = []  # the faults by `rate`
         self._random = random.Random(0)
         self.requests: list[str] = []
+        self.sent = 0  # bytes of bodies
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
@@ -167,6 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
+        self.hub.sent += len(body[:cut])
         self.wfile.write(body[:cut])
         if cut is not None:
             self.wfile.flush()

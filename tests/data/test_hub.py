@@ -1,4 +1,4 @@
-"""The hub road, through the real `datasets` client, against a hub on the loopback that can fail."""
+"""The hub road, through the hub's real client, against a hub on the loopback that can fail."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_hub_that_stays_dead_is_said_so(hub: Hub, client: Client, tmp_path: Pa
         ({"repo": "Org/none"}, "the hub refuses Org/none at main", "check data.repo"),
         ({"revision": "v9"}, "the hub refuses Org/web at v9", "set data.revision"),
         ({"train_files": ["*.parquet"]}, "Org/web has no file *.parquet", "correct data.train_files"),
-        ({"text_column": "content"}, "has no column 'content'", "set data.text_column"),
+        ({"text_column": "content"}, "has no text column 'content'", "set data.text_column"),
     ],
 )
 def test_what_the_user_can_mend_is_said_at_once(

@@ -133,6 +133,7 @@ def refusal(path: Path, **changes: str) -> tuple[str, str]:
         (b"\x93NUMPY\1\0" + b"\1\0" * 500, "a NumPy file", "tofile"),
         (b"\x28\xb5\x2f\xfd" + b"\1\0" * 500, "compressed by zstd", "unzstd"),
         (some_ids(1000).astype("<u4").tobytes(), "ids of 32 bits", "data.headerless=uint32"),
+        (some_ids(1000).astype("<i8").tobytes(), "ids of 64 bits", "astype"),
         (np.array([20240326, 3, 1024] + [0] * 400, "<i4").tobytes(), "unknown magic number 20240326", "20240801"),
         (np.array([20240520, 2, 10] + [0] * 258, "<i4").tobytes(), "version 2, which is unknown", "version 1"),
         (np.array([20240520, 1, 11] + [0] * 258, "<i4").tobytes(), "11 uint16 ids, and 20 bytes", "cut"),
@@ -158,6 +159,13 @@ def test_an_id_outside_the_vocabulary_is_refused_with_its_place(tmp_path: Path, 
     assert cure == "name the tokenizer that made the file, data.tokenizer=NAME"
     narrow = nano(tmp_path / "b.bin", some_ids(1000))
     assert "data.headerless=uint16, if its ids are of 16 bits" in refusal(narrow, headerless="uint32")[1]
+
+
+def test_ids_of_64_bits_are_none_of_32(tmp_path: Path) -> None:
+    """Every second one would be 0."""
+    path = nano(tmp_path / "long.bin", some_ids(1000), "<i8")
+    with pytest.raises(UserError, match="64 bits"):
+        module(ids_config(path, headerless="uint32"))
 
 
 def test_other_names_and_what_is_no_file_are_refused(tmp_path: Path) -> None:

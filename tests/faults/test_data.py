@@ -121,6 +121,43 @@ def test_57_bytes_that_are_no_utf_8_are_replaced_and_counted(tmp_path: Path) -> 
     assert bytes(tokens[:7].astype(np.uint8)).decode() == "caf\ufffd "[:4] + " "
 
 
+@pytest.mark.parametrize("ending", ["txt", "jsonl"])
+def test_57_text_in_another_encoding_is_refused_with_the_share(tmp_path: Path, ending: str) -> None:
+    path, text = tmp_path / f"a.{ending}", "Die größte Überraschung für alle Köpfe. " * 30
+    row = text if ending == "txt" else '{"text": "' + text + '"}\n'
+    path.write_bytes(row.encode("latin-1"))
+    config = files_config(path, cache_dir=str(tmp_path / "cache"))
+    for _ in range(2):  # the second time from the cache
+        told = refusal(config)
+        assert "12.50%" in told
+        assert path.name in told
+    path.write_bytes(row.encode())
+    assert items(module(config), 3)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_57_later_text_in_another_encoding_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_workers: int
+) -> None:
+    good = [f"{i} {TEXT} größte" for i in range(60)]
+    for i in range(6):
+        path = tmp_path / f"{i}.jsonl"
+        rows = "".join(json.dumps({"text": f"{i} {text}"}, ensure_ascii=False) + "\n" for text in good)
+        path.write_bytes(rows.encode("utf-8" if i == 3 else "latin-1"))  # the order of seed 7 begins with the fourth
+    with caplog.at_level(logging.WARNING):
+        made = module(files_config(f"{tmp_path}/*.jsonl", num_workers=num_workers), max_steps=400)
+        items(made, 400)
+        made.teardown()
+    assert caplog.text.count("U+FFFD") == 1
+    assert made.report()["documents"]["invalid_utf8"] > 60
+
+
+def test_57_a_few_replaced_characters_of_a_short_text_are_no_other_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(TEXT.encode() * 9 + b"\xe9" * 10)
+    assert items(module(files_config(path)), 3)
+
+
 def test_58_a_broken_line_is_skipped_and_too_many_are_refused(tmp_path: Path) -> None:
     good, bad = json.dumps({"text": TEXT}), '{"text": "cut in the midd'
     few = tmp_path / "few.jsonl"
@@ -276,10 +313,7 @@ def test_hostile_a_pickle_is_no_text(tmp_path: Path, canary: Path, ending: str, 
         torch.save(Payload(), path)
     else:
         path.write_bytes(pickle.dumps([Payload(), "\n" + TEXT]))
-    if ending == ".txt" and how == "pickle":  # takes for text what is not known to be something else
-        items(module(files_config(path)), 1)
-        return
-    with pytest.raises((UserError, DataSourceLost), match=r"cannot read|is no text|too short: 0 tokens"):
+    with pytest.raises((UserError, DataSourceLost), match=r"cannot read|is no text|are no UTF-8|too short: 0 tokens"):
         items(module(files_config(path)), 1)
 
 
