@@ -22,7 +22,6 @@ from gpt2_fp8.config.own_words import Typed, going_on, shorter
 from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.pace import Pace
-from gpt2_fp8.precision.choose import Choice
 from gpt2_fp8.runtime import agent, meeting
 from gpt2_fp8.runtime.rank_end import RankLost
 from gpt2_fp8.train import last_words
@@ -75,10 +74,9 @@ class RunContext:
         best = self.checkpointing.best
         return None if best is None or best.val_loss is None else (best.val_loss, best.step)
 
-    def chosen(self, config: RunConfig, choice: Choice | None) -> None:
-        """Note the final settings; `choice`: the result of `precision=auto`, if it was asked for."""
-        self._summary.recipe, self._summary.precision.choice = _recipe(config), asdict(choice) if choice else None
-        self._summary.config = asdict(config)
+    def chosen(self, config: RunConfig) -> None:
+        """Note the final settings."""
+        self._summary.recipe, self._summary.config = _recipe(config), asdict(config)
 
     def ended(self, limit: str | None) -> None:
         """Note which limit has ended the run: the key of the last step's, or None before that step."""

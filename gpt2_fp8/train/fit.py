@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,8 +25,6 @@ from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.compile import require_compiler
 from gpt2_fp8.engine.divergence import RollBack
-from gpt2_fp8.measure import auto_precision
-from gpt2_fp8.precision.choose import Choice
 from gpt2_fp8.runtime import devices, spool, torch_faults
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
@@ -105,10 +102,9 @@ def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: Contai
     config, asked = setup.resolve_micro_batch(config, world_size, device, typed, checkpoint)
     if rank() == 0:
         setup.check_room(config, context.checkpointing.folder, len(epoch_ends))
-    config, choice = auto_precision.decide(config, device, world_size, checkpoint, rank())
-    plan = _plan(config, device, choice, checkpoint)
+    plan = _plan(config, device, checkpoint)
     require_compiler(plan.backend)
-    context.chosen(config, choice)
+    context.chosen(config)
     return _Start(config, plan, checkpoint, world_size, asked, limit)
 
 
@@ -183,15 +179,9 @@ def _go_back(
     return fallen_back(parts.plan, config, f"fallback at step {back.step}: {back.reason}"), path
 
 
-def _plan(config: RunConfig, device: Literal["cuda", "cpu"], choice: Choice | None, checkpoint: Path | None) -> Plan:
-    """Return what will run, with the reason if `precision=auto` has made a `choice`.
-
-    A run that has fallen back to bf16 stays there.
-    """
+def _plan(config: RunConfig, device: Literal["cuda", "cpu"], checkpoint: Path | None) -> Plan:
+    """Return what will run. A run that has fallen back to bf16 stays there."""
     plan = resolve(config, device)
-    if choice is not None:
-        reason = choice.reason if plan.reason is None else f"{choice.reason}; {plan.reason}"
-        plan = replace(plan, asked="auto", reason=reason)
     if checkpoint is None:
         return plan
     before = as_before(plan, config, read_plain(checkpoint, "precision"))

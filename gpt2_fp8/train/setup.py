@@ -155,8 +155,6 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     ran += f", last {counted(steps, 'step')} bf16" if (steps := plan.backend.bf16_last_steps) else ""
     if plan.reason is None:
         log.info("precision  %s", ran)
-    elif plan.asked == "auto":
-        log.info("precision  %s: %s", ran, plan.reason)
     else:
         log.info("precision  %s instead of %s: %s", ran, plan.asked, plan.reason)
     tell(plan.backend.kernels(vocab_size), plan.backend.slower())

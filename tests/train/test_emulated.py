@@ -18,7 +18,7 @@ def test_log_and_summary_say_what_is_emulated(tmp_path, caplog):
     assert said["layers"] == "FP8 emulated in plain torch; emulated weight, head; attention torch's flash kernel"
     assert said["precision"] == "fp8_hybrid, recipe delayed, evaluation bf16"
     found = summary(tmp_path)
-    told = {"asked": "fp8_hybrid", "ran": "fp8_hybrid", "reason": None, "last_in_bf16": 0, "choice": None}
+    told = {"asked": "fp8_hybrid", "ran": "fp8_hybrid", "reason": None, "last_in_bf16": 0}
     assert found["precision"] == told
     assert (found["recipe"], found["kernels"]["emulated"]) == ("delayed", "weight, head")
 
