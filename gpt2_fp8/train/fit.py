@@ -84,7 +84,6 @@ class _Start(NamedTuple):
     plan: Plan
     checkpoint: Path | None
     world_size: int
-    asked: int  # the micro-batch that was asked for, in sequences
     limit: str  # the key of the limit that gives the last step
 
 
@@ -99,13 +98,13 @@ def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: Contai
     config, limit, epoch_ends = resolve_length(config, rank(), typed)
     context.checkpointing.intervals.kept.add(epoch_ends)
     checkpoint = setup.checkpoint(config, folder)
-    config, asked = setup.resolve_micro_batch(config, world_size, device, typed, checkpoint)
+    config = setup.resolve_micro_batch(config, world_size, device)
     if rank() == 0:
         setup.check_room(config, context.checkpointing.folder, len(epoch_ends))
     plan = _plan(config, device, checkpoint)
     require_compiler(plan.backend)
     context.chosen(config)
-    return _Start(config, plan, checkpoint, world_size, asked, limit)
+    return _Start(config, plan, checkpoint, world_size, limit)
 
 
 def _train(
@@ -113,7 +112,7 @@ def _train(
 ) -> Parts:
     """Build and fit, again after each rollback; returns the parts of the last `fit`, which has finished."""
     in_sweep = in_sweep and bool(words)
-    config, plan, checkpoint, world_size, asked, limit = start
+    config, plan, checkpoint, world_size, limit = start
     ends = [context.watchdog, context.checkpointing, stop]
     log_line = context.log_line(config, setup.step_of(checkpoint) or 0)
     while True:
@@ -121,7 +120,6 @@ def _train(
         parts = context.built(
             build(config, plan, folder, checkpoint, limit_of_time, policy, log_line, ends, words, in_sweep)
         )
-        parts.module.asked_micro_batch_size = asked
         setup.announce(config, plan, parts.module.vocab_size, world_size, folder, checkpoint)
         back = _fit(parts, checkpoint)
         if back is None:

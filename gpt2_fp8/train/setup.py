@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -28,47 +28,18 @@ from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flo
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
 from gpt2_fp8.runtime import accelerate, launcher, meeting, slurm
-from gpt2_fp8.train.footprint import check_step, fitted
 from gpt2_fp8.train.resume import refuse_longer, refuse_other_optimizer
 
 log = logging.getLogger(__name__)
 MOST_ON_CPU = 8  # sequences of a micro-batch that `auto` chooses
 
 
-class Batch(NamedTuple):
-    """A configuration with a number for its micro-batch, and the number that was asked for before it had to fit."""
-
-    config: RunConfig
-    asked: int
-
-
-def resolve_micro_batch(
-    config: RunConfig, world_size: int, on: Literal["cuda", "cpu"], typed: Container[str], start: Path | None
-) -> Batch:
-    """Choose a run's micro-batch, which is among the keys `typed` or in a file of settings.
-
-    A GPU begins with what was asked for (`auto`: its whole share of a step), and takes the largest part of it that
-    fits. A CPU begins with no more than memory allows (`footprint`). If it continues from `start`, it begins with the
-    micro-batch of that. Raises UserError if what was typed cannot fit, or a step's text.
-    """
-    share, auto = config.global_batch_size // world_size, config.micro_batch_size == "auto"
-    if auto:
-        most = share if on == "cuda" else min(share, MOST_ON_CPU)
-        config = replace(config, micro_batch_size=largest_divisor(share, most))
-    asked, ranks = config.micro_batch, world_size // config.trainer.num_nodes
-    check_step(config, vocabulary(config), ranks, share, on)
-    if on == "cuda":
-        return Batch(config, asked)
-    before = (read_plain(start, "training_step").get("micro_batch_size") or {}) if start else {}
-    if (
-        "micro_batch_size" not in typed
-        and before.get("asked") == asked
-        and before["fits"]
-        and share % before["fits"] == 0
-    ):
-        config = replace(config, micro_batch_size=before["fits"])
-    given = "micro_batch_size" in typed and not auto
-    return Batch(fitted(config, vocabulary(config), ranks, share, given, typed), asked)
+def resolve_micro_batch(config: RunConfig, world_size: int, on: Literal["cuda", "cpu"]) -> RunConfig:
+    """Replace `micro_batch_size=auto` by a rank's whole share of a step, of which a GPU takes what fits."""
+    if config.micro_batch_size != "auto":
+        return config
+    share = config.global_batch_size // world_size
+    return replace(config, micro_batch_size=largest_divisor(share, share if on == "cuda" else min(share, MOST_ON_CPU)))
 
 
 def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:

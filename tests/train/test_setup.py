@@ -72,15 +72,8 @@ def test_the_fused_head_of_a_smaller_micro_batch_has_logits(monkeypatch):
     assert said == ["never in memory", "with their statistics (fewer than 16,384 rows)"]
 
 
-@pytest.mark.parametrize(
-    ("asked", "reason", "line"),
-    [
-        ("fp8_hybrid", None, "fp8_hybrid, recipe delayed, evaluation bf16"),
-        ("auto", "it was the fastest", "fp8_hybrid, recipe delayed, evaluation bf16: it was the fastest"),
-    ],
-)
-def test_precision(said, asked, reason, line):
-    assert said(replace(FUSED, asked=asked, reason=reason))["precision"] == line
+def test_precision(said):
+    assert said(FUSED)["precision"] == "fp8_hybrid, recipe delayed, evaluation bf16"
 
 
 def test_a_fallback_says_why(said):
