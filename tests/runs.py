@@ -14,7 +14,6 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read
-from gpt2_fp8.measure import auto_precision
 from tests import forkserver
 
 SMALL = [
@@ -79,14 +78,6 @@ def forked(*arguments, cwd, timeout=180, **environment):
     """The same in a process that has imported torch already: where no more is asked of it than to be another one."""
     ranks = "trainer=ddp" in arguments
     return forkserver.python("-m", "gpt2_fp8.run", *arguments, cwd=cwd, timeout=timeout, ranks=ranks, **environment)
-
-
-def start_elsewhere(tmp_path, monkeypatch):
-    """Go to a folder where `precision=auto` has measured nothing yet, as the only process of a run."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in (auto_precision.ANSWER, "WORLD_SIZE", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def record_steps(monkeypatch):

@@ -46,7 +46,7 @@ HOUSE = {
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning rich"),
     # whether FP8 works on a machine, and what mends it
     "diagnose": Row("measure backends kernels compose runtime compat config", "torch transformer_engine packaging"),
-    # the benchmark, and what `precision=auto` decides by
+    # the benchmark
     "measure": Row(
         "engine backends model precision data checkpoint layers kernels runtime compat config",
         "torch lightning transformer_engine matplotlib",

@@ -63,7 +63,6 @@ def test_a_bare_loop_trains_and_says_its_speed(study, capsys, monkeypatch):
         (["--stepz", "2"], "unrecognized arguments: --stepz 2"),
         (["--precision", "bf16", "--", "seed=1,2", "-m"], "2 runs are asked for"),
         (["--", "micro_batch_size=auto"], "micro_batch_size=auto is measured by a run alone"),
-        (["--", "precision=auto"], "precision=auto is measured by a run alone"),
         (
             ["--", "trainer.max_steps=null", "trainer.max_epochs=2"],
             "trainer.max_epochs=2: the run alone counts steps",

@@ -6,14 +6,11 @@ from collections.abc import Iterator
 
 from gpt2_fp8.config import run_length
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.precision_schema import AutoPrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:
     """Yield what words leave to the run, and what to type instead."""
-    if isinstance(config.precision, AutoPrecisionConfig):
-        yield Problem("precision=auto is measured by a run alone", "precision=fp8_hybrid")
     if config.micro_batch_size == "auto":
         yield Problem(
             "micro_batch_size=auto is measured by a run alone", f"micro_batch_size={config.global_batch_size}"

@@ -13,16 +13,12 @@ import lightning.pytorch as pl
 from gpt2_fp8.config.amounts import counted, duration
 from gpt2_fp8.config.run_length import steps_to_run, tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.engine import rough_rate
 from gpt2_fp8.engine.pace import Pace
-from gpt2_fp8.engine.training_step import TrainingStep
 
 log = logging.getLogger(__name__)
 
 _FEW_STEPS, _MANY_STEPS, _LONG_ENOUGH = 2, 9, 2.0  # steps, steps, seconds: when the first steps tell enough
 _LONG_STEP = 30.0  # seconds of a step for which its first micro-batches tell enough
-_UNTOLD_STEP = 5.0  # seconds of a step on a CPU for which a rough guess comes before it
-_LONG_RUN = 86400.0  # seconds of a run on a CPU for which a shorter one is worth a line
 
 
 class LogLine(pl.Callback):
@@ -32,9 +28,7 @@ class LogLine(pl.Callback):
         config: the run's; its micro-batch is a number.
         pace: each step's end is noted there, for whoever tells the time that is left.
         best: returns the lowest validation loss before the present one and its step, or None.
-        shorter: returns a command that is done soon at so many tokens a second; None: there is none.
         clock: gives seconds.
-        rough: guesses tokens a second of this process before its first step; None: no guess.
     """
 
     def __init__(
@@ -42,30 +36,16 @@ class LogLine(pl.Callback):
         config: RunConfig,
         pace: Pace,
         best: Callable[[], tuple[float, int] | None],
-        shorter: Callable[[float], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        rough: Callable[[TrainingStep], float | None] = rough_rate.tokens_per_second,
     ):
         self.pace, self.total = pace, steps_to_run(config)
         self._micro_batch = config.micro_batch * config.model.n_positions
         self._tokens = tokens_a_step(config)
-        self._best, self._shorter, self._clock, self._rough = best, shorter, clock, rough
-        self._told = self._guessed = self._advised = False
+        self._best, self._clock, self._told = best, clock, False
         self._pass_ended: float | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Begin to measure. On a CPU, guess at once how long the run will take, unless the first steps are soon done.
-
-        A GPU's first steps are, and nothing is computed there.
-        """
-        if trainer.strategy.root_device.type == "cpu" and not self._guessed:
-            self._guessed = True
-            rate = (self._rough(pl_module.step) or math.inf) * trainer.world_size
-            left = self.total - trainer.global_step
-            if self._tokens / rate >= _UNTOLD_STEP and left > 0:
-                took = duration(left * self._tokens / rate)
-                log.info("%s of %s tokens: roughly %s, by one short forward", _more(left), f"{self._tokens:,}", took)
-                self._advise(trainer, rate, left * self._tokens / rate)
+        """Begin to measure."""
         self.pace.begin()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -103,14 +83,6 @@ class LogLine(pl.Callback):
             f"{rate:,.0f}",
             duration(left),
         )
-        self._advise(trainer, rate, left)
-
-    def _advise(self, trainer: pl.Trainer, rate: float, left: float) -> None:
-        """Log a shorter command, once, if a run on a CPU has so many seconds left that it is worth a line."""
-        on_cpu = trainer.strategy.root_device.type == "cpu"
-        if on_cpu and left > _LONG_RUN and self._shorter is not None and not self._advised:
-            self._advised = True
-            log.info("for a try of some minutes: %s", self._shorter(rate))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the line of an interval that ends with `step`. `metrics` are those of `Throughput`."""

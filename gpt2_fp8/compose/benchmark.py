@@ -98,7 +98,7 @@ def _as_list(key: str, value: str, catalog: Catalog) -> str:
 
 
 def _options(catalog: Catalog, group: str) -> list[str]:
-    """List the choices of a group that can be measured. `auto` cannot: it measures by itself."""
+    """List the choices of a group that can be measured. `auto` is none: it is the backend's own."""
     return [name for name in catalog.get_group_options(group) if name != "auto"]
 
 

@@ -78,8 +78,6 @@ def _compared(found: dict[str, Any], was: dict[str, Any], config: RunConfig) -> 
     """Yield the keys that decide the training of `config` and of a run that `was` that."""
     names = {config.precision.name, _value(was, "precision.name")}
     without: tuple[str, ...] = ("recipe.",) if names <= {"bf16", "fp32"} else ()
-    if config.precision.name == "auto" == value_of(found, "precision.asked"):
-        without = ("precision.", "recipe.")  # the summary has what was chosen
     if config.trainer.max_epochs is not None:  # a warm-up and a decay are fitted to the steps once these are counted
         without += ("optim.warmup_steps", "optim.decay_steps")
     for key in key_paths(RunConfig):

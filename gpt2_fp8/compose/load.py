@@ -8,7 +8,6 @@ from pathlib import Path
 from gpt2_fp8.compose import commandline, preflight
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
-from gpt2_fp8.config.precision_schema import AutoPrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import registry
 
@@ -98,9 +97,6 @@ def _undecided(config: RunConfig) -> Iterator[Problem]:
     if config.micro_batch_size == "auto":
         cause = "micro_batch_size=auto: only python -m gpt2_fp8.run looks for the largest that fits"
         yield Problem(cause, f"give a number that divides global_batch_size={config.global_batch_size}")
-    if isinstance(config.precision, AutoPrecisionConfig):
-        cause = "precision=auto: only python -m gpt2_fp8.run measures which one is the fastest"
-        yield Problem(cause, "name it: precision=fp8_hybrid, or precision=bf16")
     if config.trainer.max_epochs is not None:
         cause = f"trainer.max_epochs={config.trainer.max_epochs}: only python -m gpt2_fp8.run counts a text's tokens"
         yield Problem(cause, "give the passes' tokens, as trainer.max_tokens=NUMBER")

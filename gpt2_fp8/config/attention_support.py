@@ -11,7 +11,6 @@ from dataclasses import replace
 from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.model_fits import cudnn_takes
-from gpt2_fp8.config.precision_schema import AutoPrecisionConfig
 from gpt2_fp8.config.schema import AttentionKernel, RunConfig
 
 ON_A_GPU: tuple[AttentionKernel, ...] = ("cudnn", "flash", "te")
@@ -23,8 +22,6 @@ def _has_cudnns_heads(config: RunConfig) -> bool:
 
 def has_plain_layers(config: RunConfig) -> bool:
     """Return whether a run is sure to have plain-torch layers, or FP8 layers that are made of them."""
-    if isinstance(config.precision, AutoPrecisionConfig):
-        return False
     if config.precision.name in ("fp32", "bf16"):
         return config.precision.backend in ("auto", "reference")
     return config.precision.backend in ("torchao", "emulated")
@@ -64,13 +61,6 @@ def _why_not(config: RunConfig) -> tuple[str, str, str] | None:
             same += " (torch's call of cuDNN, which Transformer Engine calls too)"
         others = ", or precision.backend=te" if _may_have_te(config) else ""
         return "precision.backend", reason, f"{same}{others}, or leave attention out"
-    if kernel in ("te", "flash") and isinstance(precision, AutoPrecisionConfig):
-        reason = "the layers that precision=auto compares do not all have it"
-        return (
-            "precision",
-            reason,
-            f"attention={held}, or {'precision=fp8_hybrid' if kernel == 'te' else 'a precision by name'}",
-        )
     if kernel == "cudnn" and config.trainer.deterministic:
         reason = "torch's cuDNN kernel is not deterministic, and this is trainer.deterministic=true"
         return "trainer.deterministic", reason, "attention=auto, or leave trainer.deterministic=true out"
@@ -79,7 +69,6 @@ def _why_not(config: RunConfig) -> tuple[str, str, str] | None:
 
 def _may_have_te(config: RunConfig) -> bool:
     """Return whether Transformer Engine's layers have everything that a run of plain layers asks for."""
-    assert not isinstance(config.precision, AutoPrecisionConfig)
     if getattr(config.precision, "emulate", None) is not None:  # which is for the emulated layers alone
         return False
     changed = replace(config, precision=replace(config.precision, backend="te"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from gpt2_fp8.config import attention_support, backend_support, bf16_instead, emulation_check, fused_nearby
-from gpt2_fp8.config.backend_support import asked, why_not_asked
+from gpt2_fp8.config.backend_support import why_not_asked
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.fused_nearby import Change
 from gpt2_fp8.config.precision_schema import FP8PrecisionConfig, StatelessRecipe
@@ -30,7 +30,7 @@ _ANY_ATTENTION = Change("attention=auto", {}, {"attention": "auto"})
 
 def check(config: RunConfig) -> Iterator[Finding]:
     """Find requests for a backend, or for options of one, that no machine can fulfil."""
-    name = asked(config)
+    name = config.precision.backend
     if reason := why_not_asked(config):
         cause = f"precision.backend={name} cannot run: {reason}"
         if name == "auto":
@@ -71,14 +71,14 @@ def _remedy(config: RunConfig) -> str:
     ways = [words for words in found if _EMULATED not in words][:_MOST] or found
     ways += [words for words in found if words == (_EMULATED,)][: _MOST - len(ways)]
     named = [_typed(config, words) for words in ways]
-    if asked(config) == "reference" and (in_bf16 := bf16_instead.words(config)):
+    if config.precision.backend == "reference" and (in_bf16 := bf16_instead.words(config)):
         named.insert(1, in_bf16)
     return ", or ".join(named[:_MOST])
 
 
 def _changes(config: RunConfig) -> list[Change]:
     """Return what may help, the nearest first."""
-    name = asked(config)
+    name = config.precision.backend
     backends = [] if name == "auto" else [_AUTO, *(fused_nearby.block(config) if name in ("fused", "emulated") else [])]
     backends += fused_nearby.others(config) if name == "fused" else []
     recipes = [_CURRENT, _ROWWISE, *backends] if name == "torchao" else [*backends, _CURRENT]
@@ -117,5 +117,5 @@ def _refused(config: RunConfig) -> set[tuple[str, ...]]:
 
 def _typed(config: RunConfig, words: tuple[Change, ...]) -> str:
     """Return what is typed. If only torchao can compute it, its layers are named, since they may not be installed."""
-    by_torchao = asked(_changed(config, words)) == "torchao"
+    by_torchao = _changed(config, words).precision.backend == "torchao"
     return " ".join(_BY_TORCHAO if word is _AUTO and by_torchao else word.typed for word in words)

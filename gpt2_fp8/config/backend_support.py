@@ -11,7 +11,7 @@ from gpt2_fp8.config.block_spec import EMULATED_OPTIONS, FUSED_OPTIONS, Option, 
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.kept_layers import Kept, every_block, kept, partly, split_mlp
 from gpt2_fp8.config.model_fits import in_any_shape
-from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
+from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.config.schema import ModelConfig, RunConfig
 
 FUSED_RECIPES = ("delayed", "auto")
@@ -51,7 +51,7 @@ def _backward(config: RunConfig) -> str:
 
 def _kept(config: RunConfig) -> Kept:
     precision = config.precision
-    names = precision.keep_bf16 if isinstance(precision, (FP8PrecisionConfig, AutoPrecisionConfig)) else []
+    names = precision.keep_bf16 if isinstance(precision, FP8PrecisionConfig) else []
     return kept(names, config.model.n_layer)
 
 
@@ -111,21 +111,16 @@ WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {
 
 
 def _why_none(config: RunConfig) -> str | None:
-    """Return why no layers but the emulated can compute a run that may be in FP8: Transformer Engine's reason."""
-    if not isinstance(config.precision, (FP8PrecisionConfig, AutoPrecisionConfig)):
+    """Return why no layers but the emulated can compute a run in FP8: Transformer Engine's reason."""
+    if not isinstance(config.precision, FP8PrecisionConfig):
         return None
     return why_not_fused(config) and why_not_torchao(config) and why_not_te(config)
 
 
 def why_not_asked(config: RunConfig) -> str | None:
     """Return why no machine can compute a run with the backend that it asks for; None if one may."""
-    name = asked(config)
+    name = config.precision.backend
     return _why_none(config) if name == "auto" else WHY_NOT[name](config)
-
-
-def asked(config: RunConfig) -> str:
-    """Return the backend that a run asks for."""
-    return "auto" if isinstance(config.precision, AutoPrecisionConfig) else config.precision.backend
 
 
 def options(config: RunConfig) -> Iterator[Finding]:
@@ -154,7 +149,6 @@ def why_not_recorded(config: RunConfig) -> str | None:
     """Return why torch.compile cannot record a run's micro-batches, whatever the GPU; None if it can."""
     if config.precision.name not in ("fp32", "bf16"):
         return f"it records the plain-torch layers of bf16 and fp32, and this is precision={config.precision.name}"
-    assert not isinstance(config.precision, (AutoPrecisionConfig, FP8PrecisionConfig))
     if config.precision.backend not in ("auto", "reference"):
         return f"it records the plain-torch layers, and this is precision.backend={config.precision.backend}"
     if config.trainer.accelerator == "cpu":
@@ -178,8 +172,6 @@ def _only_fused(config: RunConfig, what: str) -> str | None:
 
 
 def _why_no_graphs(config: RunConfig) -> str | None:
-    if isinstance(config.precision, AutoPrecisionConfig):
-        return "only the fused FP8 layers have graphs, and precision=auto may choose others"
     if not isinstance(config.precision, FP8PrecisionConfig):
         return f"only the fused FP8 layers have graphs, and this is precision={config.precision.name}"
     return _only_fused(config, "graphs")

@@ -26,7 +26,6 @@ from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.keys import finding, value_of
 from gpt2_fp8.config.model_checks import or_in_bf16, products, width_multiple
 from gpt2_fp8.config.model_fits import largest_divisor, nearest
-from gpt2_fp8.config.precision_schema import AutoPrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 
 
@@ -164,12 +163,6 @@ def _tokens(config: RunConfig) -> Iterator[Finding]:
         yield finding(config, "model.n_positions", reason, remedy)
 
 
-def _auto(config: RunConfig) -> Iterator[Finding]:
-    if isinstance(config.precision, AutoPrecisionConfig) and config.micro_batch_size == "auto":
-        reason = "the speed of a precision is measured at a size, and what fits depends on the precision"
-        yield finding(config, "micro_batch_size precision.name", reason, "give one of the two: micro_batch_size=16")
-
-
 _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
     *(
         mixture.check,
@@ -184,7 +177,6 @@ _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
         attention_support.check,
         document_borders.check,
         _tokens,
-        _auto,
         logger_checks.check,
     )
 ]

@@ -11,11 +11,11 @@ from gpt2_fp8.config.data_schema import FilesData, Mixed, TokenFilesData
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.generate_schema import check_out
 from gpt2_fp8.config.keys import show
-from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig, PlainPrecisionConfig
+from gpt2_fp8.config.precision_schema import FP8PrecisionConfig, PlainPrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.trained_folder import Which
 
-Precision = PlainPrecisionConfig | FP8PrecisionConfig | AutoPrecisionConfig
+Precision = PlainPrecisionConfig | FP8PrecisionConfig
 GROUPS = ("data", "precision", "recipe", "trainer")  # whose choices an evaluation takes
 KEYS = ("attention", "compile", "compile_mode", "document_mask", "micro_batch_size", "plugins")
 _OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")
@@ -114,8 +114,6 @@ def check_run(config: RunConfig, trained: RunConfig) -> list[Problem]:
         if looked is not source:  # what is wrong with these files is said of val_files
             unsaid.add(f"data.sources.{name}.train_files" if name else "data.train_files")
     found = [finding.problem for finding in checks.check(looked_at) if not unsaid & set(finding.keys)]
-    if isinstance(config.precision, AutoPrecisionConfig):
-        found.append(Problem("precision=auto measures before training", "name it: precision=fp8_hybrid, bf16 or fp32"))
     if config.micro_batch_size == "auto":
         found.append(Problem("micro_batch_size=auto: only a run looks for the largest", "micro_batch_size=8"))
     if not mixture.sources_of(config.data) or config.data.val_sequences == 0:

@@ -9,14 +9,14 @@ from gpt2_fp8.config import emulation
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.kept_layers import KEY, every_layer, fits_nothing, keeping_less, kept, meant, typed
 from gpt2_fp8.config.keys import finding, show
-from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
+from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 
 
 def check(config: RunConfig) -> Iterator[Finding]:
     """Find names that are of no layer, and names that leave no layer in FP8."""
     precision, n_layer = config.precision, config.model.n_layer
-    if not isinstance(precision, (FP8PrecisionConfig, AutoPrecisionConfig)):
+    if not isinstance(precision, FP8PrecisionConfig):
         return
     names = precision.keep_bf16
     for name in names:
@@ -25,7 +25,7 @@ def check(config: RunConfig) -> Iterator[Finding]:
             blocks = f"blocks.0 to blocks.{n_layer - 1}"
             ways = f"name head, first, last, first:2, {blocks}, or a part such as blocks.*.mlp"
             likely = _instead(names, n_layer)
-            if isinstance(precision, FP8PrecisionConfig) and precision.emulate is not None:
+            if precision.emulate is not None:
                 likely = emulation.kept_beside(precision.emulate, likely, n_layer)
             yield finding(config, KEY, reason, f"{ways}: {typed(likely)}" if likely else f"leave {KEY} out")
     if every_layer(kept(names, n_layer)):

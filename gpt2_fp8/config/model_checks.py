@@ -117,12 +117,8 @@ def _widths(config: RunConfig, multiple: int) -> Iterator[Finding]:
 
 def width_multiple(config: RunConfig) -> int:
     """Return what every width, and the tokens of a sequence, must be a multiple of."""
-    return recipe_multiple(config.recipe.name) if isinstance(config.precision, FP8PrecisionConfig) else 1
-
-
-def recipe_multiple(recipe: str) -> int:
-    """Return what both dimensions of every matrix in FP8 must be a multiple of under a recipe."""
-    return _MULTIPLES.get(recipe, FP8_MULTIPLE)
+    in_fp8 = isinstance(config.precision, FP8PrecisionConfig)
+    return _MULTIPLES.get(config.recipe.name, FP8_MULTIPLE) if in_fp8 else 1
 
 
 def products(config: RunConfig) -> str:

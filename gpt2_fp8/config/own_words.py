@@ -9,21 +9,11 @@ from typing import NamedTuple
 
 from gpt2_fp8.config import run_length, sweep_plan
 from gpt2_fp8.config.amounts import as_typed
-from gpt2_fp8.config.model_fits import largest_divisor
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.typed import setting
 
 RUN = "python -m gpt2_fp8.run"
-TRY_STEPS, TRY_SECONDS = 20, 300.0  # of a run that only shows that everything works
-_LENGTH = ("trainer.max_steps", "trainer.max_tokens", "trainer.max_epochs", "trainer.max_time", "callbacks.keep_epochs")
-_OF_STEPS = ("optim.warmup_steps", "optim.decay_steps", "precision.bf16_last_steps")
 _PLACE = ("run_name", "ckpt_path", "hydra.run.dir")
-_LARGE_MODEL = ("model", "optim", "global_batch_size", "micro_batch_size", "init_from", "precision.keep_bf16")
-_TINY = (
-    "model=tiny",
-    "global_batch_size=16",
-    "micro_batch_size=16",
-)  # not an experiment's
 
 
 def keys(words: Iterable[str]) -> set[str]:
@@ -43,10 +33,6 @@ class Typed(NamedTuple):
         kept = [word for word in self.words if not _is_below(_key(word), gone)]
         return shlex.join([*RUN.split(), *kept, *added])
 
-    def has(self, key: str) -> bool:
-        """Return whether a word sets a key."""
-        return any(_key(word) == key for word in self.words)
-
 
 def _key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0] if not word.startswith("-") else word
@@ -55,25 +41,6 @@ def _key(word: str) -> str:
 def _is_below(key: str, keys: set[str]) -> bool:
     parts = key.split(".")
     return any(".".join(parts[:length]) in keys for length in range(1, len(parts) + 1))
-
-
-def shorter(typed: Typed, config: RunConfig, rate: float) -> str:
-    """Return a command like `typed` that takes some minutes at `rate` tokens a second, to see that everything works.
-
-    It has fewer steps; if that is not short enough, fewer sequences in each; and if one is too many, the tiny model.
-    """
-    tokens = TRY_SECONDS * rate / TRY_STEPS  # a step's
-    ranks = config.trainer.num_nodes * (1 if config.trainer.devices == "auto" else config.trainer.devices)
-    sequences = int(tokens // config.model.n_positions) // ranks * ranks
-    words: Sequence[str] = ()
-    left_out = [*_LENGTH, *_PLACE, *_OF_STEPS]
-    if tokens < run_length.tokens_a_step(config):
-        size = largest_divisor(sequences // ranks, config.micro_batch) if sequences else 0
-        words = (f"global_batch_size={sequences}", f"micro_batch_size={size}") if sequences else _TINY
-        left_out += () if sequences else _LARGE_MODEL
-    if config.optim.schedule == "warmup_stable_decay" and typed.has("optim.schedule") and "optim" not in left_out:
-        words = (*words, f"optim.decay_steps={TRY_STEPS // 5}")
-    return typed.but(left_out, (*words, f"trainer.max_steps={TRY_STEPS}"))
 
 
 def continued(typed: Typed, folder: Path, limits: Sequence[str] = ()) -> str:

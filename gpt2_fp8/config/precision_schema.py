@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from gpt2_fp8.config.key_types import Part, Steps
+from gpt2_fp8.config.key_types import Steps
 from gpt2_fp8.config.ranges import at_least
 
 Emulate = Literal[
@@ -56,17 +56,6 @@ class FP8PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoPrecisionConfig:
-    """bf16, or fp8_hybrid if a short measurement on this GPU finds it faster and safe. On a CPU, fp32."""
-
-    name: Literal["auto"]
-    keep_bf16: list[str]  # of what competes in FP8: layers whose products stay in bf16, as above
-    evaluation: Literal["fp8", "bf16"] = "fp8"  # what validation, samples and logits of a run in FP8 compute in
-    bf16_last_steps: Steps = 0  # how many steps at the end of a run in FP8 compute in bf16
-    tolerance: Part  # how far FP8's losses may lie from bf16's at the same steps, as a part of them
-
-
-@dataclass(frozen=True, kw_only=True)
 class DelayedRecipe:
     """Scales from the largest values of past steps: one read of each tensor, the fastest."""
 
@@ -85,7 +74,7 @@ class StatelessRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoRecipe:
-    """The backend's own. With precision=auto every recipe that this GPU can do competes."""
+    """The backend's own."""
 
     name: Literal["auto"]
-    delayed: DelayedRecipe  # how delayed scaling competes
+    delayed: DelayedRecipe  # what it is where it is delayed scaling

@@ -38,7 +38,6 @@ from gpt2_fp8.config.key_types import (
     Tokens,
 )
 from gpt2_fp8.config.precision_schema import (
-    AutoPrecisionConfig,
     AutoRecipe,
     DelayedRecipe,
     FP8PrecisionConfig,
@@ -229,7 +228,7 @@ class RunConfig:
     global_batch_size: StepSequences  # sequences per optimizer step, over all GPUs
     micro_batch_size: Sequences | Literal["auto"]  # sequences per GPU and forward pass; auto: all that fit
     model: ModelConfig
-    precision: PlainPrecisionConfig | FP8PrecisionConfig | AutoPrecisionConfig
+    precision: PlainPrecisionConfig | FP8PrecisionConfig
     recipe: DelayedRecipe | StatelessRecipe | AutoRecipe
     data: StdlibData | FilesData | HubData | FileOrHubData | TokenFilesData | RegisteredData | MixtureData
     optim: OptimConfig

@@ -28,8 +28,7 @@ class MicroBatching:
     Args:
         gradients: computes them.
         share: sequences of a step that this rank computes.
-        size: sequences of a micro-batch at the start.
-        asked: the micro-batch in the settings, if the run starts with another.
+        size: sequences of a micro-batch, as the settings ask for.
         optimizer_state: allocates as much memory as the first update will need for the optimizer's state. It is held
             while the first gradients are computed. Otherwise a size could fit only because there is no optimizer state
             yet. A recording's peak then leaves room for it too: memory inside a graph does not count as allocated.
@@ -40,11 +39,10 @@ class MicroBatching:
         gradients: Gradients,
         share: int,
         size: int,
-        asked: int | None = None,
         optimizer_state: Callable[[], list[Tensor]] = list,
     ):
         self._gradients, self._share, self._optimizer_state = gradients, share, optimizer_state
-        self._asked = asked or size
+        self._asked = size
         self.training = Fitting(size, "micro_batch_size")
         self._in_bf16: Fitting | None = None
         self._evaluation: Fitting | None = None

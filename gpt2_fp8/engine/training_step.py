@@ -57,7 +57,6 @@ class TrainingStep:
         plan: what computes.
         vocab_size: the tokenizer's.
         backward, no_sync: see `Gradients`.
-        asked_micro_batch_size: the one in the settings, if the run starts with another.
 
     Attributes:
         model: built on torch's default device. Build inside `with torch.device("cuda")` for a GPU, as Lightning does.
@@ -77,16 +76,13 @@ class TrainingStep:
         *,
         backward: Backward = Tensor.backward,
         no_sync: NoSync = nullcontext,
-        asked_micro_batch_size: int | None = None,
     ):
         self.config, self.plan = config, plan
         self.model = plan.backend.build(vocab_size)
         self.scaling = plan.backend.scaling(self.model)
         self._gradients = Gradients(plan, self.model, self.scaling, backward, no_sync)
         self.share = config.global_batch_size // collectives.rank_and_world()[1]
-        self._batching = MicroBatching(
-            self._gradients, self.share, config.micro_batch, asked_micro_batch_size, self._optimizer_state_to_come
-        )
+        self._batching = MicroBatching(self._gradients, self.share, config.micro_batch, self._optimizer_state_to_come)
         self.attempts = Attempts(plan, self._gradients, self._batching)
         self._ahead = Ahead(self.attempts)
         self.evaluation = Evaluation(self.attempts, self._gradients, self._batching, self.settle)

@@ -1,1 +1,1 @@
-"""Measurements of training: the benchmark prints them, and `precision=auto` decides by them."""
+"""Measurements of training, which the benchmark prints."""

@@ -17,14 +17,6 @@ def why_no_fp8_units() -> str | None:
     return _why_no_cuda() or _too_old("FP8", NEEDED)
 
 
-def why_not_fp8() -> str | None:
-    """Return why this machine cannot train in FP8; None if it can: by Transformer Engine, else by torchao."""
-    if (reason := why_not_te_fp8()) is None or why_no_fp8_units():
-        return reason
-    without = why_no_torchao()
-    return None if without is None else f"{reason}; {without}"
-
-
 def why_not_te_fp8() -> str | None:
     """Return why this machine cannot train in FP8 with Transformer Engine, on which the fused layers also stand.
 

@@ -47,7 +47,7 @@ def _on(condition: Condition, found: Comparison) -> Iterator[str]:
     for run in runs:
         yield from (f"{run.name}: {note}" for note in run.notes)
     fell = [run for run in runs if run.reason and run.ran != run.asked]
-    if fell and fell[0].asked != "auto":
+    if fell:
         yield f"{name}: {fell[0].asked} was asked for, and {fell[0].ran} ran: {fell[0].reason}."
     seeds = {run.seed for run in runs}
     if len(seeds) == 1:

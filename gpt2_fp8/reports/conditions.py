@@ -126,7 +126,5 @@ def _words(found: dict[str, Any], keys: Sequence[str]) -> Iterator[str]:
     for key in keys:
         if key not in ("precision.name", RAN) and key in found:
             yield f"{key.removesuffix('.name')}={found[key]}"
-    if ran != asked and asked != "auto":
+    if ran != asked:
         yield f"(ran {ran})"
-    elif ran != asked or (RAN in keys and asked == "auto"):
-        yield f"({ran})"

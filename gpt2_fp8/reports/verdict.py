@@ -50,4 +50,4 @@ def why_none(found: Comparison) -> str | None:
 
 
 def _fp8_asked(run: Run) -> bool:
-    return (run.asked or "").startswith(("fp8", "auto"))
+    return (run.asked or "").startswith("fp8")

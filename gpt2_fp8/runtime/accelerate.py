@@ -17,7 +17,6 @@ _DIVIDING = {
     "ACCELERATE_USE_MEGATRON_LM": "--use_megatron_lm",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "--use_parallelism_config",
 }
-_PRECISIONS = {"bf16": "bf16", "fp8": "fp8_hybrid"}
 
 
 def refused(environment: Mapping[str, str]) -> Iterator[Problem]:
@@ -33,7 +32,7 @@ def refused(environment: Mapping[str, str]) -> Iterator[Problem]:
 def unheard(environment: Mapping[str, str], precision: str, device: str) -> Iterator[str]:
     """Yield what to say of options that a run on `device` with `precision` does not follow."""
     asked = environment.get(_SIGN, "no")
-    meant = _PRECISIONS.get(asked, "auto")
+    meant = "fp8_hybrid" if asked == "fp8" else "bf16"
     if asked != "no" and precision.partition("_")[0] != meant.partition("_")[0]:
         yield (
             f"accelerate launch --mixed_precision={asked} changes nothing here: precision={precision} does, and "

@@ -26,11 +26,6 @@ class Limit(NamedTuple):
     whole: int
     what: str
 
-    @property
-    def lift(self) -> str | None:
-        """What the user can type to lift it; None if only more memory helps."""
-        return f"type `{self.what} unlimited` before the command" if self.what in SHELL.values() else None
-
 
 def narrowest() -> Limit | None:
     """Return the limit that leaves the least memory; None if none is known."""
@@ -40,11 +35,6 @@ def narrowest() -> Limit | None:
 def machine_bytes() -> int | None:
     """Return all memory in bytes that this process could ever have, of machine or container; None if unknown."""
     return min((limit.whole for limit in _limits()), default=None)
-
-
-def swap_bytes() -> int:
-    """Return the free swap space of the machine in bytes."""
-    return _meminfo().get("SwapFree", 0)
 
 
 def _limits() -> Iterator[Limit]:

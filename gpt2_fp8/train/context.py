@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
@@ -18,11 +17,10 @@ from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.compat.lightning_process import rank
 from gpt2_fp8.config import run_length
 from gpt2_fp8.config.errors import RunError, UserError
-from gpt2_fp8.config.own_words import Typed, going_on, shorter
+from gpt2_fp8.config.own_words import Typed, going_on
 from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.pace import Pace
-from gpt2_fp8.precision.choose import Choice
 from gpt2_fp8.runtime import agent, meeting
 from gpt2_fp8.runtime.rank_end import RankLost
 from gpt2_fp8.train import last_words
@@ -68,17 +66,15 @@ class RunContext:
         """Build what writes the log's lines, for a run of these final settings that continues from `first_step`."""
         self._first_step = first_step
         pace = Pace(run_length.steps_to_run(config), self.time_limit.left)
-        command = None if self._typed is None else partial(shorter, self._typed, config)
-        return LogLine(config, pace, self._best, command)
+        return LogLine(config, pace, self._best)
 
     def _best(self) -> tuple[float, int] | None:
         best = self.checkpointing.best
         return None if best is None or best.val_loss is None else (best.val_loss, best.step)
 
-    def chosen(self, config: RunConfig, choice: Choice | None) -> None:
-        """Note the final settings; `choice`: the result of `precision=auto`, if it was asked for."""
-        self._summary.recipe, self._summary.precision.choice = _recipe(config), asdict(choice) if choice else None
-        self._summary.config = asdict(config)
+    def chosen(self, config: RunConfig) -> None:
+        """Note the final settings."""
+        self._summary.recipe, self._summary.config = _recipe(config), asdict(config)
 
     def ended(self, limit: str | None) -> None:
         """Note which limit has ended the run: the key of the last step's, or None before that step."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,8 +25,6 @@ from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.compile import require_compiler
 from gpt2_fp8.engine.divergence import RollBack
-from gpt2_fp8.measure import auto_precision
-from gpt2_fp8.precision.choose import Choice
 from gpt2_fp8.runtime import devices, spool, torch_faults
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
@@ -87,7 +84,6 @@ class _Start(NamedTuple):
     plan: Plan
     checkpoint: Path | None
     world_size: int
-    asked: int  # the micro-batch that was asked for, in sequences
     limit: str  # the key of the limit that gives the last step
 
 
@@ -102,14 +98,13 @@ def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: Contai
     config, limit, epoch_ends = resolve_length(config, rank(), typed)
     context.checkpointing.intervals.kept.add(epoch_ends)
     checkpoint = setup.checkpoint(config, folder)
-    config, asked = setup.resolve_micro_batch(config, world_size, device, typed, checkpoint)
+    config = setup.resolve_micro_batch(config, world_size, device, typed)
     if rank() == 0:
         setup.check_room(config, context.checkpointing.folder, len(epoch_ends))
-    config, choice = auto_precision.decide(config, device, world_size, checkpoint, rank())
-    plan = _plan(config, device, choice, checkpoint)
+    plan = _plan(config, device, checkpoint)
     require_compiler(plan.backend)
-    context.chosen(config, choice)
-    return _Start(config, plan, checkpoint, world_size, asked, limit)
+    context.chosen(config)
+    return _Start(config, plan, checkpoint, world_size, limit)
 
 
 def _train(
@@ -117,7 +112,7 @@ def _train(
 ) -> Parts:
     """Build and fit, again after each rollback; returns the parts of the last `fit`, which has finished."""
     in_sweep = in_sweep and bool(words)
-    config, plan, checkpoint, world_size, asked, limit = start
+    config, plan, checkpoint, world_size, limit = start
     ends = [context.watchdog, context.checkpointing, stop]
     log_line = context.log_line(config, setup.step_of(checkpoint) or 0)
     while True:
@@ -125,7 +120,6 @@ def _train(
         parts = context.built(
             build(config, plan, folder, checkpoint, limit_of_time, policy, log_line, ends, words, in_sweep)
         )
-        parts.module.asked_micro_batch_size = asked
         setup.announce(config, plan, parts.module.vocab_size, world_size, folder, checkpoint)
         back = _fit(parts, checkpoint)
         if back is None:
@@ -183,15 +177,9 @@ def _go_back(
     return fallen_back(parts.plan, config, f"fallback at step {back.step}: {back.reason}"), path
 
 
-def _plan(config: RunConfig, device: Literal["cuda", "cpu"], choice: Choice | None, checkpoint: Path | None) -> Plan:
-    """Return what will run, with the reason if `precision=auto` has made a `choice`.
-
-    A run that has fallen back to bf16 stays there.
-    """
+def _plan(config: RunConfig, device: Literal["cuda", "cpu"], checkpoint: Path | None) -> Plan:
+    """Return what will run. A run that has fallen back to bf16 stays there."""
     plan = resolve(config, device)
-    if choice is not None:
-        reason = choice.reason if plan.reason is None else f"{choice.reason}; {plan.reason}"
-        plan = replace(plan, asked="auto", reason=reason)
     if checkpoint is None:
         return plan
     before = as_before(plan, config, read_plain(checkpoint, "precision"))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from gpt2_fp8.config import mixture
 from gpt2_fp8.config.amounts import counted
 from gpt2_fp8.config.data_schema import HubData
-from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
+from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
@@ -114,7 +114,7 @@ def _precision(about: About) -> str:
 def _validated_in(config: RunConfig, said: dict[str, Any]) -> str:
     """Return what the validation computed in; "" if the checkpoint does not say in what it was trained."""
     ran, precision = str(said.get("ran") or ""), config.precision
-    if isinstance(precision, FP8PrecisionConfig | AutoPrecisionConfig) and precision.evaluation == "bf16":
+    if isinstance(precision, FP8PrecisionConfig) and precision.evaluation == "bf16":
         return "bf16" if ran.startswith("fp8") else _text(ran)
     return _text(ran)
 

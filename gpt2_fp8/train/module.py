@@ -44,7 +44,6 @@ class GPT2Module(pl.LightningModule):
         step: the training step, from `configure_model` on.
         model: its model.
         val_loss: the newest validation loss, on the host; None before one.
-        asked_micro_batch_size: the settings' own, where memory allows less.
     """
 
     def __init__(self, config: RunConfig, vocab_size: int | None = None, weights: Mapping[str, Tensor] | None = None):
@@ -52,7 +51,6 @@ class GPT2Module(pl.LightningModule):
         self.automatic_optimization = False
         self.config, self.vocab_size = config, vocab_size or vocabulary(config)
         self.val_loss: float | None = None
-        self.asked_micro_batch_size: int | None = None
         if weights is None and config.init_from:
             weights = first_weights.read(Path(config.init_from).expanduser(), config.model, self.vocab_size)
         self._weights = weights
@@ -136,7 +134,6 @@ class GPT2Module(pl.LightningModule):
             self.vocab_size,
             backward=self.manual_backward,
             no_sync=lambda: getattr(self.trainer.strategy, "block_backward_sync", ExitStack)(),
-            asked_micro_batch_size=self.asked_micro_batch_size,
         )
         self.step.on_given_up = lambda: loops.uncount_step(self.trainer)
         self.step.attempts.restoring = lambda: restoring(self._restored.path)

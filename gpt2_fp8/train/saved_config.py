@@ -10,10 +10,12 @@ from typing import Any, get_args, get_type_hints
 from torch import Tensor
 
 from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.config import parsing, tokenizer_file
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.config.precision_schema import AutoPrecisionConfig, FP8PrecisionConfig
+from gpt2_fp8.config.keys import value_of
+from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.config.schema import (
     CallbacksConfig,
     LoggerConfig,
@@ -34,7 +36,6 @@ _GROWN: tuple[tuple[str, type[Any]], ...] = (
     ("trainer", TrainerConfig),
     ("callbacks", CallbacksConfig),
     ("precision", FP8PrecisionConfig),
-    ("precision", AutoPrecisionConfig),
     ("logger", LoggerConfig),
 )  # groups that have got keys since
 _REMEDY = "give it: GPT2Module.load_from_checkpoint(FOLDER, config=load_config(...)), as it was trained"
@@ -58,7 +59,7 @@ def from_checkpoint(checkpoint: dict[str, Any], path: Path) -> RunConfig:
     """
     if KEY not in checkpoint:
         raise CheckpointError([Problem(f"{path} does not hold the configuration that it was trained with", _REMEDY)])
-    config, found = parsing.build(RunConfig, _upgraded(checkpoint[KEY]))
+    config, found = parsing.build(RunConfig, _upgraded(checkpoint[KEY], path))
     if config is None:
         causes = [f"{path} holds a configuration that cannot be read: {finding.problem.cause}" for finding in found]
         raise CheckpointError([Problem(cause, _REMEDY) for cause in causes])
@@ -70,10 +71,12 @@ def with_model_options(model: Mapping[str, Any]) -> dict[str, Any]:
     return _with_defaults(ModelConfig, model)
 
 
-def _upgraded(plain: Any) -> Any:
-    """Return a configuration, which may be a stranger's, with the keys that its groups have now."""
+def _upgraded(plain: Any, path: Path) -> Any:
+    """Return the configuration of a checkpoint, which may be a stranger's, with the keys that its groups have now."""
     if not isinstance(plain, dict):
         return plain
+    if value_of(plain, "precision.name") == "auto":  # there once was this choice
+        plain = plain | {"precision": _as_ran(plain["precision"], value_of(read_plain(path, "precision"), "ran"))}
     full = _with_defaults(RunConfig, plain)
     for name, cls in _GROWN:
         group = plain.get(name)
@@ -84,6 +87,13 @@ def _upgraded(plain: Any) -> Any:
     if full["optimizer"] == {"name": "adamw8bit"}:  # its state is not read, and its weights are as any
         full["optimizer"] = {"name": "adamw_bf16"}
     return full
+
+
+def _as_ran(auto: Mapping[str, Any], ran: object) -> dict[str, Any]:
+    """Return the precision that `ran` where `precision=auto` was asked for."""
+    fp8 = {key: value for key, value in auto.items() if key != "tolerance"}
+    fp8 |= {"fast_accumulation": False, "fallback": "allow"}
+    return (fp8 if str(ran).startswith("fp8") else {}) | {"name": ran, "backend": "auto"}
 
 
 def _is_of(cls: type[Any], group: Mapping[str, Any]) -> bool:

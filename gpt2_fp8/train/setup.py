@@ -7,7 +7,7 @@ import os
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -28,7 +28,6 @@ from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flo
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
 from gpt2_fp8.runtime import accelerate, launcher, meeting, slurm
-from gpt2_fp8.train.footprint import check_step, fitted
 from gpt2_fp8.train.resume import refuse_longer, refuse_other_optimizer
 
 log = logging.getLogger(__name__)
@@ -36,38 +35,22 @@ MOST_ON_CPU = 8  # sequences of a micro-batch that `auto` chooses
 MOST_FLOPS = 250_000_000_000  # of a micro-batch on a CPU that was not typed: seconds, between which signals are heard
 
 
-class Batch(NamedTuple):
-    """A configuration with a number for its micro-batch, and the number that was asked for before it had to fit."""
-
-    config: RunConfig
-    asked: int
-
-
 def resolve_micro_batch(
-    config: RunConfig, world_size: int, on: Literal["cuda", "cpu"], typed: Container[str], start: Path | None
-) -> Batch:
-    """Choose a run's micro-batch, which is among the keys `typed` or in a file of settings.
+    config: RunConfig, world_size: int, on: Literal["cuda", "cpu"], typed: Container[str]
+) -> RunConfig:
+    """Replace a micro-batch that is `auto`, or too long for a CPU.
 
-    A GPU begins with what was asked for (`auto`: its whole share of a step), and takes the largest part of it that
-    fits. A CPU begins with no more than takes seconds and memory allows (`footprint`). If it continues from `start`, it
-    begins with the micro-batch of that. Raises UserError if what was typed cannot fit, or a step's text.
+    `auto` is a rank's whole share of a step, of which a GPU takes what fits. On a CPU a number that is not among the
+    keys `typed` is lowered to what takes seconds.
     """
     share, auto = config.global_batch_size // world_size, config.micro_batch_size == "auto"
-    if auto:
-        most = share if on == "cuda" else min(share, MOST_ON_CPU)
-        config = replace(config, micro_batch_size=largest_divisor(share, most))
-    asked, ranks = config.micro_batch, world_size // config.trainer.num_nodes
-    check_step(config, vocabulary(config), ranks, share, on)
-    if on == "cuda":
-        return Batch(config, asked)
-    given = "micro_batch_size" in typed and not auto
-    before = (read_plain(start, "training_step").get("micro_batch_size") or {}) if start else {}
-    if not given and before.get("asked") == asked and before["fits"] and share % before["fits"] == 0:
-        config = replace(config, micro_batch_size=before["fits"])
-    elif not given:
+    most = min(share, MOST_ON_CPU if on == "cpu" else share) if auto else config.micro_batch
+    if on == "cpu" and (auto or "micro_batch_size" not in typed):
         flops = flops_per_token(config.model, padded_vocabulary(vocabulary(config))) * config.model.n_positions
-        config = replace(config, micro_batch_size=largest_divisor(share, min(asked, max(1, MOST_FLOPS // flops))))
-    return Batch(fitted(config, vocabulary(config), ranks, share, given, typed), asked)
+        most = min(most, max(1, MOST_FLOPS // flops))
+    if most == config.micro_batch_size:
+        return config
+    return replace(config, micro_batch_size=largest_divisor(share, most))
 
 
 def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:
@@ -154,8 +137,6 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
     ran += f", last {counted(steps, 'step')} bf16" if (steps := plan.backend.bf16_last_steps) else ""
     if plan.reason is None:
         log.info("precision  %s", ran)
-    elif plan.asked == "auto":
-        log.info("precision  %s: %s", ran, plan.reason)
     else:
         log.info("precision  %s instead of %s: %s", ran, plan.asked, plan.reason)
     tell(plan.backend.kernels(vocab_size), plan.backend.slower())

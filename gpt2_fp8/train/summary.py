@@ -36,7 +36,6 @@ class Precision:
     ran: str | None = None
     reason: str | None = None
     last_in_bf16: int = 0  # steps before the end that computed in bf16 in a run in FP8 (precision.bf16_last_steps)
-    choice: dict[str, Any] | None = None  # of precision=auto: what it chose, and the figures of all candidates
 
 
 @dataclass(kw_only=True)

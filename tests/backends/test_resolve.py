@@ -446,19 +446,18 @@ def test_reasons_of_a_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
-    assert "A100 has compute capability 8.0" in support.why_not_fp8()
+    assert "A100 has compute capability 8.0" in support.why_not_te_fp8()
     without_torchao(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(support.importlib.util, "find_spec", lambda name: None)
-    assert "not installed" in support.why_not_fp8()
+    assert "not installed" in support.why_not_te_fp8()
 
 
 def test_without_transformer_engine_the_recipes_are_torchaos(monkeypatch):
-    """`precision=auto` asks this of each of its candidates."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(support, "why_no_transformer_engine", lambda: "it is not installed")
-    assert support.why_not_fp8() is None
+    assert support.why_no_torchao() is None
     able = [name for name in ("mxfp8", "block", "rowwise", "current", "delayed") if not support.why_not_recipe(name)]
     assert able == ["rowwise", "current"]
 
@@ -470,10 +469,7 @@ def test_a_broken_transformer_engine_is_a_reason(monkeypatch, error, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert support.why_not_fp8() is None, "torchao can"
-    without_torchao(monkeypatch)
-    reason = support.why_not_fp8()
-    assert reason.endswith("; torchao is not installed")
+    reason = support.why_not_te_fp8()
     assert reason.startswith(f"Transformer Engine does not load: {type(error).__name__}")
     assert "\n" not in reason
 

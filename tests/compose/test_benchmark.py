@@ -142,7 +142,6 @@ REFUSED = {
     "bench.timeout=-1": "choose seconds, such as bench.timeout=600",
     "bench.precision=[]": "leave bench.precision out, or name what to measure",
     "bench.global_batch_size=100": "bench.global_batch_size=128",
-    "precision=auto": "'bench.precision=[bf16,fp8_hybrid]'",
     "precision=fp8_e5m2": "'bench.precision=[fp8_hybrid]'",
     "precision=fp32,bf16": "'bench.precision=[fp32,bf16]'",
     "recipe=auto": "'bench.recipe=[delayed,current]'",
@@ -195,11 +194,6 @@ def test_the_step_that_is_suggested_divides_into_every_micro_batch():
     argv = ["bench.global_batch_size=7", "bench.micro_batch_size=[4,6]"]
     assert list(problems(*argv).values()) == ["bench.global_batch_size=12"]
     preflight(["bench.global_batch_size=12", argv[1]], True)
-
-
-def test_precision_auto_measures_by_itself():
-    (remedy,) = problems("bench.precision=auto").values()
-    assert "auto" not in remedy
 
 
 def test_all_problems_at_once():

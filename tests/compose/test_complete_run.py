@@ -107,12 +107,6 @@ def test_a_run_that_its_time_or_its_epochs_have_ended_is_complete_within_the_sam
     assert preflight([*WORDS, "ckpt_path=last", "trainer.max_steps=null", "trainer.max_epochs=3", "optim.lr=5e-3"])
 
 
-def test_what_precision_auto_has_chosen_is_no_other_setting(complete):
-    complete("precision=bf16", precision={"asked": "auto", "ran": "bf16"})
-    assert preflight([*WORDS, "ckpt_path=last", "precision=auto"])
-    assert "precision.name was bf16 and is now fp32" in refused().cause
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"status": "completed", "steps": 400, "config": {"optim": 3}}'])
 def test_a_summary_that_is_none_is_no_complete_run(complete, text):
     (complete() / "summary.json").write_text(text)

@@ -54,8 +54,8 @@ SAME = [
     ["-m", "run_name=x", "experiment=glob(tiny*)", "precision.keep_bf16=[head],[]"],
     ["hydra.mode=MULTIRUN", "run_name=x", "precision=bf16,fp8_e4m3", "seed=7"],
     ["-m", "run_name=x_${hydra:job.num}", "hydra.sweep.dir=s", "seed=1,2"],
-    ["run_name=x", "precision=auto", "experiment=fineweb_edu_fp8"],
-    ["-m", "run_name=x", "recipe=block", "precision=bf16,auto"],
+    ["run_name=x", "precision=fp8_e4m3", "experiment=fineweb_edu_fp8"],
+    ["-m", "run_name=x", "recipe=block", "precision=bf16,fp8_e4m3"],
 ]
 
 
@@ -75,22 +75,22 @@ def test_later_words_win():
 @pytest.mark.parametrize(
     ("words", "recipe"),
     [
-        ("precision=auto", "auto"),
+        ("precision=fp8_e4m3", "auto"),
         ("precision=fp8_hybrid", "auto"),
         ("precision=fp8_hybrid recipe=delayed", "delayed"),
-        ("precision=auto recipe=current", "current"),
-        ("recipe=delayed precision=auto", "delayed"),
-        ("precision=auto experiment=fineweb_edu_fp8", "auto"),
-        ("precision=bf16 precision=auto", "auto"),
-        ("-cd mine experiment=auto", "auto"),
-        ("-cd mine experiment=auto recipe=block", "block"),
+        ("precision=fp8_e4m3 recipe=current", "current"),
+        ("recipe=delayed precision=fp8_e4m3", "delayed"),
+        ("precision=fp8_e4m3 experiment=fineweb_edu_fp8", "auto"),
+        ("precision=bf16 precision=fp8_e4m3", "auto"),
+        ("-cd mine experiment=e4m3", "auto"),
+        ("-cd mine experiment=e4m3 recipe=block", "block"),
         ("-cd mine experiment=block", "block"),
-        ("-cd mine experiment=block precision=auto", "block"),
+        ("-cd mine experiment=block precision=fp8_e4m3", "block"),
     ],
 )
-def test_the_recipe_is_the_backends_or_the_measurements_unless_one_is_named(words, recipe, tmp_path):
-    text = "# @package _global_\ndefaults:\n  - override /precision: auto\n"
-    write(tmp_path / "mine/experiment/auto.yaml", text)
+def test_the_recipe_is_the_backends_unless_one_is_named(words, recipe, tmp_path):
+    text = "# @package _global_\ndefaults:\n  - override /precision: fp8_e4m3\n"
+    write(tmp_path / "mine/experiment/e4m3.yaml", text)
     write(tmp_path / "mine/experiment/block.yaml", text + "  - override /recipe: block\n")
     (config,) = preflight(words.split())
     assert config.recipe.name == recipe

@@ -11,7 +11,7 @@ from gpt2_fp8.config import attention_support, backend_check
 from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
 from gpt2_fp8.config.schema import AttentionKernel, RunConfig
 
-BASES = {name: f"precision={name}" for name in ("bf16", "fp32", "auto", "fp8_hybrid")}
+BASES = {name: f"precision={name}" for name in ("bf16", "fp32", "fp8_hybrid")}
 CHOICES = {
     "precision": tuple(BASES),
     "precision.backend": ("auto", "te", "torchao", "emulated", "reference"),
@@ -30,7 +30,7 @@ def found(bases: dict[tuple[str, str], RunConfig], chosen: dict[str, str | bool]
     precision = config.precision
     if chosen["precision"] in PLAIN:
         precision = PlainPrecisionConfig(name=chosen["precision"], backend=chosen["precision.backend"])
-    elif chosen["precision"] != "auto":
+    else:
         precision = replace(precision, backend=chosen["precision.backend"])
     kernel: AttentionKernel = chosen["attention"]
     trainer = replace(config.trainer, deterministic=chosen["trainer.deterministic"])
@@ -48,8 +48,6 @@ def test_every_way_out_of_every_kernel_is_taken():
     refused = set()
     for values in itertools.product(*CHOICES.values()):
         chosen = dict(zip(CHOICES, values, strict=True))
-        if chosen["precision"] == "auto" and chosen["precision.backend"] != "auto":
-            continue  # it has no such key
         before = found(bases, chosen)
         for key, cause, remedy in before:
             if key != "attention":
@@ -62,7 +60,7 @@ def test_every_way_out_of_every_kernel_is_taken():
                 left = found(bases, chosen | {name: value})
                 assert key not in [other for other, _, _ in left], (chosen, name, value)
                 assert {other for other, _, _ in left} <= {other for other, _, _ in before}, (chosen, name, value)
-    assert len(refused) > 8
+    assert len(refused) == 8
 
 
 def test_transformer_engines_attention_on_plain_layers_has_a_reason_and_what_does_the_same():

@@ -227,11 +227,6 @@ TABLE = [
         "leave precision.keep_bf16 out",
     ),
     (
-        "precision=auto precision.keep_bf16=['*']",
-        "it keeps every layer in bf16, as precision=bf16 does; precision=auto needs one in FP8",
-        "leave precision.keep_bf16 out",
-    ),
-    (
         "precision.backend=te precision.keep_bf16=[first:2,head,last:2] model.n_layer=4",
         "it keeps every layer in bf16",
         "leave precision.keep_bf16 out",
@@ -253,14 +248,9 @@ TABLE = [
         "leave precision.fast_accumulation out",
     ),
     ("precision.keep_bf16=head", "needs a list", "precision.keep_bf16='[head]'"),
-    # precision=auto
-    ("precision=auto recipe.margin=1", "recipe.margin belongs to recipe=delayed", "choose recipe=delayed"),
-    ("precision=auto precision.fallback=error", "belongs to precision=fp8_hybrid", "or leave precision.fallback out"),
-    ("precision=auto precision.keep_bf16=[heads]", "no layer heads", "head, first, last"),
-    ("precision.tolerance=0.1", "belongs to precision=auto, and this run has precision=fp8_hybrid", "precision=auto"),
+    ("precision=auto", "precision=auto: there is no such choice", "fp8_hybrid"),
+    ("precision.keep_bf16=[heads]", "no layer heads", "head, first, last"),
     ("recipe.margin=1", "recipe.margin belongs to recipe=delayed", "choose recipe=delayed"),
-    ("precision=auto cuda_graphs=true", "only the fused FP8 layers have graphs", "cuda_graphs=auto"),
-    ("precision=auto precision.backend=te", "backend belongs to precision=", "choose precision=fp8_hybrid, or"),
     # how it computes
     ("precision.backend=fuse", "must be auto, fused, te, torchao, reference or emulated", "precision.backend=fused"),
     ("precision.backend=reference", "plain torch has no FP8 GEMMs", "precision.backend=auto, or precision=bf16, or"),
@@ -314,7 +304,6 @@ TABLE = [
     ("cuda_graphs=true precision=bf16", "and this is precision=bf16", "cuda_graphs=auto"),
     ("cuda_graphs=true precision.backend=te", "and this is precision.backend=te", "cuda_graphs=auto"),
     ("cuda_graphs=true recipe=block", "not recipe=block", "cuda_graphs=auto"),
-    ("precision=auto recipe=auto micro_batch_size=auto", "what fits depends on the precision", "micro_batch_size=16"),
     ("precision.fast_accumulation=true precision.backend=te", "this is precision.backend=te", "leave precision.fast"),
     ("precision.fast_accumulation=true recipe=current", "not recipe=current", "leave precision.fast"),
     ("precision.fast_accumulation=true model.dropout=0.1", "they have no dropout", "leave precision.fast"),
@@ -328,7 +317,6 @@ TABLE = [
     ("document_mask=true attention=te", "it takes no mask", "attention=sdpa, or leave attention out"),
     ("intra_document_mask=true", "it has another name", "document_mask=true"),
     ("compile_mode=reduce-overhead", "and this is precision=fp8_hybrid", "compile_mode=default"),
-    ("compile_mode=reduce-overhead precision=auto recipe=auto", "this is precision=auto", "compile_mode=default"),
     ("compile_mode=reduce-overhead precision=bf16 precision.backend=te", "backend=te", "compile_mode=default"),
     ("compile_mode=reduce-overhead precision=bf16 trainer=cpu", "trainer.accelerator=cpu", "compile_mode=default"),
     ("compile_mode=reduce-overhead precision=bf16 compile=false", "this is compile=false", "compile_mode=default"),
@@ -341,8 +329,6 @@ TABLE = [
     ("attention=te precision.backend=emulated", "has plain-torch layers", "or precision.backend=te, or leave att"),
     ("attention=te precision=bf16 trainer.deterministic=true", "which call torch's attention", "attention=sdpa, or"),
     ("attention=te precision=fp32", "its kernels take bfloat16", "attention=sdpa"),
-    ("attention=te precision=auto recipe=auto", "precision=auto compares do not all", "cudnn, or precision=fp8_hybrid"),
-    ("attention=flash precision=auto recipe=auto", "precision=auto compares do not all have", "attention=cudnn, or a"),
     ("attention=cudnn trainer.deterministic=true", "is not deterministic", "attention=auto, or leave"),
     ("attention=plain", "must be auto, sdpa, math, cudnn, flash or te", "attention=math"),
     ("attention=xyz", "must be auto, sdpa", "attention=auto, or attention=sdpa, or attention=math"),
@@ -768,7 +754,7 @@ def test_a_bad_value_is_not_compared():
     ]
 
 
-@pytest.mark.parametrize("line", ["precision=fp32", "precision=bf16", "precision=auto"])
+@pytest.mark.parametrize("line", ["precision=fp32", "precision=bf16"])
 def test_fp8_multiples_bind_fp8_alone(line):
     (config,) = preflight([line, "model.n_embd=100", "model.n_positions=50", "micro_batch_size=1"])
     assert config.model.n_embd == 100

@@ -1,17 +1,15 @@
-"""Commands made of what was typed: they compose, they are short, and they continue."""
+"""Commands made of what was typed: they compose, and they continue."""
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gpt2_fp8.compose import conf_dir, preflight
+from gpt2_fp8.compose import preflight
 from gpt2_fp8.config import own_words, sweep_plan
 from gpt2_fp8.config.errors import RunError, Stopped
-from gpt2_fp8.config.own_words import RUN, TRY_SECONDS, TRY_STEPS, Typed, continued, shorter, twice_as_long
-from gpt2_fp8.config.run_length import last_step, limits, tokens_a_step
-from tests.test_readme import CHECKPOINTS, FP8, README, RUNS, SETTINGS
+from gpt2_fp8.config.own_words import RUN, Typed, continued, twice_as_long
+from gpt2_fp8.config.run_length import limits
 
 
 @pytest.fixture(autouse=True)
@@ -27,51 +25,6 @@ def typed(line):
 def words_of(command):
     assert command.startswith(f"{RUN} ")
     return shlex.split(command)[3:]
-
-
-LINES = [
-    "",
-    "model=gpt2",
-    "model=gpt2 run_name=mine ckpt_path=last trainer.max_tokens=2000000000 trainer.max_time=00:08:00:00",
-    "model=gpt2 data=text_files 'data.train_files=[corpus.txt]' trainer.max_epochs=3 trainer.max_steps=null "
-    "callbacks.keep_epochs=true",
-    "model=gpt2 optim.schedule=warmup_stable_decay optim.decay_steps=3000 optim.warmup_steps=2000",
-    "model=gpt2_xl precision.keep_bf16=[blocks.47] micro_batch_size=16 +tags.a=b",
-    "trainer=cpu hydra.run.dir=elsewhere model=qwen3_0_6b",
-    "model=gpt2 model.n_layer=6 global_batch_size=64 optim.lr=1e-3 seed=3",
-    "precision=auto model=gpt2 micro_batch_size=16",
-    *(f"experiment={path.stem}" for path in sorted((conf_dir() / "experiment").glob("*.yaml"))),
-]
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("line", LINES)
-@pytest.mark.parametrize("rate", [0.5, 50.0, 500.0, 20_000.0, 1e9])
-def test_a_shorter_command_composes_and_is_short(line, rate):
-    """The tiny model's speed is another: a twentieth of the smallest GPT-2's operations a token, or less."""
-    (config,) = preflight(shlex.split(line))
-    if config.micro_batch_size == "auto":
-        config = replace(config, micro_batch_size=1)
-    words = words_of(shorter(typed(line), config, rate))
-    (short,) = preflight(words)
-    assert last_step(short) == TRY_STEPS
-    assert not {word.partition("=")[0] for word in words} & {"run_name", "ckpt_path", "hydra.run.dir"}
-    if short.model.name == config.model.name:
-        too_slow = config.model.name == "tiny" and rate < 1  # nothing is smaller
-        assert too_slow or TRY_STEPS * tokens_a_step(short) <= TRY_SECONDS * rate
-        assert short.data == config.data
-    else:
-        assert short.model.name == "tiny"
-        assert rate * TRY_SECONDS < TRY_STEPS * config.model.n_positions, "one sequence a step would take too long"
-
-
-def test_what_was_typed_is_kept():
-    line = "-cd mine model=gpt2 seed=3 run_name=x optim.lr=1e-3 'data.train_files=[a b.txt]'"
-    (config,) = preflight(["model=gpt2"])
-    command = shorter(typed(line), config, 1e9)
-    assert (
-        command == f"{RUN} -cd mine model=gpt2 seed=3 optim.lr=1e-3 'data.train_files=[a b.txt]' trainer.max_steps=20"
-    )
 
 
 def test_a_run_is_continued_where_it_is(tmp_path):
@@ -114,19 +67,6 @@ def test_twice_as_long_goes_on(line, ended_by, steps, words):
     assert twice_as_long(config, ended_by, steps) == words
     (longer,) = preflight(words_of(continued(typed(line), Path.cwd() / "outputs/x", words)))
     assert all(end > steps for end in limits(longer).values())
-
-
-def test_every_run_of_the_readme_and_its_first_pages_has_a_shorter_one():
-    """As far as its files are here."""
-    pages = {page.name for page in (README, FP8, SETTINGS, CHECKPOINTS)}
-    lines = [command.argv for command in RUNS if command.document in pages]
-    assert len(lines) > 10
-    for argv in lines:
-        if "-m" in argv or any("corpus" in word or word.startswith(("init_from", "-cd")) for word in argv):
-            continue
-        (config,) = preflight(["model=gpt2", *(word for word in argv if word.startswith("optim."))])
-        (short,) = preflight(words_of(shorter(Typed(tuple(argv), Path.cwd()), config, 500.0)))
-        assert last_step(short) == TRY_STEPS
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from gpt2_fp8.checkpoint import durable, lock, pointers
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.run_folder import FOLDERS, HYDRA, REPLACED, SWEEP, WRITTEN_TO
-from gpt2_fp8.measure import auto_cache
 from gpt2_fp8.train.loggers import MetricsFile
 from tests.data.hub_runs import ROOT
 from tests.runs import SMALL, command, forked, summary, train
@@ -81,22 +80,18 @@ def test_92_the_whole_run_may_be_reached_by_a_link(tmp_path, monkeypatch):
     compose.preflight([*SMALL, "run_name=run"])
 
 
-def test_92_nothing_that_is_written_later_goes_through_a_link(tmp_path, monkeypatch):
+def test_92_nothing_that_is_written_later_goes_through_a_link(tmp_path):
     """Planted after the check: by each of the ways in which a run opens a file of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     precious = tmp_path / "precious"
     precious.write_text("precious")
     planted = [".lock", ".summary.json.tmp", "metrics.csv", "metrics.csv.tmp", ".bench.md.tmp"]
     for name in planted:
         (tmp_path / name).symlink_to(precious)
-    auto_cache.place().parent.mkdir(parents=True)
-    auto_cache.place().with_suffix(".lock").symlink_to(precious)
     with pytest.raises(UserError, match=r"\.lock: it is a link"), RunLock(tmp_path):
         pass
     durable.write_json(tmp_path / "summary.json", {})
     MetricsFile(tmp_path, 3).log_metrics({"train_loss": 1.0}, step=4)
     durable.write_text(tmp_path / "bench.md", "")  # as `measure/record.py` does
-    auto_cache.store({"a": 1}, "2026-01-01", [])
     assert precious.read_text() == "precious"
     assert (tmp_path / "metrics.csv").read_text().splitlines()[0] == "step,train_loss"
     assert json.loads((tmp_path / "summary.json").read_text()) == {}

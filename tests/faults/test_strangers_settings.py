@@ -374,7 +374,6 @@ def test_89_no_number_of_the_settings_is_absurd(number: str) -> None:
     told = ""
     for choice, groups in (
         ([], ()),
-        (["precision=auto"], ("precision", "recipe")),
         (["recipe=delayed"], ("recipe",)),
         (["data=tinyshakespeare"], ("data",)),
         (["optimizer=muon"], ("optimizer",)),

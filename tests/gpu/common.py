@@ -34,7 +34,7 @@ RUN = [
 
 def composed(*overrides):
     """The configuration of `RUN` with `overrides`."""
-    plain = {"precision=bf16", "precision=fp32", "precision=auto"} & set(overrides)
+    plain = {"precision=bf16", "precision=fp32"} & set(overrides)
     base = [word for word in RUN if not (plain and word.startswith("precision."))]
     (config,) = compose.preflight([*base, *overrides])
     return config

@@ -36,7 +36,7 @@ def test_a_run_in_fp8_says_so_and_logs_its_speed(tmp_path):
     train(tmp_path / "run", "callbacks.sample_tokens=8", base=ON_GPU)
     report = summary(tmp_path / "run")
     assert report["status"] == "completed"
-    told = {"asked": "fp8_hybrid", "ran": "fp8_hybrid", "reason": None, "last_in_bf16": 0, "choice": None}
+    told = {"asked": "fp8_hybrid", "ran": "fp8_hybrid", "reason": None, "last_in_bf16": 0}
     assert report["precision"] == told
     assert report["peak_memory_gb"] > 0
     table = metrics(tmp_path / "run")

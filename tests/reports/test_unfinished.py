@@ -108,7 +108,7 @@ def test_the_micro_batch_that_a_run_announces_does_not_split_a_condition(size, t
 def test_what_a_run_announces_of_its_precision_is_read_again(evaluation, reason, tmp_path, ended, caplog):
     words = ["precision=fp8_hybrid", "precision.backend=emulated", f"precision.evaluation={evaluation}"]
     (config,) = compose.preflight(["trainer=cpu", *words])
-    plan = replace(resolve(config, "cpu"), asked="auto" if reason else "fp8_hybrid", reason=reason)
+    plan = replace(resolve(config, "cpu"), reason=reason)
     with caplog.at_level(logging.INFO):
         announce(config, plan, 257, 1, tmp_path, None)
     killed(tmp_path / "fp8", settings(*words), log="".join(f"[01:02:03] {line}\n" for line in caplog.messages))

@@ -34,7 +34,7 @@ def test_what_is_left_in_a_shell_or_false_is_not():
         ("fp8", "fp8_e4m3", None),
         ("bf16", "fp8_hybrid", "precision=bf16 would"),
         ("fp8", "bf16", "precision=fp8_hybrid would"),
-        ("fp16", "fp32", "precision=auto would"),
+        ("fp16", "fp32", "precision=bf16 would"),
     ],
 )
 def test_a_precision_that_does_nothing_is_said(asked, precision, said):

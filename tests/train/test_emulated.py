@@ -2,9 +2,7 @@
 
 import pytest
 
-from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read
-from gpt2_fp8.train.footprint import footprint
 from tests.runs import checkpoint, summary, train
 
 pytestmark = pytest.mark.whole
@@ -18,17 +16,9 @@ def test_log_and_summary_say_what_is_emulated(tmp_path, caplog):
     assert said["layers"] == "FP8 emulated in plain torch; emulated weight, head; attention torch's flash kernel"
     assert said["precision"] == "fp8_hybrid, recipe delayed, evaluation bf16"
     found = summary(tmp_path)
-    told = {"asked": "fp8_hybrid", "ran": "fp8_hybrid", "reason": None, "last_in_bf16": 0, "choice": None}
+    told = {"asked": "fp8_hybrid", "ran": "fp8_hybrid", "reason": None, "last_in_bf16": 0}
     assert found["precision"] == told
     assert (found["recipe"], found["kernels"]["emulated"]) == ("delayed", "weight, head")
-
-
-def test_the_estimate_of_host_memory_covers_it():
-    """The shape was measured: 1,083 MiB at its peak, and 919 in float32, which a CPU has otherwise."""
-    shape = ["trainer=cpu", "model.n_layer=6", "model.n_embd=256", "micro_batch_size=16"]
-    (ours,), (theirs,) = (compose.preflight([*shape, *words]) for words in (FP8, []))
-    assert 1083 << 20 < footprint(ours, 257).of(16) < 1.5 * (1083 << 20)
-    assert footprint(theirs, 257).of(16) < footprint(ours, 257).of(16)
 
 
 def test_scales_are_saved_with_their_settings(tmp_path, caplog):

@@ -278,7 +278,6 @@ REFUSED = [
     ("RUN optimizer=muon", "optimizer=muon: this changes nothing", "leave optimizer out"),
     ("RUN seed=3", "seed=3: this changes nothing", "leave seed out"),
     ("RUN precision=fp16", "precision=fp16: there is no such choice", "precision=bf16"),
-    ("RUN precision=auto", "precision=auto measures before training", "precision=fp8_hybrid"),
     ("RUN precision=fp8_hybrid precision.fallback=error", "precision=fp8_hybrid cannot run here", "fallback=allow"),
     ("RUN trainer=gpu", "trainer.accelerator=gpu, and torch sees no GPU here", "trainer=cpu"),
     ("RUN trainer=ddp", "trainer=ddp: an evaluation is of one device", "trainer=gpu"),

@@ -481,7 +481,6 @@ def test_a_card_of_a_strangers_checkpoint_is_text_alone() -> None:
         (["precision=fp8_hybrid", "precision.evaluation=fp8"], "fp8_hybrid", "fp8_hybrid"),
         (["precision=fp8_hybrid"], "fp8_hybrid", "bf16"),
         (["precision=fp8_hybrid"], "fp32", "fp32"),
-        (["precision=auto"], "fp8_hybrid", "bf16"),
         (["precision=bf16"], "bf16", "bf16"),
     ],
 )

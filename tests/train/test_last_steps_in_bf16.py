@@ -12,7 +12,6 @@ from gpt2_fp8.compat import torch_private
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine import gradients
 from gpt2_fp8.engine.compile import require_compiler
-from gpt2_fp8.measure.auto_candidates import candidates, concrete
 from gpt2_fp8.reports import unfinished
 from gpt2_fp8.train import hf_export
 from tests.faults.pretended import NAN, Faults, going_wrong
@@ -243,7 +242,6 @@ def test_one_step_that_tries_everything_is_in_fp8(tmp_path, caplog):
         (["precision.bf16_last_steps=12"], "precision.bf16_last_steps=1"),
         (["precision.bf16_last_steps=400", "trainer.max_steps=400"], "precision.bf16_last_steps=20"),
         (["precision.bf16_last_steps=1", "trainer.max_steps=1", "optim.warmup_steps=0"], "precision.bf16_last_steps=0"),
-        (["precision=auto", "precision.bf16_last_steps=12"], "precision.bf16_last_steps=1"),
     ],
 )
 def test_a_run_without_a_step_in_fp8_is_refused(words, remedy):
@@ -256,12 +254,6 @@ def test_a_run_without_a_step_in_fp8_is_refused(words, remedy):
 def test_bf16_and_fp32_have_no_such_key(words):
     with pytest.raises(UserError, match=r"precision\.bf16_last_steps"):
         compose.preflight([*SMALL, *words, "precision.bf16_last_steps=4"])
-
-
-def test_auto_measures_without_it_and_trains_with_it():
-    (config,) = compose.preflight([*SMALL, "precision=auto", "precision.bf16_last_steps=4"])
-    assert concrete(config, "fp8_hybrid", "delayed").precision.bf16_last_steps == 4
-    assert all(getattr(one.precision, "bf16_last_steps", 0) == 0 for one in candidates(config, 1))
 
 
 @pytest.mark.parametrize(

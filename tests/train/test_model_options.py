@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gpt2_fp8 import compose
+from gpt2_fp8 import compose, generate
+from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.train.module import GPT2Module
@@ -87,3 +88,17 @@ def test_a_checkpoint_from_before_the_options_is_gpt2s(tmp_path):
         del plain["model"][name]
     assert from_checkpoint({"hyper_parameters": plain}, tmp_path).model == config.model
     assert ModelConfig(**with_model_options(plain["model"])) == config.model
+
+
+@pytest.mark.parametrize("ran", ["fp8_hybrid", "bf16", "fp32"])
+def test_a_checkpoint_that_names_no_precision_has_what_it_ran_in(tmp_path, ran):
+    """As one of a run that had asked for `precision=auto`."""
+    train(tmp_path / "run", "precision=fp32")
+    state = files.read(checkpoint(tmp_path / "run", 12))
+    auto = {"name": "auto", "keep_bf16": ["head"], "evaluation": "bf16", "tolerance": 0.02}
+    state["hyper_parameters"]["precision"], state["precision"]["ran"] = auto, ran
+    files.write(tmp_path / "auto", state)
+    module = GPT2Module.load_from_checkpoint(tmp_path / "auto")
+    assert module.config.precision.name == ran
+    assert getattr(module.config.precision, "keep_bf16", ["head"]) == ["head"]
+    assert generate.main([f"ckpt_path={tmp_path / 'auto'}", "prompt=a", "tokens=1"]) == 0

@@ -117,7 +117,7 @@ def test_bad_words_are_refused_before_torch_is_imported():
 import sys, gpt2_fp8
 from gpt2_fp8.config.errors import UserError
 try:
-    gpt2_fp8.load_config("model.n_layers=1", "precision=auto", "callbacks=none")
+    gpt2_fp8.load_config("model.n_layers=1", "callbacks=none")
 except UserError as error:
     print(error)
 print("torch" in sys.modules, "lightning" in sys.modules, "GPT2Module" in dir(gpt2_fp8))
@@ -143,7 +143,6 @@ def test_a_name_that_is_not_public_is_an_attribute_error():
         (["trainer.max_time=00:01:00:00"], ["trainer.max_time=00:01:00:00: only python"]),
         (["trainer.max_epochs=2"], ["trainer.max_epochs=2: only python"]),
         (["micro_batch_size=auto"], ["micro_batch_size=auto"]),
-        (["precision=auto", "run_name=x"], ["run_name=x", "precision=auto"]),
         (["logger=csv", "callbacks.keep_checkpoints=1"], ["logger=csv", "callbacks.keep_checkpoints=1"]),
     ],
 )

@@ -55,7 +55,7 @@ def test_fields(tmp_path):
     written = strict(report.write(tmp_path).read_text())
     assert written["last_val_loss"] is None
     assert written["data"] == {"lanes": [{"loss": None}, 1.5]}
-    told = {"asked": "fp8_hybrid", "ran": "bf16", "reason": "no FP8 on sm_80", "last_in_bf16": 0, "choice": None}
+    told = {"asked": "fp8_hybrid", "ran": "bf16", "reason": "no FP8 on sm_80", "last_in_bf16": 0}
     assert written["precision"] == told
     event = {"step": 3, "what": "skip", "reason": "why"}
     assert written["divergence"] == {"events": [event], "reruns": 0, "skipped": 1, "rollbacks": 0}
