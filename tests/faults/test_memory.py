@@ -81,7 +81,7 @@ def test_64_training_goes_on_in_smaller_micro_batches(tmp_path, monkeypatch, cap
 
 
 def test_64_kernels_of_a_smaller_micro_batch_are_told_and_summed_up(tmp_path, monkeypatch, caplog):
-    """After the step in which it became smaller; a run that continues knows it from the beginning."""
+    """After the step in which it became smaller; a run that continues takes it from its checkpoint."""
     caplog.set_level(logging.INFO)
     kernels = Reference.kernels
 
@@ -98,7 +98,7 @@ def test_64_kernels_of_a_smaller_micro_batch_are_told_and_summed_up(tmp_path, mo
     caplog.clear()
     train(tmp_path / "run", *STEPS, "ckpt_path=last", "trainer.max_steps=8")
     layers = [r.message.rpartition("head ")[2] for r in caplog.records if r.message.startswith("layers ")]
-    assert layers == ["of 2"]
+    assert layers[-1] == "of 2"
     assert summary(tmp_path / "run")["kernels"]["head"] == "of 2"
 
 
