@@ -27,7 +27,6 @@ from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.measure import memory_bound, table
 from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.record import Record
-from gpt2_fp8.measure.sections import measure_sections
 from gpt2_fp8.measure.table import Measured, Row
 from gpt2_fp8.runtime import one_process, output, process_end, programs, torch_faults
 
@@ -47,7 +46,7 @@ micro-batch, which is measured too on a GPU.
 Examples:
   python -m gpt2_fp8.bench
   python -m gpt2_fp8.bench 'bench.model=[gpt2,gpt2_medium]' 'bench.micro_batch_size=[4,64]'
-  python -m gpt2_fp8.bench bench.profile=true bench.gemm=true bench.attention=true bench.peers=true
+  python -m gpt2_fp8.bench bench.profile=true
 
 Flags: -cd FOLDER your own settings. Exit codes: 0 done; 1 no case finished, or nothing
 could be written; 2 your input; 130, 141, 143 stopped."""
@@ -101,7 +100,6 @@ def _main(argv: list[str]) -> int:
         _say_start(record, configs, device)
         try:
             _measure_cases(record, configs, device)
-            measure_sections(record, configs)
             record.complete = True
         finally:
             _end(record)
@@ -202,7 +200,7 @@ def _outcome(result: Result) -> str:
 
 def _end(record: Record) -> None:
     """Write the files and draw, print the tables, and say where the files are."""
-    if not (record.cases or record.sections):
+    if not record.cases:
         return
     record.keep()
     reason = record.draw()

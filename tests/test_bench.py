@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8 import bench
-from gpt2_fp8.measure import sections
 from gpt2_fp8.measure.case import Result
 from tests.measure.test_subprocesses import gone
 
@@ -92,45 +91,6 @@ def test_what_was_measured_before_a_stop_is_written(error, code, results, capsys
     assert data["cases"][0]["result"]["losses"] == [None]
     assert not data["complete"]
     assert "Training steps" in capsys.readouterr().out
-
-
-def test_sections(results, monkeypatch, capsys):
-    asked = {}
-
-    def section(name, request, timeout_s, log=None, stopped=None):
-        asked[name] = request
-        return [{"name": f"a {name}", "status": "ok", "message": None, "tokens_per_second": 50.0}]
-
-    monkeypatch.setattr(sections, "section", section)
-    results += [GOOD, GOOD]
-    assert bench.main([*TWO, "bench.gemm=true", "bench.attention=true", "bench.peers=true", "bench.steps=3"]) == 0
-    assert asked["gemm"]["rows"] == 2 * 256
-    assert asked["attention"]["micro_batch_size"] == 2
-    assert [(model["name"], model["vocab_size"]) for model in asked["gemm"]["models"]] == [("tiny", 257)]
-    assert (asked["peers"]["steps"], asked["peers"]["config"]["precision"]["name"]) == (3, "bf16")
-    data, text = written()
-    assert data["sections"]["Other programs"][0]["x bf16"] == 0.5
-    assert list(data["sections"]) == ["Matrix products", "Attention", "Other programs"]
-    assert "## Attention" in text
-    assert "a gemm" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (bench._Terminated(), 143)])
-def test_the_rows_of_a_section_that_is_stopped_are_written(stop, code, results, monkeypatch, capsys):
-    results += [GOOD, GOOD]
-
-    def section(name, request, timeout_s, log=None, stopped=None):
-        if name == "gemm":
-            return [{"name": "whole", "status": "ok", "message": None}]
-        stopped([{"name": "so far", "status": "ok", "message": None, "tokens_per_second": 50.0}])
-        raise stop
-
-    monkeypatch.setattr(sections, "section", section)
-    assert bench.main([*TWO, "bench.gemm=true", "bench.peers=true"]) == code
-    kept = written()[0]["sections"]
-    assert [row["name"] for rows in kept.values() for row in rows] == ["whole", "so far"]
-    assert kept["Other programs"][0]["x bf16"] == 0.5
-    assert "so far" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_deleted_costs_the_files_alone(results, monkeypatch, capsys):

@@ -79,10 +79,9 @@ HOUSE = {
 }
 # Where a package that its row lets in may be: it decides how a part is tried without the whole.
 ONLY_IN = {
-    "lightning": ["train", "callbacks", "compat", "data.datamodule", "measure.peer_models"],
+    "lightning": ["train", "callbacks", "compat", "data.datamodule"],
     "transformer_engine": [
-        *("backends.transformer_engine", "layers.te", "precision", "compat.transformer_engine", "measure.peer_models"),
-        "diagnose.child",
+        *("backends.transformer_engine", "layers.te", "precision", "compat.transformer_engine", "diagnose.child"),
     ],
     "torchao": ["precision.float8_config", "compat.torchao"],
     "flash_attn": ["compat.flash_attn"],

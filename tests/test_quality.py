@@ -1,4 +1,4 @@
-"""What the pages say of the long runs is what their data say: docs/studies/over_157m.csv."""
+"""What the pages say of the long runs is what their data say: benchmarks/over_157m.csv."""
 
 import csv
 import re
@@ -13,7 +13,7 @@ END = 2400
 
 def losses(precision, step, seeds=range(1, 100)):
     """Validation losses by seed."""
-    with (ROOT / "docs/studies/over_157m.csv").open(newline="") as file:
+    with (ROOT / "benchmarks/over_157m.csv").open(newline="") as file:
         runs = [run for run in csv.DictReader(file) if (run["precision"], int(run["step"])) == (precision, step)]
     return {int(run["seed"]): float(run["val_loss"]) for run in runs if int(run["seed"]) in seeds}
 

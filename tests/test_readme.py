@@ -1,7 +1,6 @@
 """What the documents say is so: their commands compose and run, and what they name exists."""
 
 import ast
-import importlib
 import json
 import re
 import shlex
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser as accelerate_options
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,7 +20,6 @@ from torch.distributed.run import get_args_parser as torchrun_options
 from gpt2_fp8 import compare, doctor, evaluate, export, generate, prepare, table
 from gpt2_fp8.compose import benchmark, conf_dir, preflight
 from gpt2_fp8.config import errors
-from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.config.tokenizer_file import NAMES
 from gpt2_fp8.data.tokenizer import GPT2_FILES
@@ -57,14 +54,6 @@ DOCUMENTS += [FP8, SETTINGS, CHECKPOINTS, OUTPUT, SWEEPS, ROOT / "docs/several-g
 DOCUMENTS += [DATA, DOCTORS_PAGE, WATCH, ROOT / "docs/generate.md", ROOT / "docs/evaluate.md", ROOT / "docs/log.md"]
 DOCUMENTS += [ROOT / "docs/compare.md", ROOT / "docs/clusters.md", ROOT / "docs/slurm.md"]
 LAUNCHERS = ("torchrun", "srun", "accelerate")
-STUDY, BIAS = (["python", f"docs/studies/{name}.py"] for name in ("fp8_gap", "gradient_bias"))
-PICTURES = ["python", "docs/studies/health_pictures.py"]  # `test_what_to_watch` runs it
-SPEED = ["python", "docs/studies/generate_speed.py"]
-README_PICTURES = ["python", "docs/studies/readme_pictures.py"]
-PEAKS = ["python", "docs/studies/peaks.py"]
-SPEED_STUDIES = [  # `test_speed_studies` reads their commands
-    ["python", f"docs/studies/{name}.py"] for name in ("bare_loop", "power", "gemms", "block_bytes", "between_steps")
-]
 PROGRAMS = ["gpt2_fp8", *(f"gpt2_fp8.{name}" for name in programs.names())]
 RUN, BENCH, EXPORT, TABLE, SCHEDULE, DOCTOR, GENERATE, EVALUATE, COMPARE, PREPARE = (
     ["python", "-m", f"gpt2_fp8.{program}"]
@@ -253,38 +242,17 @@ def test_every_benchmark_composes(found, gpu, tmp_path, monkeypatch):
     assert cases
 
 
-def test_the_studys_command_composes(tmp_path, monkeypatch):
-    """What every run is given, and each condition of the factorial."""
+def test_the_words_of_every_script_beside_the_package_compose(tmp_path, monkeypatch):
+    """`test_benchmarks` runs the scripts."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
-    factorial, study = (importlib.import_module(name) for name in ("factorial", "fp8_gap"))
-    commands = [found.words for found in ALL if found.words[: len(STUDY)] == STUDY]
-    assert len(commands) == 11
-    steps = set()
-    for command in commands:
-        mark = command.index("--")
-        words = command[mark + 1 :]
-        stand_ins(words)
-        options = command[len(STUDY) : mark]
-        if "--conditions" in options:  # the factorial's stand for those of a file that the reader has
-            place = options.index("--conditions")
-            del options[place : place + 2]
-        jobs = study.read([*options, "--", *words])[1].jobs()
-        assert len(jobs) == len({job.seed for job in jobs}) * len(factorial.EMULATED)
-        steps |= {job.steps for job in jobs}
-    assert steps == {200, 220, 300, 780, 2400}
-
-
-def test_the_command_of_the_gradients_bias_composes(tmp_path, monkeypatch):
-    """`test_studies` runs the program."""
-    monkeypatch.chdir(tmp_path)
-    commands = [found.words for found in ALL if found.words[: len(BIAS)] == BIAS]
-    assert len(commands) == 6
-    for command in commands:
-        words = command[command.index("--") + 1 :]
-        stand_ins(words)
-        (config,) = preflight(words)
-        assert int(command[command.index("--batches") + 1]) <= last_step(config), "there is a batch for each step"
+    scripts = [found.words for found in ALL if found.words[0] == "python" and found.words[1].startswith("benchmarks/")]
+    assert len(scripts) > 20
+    for words in scripts:
+        assert (ROOT / words[1]).is_file()
+        if "--" in words:
+            of_run = words[words.index("--") + 1 :]
+            stand_ins(of_run)
+            assert len(preflight(of_run)) == 1
 
 
 def test_every_command_is_of_a_known_kind():
@@ -298,19 +266,12 @@ def test_every_command_is_of_a_known_kind():
         ("export",),
         ("docker",),
         ("lm_eval",),
-        tuple(STUDY),
-        tuple(BIAS),
-        tuple(PICTURES),
-        tuple(SPEED),
-        tuple(README_PICTURES),
-        tuple(PEAKS),
-        *map(tuple, SPEED_STUDIES),
         ("tensorboard",),
         *((name,) for name in LAUNCHERS),
     }
     for found in ALL:
         start = tuple(found.words[:2]) if found.words[0] in ("python", "pip") else (found.words[0],)
-        assert start in known, str(found)
+        assert start in known or start[-1].startswith("benchmarks/"), str(found)
         assert start != ("python", "-m") or found.words[2] in PROGRAMS, str(found)
 
 
@@ -463,76 +424,6 @@ def test_every_evaluation_is_done_as_shown(first, tmp_path, monkeypatch, capsys)
     documented = {name for row in rows(ROOT / "docs/evaluate.md", "printed, and in `out`") for name in names(row[0])}
     written = json.loads((tmp_path / "result.json").read_text()).keys()
     assert documented - {"sources"} == written - {"checkpoint", "data", "asked", "device"}
-
-
-def test_the_speed_of_texts_is_measured_as_shown(monkeypatch, capsys):
-    """The commands of the study for the smallest model, of fewer tokens."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
-    study = importlib.import_module("generate_speed")
-    asked = [found.words[len(SPEED) :] for found in ALL if found.words[: len(SPEED)] == SPEED]
-    assert len(asked) == 7
-    for words in [words for words in asked if "model=tiny" in words]:
-        assert study.main([*words, "tokens=2", "times=1"]) == 0
-        assert re.search(r"^ratio +[\d.]+$", capsys.readouterr().out, re.MULTILINE)
-
-
-def test_peaks_are_measured_as_shown(monkeypatch, capsys):
-    """The command of the study, with matrices of 64."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
-    study = importlib.import_module("peaks")
-    (words,) = [found.words[len(PEAKS) :] for found in ALL if found.words[: len(PEAKS)] == PEAKS]
-    assert " ".join(words).isdigit()
-    before = torch.get_float32_matmul_precision()
-    try:
-        assert study.main(["64"]) == 0
-    finally:  # the study allows TF32, and other tests in this process do not
-        torch.set_float32_matmul_precision(before)
-    assert (before, torch.backends.cuda.matmul.allow_tf32) == ("highest", False)
-    assert len(re.findall(r"^\S.* +[\d.e+-]+ TFLOP/s$", capsys.readouterr().out, re.MULTILINE)) == 5
-
-
-def test_the_readmes_pictures_are_made_as_shown(tmp_path, monkeypatch):
-    """With curves of other runs; the speeds are those of docs/performance.md."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
-    study = importlib.import_module("readme_pictures")
-    (words,) = [found.words[len(README_PICTURES) :] for found in ALL if found.words[:2] == README_PICTURES]
-    monkeypatch.chdir(tmp_path)
-    for i, name in enumerate(word for word in words if word.endswith(".csv")):
-        curve = "".join(f"{step},{step * 65536},{11 - step / 100 + i / 1000}\n" for step in range(1, 60))
-        Path(name).write_text(f"step,tokens,train_loss\n{curve}")
-    study.main(words)
-    made = {path.name: path.read_bytes()[:8] for path in Path("docs/pictures").iterdir()}
-    assert made == dict.fromkeys(("loss.png", "speed.png"), b"\x89PNG\r\n\x1a\n")
-
-
-def test_curves_that_do_not_fit_are_refused(tmp_path, monkeypatch, capsys):
-    """Means of different steps would look like a difference of precisions."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
-    study = importlib.import_module("readme_pictures")
-    for name, tokens in (("a", 4), ("b", 8), ("c", 0)):
-        curve = "".join(f"{step},{step * tokens},2.5\n" for step in range(1, 60 if tokens else 3))
-        (tmp_path / f"{name}.csv").write_text(f"step,tokens,train_loss\n{curve}")
-    for other, cause in (("b", "logged at different tokens"), ("c", "has 2 rows"), ("none", "has 0 rows")):
-        files = str(tmp_path / "a.csv"), str(tmp_path / f"{other}.csv")
-        assert study.main([str(tmp_path / "out"), "--bf16", files[0], "--fp8", files[1]]) == 2
-        assert cause in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_row_of_a_stop_is_left_out_of_a_curve(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs/studies"))
-    study = importlib.import_module("readme_pictures")
-    for name, also, end in (("a", [], 601), ("stopped", [33], 601), ("short", [], 591)):
-        steps = sorted([*range(1, end, 10), *also])
-        rows = "".join(f"{step},{step},{9.0 if step == 33 else 2.5}\n" for step in steps)
-        (tmp_path / f"{name}.csv").write_text(f"step,tokens,train_loss\n{rows}")
-    drawn = study.losses([tmp_path / "a.csv"], [tmp_path / "stopped.csv"])
-    (above, *_), (below, *_) = (axes.lines for axes in drawn.axes)
-    assert set(above.get_ydata()) == {2.5}
-    assert set(below.get_ydata()) == {0.0}
-    cause = r"a\.csv and .*short\.csv have logged at different tokens, up to 591 and to 581"
-    with pytest.raises(errors.UserError, match=cause):
-        study.losses([tmp_path / "a.csv"], [tmp_path / "short.csv"])
 
 
 def test_every_container_runs_what_a_run_takes(tmp_path, monkeypatch):
@@ -736,7 +627,7 @@ def test_every_question_of_the_page_on_numerics_leads_to_its_answer():
         assert re.fullmatch(r"\[.*\?\]\((quality\.md)?#[\w-]+\)", question), question
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [page for page in DOCUMENTS if page.name != "CHANGELOG.md"], ids=lambda p: p.name)
 def test_files_named_exist(document):
     """Every `a/b.py`, `b.yaml` or `b.md` in backticks, but for stand-ins in capitals and what a run makes."""
     for name in names(document.read_text()):

@@ -120,14 +120,6 @@ def chosen_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, shared: bo
     )
 
 
-def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool) -> Tensor:
-    """Multiply a [M, K] with b [K, N], float8 on CUDA, by torch's own cuBLASLt call; returns [M, N] bfloat16.
-
-    Scales are float32 with one element. `fast` sums only in the tensor cores. torch 2.11 has no public name for it.
-    """
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
-
-
 def add_to_all(tensors: Sequence[Tensor], number: float | Tensor) -> None:
     """Add a number, which may be a scalar on the device, to each tensor in place: one or two launches for hundreds."""
     every = list(tensors)

@@ -21,8 +21,7 @@ from gpt2_fp8.config.schema import RunConfig
 PROGRAM = Program("python -m gpt2_fp8.bench", BenchRunConfig, flags=("help", "overrides", "config_dir"))
 _INSTEAD = {"fp8_e5m2": "fp8_hybrid"}  # every run refuses this choice
 _OWN = tuple(field.name for field in fields(BenchConfig))
-_OF_A_RUN = tuple(field.name for field in fields(RunConfig))  # such as `attention`, which is a section here too
-_NOT_WITH_ROWS = ("precision", "recipe", "baseline", "peers")
+_NOT_WITH_ROWS = ("precision", "recipe", "baseline")
 
 
 def defaults(gpu: bool) -> dict[str, Any]:
@@ -50,9 +49,6 @@ def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]
         if bench.rows is not None:
             problems += [problem for o in own if (problem := _not_with_rows(o))]
         configs = benchmark_cases.configs(bench, given, catalog, gpu, problems)
-        if bench.peers and (others := sorted({config.optimizer.name for config in configs} - {"adamw"})):
-            cause = f"bench.peers=true, optimizer={others[0]}: the other programs are measured with AdamW"
-            problems.append(Problem(cause, "bench.peers=false, or optimizer=adamw"))
     if problems:
         raise UserError(dict.fromkeys(problems))
     return bench, configs
@@ -68,7 +64,7 @@ def _refusal(override: Override, catalog: Catalog) -> Problem | None:
         return Problem(f"{line}: the benchmark goes through a list", _as_list(key, value, catalog))
     if key in benchmark_cases.HERE:
         return benchmark_cases.refusal(override)
-    if key in _OWN and (key not in _OF_A_RUN or value in ("true", "false")):
+    if key in _OWN:
         return Problem(f"there is no key {key}", f"did you mean bench.{key}={value}?")
     if problem := benchmark_cases.refusal(override):
         return problem

@@ -13,7 +13,7 @@ from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import show
 
 FORM = "write NAME: WORDS on each line, such as  fp8: precision=fp8_hybrid recipe=delayed"
-_EXAMPLE = "name a text file of rows, such as {}=docs/studies/ablation.txt"
+_EXAMPLE = "name a text file of rows, such as {}=benchmarks/rows/ablation.txt"
 _LARGEST = 1 << 16  # bytes
 _LONGEST_NAME = 60  # characters
 

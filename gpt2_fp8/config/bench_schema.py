@@ -37,9 +37,6 @@ class BenchConfig:
     warmup: Annotated[int, at_least(0), "steps before them"]
     timeout: Annotated[float, above_zero(_LONGEST, "seconds", _TIMEOUT), "seconds that a case may take"]
     profile: Annotated[bool, "also the kernels that a step's time goes to"]
-    gemm: Annotated[bool, "also this GPU's ceiling for matrix products, by shape"]
-    attention: Annotated[bool, "also implementations of attention against each other"]
-    peers: Annotated[bool, "also other programs on the same work, where they are installed"]
     # instead of the combinations of precision and recipe; the ratios are then to the first row and to the row before
     rows: Annotated[str | None, "a file of lines NAME: WORDS OF A RUN, measured in turn"] = None
 

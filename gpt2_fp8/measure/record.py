@@ -27,7 +27,6 @@ class Record:
     program: str  # as the user types it
     words: Sequence[str]  # the words after it
     cases: list[Measured] = field(default_factory=list)
-    sections: dict[str, list[Row]] = field(default_factory=dict)  # by title
     complete: bool = False
     unwritten: OSError | None = None  # why not all files are written
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -48,13 +47,13 @@ class Record:
         return shlex.join([*self.program.split(), *self.words])
 
     def tables(self) -> dict[str, list[Row]]:
-        """Return every table by its title: the cases, their profiles, the sections."""
+        """Return every table by its title: the cases and their profiles."""
         found = {"Training steps": table.case_rows(self.cases)} if self.cases else {}
         for measured in self.cases:
             if rows := table.kernel_rows(measured.result):
                 words = [measured.config.precision.name, measured.recipe, measured.layers]
                 found[f"Kernels of a step: {name(measured)} ({', '.join(filter(None, words))})"] = rows
-        return found | self.sections
+        return found
 
     def write(self) -> None:
         """Replace `bench.json` and `bench.md` with the results so far. Raises OSError."""
@@ -93,7 +92,6 @@ class Record:
             "versions": self.versions,
             "bench": asdict(self.bench),
             "cases": [{**asdict(m.case), "result": asdict(m.result), **self._ratios(m)} for m in self.cases],
-            "sections": self.sections,
         }
 
     def _ratios(self, measured: Measured) -> dict[str, float | None]:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,29 +36,17 @@ class Ended:
     message: str | None = None
 
 
-def run(
-    module: str,
-    request: object,
-    timeout_s: float,
-    log: Path | None = None,
-    stopped: Callable[[Any], object] | None = None,
-) -> Ended:
+def run(module: str, request: object, timeout_s: float, log: Path | None = None) -> Ended:
     """Run `module` on a request of plain JSON values.
 
-    `log`: where its output is kept, if that can be written. `stopped`: called with the answer so far if a
-    KeyboardInterrupt ends this call. Raises KeyboardInterrupt, and no error of the child. The child and its children
-    are gone in either case.
+    `log`: where its output is kept, if that can be written. Raises KeyboardInterrupt, and no error of the child. The
+    child and its children are gone in either case.
     """
     try:
         with Spool() as folder:
             (folder / "request").write_text(json.dumps(request))
-            try:
-                with _opened(log or folder / "log", folder / "log") as output:
-                    return _run(module, folder, timeout_s, output)
-            except KeyboardInterrupt:
-                if stopped and (answer := _answered(folder)) is not None:
-                    stopped(answer)
-                raise
+            with _opened(log or folder / "log", folder / "log") as output:
+                return _run(module, folder, timeout_s, output)
     except OSError as error:  # a full disk
         return Ended(status="failed", message=one_line(f"could not be run: {error}"))
 
@@ -113,35 +100,6 @@ def _environment() -> dict[str, str]:
     """
     places = [str(Path(__file__).parents[2]), *registry.folders(), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-
-
-def section(
-    name: str,
-    request: object,
-    timeout_s: float,
-    log: Path | None = None,
-    stopped: Callable[[list[dict[str, Any]]], object] | None = None,
-) -> list[dict[str, Any]]:
-    """Return the rows of `python -m gpt2_fp8.measure.NAME`; if it does not finish, the last row says so.
-
-    `stopped`: called with the rows so far if a KeyboardInterrupt ends this call.
-    """
-
-    def stop(rows: list[dict[str, Any]]) -> None:
-        assert stopped
-        stopped(_cut_short(rows, "stopped", "stopped here: this row and those after it are missing"))
-
-    ended = run(f"gpt2_fp8.measure.{name}", request, timeout_s, log, stopped and stop)
-    if ended.status == "ok":
-        return _cut_short(ended.answer, "timed out", ended.message) if ended.message else list(ended.answer)
-    return [{"name": name, "status": ended.status, "message": ended.message}]
-
-
-def _cut_short(rows: list[dict[str, Any]], status: str, message: str) -> list[dict[str, Any]]:
-    """Mark a section's rows so far: the last row is the unfinished one, and gets the reason."""
-    if rows and rows[-1].get("status") == "failed":
-        rows[-1] |= {"status": status, "message": message}
-    return rows
 
 
 def one_line(error: object, limit: int = 200) -> str:

@@ -119,12 +119,3 @@ def test_chosen_attention_is_what_runs(dropout, expected):
     assert SDPBackend(torch_private.chosen_attention(q, k, v, dropout, False)) == expected
     y = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     assert ("Flash" in type(y.grad_fn).__name__) == (expected == SDPBackend.FLASH_ATTENTION)
-
-
-def test_fp8_product_scales_and_adds_up():
-    a = torch.randn(32, 64).to(torch.float8_e4m3fn)
-    b = torch.randn(48, 64).to(torch.float8_e4m3fn)
-    two, half = torch.tensor(2.0), torch.tensor(0.5)
-    expected = (a.float() @ b.float().T).bfloat16()
-    found = torch_private.fp8_product(a, b.T, two, half, fast=False)
-    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-2)

@@ -48,9 +48,8 @@ def test_without_a_word():
 
 @pytest.mark.parametrize("kernel", ["sdpa", "math", "cudnn", "flash"])
 def test_a_runs_kernel_of_attention_is_measured(kernel):
-    settings, configs = preflight([f"attention={kernel}", "bench.attention=true"], True)
+    _, configs = preflight([f"attention={kernel}"], True)
     assert [config.attention for config in configs] == [kernel, kernel]
-    assert settings.attention
 
 
 def test_transformer_engines_attention_is_for_the_layers_that_have_it():
@@ -59,7 +58,6 @@ def test_transformer_engines_attention_is_for_the_layers_that_have_it():
     assert list(problems("attention=te", "bench.precision=bf16")) == [
         "attention=te: no case of this benchmark has this key"
     ]
-    assert problems("attention=true") == {"there is no key attention": "did you mean bench.attention=true?"}
 
 
 def test_all_combinations_and_a_recipe_only_where_there_is_one():
@@ -223,9 +221,3 @@ def test_an_optimizer_holds_for_every_case_and_is_shown():
     assert [row["optimizer"] for row in case_rows(cases)] == ["muon"] * len(configs)
     plain = Measured(Case(config=preflight([], True)[1][0], steps=1, warmup=0), result)
     assert "optimizer" not in text(case_rows([plain])), "a column without values is left out"
-
-
-def test_an_optimizer_that_the_other_programs_do_not_have_is_refused_beside_them():
-    with pytest.raises(UserError, match="optimizer=muon: the other programs are measured with AdamW"):
-        preflight(["optimizer=muon", "bench.peers=true"], True)
-    preflight(["bench.peers=true"], True)

@@ -9,7 +9,6 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.measure import table
 from gpt2_fp8.measure.case import Case, Result
 from gpt2_fp8.measure.table import Measured
-from tests.test_readme import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +64,7 @@ def test_what_is_wrong_with_a_row_is_told_with_its_place(text):
     assert any(WRONG[text] in cause for cause in problems(text)), problems(text)
 
 
-@pytest.mark.parametrize(
-    "word", ["bench.precision=bf16", "bench.recipe=delayed", "bench.baseline=true", "bench.peers=false"]
-)
+@pytest.mark.parametrize("word", ["bench.precision=bf16", "bench.recipe=delayed", "bench.baseline=true"])
 def test_keys_that_rows_replace_are_refused(word):
     (cause,) = problems("a: seed=1", word)
     assert cause.startswith(f"{word}, and bench.rows")
@@ -96,37 +93,3 @@ def test_the_ratios_are_to_the_first_row_and_to_the_row_before():
         ("a", "1.000", "", ""), ("b", "", "", ""), ("c", "2.500", "", ""),
     ]  # fmt: skip
     assert table.case_rows([every[0], every[2]])[1]["x before"] == "2.500"
-
-
-@pytest.mark.parametrize("size", [8, 16])
-def test_the_ablation_composes(size):
-    file = ROOT / "docs/studies/ablation.txt"
-    found = preflight([f"bench.rows={file}", "bench.model=gpt2", f"bench.micro_batch_size={size}"], True)[1]
-    assert len(found) == 8
-    assert (found[0].attention, found[0].compile) == ("math", False)
-    assert [c.precision.backend for c in found[3:]] == ["te", "te", "fused", "te", "te"]
-    assert [c.model.n_kv_head for c in found[-2:]] == [4, 4]
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "rows", "expected"),
-    [
-        ("choices", 64, 13, {"fused", "te", "torchao"}),
-        ("optimized", 32, 5, {"fused", "te"}),
-        ("norms", 64, 4, {"te"}),
-        ("compile_modes", 4, 4, set()),
-    ],
-)
-def test_the_other_files_of_rows_compose(name, size, rows, expected):
-    words = [f"bench.rows={ROOT / f'docs/studies/{name}.txt'}", "bench.model=gpt2", f"bench.micro_batch_size={size}"]
-    found = preflight(words, True)[1]
-    assert len(found) == rows
-    backends = [config.precision.backend for config in found if config.precision.name == "fp8_hybrid"]
-    assert set(backends) == expected
-
-
-def test_the_norms_come_in_turn():
-    """So that a GPU that slows down slows both."""
-    file = ROOT / "docs/studies/norms.txt"
-    found = preflight([f"bench.rows={file}", "bench.model=gpt2", "bench.micro_batch_size=64"], True)[1]
-    assert [config.model.norm for config in found] == ["layer_norm", "rms_norm", "rms_norm", "layer_norm"]

@@ -325,7 +325,6 @@ ALLOWED = {
     ("data/worker_process.py", "pickle"): "takes it there, out of the pipe from that process; nothing from a file",
     ("__init__.py", "import_module"): "of a module of ours, by a public name",
     ("runtime/registry.py", "import_module"): "of a user's own module, named on the command line",
-    ("measure/timing.py", "import_module"): "of a package whose name stands in the source, to see whether it is there",
 }
 
 

@@ -48,14 +48,6 @@ def test_cudnn_attention_gives_the_rows_sums():
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.fp8
-def test_fp8_product_of_a_gpu():
-    a, b = (torch.randn(n, 64, device="cuda").to(torch.float8_e4m3fn) for n in (32, 48))
-    two, half = torch.tensor(2.0, device="cuda"), torch.tensor(0.5, device="cuda")
-    found = torch_private.fp8_product(a, b.T, two, half, fast=False)
-    torch.testing.assert_close(found, (a.float() @ b.float().T).bfloat16(), rtol=2**-7, atol=1e-2)
-
-
 @pytest.mark.skipif(flash_attn.why_no_flash() is not None, reason=str(flash_attn.why_no_flash()))
 def test_flash_backward_takes_another_kernels_row_sums_and_writes_into_what_it_is_given():
     backward = flash_attn.flash_backward()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_fp8.measure import subprocesses
-from gpt2_fp8.measure.subprocesses import run, section
+from gpt2_fp8.measure.subprocesses import run
 
 ANSWERS = "import json, sys; json.dump({'asked': json.load(sys.stdin)}, open(sys.argv[1], 'w'))"
 # starts a child of its own, writes both ids, and hangs
@@ -18,18 +17,6 @@ HANGS = """
 import os, subprocess, sys, time
 below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open("ids.tmp", "w").write(f"{os.getpid()} {below.pid}")
-os.rename("ids.tmp", "ids")
-time.sleep(600)
-"""
-
-# What a section has answered when it is ended: a row, and what stands for the one under way.
-ROWS = [{"name": "first", "status": "ok"}, {"name": None, "status": "failed", "message": "ended"}]
-
-ANSWERS_AND_HANGS = f"""
-import json, os, sys, time
-json.dump({ROWS}, open(sys.argv[1] + ".tmp", "w"))
-os.rename(sys.argv[1] + ".tmp", sys.argv[1])
-open("ids.tmp", "w").write(str(os.getpid()))
 os.rename("ids.tmp", "ids")
 time.sleep(600)
 """
@@ -46,13 +33,6 @@ def module(tmp_path, monkeypatch):
         return "scratch"
 
     return make
-
-
-@pytest.fixture
-def scratch(monkeypatch):
-    """Any section is `module`'s."""
-    real = subprocesses.run
-    monkeypatch.setattr(subprocesses, "run", lambda name, *more: real("scratch", *more))
 
 
 def ids():
@@ -152,40 +132,3 @@ def test_when_the_parent_ends_so_do_they(signum, module):
     os.kill(parent.pid, signum)
     assert parent.wait(60) == -signum
     assert all(map(gone, children))
-
-
-def test_a_section_that_fails_is_a_row():
-    (row,) = section("no_such_section", {}, 60)
-    assert (row["name"], row["status"]) == ("no_such_section", "failed")
-    assert "No module named" in row["message"]
-
-
-@pytest.mark.usefixtures("scratch", "from_ready")
-def test_a_section_cut_short_says_so_in_its_last_row(module):
-    """What was measured before counts; the row under way is not blamed on the program."""
-    module(ANSWERS_AND_HANGS)
-    first, last = section("scratch", {}, 1)
-    assert first == {"name": "first", "status": "ok"}
-    assert (last["status"], last["message"]) == ("timed out", "took longer than 1 seconds")
-
-
-def test_a_section_that_is_stopped_hands_over_what_it_has(module, scratch, monkeypatch):
-    """The stop comes to the parent while it waits, once the child has answered."""
-    module(ANSWERS_AND_HANGS)
-
-    def interrupted(self, timeout=None):
-        if timeout is None:
-            return wait(self)
-        ids()
-        raise KeyboardInterrupt
-
-    wait = subprocess.Popen.wait
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    found = []
-    with pytest.raises(KeyboardInterrupt):
-        section("scratch", {}, 600, stopped=found.extend)
-    assert found == [
-        {"name": "first", "status": "ok"},
-        {"name": None, "status": "stopped", "message": "stopped here: this row and those after it are missing"},
-    ]
-    assert all(map(gone, ids()))

@@ -1,26 +1,23 @@
 """The two pictures of the README: the losses of FP8 over bf16's, and the speed beside other programs.
 
-    python docs/studies/readme_pictures.py docs/pictures --bf16 b1.csv b2.csv --fp8 f1.csv f2.csv f3.csv f4.csv
+    python benchmarks/readme_pictures.py docs/pictures --bf16 b1.csv b2.csv --fp8 f1.csv f2.csv f3.csv f4.csv
 
 The losses are the `metrics.csv` of runs. The speeds are those of the table in docs/performance.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
 
 import numpy as np
-import program
 from matplotlib.figure import Figure
+from words import Parser
 
-from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.runtime.arguments import Parser
 from gpt2_fp8.train import metrics_csv
 
-PERFORMANCE = Path(__file__).resolve().parents[1] / "performance.md"
+PERFORMANCE = Path(__file__).resolve().parents[1] / "docs/performance.md"
 BLUE, GREY = "#2a6fbb", "#9a9a9a"
 SMOOTH = 5  # rows of a log; each is a mean over its own steps
 STOPS = 0.05  # of a run's rows: at most so many may be of its stops
@@ -33,19 +30,14 @@ SHORT = {
 
 def main(argv: list[str]) -> int:
     """Write `loss.png` and `speed.png` into the folder that the command line names. Returns the exit code."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--bf16", type=Path, nargs="+", required=True)
     parser.add_argument("--fp8", type=Path, nargs="+", required=True)
-    try:
-        options = parser.parse_args(argv)
-        figure = losses(options.bf16, options.fp8)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    options.folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.folder / "loss.png", dpi=110)
-    speeds(PERFORMANCE.read_text()).savefig(options.folder / "speed.png", dpi=110)
+    asked = parser.parse_args(argv)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    losses(asked.bf16, asked.fp8).savefig(asked.folder / "loss.png", dpi=110)
+    speeds(PERFORMANCE.read_text()).savefig(asked.folder / "speed.png", dpi=110)
     return 0
 
 
@@ -53,22 +45,21 @@ def losses(bf16: list[Path], fp8: list[Path]) -> Figure:
     """Draw every run's training loss over its tokens; below it, how far the means are apart.
 
     A run that was stopped and continued has a row more for each stop, which is left out. The row after it is a mean
-    over fewer steps. Raises UserError unless all have logged at the same tokens beside these, up to the same end.
+    over fewer steps. Raises ValueError unless all have logged at the same tokens beside these, up to the same end.
     """
     rows = {file: _rows(file) for file in (*bf16, *fp8)}
     shortest = min(rows, key=lambda file: len(rows[file]))
     for file, found in rows.items():
         missing = len(found.keys() ^ rows[shortest].keys())
         if missing > STOPS * len(found) or max(found) != max(rows[shortest]):
-            cause = f"{file} and {shortest} have logged at different tokens, up to {max(found):,.0f} and to "
-            raise UserError.of(f"{cause}{max(rows[shortest]):,.0f}", "name runs of equal settings that have ended")
+            raise ValueError(f"{file} and {shortest} have logged at different tokens, or to different ends")
     common = sorted(set.intersection(*map(set, rows.values())))
-    found = {file: _curve(common, losses) for file, losses in rows.items()}
+    smooth = {file: _curve(common, losses) for file, losses in rows.items()}
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     means = []
     for files, colour, width, name in ((bf16, "black", 0.6, "bf16"), (fp8, BLUE, 2.2, "FP8")):
-        curves = [found[file] for file in files]
+        curves = [smooth[file] for file in files]
         for tokens, loss in curves:
             label = f"{name}, {len(files)} seeds" if tokens is curves[0][0] else None
             above.plot(tokens / 1e6, loss, color=colour, linewidth=width, label=label, zorder=3 - width)
@@ -104,11 +95,11 @@ def speeds(page: str) -> Figure:
 
 
 def _rows(path: Path) -> dict[float, float]:
-    """Return the training loss by the tokens of a `metrics.csv`'s rows. Raises UserError without any."""
+    """Return the training loss by the tokens of a `metrics.csv`'s rows. Raises ValueError without any."""
     rows = metrics_csv.read(path, ["tokens", "train_loss"]).rows
     found = [(row["tokens"], row["train_loss"]) for row in rows if "train_loss" in row]
     if len(found) <= SMOOTH:
-        raise UserError.of(f"{path} has {len(found)} rows of a training loss", "name the metrics.csv of a whole run")
+        raise ValueError(f"{path} has {len(found)} rows of a training loss")
     return dict(found[1:])  # the first row is of one step
 
 
@@ -119,4 +110,4 @@ def _curve(tokens: list[float], losses: dict[float, float]) -> tuple[np.ndarray,
 
 
 if __name__ == "__main__":
-    program.run(main)
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""GPT-2 as others train it: what each peer of the benchmark computes. `peers` runs the loop around them.
+"""GPT-2 as others train it: what each peer computes. `peers.py` runs the loop around them.
 
 A builder takes the model's configuration, the tokenizer's vocabulary size and the device. Every vocabulary is padded as
 this project's is, since all peers are faster with it. Losses include the padding's columns, as the peers' own do.
@@ -22,7 +22,6 @@ from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.reference import Attention
-from gpt2_fp8.measure.timing import Unavailable, installed
 from gpt2_fp8.model.gpt2 import GPT2, INITIAL_STD, initialise, padded_vocabulary
 from gpt2_fp8.model.loss import cross_entropy
 from gpt2_fp8.precision.support import why_not_te_fp8
@@ -103,12 +102,14 @@ def plain_gpt2(config: ModelConfig, vocab_size: int) -> PlainGPT2:
 
 def transformers_model(config: ModelConfig, vocab_size: int, device: str) -> Peer:
     """Build transformers' class for the model: GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM."""
-    library, spec = installed("transformers"), block_spec(config)
+    import transformers as library
+
+    spec = block_spec(config)
     architecture = next((a for a in hf_config.ARCHITECTURES if not hf_config.misfits(spec, a)), None)
     if architecture is None and hf_config.misfits(spec, hf_config.GPT2) == ["always biases"]:
         architecture = hf_config.GPT2
     if architecture is None:
-        raise Unavailable("refused", "none of its classes computes this model")
+        raise ValueError("none of its classes computes this model")
     keys = hf_config.to_hf(config, architecture, padded_vocabulary(vocab_size), separator=None)
     settings = library.AutoConfig.for_model(keys.pop("model_type"), **keys)
     settings.use_cache = False
@@ -125,7 +126,8 @@ def transformers_model(config: ModelConfig, vocab_size: int, device: str) -> Pee
 
 def torchao_float8(config: ModelConfig, vocab_size: int, device: str) -> Peer:
     """Build the plain model with torchao's tensorwise float8 in every `nn.Linear`. The head stays tied."""
-    library = installed("torchao.float8")
+    from torchao import float8 as library
+
     with torch.device(device):
         model = plain_gpt2(config, vocab_size)
     library.convert_to_float8_training(model, config=library.Float8LinearConfig.from_recipe_name("tensorwise"))
@@ -201,9 +203,9 @@ def _bf16(device: str) -> AbstractContextManager:
 
 
 def _needs_fp8(device: str) -> None:
-    """Raise Unavailable if Transformer Engine, or something that it needs, is missing."""
+    """Raise ValueError if Transformer Engine, or something that it needs, is missing."""
     if reason := why_not_te_fp8():
-        raise Unavailable("not installed" if "not installed" in reason else "refused", reason)
+        raise ValueError(reason)
 
 
 OURS, TRANSFORMERS = "plain torch", "transformers"

@@ -1,23 +1,19 @@
 """Draws what a healthy and a sick run look like: the pictures of docs/what-to-watch.md.
 
-    python docs/studies/health_pictures.py HEALTHY SICK FOLDER
+    python benchmarks/health_pictures.py HEALTHY SICK FOLDER
 
 HEALTHY and SICK are the folders of two runs, each with `metrics.csv` and `fp8.csv`. The pictures are written to FOLDER.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
-import program
+from words import Parser
 
-from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.runtime.arguments import Parser
 from gpt2_fp8.train import metrics_csv
 
 KINDS = {"input": "tab:blue", "weight": "tab:orange", "gradient": "tab:green"}
@@ -86,27 +82,14 @@ def _line(points: dict[int, float]) -> tuple[list[int], list[float]]:
 
 def main(argv: list[str]) -> int:
     """Draw the pictures of the two runs that the command line names. Returns the exit code."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("healthy", type=Path)
-    parser.add_argument("sick", type=Path)
-    parser.add_argument("folder", type=Path)
-    try:
-        options = parser.parse_args(argv)
-        if problems := list(_problems((options.healthy, options.sick))):
-            raise UserError(problems)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    options.folder.mkdir(parents=True, exist_ok=True)
-    draw({"healthy": options.healthy, "sick": options.sick}, options.folder)
+    parser = Parser(__doc__)
+    for name in ("healthy", "sick", "folder"):
+        parser.add_argument(name, type=Path)
+    asked = parser.parse_args(argv)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    draw({"healthy": asked.healthy, "sick": asked.sick}, asked.folder)
     return 0
 
 
-def _problems(runs: tuple[Path, ...]) -> Iterator[Problem]:
-    for run in runs:
-        if not (run / "fp8.csv").is_file() or not columns(run / "metrics.csv")["train_loss"]:
-            yield Problem(f"{run} lacks metrics.csv or fp8.csv", "name the folder of a run in FP8 that has trained")
-
-
 if __name__ == "__main__":
-    program.run(main)
+    sys.exit(main(sys.argv[1:]))
