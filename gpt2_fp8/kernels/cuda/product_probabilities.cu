@@ -51,8 +51,8 @@ struct Probabilities {
   __device__ void prepare(int row) {
     const float2 two = __ldg(reinterpret_cast<const float2*>(references + mine(row)));
     shift[0] = EXPONENT - two.x, shift[1] = EXPONENT - two.y;
-#pragma unroll
-    for (int s = 0; s < 2; ++s) target[s] = static_cast<int>(__ldg(targets + mine(row) + s));  // 8 bytes into a sequence
+    const longlong2 ids = __ldg(reinterpret_cast<const longlong2*>(targets + mine(row)));
+    target[0] = static_cast<int>(ids.x), target[1] = static_cast<int>(ids.y);
   }
 
   // Write the logit of row `first` + s if its target is among this thread's columns, the first of which is `column`. Few
