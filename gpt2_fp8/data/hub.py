@@ -151,13 +151,13 @@ class HubSource:
         """
         found = []
         for path in paths:
-            file = self._file(commit, path)
-            is_parquet = formats.kind_of(path) == ("parquet", "")
+            file, kind = self._file(commit, path), formats.kind_of(path)
+            is_parquet = kind == ("parquet", "")
             with formats.content_errors(file.name):
-                if formats.kind_of(path) is None:
-                    _ = path is paths[0] and next(self._read_by_datasets(file, path), None)
-                elif is_parquet or path is paths[0]:
+                if kind is not None and (is_parquet or path is paths[0]):
                     formats.check_column(file, self.text_column)
+                elif path is paths[0]:
+                    next(self._read_by_datasets(file, path), None)
                 found.append(parquet.metadata(file).num_row_groups if is_parquet else 1)
         return found
 

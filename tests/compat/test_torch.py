@@ -50,6 +50,10 @@ def test_a_group_says_how_many_collectives_were_entered():
         distributed.all_reduce(torch.ones(2))
         distributed.barrier()
         assert torch_private.entered_collectives(group) == before + 2
+        torch_private.all_reduce_together([torch.ones(2), torch.ones(3)], distributed.ReduceOp.SUM)
+        assert torch_private.entered_collectives(group) == before + 3, (
+            "one for all tensors; two ranks: test_collectives"
+        )
     finally:
         distributed.destroy_process_group()
 

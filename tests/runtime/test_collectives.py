@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
+from gpt2_fp8.compat import torch_private
 from gpt2_fp8.engine.micro_batching import MicroBatching
 from gpt2_fp8.layers.delayed_scaling import Place
 from gpt2_fp8.precision import state
@@ -61,7 +62,14 @@ def _hosts(rank):
 def _tensors(rank):
     tensor = torch.tensor([1.0, -5.0]) * (1 - 2 * rank)
     collectives.maximum(tensor)
-    return {"maximum": tensor.tolist(), "world": collectives.rank_and_world(), "several": collectives.is_distributed()}
+    together = [torch.full((2,), 1.0 + rank), torch.full((3,), 10.0 * rank)]
+    torch_private.all_reduce_together(together, distributed.ReduceOp.SUM)
+    return {
+        "maximum": tensor.tolist(),
+        "together": [part.tolist() for part in together],
+        "world": collectives.rank_and_world(),
+        "several": collectives.is_distributed(),
+    }
 
 
 def _states(rank):
@@ -130,6 +138,7 @@ def test_the_largest_elements_of_all_ranks(ranks):
     for rank in ranks:
         assert rank["several"]
         assert rank["maximum"] == [1.0, 5.0]
+        assert rank["together"] == [[3.0] * 2, [10.0] * 3]
 
 
 @pytest.mark.whole
