@@ -80,6 +80,7 @@ class GracefulStop(Checkpoint):
         """Take the signals back from Lightning, which has just set its own handlers; stop if a signal came."""
         if self._signals.installed:
             self._signals.install()
+            self._signals.watch()
             loops.leave_signals_alone(trainer)
         self._signals.hold()
         self._signals.gives_up = not collectives.is_distributed()  # only a single process can leave a step

@@ -72,7 +72,7 @@ class Signals:
         self._held = True
         self._told = False  # whether stderr says that the run is stopping
         self._watched = False  # whether a thread ends the process, and asks again until the exception has arrived
-        self._wakeup: list[int] = []  # where Python writes each signal's number, and where it wrote them before
+        self._wakeup: list[int] = []  # a pipe for each signal's number, and where Python wrote them before
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
@@ -84,9 +84,16 @@ class Signals:
         if not self._wakeup:
             reader, writer = os.pipe()
             os.set_blocking(writer, False)
-            self._wakeup = [writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False)]
+            self._wakeup = [reader, writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False)]
+
+    def watch(self) -> None:
+        """Have a thread see signals from now on; a first signal does so too. The handlers must be installed.
+
+        It is not started with them: while torch is loaded, memory may be scarce.
+        """
+        if not self._watched:
             with suppress(RuntimeError, MemoryError):  # if no thread can be started
-                threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
+                threading.Thread(target=self._watch, args=self._wakeup[:1], name="signals", daemon=True).start()
                 self._watched = True
 
     def uninstall(self) -> None:
@@ -96,10 +103,12 @@ class Signals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
         if self._wakeup:
-            writer, before = self._wakeup
+            reader, writer, before = self._wakeup
             signal.set_wakeup_fd(before)
-            os.close(writer)
-            self._wakeup = []
+            os.close(writer)  # the thread then ends, and closes the other end
+            if not self._watched:
+                os.close(reader)
+            self._wakeup, self._watched = [], False
 
     @property
     def installed(self) -> bool:
@@ -138,6 +147,7 @@ class Signals:
         self.received, self._received_at = _meaning(signum), time.monotonic()
         if signum == signal.SIGHUP:
             process_end.leave_terminal()
+        self.watch()
         if self._held:
             self._tell(signum)
         else:

@@ -88,7 +88,7 @@ def test_one_step_through_everything_counts_nothing(text, monkeypatch):
     assert length(*text, "debug=fdr", "trainer.max_steps=null", "trainer.max_epochs=1").config.trainer.max_steps == 1
 
 
-@pytest.mark.parametrize("precision", ["fp8_hybrid", "bf16", "auto"])
+@pytest.mark.parametrize("precision", ["fp8_hybrid", "bf16"])
 def test_a_checkpoint_from_before_these_limits_has_none_of_them(tmp_path, precision):
     """Nor any other key that has come since: each has a default in the schema, which is what runs did before it."""
     validated = [] if precision == "bf16" else ["precision.evaluation=fp8"]  # as all runs were, and new ones are not
