@@ -122,14 +122,14 @@ def room():
     """`room(share, peak)` leaves torch a part of the memory that a run needed, and returns the limit in GiB.
 
     peak: GiB that were allocated at once in that run. What was there without the run (other tests' objects, cuBLAS's
-    workspaces) is no part of what it needed, and stays beside the share.
+    workspaces) is no part of what it needed, and stays beside the share. Free blocks that torch has kept count as room.
     """
 
     def leave(share, peak):
         gc.collect()
         torch.cuda.empty_cache()
-        there, kept = (read() / 2**30 for read in (torch.cuda.memory_allocated, torch.cuda.memory_reserved))
-        limit = kept + share * (peak - there)
+        there = torch.cuda.memory_allocated() / 2**30
+        limit = there + share * (peak - there)
         torch.cuda.set_per_process_memory_fraction(limit / (torch.cuda.mem_get_info()[1] / 2**30))
         return limit
 
