@@ -33,7 +33,6 @@ from tests.diagnose.machines import file as machine_file
 from tests.reports.made import rows as rows_of_a_log
 from tests.reports.made import run, settings
 from tests.runs import forked, metrics
-from tests.test_layering import HOUSE
 from tests.train.test_launchers import srun
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -634,24 +633,3 @@ def test_files_named_exist(document):
         if re.fullmatch(r"[\w./-]+\.(py|yaml|md)", name) and not re.search(r"[A-Z]{4}\.yaml", name):
             places = [ROOT, ROOT / "gpt2_fp8", *((ROOT / "gpt2_fp8").iterdir() if document == ARCHITECTURE else [])]
             assert any((place / name).is_file() for place in places), name
-
-
-def test_every_module_has_its_row():
-    table = [names(row[0])[0] for row in rows(ARCHITECTURE, "module") if names(row[0])]
-    assert len(set(table)) == len(table)
-    package = ROOT / "gpt2_fp8"
-    modules = {str(path.relative_to(package)) for path in package.rglob("*.py")}
-    silent = {name for name in modules if name.endswith("__init__.py") and len(_statements(package / name)) == 0}
-    assert set(table) == modules - silent - {"__init__.py"}, "`__init__.py` is in it where it holds code"
-
-
-def test_the_table_of_modules_stands_in_the_order_of_the_house():
-    table = [names(row[0])[0] for row in rows(ARCHITECTURE, "module") if names(row[0])]
-    packages = list(dict.fromkeys(name.partition("/")[0] for name in table if "/" in name))
-    assert packages == [row for row in HOUSE if (ROOT / "gpt2_fp8" / row).is_dir()]
-
-
-def _statements(path):
-    """A module's statements but for its docstring."""
-    body = ast.parse(path.read_text()).body
-    return [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]

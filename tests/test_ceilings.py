@@ -1,0 +1,45 @@
+"""Ceilings: lines and modules of each package, lines of the tests and of the documents.
+
+A ceiling is lowered when something is taken away. It is raised only by a change whose budget was agreed on before.
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {  # lines, modules
+    "gpt2_fp8/*.py": (1659, 13),
+    "gpt2_fp8/backends/**/*.py": (999, 11),
+    "gpt2_fp8/callbacks/**/*.py": (1701, 17),
+    "gpt2_fp8/checkpoint/**/*.py": (2838, 29),
+    "gpt2_fp8/compat/**/*.py": (805, 13),
+    "gpt2_fp8/compose/**/*.py": (4096, 37),
+    "gpt2_fp8/config/**/*.py": (5932, 57),
+    "gpt2_fp8/data/**/*.py": (5033, 45),
+    "gpt2_fp8/diagnose/**/*.py": (1760, 17),
+    "gpt2_fp8/engine/**/*.py": (2597, 25),
+    "gpt2_fp8/kernels/**/*.py": (3065, 28),
+    "gpt2_fp8/layers/**/*.py": (2803, 30),
+    "gpt2_fp8/measure/**/*.py": (978, 11),
+    "gpt2_fp8/model/**/*.py": (878, 12),
+    "gpt2_fp8/precision/**/*.py": (1039, 11),
+    "gpt2_fp8/reports/**/*.py": (2405, 23),
+    "gpt2_fp8/runtime/**/*.py": (4110, 49),
+    "gpt2_fp8/train/**/*.py": (4743, 43),
+}
+OTHERS = {"tests/**/*.py": 54_400, "docs/*.md": 5_110, "README.md": 223, "ARCHITECTURE.md": 300, "CHANGELOG.md": 30}
+
+
+def lines(pattern: str) -> list[int]:
+    return [len(path.read_text().splitlines()) for path in ROOT.glob(pattern)]
+
+
+def test_no_package_grows():
+    assert set(PACKAGES) >= {f"gpt2_fp8/{path.parent.name}/**/*.py" for path in ROOT.glob("gpt2_fp8/*/__init__.py")}
+    now = {pattern: (sum(lines(pattern)), len(lines(pattern))) for pattern in PACKAGES}
+    over = {name: (*size, *PACKAGES[name]) for name, size in now.items() if any(map(int.__gt__, size, PACKAGES[name]))}
+    assert over == {}, "lines, modules, and the ceilings of both"
+
+
+def test_tests_and_documents_do_not_grow():
+    over = {name: (sum(lines(name)), most) for name, most in OTHERS.items() if sum(lines(name)) > most}
+    assert over == {}, "lines, and the ceiling"
