@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import signal
 import sys
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from gpt2_fp8.compose import benchmark, benchmark_cases
-from gpt2_fp8.config import output_folder, run_folder
+from gpt2_fp8.compose import benchmark
+from gpt2_fp8.config import output_folder
 from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import RunError, UserError
@@ -132,8 +131,6 @@ def help_text() -> str:
 
 def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
     """Return the settings, the cases and the device. Raises UserError."""
-    if unfit := run_folder.current():
-        raise UserError(unfit)
     if found := output_folder.check(FOLDER, "outputs/bench"):
         raise UserError.of(found[0].problem.cause, ELSEWHERE)
     likely = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
@@ -185,10 +182,7 @@ def _measure(case: Case, device: str, timeout_s: float, log: Path) -> Result:
     """Measure a case, unless it cannot fit this machine."""
     if reason := memory_bound.too_large(case.config, device, case.warmup + case.steps + case.profile):
         return Result(status="out of memory", message=reason)
-    result = measure(case, timeout_s, log)
-    if case.config.notes:  # a row, whose words are those of a run
-        return result
-    return replace(result, remedy=result.remedy and benchmark_cases.in_lists(result.remedy))
+    return measure(case, timeout_s, log)
 
 
 def _outcome(result: Result) -> str:

@@ -20,7 +20,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from gpt2_fp8.compose import catalog, conf_dir
+from gpt2_fp8.compose import composition, conf_dir
 
 MODULES = 20  # objects are counted as old once more when so many modules were imported
 _PATH = [("hydra", "pkg://hydra.conf"), ("main", str(conf_dir())), ("schema", "structured://")]  # no user's folder
@@ -47,7 +47,7 @@ class OldObjects:
 def pytest_configure(config: pytest.Config) -> None:
     """Begin with both, in this process alone: a process that a test starts is as a user's."""
     config.pluginmanager.register(OldObjects())
-    catalog.compose = compose  # type: ignore[assignment]
+    composition.compose = compose  # type: ignore[assignment]
     OmegaConf.load = load  # type: ignore[method-assign]
 
 

@@ -9,7 +9,7 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from gpt2_fp8.compose import catalog, conf_dir
+from gpt2_fp8.compose import composition, conf_dir
 from tests import once
 
 
@@ -25,7 +25,7 @@ def asked(monkeypatch):
 
 @pytest.mark.parametrize("choices", [[], ["model=gpt2", "~experiment", "trainer=ddp"], ["model=gpt2"]], ids=" ".join)
 def test_it_is_what_hydra_composes_in_any_folder(choices, asked, tmp_path, monkeypatch):
-    with catalog.open_catalog(conf_dir(), "config"):
+    with composition.open_catalog(conf_dir(), "config"):
         first = once.compose("config", choices, return_hydra_config=True)
         first.seed = 7  # what is done to one is not done to the next
         composed = []
@@ -42,15 +42,15 @@ def test_it_is_what_hydra_composes_in_any_folder(choices, asked, tmp_path, monke
 
 
 def test_preflight_composes_by_it():
-    assert catalog.compose is once.compose
+    assert composition.compose is once.compose
 
 
 def test_a_users_files_and_hydras_settings_are_composed_each_time(asked, tmp_path):
     for seed in (5, 6):
         (tmp_path / "mine.yaml").write_text(f"seed: {seed}\n")
-        with catalog.open_catalog(tmp_path, "mine"):
+        with composition.open_catalog(tmp_path, "mine"):
             assert once.compose("mine", []).seed == seed
-    with catalog.open_catalog(conf_dir(), "config"):
+    with composition.open_catalog(conf_dir(), "config"):
         for _ in range(2):
             once.compose("config", ["hydra.job.name=x"])
             once.compose("config", ["+notes=${seed}"])

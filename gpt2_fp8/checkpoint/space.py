@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpt2_fp8.checkpoint import pointers
-from gpt2_fp8.config import run_folder
+from gpt2_fp8.config import output_folder
 from gpt2_fp8.config.errors import UserError
 
 FILES = 32  # of logs, settings, and checkpoints of six files
@@ -82,12 +82,8 @@ def require_large_files(parameters: int, state: int) -> None:
 def require_writable(folder: Path) -> None:
     """Raise UserError if `folder` cannot be made or written. Leaves nothing there."""
     existing = _existing(folder)
-    if not existing.is_dir():
-        raise UserError.of(f"{folder}: {existing} {run_folder.no_folder(existing)}", f"remove it, or give {_ELSEWHERE}")
-    if reason := run_folder.unwritable(existing):
-        raise UserError.of(
-            f"{folder}: {existing} cannot be written: {reason}", f"make it writable, or give {_ELSEWHERE}"
-        )
+    if reason := output_folder.unwritable(existing):
+        raise UserError.of(f"{folder}: {existing} cannot be written: {reason}", f"another folder: {_ELSEWHERE}")
 
 
 def _existing(folder: Path) -> Path:

@@ -7,18 +7,15 @@ of each one. Imports no torch.
 from __future__ import annotations
 
 import argparse
-import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig
 
 
 def flag_parser() -> argparse.ArgumentParser:
@@ -64,18 +61,3 @@ def search_in(loader: ConfigLoader, folder: Path) -> None:
     private = cast(ConfigLoaderImpl, loader)
     private.config_search_path.prepend("command-line", f"file://{folder}", "schema")
     private.repository.initialize_sources(private.config_search_path)
-
-
-def with_values(composed: DictConfig, choices: Sequence[Override], values: Sequence[Override]) -> DictConfig:
-    """Return what `hydra.compose` makes of `choices` and `values`, from what it made of `choices` alone.
-
-    `composed` is left as it is. `hydra.compose` reads every file again for each job of a sweep, which takes most of
-    its time, and the jobs mostly differ in values. Raises what `hydra.compose` raises for a value.
-    """
-    cfg = copy.deepcopy(composed)
-    ConfigLoaderImpl._apply_overrides_to_config(list(values), cfg)
-    cfg.hydra.overrides.task.extend([word.input_line for word in values])
-    job = cfg.hydra.job
-    named, form = [word for word in (*choices, *values) if not word.is_hydra_override()], job.config.override_dirname
-    job.override_dirname = get_overrides_dirname(named, form.exclude_keys, form.item_sep, form.kv_sep)
-    return cfg

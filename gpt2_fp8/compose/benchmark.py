@@ -10,16 +10,14 @@ from hydra.core.override_parser.types import Override
 
 from gpt2_fp8.compose import benchmark_cases, conf_dir
 from gpt2_fp8.compose.benchmark_cases import LISTS
-from gpt2_fp8.compose.catalog import BENCH, Catalog, open_catalog
-from gpt2_fp8.compose.commandline import Program, read
-from gpt2_fp8.compose.override_parser import parse
+from gpt2_fp8.compose.commandline import Program, overrides_of, read
+from gpt2_fp8.compose.composition import BENCH, Catalog, open_catalog
 from gpt2_fp8.config import bench_schema, hints, parsing
 from gpt2_fp8.config.bench_schema import BenchConfig, BenchRunConfig
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 
 PROGRAM = Program("python -m gpt2_fp8.bench", BenchRunConfig, flags=("help", "overrides", "config_dir"))
-_INSTEAD = {"fp8_e5m2": "fp8_hybrid"}  # every run refuses this choice
 _OWN = tuple(field.name for field in fields(BenchConfig))
 _NOT_WITH_ROWS = ("precision", "recipe", "baseline")
 
@@ -38,10 +36,10 @@ def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]
     line, problems = read(argv, PROGRAM)
     with open_catalog(conf_dir(), "config") as catalog:
         problems += catalog.add_folders([line.config_dir] if line.config_dir else [])
-        words, found = parse([word for word in line.words if word != BENCH], catalog, PROGRAM)
-        problems += [_one_by_one(word) for word in line.words if word == BENCH] + found
+        words, found = overrides_of(line.words)
+        problems += found
         own = [o for o in words if o.key_or_group.partition(".")[0] == BENCH]
-        refused = {o.input_line: problem for o in words if o not in own and (problem := _refusal(o, catalog))}
+        refused = {o.input_line: problem for o in words if o not in own and (problem := _refusal(o))}
         problems += refused.values()
         given = [o for o in words if o not in own and o.input_line not in refused]
         gpu = gpu and not any(o.input_line in ("trainer=cpu", "trainer.accelerator=cpu") for o in given)
@@ -54,14 +52,14 @@ def preflight(argv: list[str], gpu: bool) -> tuple[BenchConfig, list[RunConfig]]
     return bench, configs
 
 
-def _refusal(override: Override, catalog: Catalog) -> Problem | None:
+def _refusal(override: Override) -> Problem | None:
     """Return why a word that would be right for a run is wrong for a benchmark, or None."""
     key, line = override.key_or_group, str(override.input_line)
     value = line.partition("=")[2]
     if override.is_hydra_override():
         return Problem(f"{line}: the benchmark keeps a folder and a log of its own", f"leave {key} out")
     if key in LISTS:
-        return Problem(f"{line}: the benchmark goes through a list", _as_list(key, value, catalog))
+        return Problem(f"{line}: the benchmark goes through a list", f"'bench.{key}=[{value.strip('[]')}]'")
     if key in benchmark_cases.HERE:
         return benchmark_cases.refusal(override)
     if key in _OWN:
@@ -80,17 +78,6 @@ def _not_with_rows(override: Override) -> Problem | None:
         return None
     remedy = "write it into the rows" if name in LISTS else f"leave {override.key_or_group} out"
     return Problem(f"{line}, and bench.rows has rows with words of their own", remedy)
-
-
-def _as_list(key: str, value: str, catalog: Catalog) -> str:
-    """Return what to type instead of a run's `key=value`: a list of what it names, or an example."""
-    named = [item.strip() for item in value.strip("[]").split(",")]
-    if key == "micro_batch_size":
-        right = [item for item in named if item.isdecimal() and int(item)]
-    else:
-        options = _options(catalog, key)
-        right = [match for item in named for match in hints.near(_INSTEAD.get(item, item), options, 1)]
-    return f"'bench.{key}=[{','.join(right)}]'" if len(right) == len(named) else hints.VALUES[f"bench.{key}"]
 
 
 def _options(catalog: Catalog, group: str) -> list[str]:
@@ -147,7 +134,7 @@ def _choices(bench: BenchConfig, catalog: Catalog) -> list[Finding]:
     for group in ("model", "precision", "recipe"):
         options = _options(catalog, group)
         for name in getattr(bench, group):
-            if name not in options and not (catalog.refused_folders and group == "model"):
+            if name not in options:
                 problem = Problem(*hints.unknown_choice(f"bench.{group}", name, options))
                 found.append(Finding((f"bench.{group}",), problem))
     return found

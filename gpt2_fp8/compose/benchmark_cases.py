@@ -6,7 +6,6 @@ So a key means the same in both programs.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,9 +13,8 @@ from typing import NamedTuple
 from hydra.core.override_parser.types import Override
 
 from gpt2_fp8.compose import benchmark_rows, configs_of
-from gpt2_fp8.compose.catalog import Catalog
-from gpt2_fp8.compose.commandline import RUN, CommandLine
-from gpt2_fp8.compose.override_parser import parse
+from gpt2_fp8.compose.commandline import CommandLine, overrides_of
+from gpt2_fp8.compose.composition import Catalog
 from gpt2_fp8.config import bench_schema, tokenizer_file
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import Problem
@@ -34,7 +32,6 @@ _MEANINGLESS = (
     "precision.bf16_last_steps",
 )
 _OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")  # keys of `trainer` that do change it
-_OF_A_RUN = re.compile(rf"(?<![\w.])({'|'.join(LISTS)})=(\w+)")
 
 
 class _Case(NamedTuple):
@@ -121,7 +118,7 @@ def _rows(
     """Return the configuration of each row of a file. The row's name is in its `notes`."""
     done: list[RunConfig] = []
     for row in benchmark_rows.read(file, problems):
-        overrides, found = parse(list(row.words), catalog, RUN)
+        overrides, found = overrides_of(list(row.words))
         found += [problem for o in overrides if (problem := _not_of_a_row(o))]
         sizes = [str(o.value()) for o in overrides if o.key_or_group == "micro_batch_size"]
         size = int(sizes[-1]) if sizes and sizes[-1].isdecimal() else bench.micro_batch_size[0]
@@ -148,7 +145,7 @@ def _config(
     """Return a case's configuration with the benchmark's own sizes, or an empty list if it has problems."""
     found: list[Problem] = []
     configs = configs_of(CommandLine(case.words(given)), catalog, found)
-    problems += found if isinstance(case, _Row) else [Problem(*map(in_lists, problem)) for problem in found]
+    problems += found
     if any(config.trainer.devices != 1 or config.trainer.num_nodes != 1 for config in configs):
         problems.append(Problem("the benchmark measures one device, and this is a run on several", "trainer=gpu"))
     if not all(limits(config) for config in configs):
@@ -161,8 +158,3 @@ def _config(
         whole = bench_schema.sequences_per_step(bench, case.micro_batch_size, model.n_positions, gpu)
         done.append(replace(config, model=model, global_batch_size=whole))
     return done
-
-
-def in_lists(text: str) -> str:
-    """Rewrite a message about a run's keys for the benchmark: precision=bf16 as 'bench.precision=[bf16]'."""
-    return _OF_A_RUN.sub(r"'bench.\1=[\2]'", text)

@@ -14,7 +14,6 @@ from gpt2_fp8.config.keys import show
 
 FORM = "write NAME: WORDS on each line, such as  fp8: precision=fp8_hybrid recipe=delayed"
 _EXAMPLE = "name a text file of rows, such as {}=benchmarks/rows/ablation.txt"
-_LARGEST = 1 << 16  # bytes
 _LONGEST_NAME = 60  # characters
 
 
@@ -29,7 +28,7 @@ def read(file: str, problems: list[Problem], key: str = "bench.rows") -> list[Be
     """Return the rows of a file, that `key` names. What is wrong is added to `problems`, each line by its number."""
     rows: list[BenchRow] = []
     before = len(problems)
-    for number, line in enumerate(text_file.read(key, file, _LARGEST, _EXAMPLE.format(key), problems).splitlines(), 1):
+    for number, line in enumerate(text_file.read(key, file, _EXAMPLE.format(key), problems).splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, colon, rest = (part.strip() for part in line.partition(":"))

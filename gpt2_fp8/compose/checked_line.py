@@ -10,13 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gpt2_fp8.compose import Purpose, flags_first, planned, quoted
+from gpt2_fp8.compose import Planned, Purpose, hydras_line, planned, quoted
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import launcher, programs, slurm
-
-Planned = list[tuple[RunConfig, str | None]]  # as `planned` returns it
 
 
 def checked(argv: list[str], gathering: Callable[[], Any]) -> list[str]:
@@ -31,7 +28,7 @@ def checked(argv: list[str], gathering: Callable[[], Any]) -> list[str]:
         _say(f"{programs.VERSION}: loading torch, to meet the other ranks")
     ranks = gathering()
     met = ranks.join(started)
-    jobs: Planned = []
+    jobs: list[Planned] = []
     problems: list[Problem] = []
     try:
         jobs = planned(argv, Purpose(restarted=met.launcher.again, begins=True, name=lasting))
@@ -49,9 +46,9 @@ def checked(argv: list[str], gathering: Callable[[], Any]) -> list[str]:
     return words
 
 
-def _named(argv: list[str], lasting: str | None, jobs: Planned) -> list[str]:
+def _named(argv: list[str], lasting: str | None, jobs: list[Planned]) -> list[str]:
     """Return a command line as Hydra takes it, and with its name, if `jobs` took it from this batch job."""
-    words = flags_first(argv)
+    words = hydras_line(argv)
     given = "run_name" in own_words.keys(argv)  # by Lightning's launcher too, to the ranks that it starts
     if given or lasting is None or not any(config.run_name == lasting for config, _ in jobs):
         return words

@@ -14,10 +14,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt2_fp8.compose import conf_dir, own_keys
-from gpt2_fp8.compose.catalog import Catalog, RefusedError, open_catalog
-from gpt2_fp8.compose.commandline import Program, read
-from gpt2_fp8.compose.override_parser import parse
-from gpt2_fp8.config import evaluate_schema, hints, other_words, parsing
+from gpt2_fp8.compose.commandline import Program, overrides_of, read
+from gpt2_fp8.compose.composition import Catalog, open_catalog
+from gpt2_fp8.config import evaluate_schema, hints, parsing
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.evaluate_schema import EvaluateConfig, EvaluateRunConfig
 from gpt2_fp8.config.keys import key_paths, show
@@ -43,11 +42,11 @@ def read_words(argv: list[str]) -> Request:
     result for those that only the model's configuration shows.
     """
     line, problems = read(argv, PROGRAM)
-    words, found = parse(line.words, None, PROGRAM)
+    words, found = overrides_of(line.words)
     problems += found
-    mine = [word for word in words if word.key_or_group in _OWN or word.key_or_group in other_words.OF_EVALUATE]
+    mine = [word for word in words if word.key_or_group in _OWN]
     given = own_keys.values(mine, problems)
-    own = own_keys.settings(EvaluateConfig, given, other_words.OF_EVALUATE, problems)
+    own = own_keys.settings(EvaluateConfig, given, problems)
     problems += (found := evaluate_schema.check(own))
     if any("ckpt_path" in problem.cause for problem in found):
         raise UserError(dict.fromkeys(problems))
@@ -100,11 +99,8 @@ def _chosen(words: list[Override], catalog: Catalog, plain: dict[str, Any], prob
         else:
             taken.append(word)
     if taken:
-        try:
-            composed = catalog.compose([str(word.input_line) for word in taken]).plain
-        except RefusedError as error:
-            problems.append(Problem(f"the choices do not compose: {error.__cause__}", "choose from the groups' files"))
-            composed = {}
+        cfg = catalog.compose([str(word.input_line) for word in taken])
+        composed = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=False))
         for group in {word.key_or_group for word in taken} & composed.keys():
             _replace(plain, group, _resolved(group, composed[group], plain["seed"], problems))
     return own_keys.values([word for word in words if word not in choices], problems)

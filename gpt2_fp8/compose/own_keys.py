@@ -31,15 +31,14 @@ def values(own: list[Override], problems: list[Problem]) -> dict[str, Any]:
     return found
 
 
-def settings(cls: type[T], given: Mapping[str, Any], foreign: Mapping[str, str], problems: list[Problem]) -> T:
+def settings(cls: type[T], given: Mapping[str, Any], problems: list[Problem]) -> T:
     """Build a program's settings from those that are given; each other key has the default of its field.
 
-    A wrong key has its default too, after what is wrong with it was added to `problems`. `foreign`: names of other
-    programs, and what to type here.
+    A wrong key has its default too, after what is wrong with it was added to `problems`.
     """
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     known = {key: value for key, value in given.items() if key in names}
-    problems += [_unknown(key, names, foreign) for key in given if key not in names]
+    problems += [Problem(*hints.unknown_key(key, names, names)) for key in given if key not in names]
     default = vars(cls())
     built, found = parsing.build(cls, default | known)
     problems += [finding.problem for finding in found]
@@ -58,12 +57,3 @@ def _without(cls: type[T], default: Mapping[str, Any], known: Mapping[str, Any],
     built, _ = parsing.build(cls, dict(default) | {key: value for key, value in known.items() if key not in wrong})
     assert built is not None, "the defaults are right"
     return built
-
-
-def _unknown(key: str, names: list[str], foreign: Mapping[str, str]) -> Problem:
-    cause = f"there is no key {key}"
-    if key in foreign:
-        return Problem(cause, f"here it is {foreign[key]}")
-    if near := hints.near(key, names):
-        return Problem(cause, f"did you mean {hints.either(near)}?")
-    return Problem(cause, f"the keys are {', '.join(names)}")

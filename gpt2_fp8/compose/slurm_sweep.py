@@ -9,14 +9,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpt2_fp8.config import slurm_launcher
 from gpt2_fp8.config.errors import Problem, RunError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import launcher
 
-_CHOICE = f"hydra/launcher={slurm_launcher.NAME}"
-_CHOSEN = "hydra.runtime.choices.hydra/launcher"
+_CHOICE = "hydra/launcher=slurm"
 _FOLDER = ".submitit"  # in the sweep's
 _KEYS = ("trainer.accelerator", "trainer.devices", "trainer.num_nodes")
 
@@ -36,54 +33,34 @@ OmegaConf.register_new_resolver("slurm.gpus", _gpus, replace=True)
 OmegaConf.register_new_resolver("slurm.cores", _cores, replace=True)
 
 
+def is_chosen(cfg: DictConfig) -> bool:
+    """Return whether SLURM is to run the jobs of a sweep."""
+    return str(cfg.hydra.launcher.get("_target_")).endswith(".SlurmLauncher")
+
+
 def check(whole: DictConfig, configs: Sequence[RunConfig], multirun: bool) -> Iterator[Problem]:
     """Find what SLURM cannot run as one array of jobs. `whole`: what the sweep's words come to without its values.
 
     `configs`: the jobs. `multirun`: whether they are a sweep's. Yields nothing for another launcher.
     """
-    if not slurm_launcher.is_chosen(whole.hydra.launcher.get("_target_")):
-        return
-    if OmegaConf.select(whole, _CHOSEN) == slurm_launcher.BASE:
-        cause = f"hydra/launcher={slurm_launcher.BASE} asks SLURM for no GPU and one core, unless it is told"
-        yield Problem(cause, f"{_CHOICE}, the same launcher, which asks for what the run needs")
+    if not is_chosen(whole):
         return
     if not multirun:
-        yield Problem(f"{_CHOICE}: a single run would begin here, not on SLURM", _alone())
-        return
-    if any(config.trainer.devices == "auto" for config in configs):
+        yield Problem(f"{_CHOICE}: a single run would begin here, not on SLURM", "put -m in front, to send it")
+    elif any(config.trainer.devices == "auto" for config in configs):
         cause = "trainer.devices=auto: SLURM must be told how many GPUs of a node a job is to have"
-        yield Problem(cause, "trainer.devices=8, for instance")
-        return
+        yield Problem(cause, "trainer.devices=NUMBER")
     for key in _KEYS:
         asked = OmegaConf.select(whole, key)
         others = {value for config in configs if (value := getattr(config.trainer, key.partition(".")[2])) != asked}
         if others:
-            cause = f"{key}={show(next(iter(others)))}: the jobs of one sweep get the same of SLURM, {show(asked)}"
-            yield Problem(cause, f"one value of {key} for the sweep; another sweep for another value")
-
-
-def _alone() -> str:
-    if launcher.current().several:  # -m would be refused: each process would send the sweep
-        return f"leave {_CHOICE} out: the processes have been started, and train together"
-    return "put -m in front, to send it"
+            yield Problem(f"{key}={show(next(iter(others)))}: SLURM gives all jobs of a sweep the same, {show(asked)}")
 
 
 def lacking(whole: DictConfig, multirun: bool) -> Iterator[Problem]:
     """Find that a sweep is to be sent to SLURM, by a word or a file, and that there is none on this machine."""
-    missing = [name for name in ("srun", "sbatch") if shutil.which(name) is None]
-    if multirun and missing and slurm_launcher.is_chosen(whole.hydra.launcher.get("_target_")):
-        choice = f"hydra/launcher={OmegaConf.select(whole, _CHOSEN)}"
-        cause = f"{choice}: there is no {' or '.join(missing)} on this machine"
-        yield Problem(cause, f"type it where the cluster takes jobs; without {choice}, they run here")
-
-
-def begin(settings: DictConfig) -> None:
-    """See to it that the ends of jobs are seen, if SLURM is to run them. `settings`: Hydra's own node."""
-    if slurm_launcher.is_chosen(settings.launcher.get("_target_")):
-        from gpt2_fp8.compose import slurm_ends
-
-        if said := slurm_ends.watch():
-            print(said, flush=True)
+    if multirun and is_chosen(whole) and (missing := [n for n in ("srun", "sbatch", "sacct") if not shutil.which(n)]):
+        yield Problem(f"{_CHOICE}: there is no {' or '.join(missing)} on this machine")
 
 
 def wait(folder: Path) -> None:

@@ -15,8 +15,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.compose import parallel, slurm_sweep, sweeps
-from gpt2_fp8.compose.override_parser import parsed
+from gpt2_fp8.compose import parallel, sweeps
+from gpt2_fp8.compose.commandline import parsed
 from gpt2_fp8.config import sweep_plan
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime.sweep_room import OpenRoom
@@ -54,7 +54,6 @@ class SweepStart(Callback):
             sweep_plan.write(folder, words)
         except OSError as error:
             print(line(f"warning: {folder} cannot be written: {error}"), file=sys.stderr)
-        slurm_sweep.begin(config.hydra)
         if parallel.is_chosen(config.hydra):
             _rooms.append(parallel.begin(config, words))
 

@@ -6,18 +6,11 @@ What only the machine can tell is asked when the backend is known (`backends/att
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from gpt2_fp8.config import backend_support
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.model_fits import cudnn_takes
 from gpt2_fp8.config.schema import AttentionKernel, RunConfig
 
 ON_A_GPU: tuple[AttentionKernel, ...] = ("cudnn", "flash", "te")
-
-
-def _has_cudnns_heads(config: RunConfig) -> bool:
-    return cudnn_takes(config.model.head_size or config.model.n_embd // config.model.n_head)
 
 
 def has_plain_layers(config: RunConfig) -> bool:
@@ -30,46 +23,23 @@ def has_plain_layers(config: RunConfig) -> bool:
 def check(config: RunConfig) -> Iterator[Finding]:
     """Find a kernel that no machine can take for this run."""
     if found := _why_not(config):
-        keys, reason, remedy = found
-        cause = f"attention={config.attention}: {reason}"
-        yield Finding(("attention", *keys.split()), Problem(cause, remedy))
+        keys, reason = found
+        yield Finding(("attention", keys), Problem(f"attention={config.attention}: {reason}"))
 
 
-def _why_not(config: RunConfig) -> tuple[str, str, str] | None:
-    """Return the other keys, the reason and the remedy; None if nothing speaks against the kernel."""
+def _why_not(config: RunConfig) -> tuple[str, str] | None:
+    """Return the other key and the reason; None if nothing speaks against the kernel."""
     kernel, precision = config.attention, config.precision
     if kernel not in ON_A_GPU:
         return None
     if config.document_mask:
-        return (
-            "document_mask",
-            "it takes no mask, and this is document_mask=true",
-            "attention=sdpa, or leave attention out",
-        )
+        return "document_mask", "it takes no mask, and this is document_mask=true"
     if config.trainer.accelerator == "cpu":
-        return "trainer.accelerator", "its kernels are a GPU's, and this is trainer.accelerator=cpu", "attention=auto"
-    cudnn = not config.trainer.deterministic and _has_cudnns_heads(config)  # cuDNN's is not deterministic in torch
-    held = "cudnn" if cudnn else "sdpa"
+        return "trainer.accelerator", "its kernels are a GPU's, and this is trainer.accelerator=cpu"
     if precision.name == "fp32":
-        in_bf16 = ", or precision=bf16" if kernel == "flash" or kernel == held else ""
-        return "precision", "its kernels take bfloat16, and this is precision=fp32", f"attention=sdpa{in_bf16}"
+        return "precision", "its kernels take bfloat16, and this is precision=fp32"
     if kernel == "te" and has_plain_layers(config):
-        plain = "this run has plain-torch layers, which call torch's attention alone"
-        reason = f"only the FP8 layers and precision.backend=te have it; {plain}"
-        same = f"attention={held}"
-        if held == "cudnn":
-            same += " (torch's call of cuDNN, which Transformer Engine calls too)"
-        others = ", or precision.backend=te" if _may_have_te(config) else ""
-        return "precision.backend", reason, f"{same}{others}, or leave attention out"
+        return "precision.backend", "only the FP8 layers and precision.backend=te have it"
     if kernel == "cudnn" and config.trainer.deterministic:
-        reason = "torch's cuDNN kernel is not deterministic, and this is trainer.deterministic=true"
-        return "trainer.deterministic", reason, "attention=auto, or leave trainer.deterministic=true out"
+        return "trainer.deterministic", "torch's cuDNN kernel is not deterministic"
     return None
-
-
-def _may_have_te(config: RunConfig) -> bool:
-    """Return whether Transformer Engine's layers have everything that a run of plain layers asks for."""
-    if getattr(config.precision, "emulate", None) is not None:  # which is for the emulated layers alone
-        return False
-    changed = replace(config, precision=replace(config.precision, backend="te"))
-    return backend_support.why_not_asked(changed) is None and not any(backend_support.options(changed))

@@ -15,6 +15,8 @@ from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.config.schema import ModelConfig, RunConfig
 
 FUSED_RECIPES = ("delayed", "auto")
+_OF_PRECISION = "precision.name", "recipe", "precision.keep_bf16", "precision.backward"
+_OF_LAYERS = "precision.backend", "model.dropout", "document_mask", "penalty"
 
 
 def why_not_fused(config: RunConfig) -> str | None:
@@ -121,6 +123,18 @@ def why_not_asked(config: RunConfig) -> str | None:
     """Return why no machine can compute a run with the backend that it asks for; None if one may."""
     name = config.precision.backend
     return _why_none(config) if name == "auto" else WHY_NOT[name](config)
+
+
+def check(config: RunConfig) -> Iterator[Finding]:
+    """Find requests for a backend, or for options of one, that no machine can fulfil."""
+    name = config.precision.backend
+    if reason := why_not_asked(config):
+        cause = f"precision.backend={name} cannot run: {reason}"
+        if name == "auto":
+            cause = f"no backend can do this in FP8 on a GPU: Transformer Engine: {reason}"
+        keys = _OF_PRECISION if name == "auto" else (*_OF_PRECISION, *_OF_LAYERS)
+        yield Finding(keys, Problem(cause))
+    yield from options(config)
 
 
 def options(config: RunConfig) -> Iterator[Finding]:

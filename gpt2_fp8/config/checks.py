@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from gpt2_fp8.config import (
     attention_support,
-    backend_check,
+    backend_support,
     document_borders,
     hf_check,
     kept_check,
@@ -24,8 +26,8 @@ from gpt2_fp8.config import (
 from gpt2_fp8.config.data_schema import HubData, MixtureData
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.keys import finding, value_of
-from gpt2_fp8.config.model_checks import or_in_bf16, products, width_multiple
-from gpt2_fp8.config.model_fits import largest_divisor, nearest
+from gpt2_fp8.config.model_checks import products, width_multiple
+from gpt2_fp8.config.model_fits import largest_divisor
 from gpt2_fp8.config.schema import RunConfig
 
 
@@ -68,6 +70,10 @@ def _names(config: RunConfig) -> Iterator[Finding]:
         for name, source in mixture.sources_of(config.data)
         for found in _names_of_source(replace(config, data=source))
     )
+    for name in config.plugins:  # they are not imported here, since they import torch
+        module = name.partition(".")[0]
+        if not module.isidentifier() or not (find_spec(module) or PathFinder.find_spec(module, [""])):
+            yield Finding.of("plugins", f"plugins: there is no module {name}")
     for key in () if config.plugins else ("callbacks.extra", "logger.extra"):
         if value_of(config, key):
             yield finding(
@@ -94,10 +100,7 @@ def _vocabulary(config: RunConfig) -> Iterator[Finding]:
     if config.init_from and hf_check.is_folder(config.init_from):
         yield from hf_check.check(config.model, tokens, Path(config.init_from).expanduser())
     elif vocab_size is not None and tokens is not None and vocab_size < tokens:
-        remedy = "model.vocab_size=null takes the tokenizer's"
-        if fits := tokenizer_file.largest(vocab_size):
-            remedy += f"; data.tokenizer={fits} has {tokenizer_file.NAMES[fits]:,}"
-        yield finding(config, "model.vocab_size data.tokenizer", f"the tokenizer has {tokens} tokens", remedy)
+        yield finding(config, "model.vocab_size data.tokenizer", f"the tokenizer has {tokens} tokens")
 
 
 def _schedule(config: RunConfig) -> Iterator[Finding]:
@@ -159,8 +162,7 @@ def _tokens(config: RunConfig) -> Iterator[Finding]:
     positions, multiple = config.model.n_positions, width_multiple(config)
     if positions % multiple:
         reason = f"{products(config)} need sequences of a multiple of {multiple} tokens"
-        remedy = or_in_bf16(config, f"model.n_positions={nearest(positions, multiple)}")
-        yield finding(config, "model.n_positions", reason, remedy)
+        yield finding(config, "model.n_positions", reason)
 
 
 _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
@@ -173,7 +175,7 @@ _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
         _try_of_a_resume,
         _known_batch,
         _format,
-        backend_check.check,
+        backend_support.check,
         attention_support.check,
         document_borders.check,
         _tokens,

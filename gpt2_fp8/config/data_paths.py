@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from gpt2_fp8.config import globs, mixture, output_folder, tokenizer_file, typed
+from gpt2_fp8.config import globs, mixture, output_folder, tokenizer_file
 from gpt2_fp8.config.data_schema import FileOrHubData, FilesData, Mixed, TextData, TokenFilesData
-from gpt2_fp8.config.errors import Finding, Problem, UserError
+from gpt2_fp8.config.errors import Finding, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 
@@ -42,29 +42,18 @@ def check(config: RunConfig) -> Iterator[Finding]:
 def _data(data: Mixed) -> Iterator[Finding]:
     if isinstance(data, FileOrHubData) and data.path:
         path = Path(data.path).expanduser()
-        if path.is_dir():
-            remedy = f"data=text_files {typed.listed('data.train_files', [f'{data.path}/*.txt'])}"
-            yield Finding.of("data.path", f"data.path={show(data.path)}: is a folder, and one file is needed", remedy)
-        elif os.path.lexists(path) and (reason := globs.why_not(path) or globs.unreadable(path)):
-            yield Finding.of("data.path", f"data.path: {reason}", "name a file of text, or one that is not there")
+        if os.path.lexists(path) and (reason := globs.why_not(path)):
+            yield Finding.of("data.path", f"data.path: {reason}")
     if isinstance(data, (FilesData, TokenFilesData)):
         if not data.train_files:
             example = _EXAMPLE if isinstance(data, FilesData) else _EXAMPLE_OF_IDS
             yield Finding.of("data.train_files", "data.train_files is empty: nothing to train on", example)
         yield from _patterns("data.train_files", data.train_files)
         yield from _patterns("data.val_files", data.val_files)
-    if isinstance(data, TokenFilesData) and not data.val_files and data.val_sequences > 0:
-        yield Finding.of(
-            "data.val_files",
-            "data.val_files=[]: nothing to validate on",
-            "data.val_files='[FOLDER/val.bin]', or data.val_sequences=0 for no validation",
-        )
-    if isinstance(data, FilesData) and not data.val_files and data.val_fraction == 0 and data.val_sequences > 0:
-        problem = Problem(
-            "data.val_fraction=0, data.val_files=[]: nothing is held out to validate on",
-            "data.val_fraction=0.01, or data.val_sequences=0 for no validation",
-        )
-        yield Finding(("data.val_fraction", "data.val_files"), problem)
+        none_held_out = isinstance(data, TokenFilesData) or data.val_fraction == 0
+        if not data.val_files and data.val_sequences > 0 and none_held_out:
+            cause = "data.val_files=[]: nothing is held out to validate on"
+            yield Finding.of("data.val_files", cause, "data.val_sequences=0 for no validation")
     if isinstance(data, TextData) and data.cache_dir is not None:
         yield from output_folder.check(data.cache_dir, "data.cache_dir")
     try:
@@ -76,20 +65,9 @@ def _data(data: Mixed) -> Iterator[Finding]:
 def _patterns(key: str, patterns: list[str]) -> Iterator[Finding]:
     for pattern in patterns:
         matches = globs.find(pattern) if pattern else []
-        reasons = {path: reason for path in matches if (reason := globs.why_not(path))}
-        named = [path for path in reasons if not str(path).isprintable()]
+        reasons = [reason for path in matches if (reason := globs.why_not(path))]
         if not matches:
             what = "matches no file" if glob.has_magic(pattern) else "does not exist"
-            yield Finding.of(key, f"{key}: {show(pattern)} {what} (looked in {Path.cwd()})", "correct the path")
-        elif named:
-            yield Finding.of(key, f"{key}: {reasons[named[0]]}", "rename the file, or leave it out")
-        elif len(reasons) == len(matches):
-            first = next(iter(reasons))
-            files = typed.listed(key, [f"{first}/*.txt"])
-            remedy = f"name its files: {files}" if first.is_dir() else "name files that hold the text"
-            yield Finding.of(key, f"{key}: {reasons[first]}", remedy)
-        else:
-            kept_out = [reason for path in matches if path not in reasons and (reason := globs.unreadable(path))]
-            if kept_out:
-                more = f", and {len(kept_out) - 1} more" if len(kept_out) > 1 else ""
-                yield Finding.of(key, f"{key}: {kept_out[0]}{more}", "make it readable (chmod u+r), or leave it out")
+            yield Finding.of(key, f"{key}: {show(pattern)} {what} (looked in {Path.cwd()})")
+        elif len(reasons) == len(matches) or any("cannot be read" in reason for reason in reasons):
+            yield Finding.of(key, f"{key}: {reasons[0]}")

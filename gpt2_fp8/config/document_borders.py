@@ -51,7 +51,7 @@ def _kinds(source: Mixed) -> Iterator[tuple[bool, Path | None]]:
         return
     for pattern in [*source.train_files, *source.val_files]:
         for path in globs.find(pattern):
-            if not globs.why_not(path) and not globs.unreadable(path):  # else `paths` says it
+            if not globs.why_not(path):  # else `paths` says it
                 yield _magic(path) in (LLM_C, LLAMA_3), path
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from gpt2_fp8.config.kept_layers import Kept, every_block, keeping_less, kept
+from gpt2_fp8.config.kept_layers import Kept, every_block, kept
 from gpt2_fp8.config.precision_schema import EMULATABLE, EMULATED, IN_BACKWARD, OF_HEAD, FP8PrecisionConfig
 
 _OF_NO_LAYER = "residual"  # it casts nothing by itself, and has an effect wherever layers are kept
@@ -40,22 +40,6 @@ def is_changed_by(backward: str, names: Iterable[str]) -> bool:
     """Return whether a backward makes a difference to operands of which it leaves none without effect."""
     asked = set(names)
     return backward == "fp8" or "head" in asked or (backward == "bf16" and bool({_FORWARD, OF_HEAD + _FORWARD} & asked))
-
-
-def idle(names: Iterable[str], keep_bf16: Sequence[str], n_layer: int) -> list[str]:
-    """Return the names of layers of which no operand would be in FP8, were they not kept in bf16."""
-    of_head = [is_of_head(name) for name in names]
-    head, blocks = any(of_head), not all(of_head)
-    layers = {name: kept([name], n_layer) for name in keep_bf16}
-    return [name for name, of in layers.items() if not ((head and of.head) or (blocks and any(of.blocks)))]
-
-
-def kept_beside(names: Sequence[str], keep_bf16: Sequence[str], n_layer: int) -> list[str]:
-    """Return `keep_bf16` without what leaves an operand of `names` without a layer, and without what has none."""
-    of_head = list(map(is_of_head, in_vain(names, kept(keep_bf16, n_layer))))
-    less = keeping_less(list(keep_bf16), n_layer, blocks=not all(of_head), head=any(of_head))
-    without = idle(names, less, n_layer)
-    return [name for name in less if name not in without]
 
 
 def is_of_head(name: str) -> bool:

@@ -14,13 +14,13 @@ _MOST = 100  # problems that are shown
 
 
 class Problem(NamedTuple):
-    """One thing wrong with what the user asked for, as two lines: what, and what to do about it."""
+    """One thing wrong with what the user asked for: what, and perhaps in a second line what to type."""
 
     cause: str
-    remedy: str
+    remedy: str = ""
 
     def __str__(self) -> str:
-        return f"error: {self.cause}\n  fix: {self.remedy}"
+        return f"error: {self.cause}" + (f"\n  fix: {self.remedy}" if self.remedy else "")
 
 
 class Finding(NamedTuple):
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
     problem: Problem
 
     @classmethod
-    def of(cls, key: str, cause: str, remedy: str) -> Finding:
+    def of(cls, key: str, cause: str, remedy: str = "") -> Finding:
         """Return a Finding about a single key."""
         return cls((key,), Problem(cause, remedy))
 
@@ -91,7 +91,7 @@ class UserError(RunError):
         return type(self), (self.problems,)
 
     @classmethod
-    def of(cls, cause: str, remedy: str) -> UserError:
+    def of(cls, cause: str, remedy: str = "") -> UserError:
         """Return a UserError with a single problem."""
         return cls([Problem(cause, remedy)])
 

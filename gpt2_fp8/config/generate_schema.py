@@ -15,7 +15,6 @@ from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.ranges import Refusal, above_zero_to_one, at_least
 from gpt2_fp8.config.trained_folder import Which
 
-_LARGEST = 1 << 26  # bytes of a file of prompts
 _FORM = 'a prompt on each line; a file named .jsonl has {"prompt": TEXT} on each'
 _ALL = Refusal("must be at least 1", "choose 1 or more; {key}=null draws from all ids")
 TopP = Annotated[float, above_zero_to_one("0.9")]
@@ -75,7 +74,7 @@ def beginnings(config: GenerateConfig, problems: list[Problem]) -> list[str]:
     """Return the texts to begin with; one empty text if none is asked for. Adds what is wrong to `problems`."""
     if config.prompts is None:
         return config.prompt or [""]
-    text = text_file.read("prompts", config.prompts, _LARGEST, f"prompts=FILE: {_FORM}", problems)
+    text = text_file.read("prompts", config.prompts, _FORM, problems)
     if Path(config.prompts).suffix != ".jsonl":
         return [line for line in text.splitlines() if line.strip()]
     found = []

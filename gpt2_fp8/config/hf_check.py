@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.config import hf_config, tokenizer_file
+from gpt2_fp8.config import hf_config
 from gpt2_fp8.config.block_spec import ROPE_BASE
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.hf_config import Architecture, Keys
@@ -103,23 +103,10 @@ def _same(key: str, own: Any, value: Any, theirs: Keys) -> bool:
 
 
 def _vocabulary(model: ModelConfig, tokens: int, value: int, path: Path) -> Finding:
-    """Explain that the model, or the tokenizer, has other ids than the folder, with the nearest words that work."""
-    words = [] if model.vocab_size == value else [f"model.vocab_size={value}"]
-    if tokens > value:
-        words.append(f"data.tokenizer={_fitting(value, path)}")
+    """Explain that the model, or the tokenizer, has other ids than the folder."""
     cause = f"model.vocab_size={show(model.vocab_size)}, init_from={path}: its model has {value:,} ids"
     cause += f", and the tokenizer {tokens:,}" if tokens else ""
-    return Finding(("model.vocab_size", "data.tokenizer", "init_from"), Problem(cause, " ".join(words)))
-
-
-def _fitting(most: int, path: Path) -> str:
-    """Name a tokenizer of at most `most` ids: the folder's own, or else one without a file."""
-    try:
-        if tokenizer_file.number_of_ids(str(path)) <= most:
-            return str(path)
-    except UserError:
-        pass
-    return tokenizer_file.largest(most) or f"FOLDER, of a tokenizer of at most {most:,} ids"
+    return Finding(("model.vocab_size", "data.tokenizer", "init_from"), Problem(cause, f"model.vocab_size={value}"))
 
 
 def _json(path: Path) -> Keys:

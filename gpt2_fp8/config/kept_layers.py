@@ -21,8 +21,7 @@ PARTS: tuple[Part, ...] = ("qkv", "projection", "fc1", "fc2")
 ALL_PARTS = frozenset(PARTS)
 NO_PARTS: frozenset[Part] = frozenset()
 MLP = frozenset({"fc1", "fc2"})
-# What other programs call these.
-_BOTH_ENDS = re.compile(r"(?:([1-9][0-9]{0,5})f)?(?:([1-9][0-9]{0,5})l)?")  # 1F1L: the first and the last
+_ENDS = re.compile(r"(?:([1-9][0-9]{0,5})f)?(?:([1-9][0-9]{0,5})l)?")  # 1F1L: the first and the last
 _BLOCK = re.compile(r"(?:(?:\w+\.){0,3}(?:blocks?|layers?|h)\.)?([0-9]{1,6})", re.ASCII)
 _HEADS = ("lm_head", "heads", "output", "output_layer", "logits")
 _PARTS_ELSEWHERE: dict[str, tuple[str, ...]] = {
@@ -65,30 +64,6 @@ def fits_nothing(name: str, n_layer: int) -> bool:
     return not fnmatchcase("head", name) and not any(True for _ in _named(name, n_layer))
 
 
-def meant(name: str, n_layer: int) -> list[str]:
-    """Return the layers that a name which fits nothing most likely means, in names that fit; empty if none is known."""
-    name = name.lower()
-    if name and (ends := _BOTH_ENDS.fullmatch(name)):
-        counts = zip(("first", "last"), ends.groups(), strict=True)
-        return [f"{end}:{min(int(count), n_layer)}" for end, count in counts if count]
-    if end := _ENDS.fullmatch(name):
-        count = min(int(end[2] or 1), n_layer)
-        return [f"{end[1]}:{count}"] if count else []
-    if block := _BLOCK.fullmatch(name):
-        return [f"blocks.{min(int(block[1]), n_layer - 1)}"]
-    if name in _HEADS:
-        return ["head"]
-    above, _, part = name.rpartition(".")
-    block = _BLOCK.fullmatch(above)
-    place = f"blocks.{min(int(block[1]), n_layer - 1)}" if block else "blocks.*"
-    return [f"{place}.{ours}" for ours in _PARTS_ELSEWHERE.get(part, ())]
-
-
-def typed(names: Iterable[str]) -> str:
-    """Return the word that sets the key to `names`, quoted for the shell."""
-    return f"{KEY}='[{','.join(names)}]'"
-
-
 def _named(name: str, n_layer: int) -> Iterator[tuple[int, frozenset[Part]]]:
     """Yield the blocks of a name, each with the parts that are named."""
     if end := _ENDS.fullmatch(name):
@@ -116,18 +91,6 @@ def every_block(kept: Kept) -> bool:
 def every_layer(kept: Kept) -> bool:
     """Return whether nothing computes in FP8."""
     return kept.head and every_block(kept)
-
-
-def keeping_less(names: list[str], n_layer: int, blocks: bool, head: bool) -> list[str]:
-    """Return `names` with less that they keep.
-
-    `head`: without the names that keep the head. `blocks`: of names that keep all blocks together, the last ones are
-    left out until a product of one computes in FP8.
-    """
-    left = [name for name in names if not (head and kept([name], n_layer).head)]
-    while blocks and every_block(kept(left, n_layer)):
-        left.remove(next(name for name in reversed(left) if any(kept([name], n_layer).blocks)))
-    return left
 
 
 def split_mlp(kept: Kept) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import is_dataclass
 from functools import cache
-from typing import cast, get_origin
+from typing import cast
 
 from gpt2_fp8.config.annotations import bare, hints_of, members_of, tag_field, tags_of
 from gpt2_fp8.config.errors import Finding, Problem
@@ -29,16 +29,6 @@ def key_paths(cls: type) -> dict[str, tuple[str, ...]]:
     return paths
 
 
-def value_kinds(cls: type, key: str) -> set[type]:
-    """Return which of `list` and `str` a dotted key of `cls` may be, over all members of unions; empty: neither."""
-    name, _, below = key.partition(".")
-    members = members_of(hints_of(cls).get(name))
-    if below:
-        return set().union(*(value_kinds(cast("type", m), below) for m in members if is_dataclass(m)))
-    plain = [bare(member) for member in members]
-    return {kind for kind in (list, str) if any(member is kind or get_origin(member) is kind for member in plain)}
-
-
 def is_text(cls: type, key: str) -> bool:
     """Return whether a dotted key of `cls` is text or a list of texts, in a member of each union on its way."""
     name, _, below = key.partition(".")
@@ -55,7 +45,7 @@ def value_of(config: object, key: str) -> object:
     return config
 
 
-def finding(of: object, keys: str, reason: str, remedy: str, prefix: str = "") -> Finding:
+def finding(of: object, keys: str, reason: str, remedy: str = "", prefix: str = "") -> Finding:
     """Return a finding whose cause begins with the values of `keys`, words of `of` that `prefix` makes whole."""
     names = keys.split()
     values = ", ".join(f"{prefix}{name}={show(value_of(of, name))}" for name in names)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import combinations
 
-from gpt2_fp8.config import globs, hints
+from gpt2_fp8.config import globs
 from gpt2_fp8.config.data_schema import (
     DataConfig,
     FileOrHubData,
@@ -80,7 +80,7 @@ def check(config: RunConfig) -> Iterator[Finding]:
             yield Finding(("data.sources",), Problem(cause, remedy))
     if len(data.sources) < 2:
         cause = f"data=mixture mixes two sources or more, and has {len(data.sources) or 'none'}"
-        yield Finding(("data.sources",), Problem(cause, _more_sources(data)))
+        yield Finding(("data.sources",), Problem(cause, "+data@data.sources.web=fineweb adds one"))
     yield from _weights(data)
     yield from _in_common(data)
     if config.trainer.max_epochs is not None:
@@ -89,40 +89,17 @@ def check(config: RunConfig) -> Iterator[Finding]:
         yield Finding(("trainer.max_epochs", "data.kind"), Problem(cause, remedy))
 
 
-def _more_sources(data: MixtureData) -> str:
-    """Return what makes two sources of none, or of one, whose tokenizer the other has then too."""
-    if not data.sources:
-        return f"{hints.TWO_SOURCES}; a single one is data=fineweb"
-    ((name, source),) = data.sources.items()
-    other, choice = ("links", "openwebtext") if name == "web" or source.name == "fineweb" else ("web", "fineweb")
-    same = "" if source.tokenizer == "gpt2" else f" data.sources.{other}.tokenizer={source.tokenizer}"
-    return f"add +data@data.sources.{other}={choice}{same}; a single one is data={source.name}"
-
-
 def _weights(data: MixtureData) -> Iterator[Finding]:
     if data.weights is None or not data.sources:
         return
-    example = f"data.weights='{{{', '.join(f'{name}: 1' for name in data.sources)}}}'"
-
-    def wrong(cause: str, remedy: str) -> Finding:
-        return Finding(("data.weights",), Problem(f"data.weights: {cause}", remedy))
-
-    if missing := [name for name in data.sources if name not in data.weights]:
-        yield wrong(
-            f"{', '.join(map(show, missing))} has none", f"give every source one: {example}; or null for equal ones"
-        )
-    if unknown := [name for name in data.weights if name not in data.sources]:
-        yield wrong(f"there is no source {', '.join(map(show, unknown))}", f"the sources' names are theirs: {example}")
+    for name in {*data.sources} - {*data.weights}:
+        yield Finding.of("data.weights", f"data.weights: {show(name)} has none", "null gives all sources the same")
     for name, weight in data.weights.items():
-        if weight <= 0:
-            what = "gives nothing" if weight == 0 else "is below 0"
-            yield wrong(
-                f"{show(name)}: {weight:g} {what}", f"give a number above 0, or leave the source {show(name)} out"
-            )
-    if not missing and not unknown and min(data.weights.values()) > 0:
-        small = [name for name, share in shares(data).items() if share < SMALLEST_SHARE]
-        for name in small:
-            yield wrong(f"{name} would give less than a sequence in a million", f"a larger weight, or leave {name} out")
+        if name not in data.sources:
+            yield Finding.of("data.weights", f"data.weights: there is no source {show(name)}")
+        elif weight <= 0 or weight < SMALLEST_SHARE * sum(data.weights.values()):
+            cause = f"data.weights: {show(name)}: {weight:g} is less than a sequence in a million"
+            yield Finding.of("data.weights", cause)
 
 
 def _in_common(data: MixtureData) -> Iterator[Finding]:

@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
-from gpt2_fp8.config import run_folder
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.keys import show
 
 
-def check(path: str | Path, setting: str, key: str | None = None) -> list[Finding]:
-    """Check that a folder can be written, or made with its parents.
+def check(path: str | Path, setting: str) -> list[Finding]:
+    """Check that the folder of the key `setting` can be written, or made with its parents."""
+    reason = _why_not(str(path))
+    return [Finding.of(setting, f"{setting}={show(str(path))}: {reason}", f"{setting}=FOLDER")] if reason else []
 
-    `setting` is the key that holds it. `key` is the key that the user gave.
+
+def _why_not(path: str) -> str | None:
+    if not path.strip() or not path.isprintable():
+        return "is no path"
+    try:
+        folder = Path(path).expanduser().absolute()
+        existing = next(above for above in (folder, *folder.parents) if os.path.lexists(above))
+        reason = unwritable(existing)
+        return reason and f"{existing} cannot be written: {reason}"
+    except OSError as error:  # a name that is too long
+        return error.strerror
+
+
+def unwritable(folder: Path) -> str | None:
+    """Try to write into an existing folder, and return why that fails; None if it works.
+
+    os.access is wrong on network filesystems. It also does not see that there is no byte or inode left.
     """
-    key = key or setting
-    if reason := _no_path(str(path)):
-        return [Finding.of(key, f"{setting}={show(str(path))}: {reason}", f"choose a folder: {setting}=FOLDER")]
-    path = Path(path).expanduser()
-    existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
-    remedy = f"choose a folder that can be written: {setting}=FOLDER"
-    if not os.path.isdir(existing):
-        return [Finding.of(key, f"{setting}={show(str(path))}: {existing} {run_folder.no_folder(existing)}", remedy)]
-    if reason := run_folder.unwritable(existing):
-        return [Finding.of(key, f"{setting}={show(str(path))}: {existing} cannot be written: {reason}", remedy)]
-    return []
-
-
-def _no_path(path: str) -> str | None:
-    """Return why a text cannot be the path of a folder, whatever exists; None if it can."""
-    if not path.strip():
-        return "is empty"
-    if not path.isprintable():
-        return "has control characters"
-    too_long = any(len(os.fsencode(part)) > 255 for part in Path(path).parts) or len(os.fsencode(path)) > 4000
-    return "is too long for a path" if too_long else None
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0" * 4096)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def check_untaken(folder: Path) -> list[Finding]:

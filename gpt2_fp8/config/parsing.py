@@ -12,9 +12,9 @@ from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
-from gpt2_fp8.config import hints, other_words, typed
+from gpt2_fp8.config import hints
 from gpt2_fp8.config.annotations import bare, hints_of, members_of, range_of, tag_field, tags_of
-from gpt2_fp8.config.errors import Finding, Problem
+from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.keys import key_paths, show
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class _Builder:
             return self._bad(
                 path,
                 f"{path or 'the configuration'}={show(data)}: not a group of keys",
-                hints.unchosen(path, data) or "give its keys",
+                hints.UNCHOSEN.get(path, ""),
             )
         cls, tag = classes[0], None
         if len(classes) > 1:
@@ -86,8 +86,7 @@ class _Builder:
             if key not in known:
                 full = _join(path, str(key))
                 owners = [t for c in classes if key in hints_of(c) for t in tags_of(c, tag_field(classes))]
-                told = hints.unknown_key(full, list(known), self.all_paths, owners, tag, data[key])
-                self._bad(full, *_of_each_member(path, known, data, str(key)) or told)
+                self._bad(full, *hints.unknown_key(full, list(known), self.all_paths, owners, tag))
         values = {}
         for field_ in fields(cls):
             full = _join(path, field_.name)
@@ -102,14 +101,9 @@ class _Builder:
     def _open(self, hint: Any, data: object, path: str) -> Any:
         """Build a group whose keys are the user's own."""
         if not isinstance(data, dict):
-            remedy = hints.unchosen(path, data) or f"+{path}.KEY=VALUE"
-            return self._bad(path, f"{path}={show(data)}: needs keys with values", remedy)
+            return self._bad(path, f"{path}={show(data)}: needs keys with values", f"{path}.KEY=VALUE")
         before = len(self.found)
         values = {str(key): self.value(hint, value, _join(path, str(key))) for key, value in data.items()}
-        if not any(map(is_dataclass, members_of(hint))):
-            example = "TEXT" if str in members_of(hint) else _example(members_of(hint))
-            for place, (keys, problem) in enumerate(self.found[before:], before):  # these keys are in no file of ours
-                self.found[place] = Finding(keys, Problem(problem.cause, f"++{keys[0]}={example}"))
         return values if len(self.found) == before else _BAD
 
     def _refuse(self, members: list[Any], value: object, path: str) -> Any:
@@ -121,33 +115,13 @@ class _Builder:
             return self._bad(path, f"{path}={show(value)}: not a finite number", f"{path}={_example(members)}")
         if lists := [m for m in members if get_origin(m) is list]:
             (item,) = get_args(lists[0])
-            remedy = hints.VALUES.get(path) or f"{path}={_example(lists)}"
-            if item is str and isinstance(value, str):
-                meant = [value] if (found := typed.items(value)) is None else [typed.unquoted(each) for each in found]
-                remedy = typed.listed(path, meant)
-            remedy = hints.near_list(path, value, get_args(item)) or remedy  # of a Literal
             several = ", ".join(get_args(item)) if get_origin(item) is Literal else _SEVERAL[item]
-            return self._bad(path, f"{path}={show(value)}: needs a list of {several}", remedy)
-        meant = self._nearest(members, value, literals, path)
-        remedy = ", or ".join(f"{path}={word}" for word in meant)
-        if path in hints.VALUES and not other_words.value(path, show(value)):
-            remedy = hints.VALUES[path]
+            return self._bad(path, f"{path}={show(value)}: needs a list of {several}", f"{path}={_example(lists)}")
+        meant = hints.near(str(value), literals, 1)
+        remedy = f"{path}={meant[0]}" if meant else ""
         return self._bad(path, f"{path}={show(value)}: must be {hints.either(words)}", remedy)
 
-    @staticmethod
-    def _nearest(members: list[Any], value: object, literals: list[str], path: str) -> list[str]:
-        """Return what the person most likely meant: one word, or several that are likely alike."""
-        if int in members and isinstance(value, float) and value.is_integer():
-            return [str(int(value))]
-        if bool in members and str(value).lower() in ("1", "yes", "on", "y", "0", "no", "off", "n"):
-            return ["true" if str(value).lower() in ("1", "yes", "on", "y") else "false"]
-        if meant := other_words.value(path, show(value)):
-            return [meant]
-        if bool in members:
-            return ["true", "false"]
-        return hints.near(str(value), literals, 1) or literals[:3] or [_example(members)]
-
-    def _bad(self, path: str, cause: str, remedy: str) -> Any:
+    def _bad(self, path: str, cause: str, remedy: str = "") -> Any:
         self.found.append(Finding.of(path, cause, remedy))
         return _BAD
 
@@ -184,20 +158,6 @@ def _example(members: list[Any]) -> str:
             return f"'[{','.join(get_args(item)[:2])}]'"
         return {int: "'[1,2]'", float: "'[0.1,0.2]'"}.get(item, "'[one,two]'")
     return {bool: "true", int: "NUMBER", float: "NUMBER", str: "TEXT"}.get(first, "VALUE")
-
-
-def _of_each_member(path: str, known: dict[str, Any], data: dict[str, Any], key: str) -> tuple[str, str] | None:
-    """Return cause and remedy for a key that each part of an open group has instead, such as a mixture's sources."""
-    for name, hint in known.items():
-        parts = data.get(name)
-        if get_origin(hint) is dict and isinstance(parts, dict) and is_dataclass(members_of(get_args(hint)[1])[0]):
-            places = [
-                f"{path}.{name}.{part}.{key}" for part, its in parts.items() if isinstance(its, dict) and key in its
-            ]
-            if places:
-                words = " ".join(f"{place}={show(data[key])}" for place in places)
-                return f"{_join(path, key)}: each of {path}.{name} has its own", words
-    return None
 
 
 def _join(path: str, key: str) -> str:

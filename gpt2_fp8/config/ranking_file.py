@@ -10,7 +10,6 @@ from gpt2_fp8.config import text_file
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import show
 
-_LARGEST = 1 << 30  # bytes
 _FORM = 'each line is {"ctx": TEXT, "endings": [TEXT, TEXT, ...], "label": NUMBER OF THE RIGHT ONE, FROM 0}'
 _OF_HELLASWAG = ("activity_label", "ctx_a", "ctx_b")
 
@@ -26,7 +25,7 @@ class Item(NamedTuple):
 def read(file: str, problems: list[Problem]) -> list[Item]:
     """Return the items of a file. What is wrong is added to `problems`, each line by its number."""
     before = len(problems)
-    text = text_file.read("ranking", file, _LARGEST, f"name a file of JSON lines: {_FORM}", problems)
+    text = text_file.read("ranking", file, _FORM, problems)
     items = []
     for number, line in text_file.json_lines(text):
         try:

@@ -17,8 +17,6 @@ from gpt2_fp8.config.keys import finding
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
 
 _TIME = re.compile(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)")  # as Lightning's `Timer` takes it
-_UNITS = re.compile(r"(?:(\d{1,5})d)?(?:(\d{1,5})h)?(?:(\d{1,5})m(?:in)?)?(?:(\d{1,6})s)?")  # 2h30m
-_CLOCK = re.compile(r"(?:(\d{1,5})-)?(\d{1,5}):(\d\d):(\d\d)")  # 01:56:00, and SLURM's 1-12:00:00
 
 
 def tokens_a_step(config: RunConfig) -> int:
@@ -119,14 +117,6 @@ def as_time(seconds: int) -> str:
     return f"{hours // 24:02d}:{hours % 24:02d}:{minutes:02d}:{rest:02d}"
 
 
-def _meant(time: str) -> str | None:
-    """Return the `max_time` that is meant by a time of another form, such as 2h30m or 01:56:00; None if unknown."""
-    if not (match := _UNITS.fullmatch(time) or _CLOCK.fullmatch(time)):
-        return None
-    total = sum(int(number or 0) * unit for number, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
-    return as_time(total) if total else None
-
-
 def check(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Finding]:
     """Find limits that cannot be met, and a warm-up or a decay that does not fit between them."""
     yield from _time(config)
@@ -158,10 +148,8 @@ def misfits(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Fin
 
 def _time(config: RunConfig) -> Iterator[Finding]:
     if config.trainer.max_time is not None and not seconds(config.trainer.max_time):
-        meant = _meant(config.trainer.max_time)
-        example = f"trainer.max_time={meant}" if meant else "such as trainer.max_time=00:12:00:00, twelve hours"
-        remedy = f"{example}; in a file in quotes"
-        yield finding(config, "trainer.max_time", "must be a time above 0, as days:hours:minutes:seconds", remedy)
+        reason = "must be a time above 0, as days:hours:minutes:seconds"
+        yield finding(config, "trainer.max_time", reason, "trainer.max_time=00:12:00:00")
 
 
 def _epochs(config: RunConfig) -> Iterator[Finding]:

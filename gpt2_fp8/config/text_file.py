@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2_fp8.config import globs
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import show
 
 
-def read(key: str, file: str, largest: int, remedy: str, problems: list[Problem]) -> str:
-    """Return the text of the UTF-8 file that `key` names, up to `largest` bytes; "" after adding to `problems`.
+def read(key: str, file: str, form: str, problems: list[Problem]) -> str:
+    """Return the text of the UTF-8 file that `key` names; "" after adding to `problems`. `form`: of the file.
 
     A byte order mark is no part of it.
     """
-    path = Path(file).expanduser()
     try:
-        reason = "does not exist" if not path.exists() else globs.why_not(path) or globs.unreadable(path)
-        if not reason and path.stat().st_size > largest:
-            reason = f"has more than {largest:,} bytes"
-        if not reason:
-            return path.read_text(encoding="utf-8-sig")
+        return Path(file).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # bytes that are no UTF-8; a name with a NUL
-        reason = f"cannot be read: {error}"
-    problems.append(Problem(f"{key}={show(file)}: {reason} (looked in {Path.cwd()})", remedy))
+        reason = getattr(error, "strerror", None) or error
+        problems.append(Problem(f"{key}={show(file)}: cannot be read: {reason} (looked in {Path.cwd()})", form))
     return ""
 
 

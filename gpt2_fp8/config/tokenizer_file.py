@@ -65,11 +65,6 @@ def separator(name: str) -> int | None:
         return None
 
 
-def largest(most: int) -> str | None:
-    """Name the tokenizer without a file that has the most ids up to `most`; None if each has more."""
-    return max((name for name, ids in NAMES.items() if ids <= most), key=NAMES.__getitem__, default=None)
-
-
 def find(name: str) -> Path:
     """Return the file that `data.tokenizer=name` means. Raises UserError if there is none."""
     path = Path(name).expanduser()

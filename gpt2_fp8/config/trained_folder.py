@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from gpt2_fp8.config import hf_check
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import show
 
-_LARGEST_POINTER = 1 << 16
 Which = Literal["last", "best"]
 EXAMPLES = "ckpt_path=outputs/RUN, or a checkpoint's folder: ckpt_path=outputs/RUN/checkpoints/step-NNNNNNNN"
 
@@ -35,29 +33,6 @@ def why_not(path: Path) -> str | None:
     if hf_check.is_folder(path):
         return "it is a Hugging Face folder, and no checkpoint"
     return "it has neither checkpoints, as a run's folder, nor a manifest.json, as a checkpoint's"
-
-
-def newest(run: Path) -> Path | None:
-    """Return the checkpoint that a run's `last.json` names, or else that of the highest step; None: it has none.
-
-    The files may be a stranger's; whether it is whole is not looked at.
-    """
-    folder = run / "checkpoints"
-    there = sorted(path.parent.name for path in folder.glob("step-*/manifest.json"))
-    try:
-        with (folder / "last.json").open("rb") as file:
-            named = json.loads(file.read(_LARGEST_POINTER)).get("checkpoint")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        named = None
-    return folder / (named if named in there else there[-1]) if there else None
-
-
-def as_setting(path: str) -> str | None:
-    """Return the words for a folder that was typed without a key, by what it holds; None: no model of any kind."""
-    found = Path(path).expanduser()
-    if "\0" in path or not (is_run(found) or is_checkpoint(found)):
-        return None
-    return f"ckpt_path={show(path)}"
 
 
 def from_hugging_face(path: str) -> str:

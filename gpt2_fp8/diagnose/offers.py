@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from gpt2_fp8.compose import conf_dir, configs_of
-from gpt2_fp8.compose.catalog import Catalog, open_catalog
 from gpt2_fp8.compose.commandline import CommandLine
+from gpt2_fp8.compose.composition import Catalog, open_catalog
 from gpt2_fp8.config.annotations import hints_of
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.precision_schema import FP8PrecisionConfig, PlainPrecisionConfig, StatelessRecipe

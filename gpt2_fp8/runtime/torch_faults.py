@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.run_folder import no_folder, unwritable
+from gpt2_fp8.config.output_folder import unwritable
 
 # Where torch's compiler and Triton keep what they have built, by the variable that names another place.
 _INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
@@ -100,8 +100,6 @@ def _of_folder(text: str) -> Problem | None:
 
 
 def _unwritable(folder: str, reason: str, name: str) -> Problem:
-    if os.path.lexists(folder) and not os.path.isdir(folder):
-        reason = f"it {no_folder(Path(folder))}"
     cause = f"{folder}, where compiled code is kept ({name}), cannot be written: {reason}"
     chosen = name in os.environ and not os.path.basename(folder).startswith("torchinductor_")  # torch's own: it sets it
     return Problem(cause, f"{name}=FOLDER, one that can be written{f'; or unset {name}' if chosen else ''}")

@@ -14,7 +14,6 @@ from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.amounts import counted
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.hints import OPTIMIZERS
 from gpt2_fp8.config.keys import value_of
 from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.config.run_length import last_step, steps_in_fp8
@@ -127,8 +126,7 @@ def refuse_other_optimizer(path: Path, given: object, config: RunConfig) -> None
     if there != here:
         cause = f"{path} holds the state of optimizer={there}, and this run has optimizer={here}"
         anew = f"run_name=NAME init_from={path} ckpt_path=null"
-        own = f"optimizer={there}, or " if there in OPTIMIZERS else ""  # not adamw8bit, which earlier versions had
-        raise UserError.of(cause, f"{own}begin anew from its weights: {anew}")
+        raise UserError.of(cause, f"begin anew from its weights: {anew}")
 
 
 def keep_own_settings(checkpoint: dict[str, Any], model: nn.Module, config: RunConfig) -> str | None:

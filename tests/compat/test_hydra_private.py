@@ -7,11 +7,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
-from omegaconf import OmegaConf
+from hydra.errors import HydraException
 
 from gpt2_fp8.compat import hydra_private
-from gpt2_fp8.compose import conf_dir, refusals
+from gpt2_fp8.compose import conf_dir
 
 
 def test_it_is_the_hydra_that_was_read():
@@ -73,64 +72,3 @@ def test_the_options_of_a_group_are_those_that_hydra_lists(loader, tmp_path, gro
     options = hydra_private.group_options(loader, group, kind)
     assert options == loader.get_group_options(group, kind)
     assert ("mine" in options) == (group == "model" and kind != ObjectType.GROUP)
-
-
-CHOICES = ["model=gpt2", "~experiment", "hydra/launcher=basic", "hydra.job.name=x"]
-VALUES = [
-    ["seed=1", "optim.lr=1e-3", "notes='a=b, c'", "run_name=${hydra:job.override_dirname}"],
-    ["precision.keep_bf16=[head,last]", "+tags.purpose=try", "+tags={round:3}", "++optim.lr=${optim.min_lr_ratio}"],
-    ["~compile", "seed=1", "seed=1", "seed=2", "run_name=left_out"],
-    [],
-]
-
-
-@pytest.mark.parametrize("values", VALUES, ids=" ".join)
-@pytest.mark.usefixtures("loader")
-def test_values_that_are_set_later_come_to_what_hydra_composes(values):
-    chosen = compose("config", CHOICES, return_hydra_config=True)
-    before = OmegaConf.to_container(chosen)
-    whole = hydra_private.with_values(chosen, overrides(*CHOICES), overrides(*values))
-    expected = compose("config", [*CHOICES, *values], return_hydra_config=True)
-    assert OmegaConf.to_container(whole) == OmegaConf.to_container(expected)
-    assert OmegaConf.to_yaml(whole) == OmegaConf.to_yaml(expected), "in the same order"
-    assert OmegaConf.is_struct(whole)
-    assert OmegaConf.to_container(chosen) == before
-
-
-@pytest.mark.parametrize("value", ["nope=1", "seed.x=1", "+seed=3", "~nope"])
-@pytest.mark.usefixtures("loader")
-def test_a_value_is_refused_with_hydras_own_words(value):
-    chosen = compose("config", CHOICES, return_hydra_config=True)
-    with pytest.raises(ConfigCompositionException) as ours:
-        hydra_private.with_values(chosen, overrides(*CHOICES), overrides(value))
-    with pytest.raises(ConfigCompositionException) as hydras:
-        compose("config", [*CHOICES, value])
-    assert str(ours.value) == str(hydras.value)
-    assert repr(ours.value.__cause__) == repr(hydras.value.__cause__)
-
-
-NAMED = {  # a word that is refused, and what is read of the message
-    "foo=1": ("foo", ConfigCompositionException),
-    "seed.x=1": ("seed.x", ConfigCompositionException),
-    "+seed=3": ("seed", ConfigCompositionException),
-    "+experiment=fineweb_edu_fp8": ("experiment", ConfigCompositionException),
-    "hydra.mode=nope": ("hydra.mode=nope", ConfigCompositionException),
-}
-
-
-@pytest.mark.parametrize("word", NAMED)
-@pytest.mark.usefixtures("loader")
-def test_hydras_messages_name_the_word(word):
-    name, kind = NAMED[word]
-    with pytest.raises(kind) as told:
-        compose("config", [word])
-    found = refusals._NAMES.search(str(told.value))
-    assert found is not None
-    assert name in found.groups()
-
-
-@pytest.mark.usefixtures("loader")
-def test_hydras_error_names_the_file_that_is_missing():
-    with pytest.raises(MissingConfigException) as told:
-        compose("config", ["model=gpt3"])
-    assert told.value.missing_cfg_file == "model/gpt3"

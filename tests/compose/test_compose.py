@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from gpt2_fp8.compose import catalog, conf_dir, is_help, look_only, preflight, to_run_config
+from gpt2_fp8.compose import conf_dir, is_help, look_only, preflight, to_run_config
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.keys import value_of
 from gpt2_fp8.config.precision_schema import DelayedRecipe, PlainPrecisionConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -101,17 +103,6 @@ def test_a_sweep_is_all_combinations_in_order():
     assert [(c.model.name, c.seed) for c in configs] == [("tiny", 1), ("tiny", 2), ("gpt2", 1), ("gpt2", 2)]
 
 
-def test_a_sweep_over_values_reads_the_files_once(monkeypatch):
-    """Reading them takes most of a composition's time, and a sweep may have a thousand jobs."""
-    composed = []
-    monkeypatch.setattr(
-        catalog, "compose", lambda *words, **kept: composed.append(words) or hydra.compose(*words, **kept)
-    )
-    argv = ["-m", "run_name=x", "model=tiny,gpt2", "optim.lr=range(0.01,0.21,0.01)", "seed=1,2"]
-    assert len(preflight(argv)) == 80
-    assert len(composed) <= 3  # each model, and what holds for all jobs
-
-
 def test_a_problem_of_many_jobs_is_said_once():
     assert causes("-m", "seed=1,2,3", "optim.lr=-1,-2") == [
         "optim.lr=-1.0: must be above 0",
@@ -132,7 +123,7 @@ def test_an_experiment_may_set_what_stands_at_the_top(tmp_path):
 def test_a_users_own_model(tmp_path):
     text = (conf_dir() / "model/tiny.yaml").read_text()
     write(tmp_path / "mine/model/small.yaml", text.replace("name: tiny", "name: small"))
-    assert causes("-cd", "mine", "model=small") == ["model=small: no optim/small.yaml, where optim follows model"]
+    assert "optim/small" in causes("-cd", "mine", "model=small")[0]
     (config,) = preflight(["-cd", "mine", "model=small", "optim=tiny"])
     assert config.model.name == "small"
     write(tmp_path / "mine/model/small.yaml", text + "n_layers: 3\n")
@@ -140,49 +131,18 @@ def test_a_users_own_model(tmp_path):
 
 
 EVIL = "x: {_target_: os.system, command: touch evil}"
-HOSTILE = {
-    "a hydra: node": ("experiment/evil.yaml", f"# @package _global_\nhydra:\n  callbacks:\n    {EVIL}\n"),
-    "settings of Hydra's own": ("hydra/callbacks/evil.yaml", EVIL),
-    "a _target_": ("data/evil.yaml", EVIL),
-    "a default of hydra's": ("experiment/evil.yaml", "defaults:\n  - override /hydra/launcher: evil\n"),
-}
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_a_folder_that_could_make_hydra_run_code_is_refused(what, tmp_path):
-    name, text = HOSTILE[what]
-    write(tmp_path / "evil" / name, text)
-    for argv in (
-        ["-cd", "evil"],
-        ["hydra.searchpath=[evil]", "experiment=evil"],
-        [f"hydra.searchpath=[file://{tmp_path}/evil]"],
-    ):
-        (cause,) = causes(*argv)
-        assert f"{name} holds {what}" in cause
-
-
-def test_a_package_header_counts_as_a_hydra_node(tmp_path):
-    write(tmp_path / "evil/experiment/evil.yaml", f"# @package hydra.callbacks\n{EVIL}\n")
-    assert "settings of Hydra's own" in causes("-cd", "evil", "experiment=evil")[0]
-
-
-def test_what_escapes_the_reading_of_files_is_seen_in_what_they_compose_to(tmp_path):
-    deep = tmp_path / "evil/experiment/.x/evil.yaml"  # hidden folders are not read
-    write(deep, f"# @package _global_\nhydra:\n  callbacks:\n    {EVIL}\n")
-    (cause,) = causes("-cd", "evil", "experiment=.x/evil")
-    assert "sets hydra.callbacks" in cause
-    write(deep, "# @package _global_\nhydra:\n  job_logging:\n    handlers: {console: {class: os.system}}\n")
-    (cause,) = causes("-cd", "evil", "experiment=.x/evil")
-    assert "sets hydra.job_logging" in cause
-
-
-def test_a_package_to_search_is_refused():
-    assert "pkg://os is a Python package" in causes("hydra.searchpath=[pkg://os]")[0]
+@pytest.mark.parametrize("header", ["# @package _global_\nhydra:\n  callbacks:\n    ", "# @package hydra.callbacks\n"])
+def test_code_that_a_file_names_is_not_called(header, tmp_path):
+    write(tmp_path / "evil/experiment/evil.yaml", f"{header}{EVIL}\n")
+    assert "os.system" in causes("-cd", "evil", "experiment=evil")[0]
+    assert "os.system" in causes(f"hydra.searchpath=[file://{tmp_path}/evil]", "experiment=evil")[0]
 
 
 def test_a_file_that_is_no_yaml(tmp_path):
     write(tmp_path / "mine/experiment/x.yaml", "a: [")
-    assert "x.yaml cannot be read" in causes("-cd", "mine", "experiment=x")[0]
+    assert "cannot be composed" in causes("-cd", "mine", "experiment=x")[0]
 
 
 def test_lightning_starts_its_other_processes_with_words_of_its_own():
@@ -194,7 +154,6 @@ def test_lightning_starts_its_other_processes_with_words_of_its_own():
 
 
 def test_a_sweep_over_gpus_that_something_else_starts(monkeypatch):
-    assert "start the whole sweep again" in causes("-m", "trainer=ddp", "seed=1,2")[0]
     assert len(preflight(["-m", "trainer=ddp", "trainer.accelerator=cpu", "seed=1,2"])) == 2
     torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (torchrun | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}).items():
@@ -247,20 +206,11 @@ def test_inside_a_running_job_hydra_keeps_its_state(monkeypatch):
     assert initialized
 
 
-def test_to_run_config_refuses_too():
-    cfg = OmegaConf.create({"seed": "x", "sede": 1})
-    with pytest.raises(UserError) as caught:
-        to_run_config(cfg)
-    told = [problem.cause for problem in caught.value.problems]
-    assert "seed=x: must be a whole number" in told
-    assert "there is no key sede" in told
-    assert "model is missing" in told
-
-
 PROBE = """
 import json, sys
 from gpt2_fp8.compose import conf_dir, preflight
 from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.keys import value_of
 try:
     preflight(json.loads(sys.argv[1]))
     told = 0
@@ -321,6 +271,33 @@ def test_a_wheel_carries_every_module_and_its_settings(tmp_path):
     ours = {path.relative_to(REPOSITORY) for path in (REPOSITORY / "gpt2_fp8").rglob("*") if path.is_file()}
     settings = {"gpt2_fp8" / path.relative_to(REPOSITORY) for path in conf_dir().rglob("*.yaml")}
     assert {path for path in ours if "__pycache__" not in path.parts} | settings <= shipped
+
+
+WORDS = [
+    ("+seed=3", "seed", 3),
+    ("~experiment", "seed", 1337),
+    ("experiment=null", "seed", 1337),
+    ("+experiment=tinyshakespeare_fp8", "data.name", "tinyshakespeare"),
+    ("run_name=2024_01_15", "run_name", "2024_01_15"),
+    ("run_name=1e-3", "run_name", "1e-3"),
+    ("run_name=007", "run_name", "007"),
+    ("notes=true", "notes", "true"),
+    ("tags.a=1", "tags", {"a": 1}),
+    ("logger=[default,wandb] logger.wandb.project=p", "logger.wandb.project", "p"),
+    ("logger=none", "logger.csv", False),
+    ("~callbacks", "callbacks.fp8_health", False),
+    ("'precision.keep_bf16=[head, last]'", "precision.keep_bf16", ["head", "last"]),
+    ("-cd mine experiment=mine", "optim.lr", 0.5),
+]
+
+
+@pytest.mark.parametrize(("line", "key", "value"), WORDS)
+def test_a_word_is_taken_as_it_is_typed(line, key, value, tmp_path):
+    write(tmp_path / "mine/experiment/mine.yaml", "# @package _global_\noptim: {lr: 0.5}\n")
+    if "wandb" in line:
+        pytest.importorskip("wandb")
+    (config,) = preflight(shlex.split(line))
+    assert value_of(config, key) == value
 
 
 @pytest.mark.parametrize(

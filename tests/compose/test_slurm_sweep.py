@@ -5,14 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from gpt2_fp8.compose import Purpose, conf_dir, overrides, preflight, slurm_sweep
-from gpt2_fp8.compose.catalog import open_catalog
-from gpt2_fp8.compose.override_parser import parsed
-from gpt2_fp8.config import errors, hydra_policy
-from gpt2_fp8.config.slurm_launcher import BASE, NAME
+from gpt2_fp8.compose import Purpose, conf_dir, preflight, slurm_sweep
+from gpt2_fp8.compose.composition import open_catalog
+from gpt2_fp8.config import errors
 
 LAUNCH = ["-m", "hydra/launcher=slurm"]
 
@@ -25,9 +22,7 @@ def here(tmp_path, monkeypatch):
 def launcher(*words):
     """The launcher's parameters, as Hydra gives them to its class."""
     with open_catalog(conf_dir(), "config") as catalog:
-        return OmegaConf.to_container(
-            catalog.compose(["hydra/launcher=slurm", *words]).cfg.hydra.launcher, resolve=True
-        )
+        return OmegaConf.to_container(catalog.compose(["hydra/launcher=slurm", *words]).hydra.launcher, resolve=True)
 
 
 COMPOSED = [
@@ -72,76 +67,25 @@ def test_each_job_of_a_sweep_is_checked():
 
 KEY = "hydra.launcher."
 REFUSED = [
-    ([f"{KEY}max_num_timeout=3"], "the run itself requeues its job", "leave hydra.launcher.max_num_timeout out"),
-    ([f"{KEY}submitit_folder=x"], "waits for what is written there", "leave hydra.launcher.submitit_folder out"),
-    ([f"{KEY}timeout_min=0"], "timeout_min=0: must be at least 1", "choose 1"),
-    ([f"{KEY}timeout_min=2"], "when it has not begun", f"{KEY}timeout_min=7"),
-    ([f"{KEY}signal_delay_s=0"], "must be at least 10", "choose 10"),
-    ([f"{KEY}gpus_per_node=-1"], "must be at least 1", "choose 1"),
-    ([f"{KEY}timeout_min=long"], "could not be converted", "hydra.launcher.timeout_min"),
-    ([f"{KEY}partition='a b'"], "is no name that SLURM has", f"{KEY}partition=NAME"),
-    ([f"{KEY}setup=['module load cuda']"], "a single core", "SRUN_CPUS_PER_TASK"),
-    ([f"{KEY}partitoin=gpu"], "partitoin", "partition"),
-    ([f"{KEY}_target_=os.system"], "what Hydra builds", "_target_"),
-    (["trainer=ddp", "micro_batch_size=1"], "trainer.devices=auto", "trainer.devices=8"),
-    (["trainer.devices=1,2", "micro_batch_size=1"], "the jobs of one sweep get the same of SLURM", "one value of"),
-    (["trainer=cpu,gpu", "micro_batch_size=1"], "the jobs of one sweep get the same of SLURM", "one value of"),
+    ([f"{KEY}timeout_min=long"], f"{KEY}timeout_min"),
+    ([f"{KEY}partitoin=gpu"], "partitoin"),
+    ([f"{KEY}_target_=os.system"], "_target_"),
+    (["trainer=ddp", "micro_batch_size=1"], "trainer.devices=auto"),
+    (["trainer.devices=1,2", "micro_batch_size=1"], "trainer.devices"),
+    (["trainer=cpu,gpu", "micro_batch_size=1"], "trainer.accelerator"),
 ]
 
 
-@pytest.mark.parametrize(("words", "cause", "remedy"), REFUSED, ids=[" ".join(words) for words, *_ in REFUSED])
-def test_what_is_refused(words, cause, remedy):
-    with pytest.raises(errors.UserError) as caught:
+@pytest.mark.parametrize(("words", "key"), REFUSED, ids=[" ".join(words) for words, _ in REFUSED])
+def test_what_is_refused(words, key):
+    with pytest.raises(errors.UserError, match=key):
         preflight([*LAUNCH, *words])
-    assert cause in str(caught.value)
-    assert remedy in str(caught.value)
-    assert len(caught.value.problems) == 1, caught.value
-
-
-def test_setup_may_be_as_advised():
-    preflight([*LAUNCH, f"{KEY}setup=['export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK','module load cuda']"])
-
-
-def test_without_the_plug_in_it_is_said_what_to_install():
-    problem = hydra_policy.lacks("hydra/launcher", NAME, ["basic", NAME])
-    assert problem is not None
-    assert 'pip install -e ".[slurm]"' in problem.remedy
-    assert hydra_policy.lacks("hydra/launcher", NAME, ["basic", NAME, BASE]) is None
-    assert hydra_policy.lacks("hydra/launcher", "basic", ["basic"]) is None
-    missing = hydra_policy.missing_plugin("hydra/launcher", "joblib", ["basic", NAME])
-    assert missing.remedy == "pip install hydra-joblib-launcher; installed are basic"
-    missing = hydra_policy.missing_plugin("hydra/launcher", "joblib", ["basic", NAME, BASE])
-    assert missing.remedy == f"pip install hydra-joblib-launcher; installed are basic, {NAME}, {BASE}"
-
-
-def test_the_same_is_said_before_hydra_looks_for_it(monkeypatch):
-    with open_catalog(conf_dir(), "config") as catalog:
-        monkeypatch.setattr(catalog, "get_group_options", lambda *_: ["basic", NAME])
-        override: Override = parsed("hydra/launcher=slurm")
-        (problem,) = overrides._hydra_problems(override, catalog)
-        assert "hydra-submitit-launcher is not installed" in problem.cause
 
 
 def test_one_run_needs_the_flag(capsys):
     """Without -m, Hydra uses no launcher: the run would begin here."""
     with pytest.raises(errors.UserError, match="-m"):
         preflight(["hydra/launcher=slurm"])
-
-
-def test_processes_that_are_started_already_send_nothing(monkeypatch):
-    """-m in front of them would be refused."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(errors.UserError) as refused:
-        preflight(["hydra/launcher=slurm", "trainer.accelerator=cpu"])
-    (problem,) = refused.value.problems
-    assert problem.remedy.startswith("leave hydra/launcher=slurm out")
-
-
-def test_the_plug_ins_own_choice_is_answered_with_ours():
-    with pytest.raises(errors.UserError, match="asks SLURM for no GPU and one core") as refused:
-        preflight(["-m", f"hydra/launcher={BASE}", "seed=1,2"])
-    assert refused.value.problems[0].remedy.startswith("hydra/launcher=slurm, the same launcher")
 
 
 def test_a_sweep_that_a_file_sends_is_refused_where_there_is_no_slurm(tmp_path, monkeypatch):
@@ -151,7 +95,9 @@ def test_a_sweep_that_a_file_sends_is_refused_where_there_is_no_slurm(tmp_path, 
     (tmp_path / "mine/experiment/sent.yaml").write_text(text)
     words = ["-m", "-cd", "mine", "experiment=sent", "seed=1,2"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(errors.UserError, match="hydra/launcher=slurm: there is no srun or sbatch on this machine"):
+    with pytest.raises(
+        errors.UserError, match="there is no srun or sbatch or sacct on this"
+    ):
         preflight(words, Purpose(begins=True))
     assert len(preflight(words)) == 2
 
@@ -209,5 +155,5 @@ def test_a_cluster_that_is_not_there_is_said(tmp_path):
         cwd=tmp_path, env={"PATH": str(Path(sys.executable).parent)}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.startswith("error: hydra/launcher=slurm: there is no srun or sbatch on this machine")
-    assert done.stderr.count("\n") == 2
+    assert done.stderr.startswith("error: hydra/launcher=slurm: there is no srun or sbatch or sacct on this machine")
+    assert done.stderr.count("\n") == 1

@@ -1,7 +1,6 @@
 """The sweeps of docs/sweeps, each by its own command."""
 
 import csv
-import json
 import re
 import shlex
 
@@ -9,6 +8,7 @@ import pytest
 import yaml
 
 from gpt2_fp8.compose import planned, preflight
+from gpt2_fp8.config import sweep_plan
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.train.metrics_csv import COLUMNS
 from tests.runs import SMALL, command, forked
@@ -57,51 +57,38 @@ def test_the_sweep_of_wandb_composes_as_its_agent_types_it():
     assert sweep["metric"]["name"] in COLUMNS
 
 
-PARAMS = "hydra: {mode: MULTIRUN, sweeper: {params: {run_name: 's1,s2'}}}"
-NAMED = {
-    "run_name=z1,z2": "job 0 would be in outputs/z1",
-    "run_name=z1,z1": "job 0 would be in outputs/z1",
-    "run_name='a${seed}' seed=1,2": "job 0 would be in outputs/a1",
-    "run_name='a${seed}' seed=1337,2": "job 1 would be in outputs/a2",
-    "run_name=a/b,a model=tiny,gpt2 hydra.launcher.n_jobs=1 hydra/launcher=joblib": "job 0 would be in outputs/a/b",
-    "run_name='${hydra:job.override_dirname}' seed=1,2": "only a job has what it is made of",
-    "-cd mine experiment=a,b": "job 0 would be in outputs/of_a",
-    "-cd mine experiment=swept": "job 0 would be in outputs/s1",
-}
-
-
-@pytest.mark.parametrize("line", NAMED)
-def test_names_that_differ_are_refused_and_both_ways_out_are_taken(line, tmp_path, monkeypatch):
-    """Each job would be in another folder, and the table of the sweep would have none of them."""
-    if "joblib" in line:
-        pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="pip install hydra-joblib-launcher")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "run_name=z1,z2",
+        "run_name='a${seed}' seed=1337,2",
+        "run_name='${hydra:job.override_dirname}' seed=1,2",
+        "-cd mine experiment=a,b",
+        "seed=1,2 hydra.sweep.dir='outputs/q${seed}'",
+        "seed=1,2 hydra.sweep.dir='outputs/q${hydra:job.num}'",
+        "seed=1,2 hydra.sweep.subdir=x",
+        "run_name=s seed=1,2 hydra.sweep.subdir='${hydra:job.num}/../0'",
+    ],
+)
+def test_jobs_have_one_folder_above_them_and_one_each(line, tmp_path, monkeypatch):
+    """Otherwise the table of the sweep would have none of them, or one would replace another."""
     monkeypatch.chdir(tmp_path)
-    for name, text in {"a": "run_name: of_a", "b": "run_name: of_b", "swept": PARAMS}.items():
+    for name in ("a", "b"):
         (tmp_path / "mine/experiment").mkdir(parents=True, exist_ok=True)
-        (tmp_path / f"mine/experiment/{name}.yaml").write_text(f"# @package _global_\n{text}\n")
-    with pytest.raises(UserError) as told:
+        (tmp_path / f"mine/experiment/{name}.yaml").write_text(f"# @package _global_\nrun_name: of_{name}\n")
+    with pytest.raises(UserError, match=r"hydra\.sweep\.(sub)?dir"):
         planned(["-m", *shlex.split(line)])
-    (problem,) = told.value.problems
-    assert problem.cause.startswith("run_name=")
-    assert f"{NAMED[line]}; a sweep has one folder, for all jobs and their table" in problem.cause
-    ours, theirs = problem.remedy.split("; for folders by the jobs' names add ")
-    assert ours.startswith("run_name=NAME, and the jobs are outputs/NAME/0")
-    once = [word for word in shlex.split(line) if not word.startswith("run_name")]
-    folders = [folder for _, folder in planned(["-m", *once, "run_name=NAME"])]
-    assert folders == [f"outputs/NAME/{number}" for number in range(len(folders))]
-    jobs = planned(["-m", *shlex.split(line), *shlex.split(theirs)])
-    assert len({folder for _, folder in jobs}) == len(jobs)
-    assert all(folder.startswith(f"outputs/NAME/{config.run_name}") for config, folder in jobs)
 
 
-@pytest.mark.parametrize("folder", ["outputs/q${seed}", "outputs/q${hydra:job.num}", "${hydra:runtime.choices.model}"])
-def test_a_folder_of_the_sweep_that_only_a_job_has_is_refused(folder):
-    with pytest.raises(UserError) as told:
-        preflight(["-m", "seed=1,2", f"hydra.sweep.dir={folder}"])
-    (problem,) = told.value.problems
-    assert problem.cause.endswith("; a sweep has one folder, for all jobs and their table")
-    assert problem.remedy.startswith("hydra.sweep.dir=outputs/NAME; ")
-    assert preflight(["-m", "seed=1,2", "hydra.sweep.dir=outputs/NAME"])
+def test_the_sweep_of_a_file_is_run_and_its_values_may_be_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    text = "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {optim.lr: '1e-3,2e-3', tags.x: 'a,b'}}}\n"
+    (tmp_path / "mine/experiment/swept.yaml").write_text(text)
+    jobs = preflight(["-cd", "mine", "experiment=swept"])
+    assert [(job.optim.lr, job.tags["x"]) for job in jobs] == [(r, x) for r in (1e-3, 2e-3) for x in "ab"]
+    jobs = preflight(["-cd", "mine", "experiment=swept", "optim.lr=5e-3", "+tags.x=c"])
+    assert [(job.optim.lr, job.tags["x"]) for job in jobs] == [(5e-3, "c")]
 
 
 @pytest.mark.parametrize("line", ["run_name='a${data.seed}' seed=1,2 data.seed=3", "run_name='a${now:%f}' seed=1,2"])
@@ -127,60 +114,26 @@ def test_jobs_in_folders_by_their_names_are_in_the_table_and_are_continued(tmp_p
 BEGUN = "optim.lr=1e-3,2e-3 precision=bf16,fp8_hybrid"
 
 
-@pytest.fixture
-def begun(tmp_path, monkeypatch):
-    """What Hydra has written of a sweep's jobs, of which the first has gone on once."""
+@pytest.mark.parametrize(
+    ("line", "goes_on"),
+    [
+        (BEGUN, True),
+        (f"{BEGUN} trainer.max_steps=400", True),
+        ("optim.lr=5e-4,6e-4 precision=bf16,fp8_hybrid", True),  # rates that no job had
+        ("optim.lr=2e-3,1e-3 precision=bf16,fp8_hybrid", False),
+        ("optim.lr=1e-3,2e-3 precision=fp8_hybrid,bf16", False),
+    ],
+)
+def test_a_sweep_goes_on_in_the_order_in_which_it_began(line, goes_on, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rates = [(rate, precision) for rate in ("0.001", "0.002") for precision in ("bf16", "fp8_hybrid")]
-    for number, (rate, precision) in enumerate(rates):
-        words = [
-            f"optim.lr={rate}",
-            f"precision={precision}",
-            "model=tiny",
-            *(["ckpt_path=last"] if not number else []),
-        ]
-        folder = tmp_path / f"outputs/s/{number}/.hydra"
-        folder.mkdir(parents=True)
-        (folder / "overrides.yaml").write_text(yaml.safe_dump(words))
-
-
-@pytest.mark.usefixtures("begun")
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        (
-            "optim.lr=2e-3,1e-3 precision=bf16,fp8_hybrid",
-            "job 0 was optim.lr=0.001, and would go on as optim.lr=0.002, as 2 was",
-        ),
-        (
-            "optim.lr=1e-3,2e-3 precision=fp8_hybrid,bf16",
-            "job 0 was precision=bf16, and would go on as precision=fp8_hybrid",
-        ),
-        (
-            "optim.lr=2e-3 precision=bf16,fp8_hybrid",
-            "job 0 was optim.lr=0.001, and would go on as optim.lr=2e-3, as 2 was",
-        ),
-    ],
-)
-def test_a_job_that_would_continue_another_jobs_run_is_refused(line, told):
-    with pytest.raises(UserError) as error:
-        preflight(["-m", "run_name=s", "model=tiny", "ckpt_path=last", *line.split()])
-    assert told in error.value.problems[0].cause
-    assert preflight(["-m", "run_name=t", "model=tiny", *line.split()]), "another name begins another sweep"
-
-
-@pytest.mark.usefixtures("begun")
-@pytest.mark.parametrize(
-    "line",
-    [
-        BEGUN,
-        f"{BEGUN} trainer.max_steps=400 notes=longer",
-        "precision=bf16,fp8_hybrid optim.lr=1e-3",
-        "optim.lr=5e-4,6e-4 precision=bf16,fp8_hybrid",  # rates that no job had
-    ],
-)
-def test_a_sweep_goes_on_by_its_own_words_in_their_order(line):
-    assert preflight(["-m", "run_name=s", "model=tiny", "ckpt_path=last", *line.split()])
+    sweep_plan.write(tmp_path / "outputs/s", [[f"optim.lr={r}", f"precision={p}", "model=tiny"] for r, p in rates])
+    words = ["-m", "run_name=s", "model=tiny", "ckpt_path=last", *line.split()]
+    if goes_on:
+        assert preflight(words)
+    else:
+        with pytest.raises(UserError, match="job 0 was"):
+            preflight(words)
 
 
 @pytest.mark.whole
@@ -194,19 +147,6 @@ def test_a_word_that_is_made_of_others_is_in_the_table_as_each_job_has_it(tmp_pa
     assert "warn" not in done.stderr.lower()
 
 
-@pytest.mark.usefixtures("begun")
-def test_a_job_that_was_refused_is_known_by_the_words_that_it_was_trained_with(tmp_path):
-    """Hydra writes a job's words before its resume is refused."""
-    job = tmp_path / "outputs/s/1"
-    trained = yaml.safe_load((job / ".hydra/overrides.yaml").read_text())
-    (job / "summary.json").write_text(json.dumps({"status": "completed", "overrides": trained}))
-    (job / ".hydra/overrides.yaml").write_text(yaml.safe_dump(["optim.lr=0.005", *trained[1:]]))
-    line = ["-m", "run_name=s", "model=tiny", "ckpt_path=last"]
-    assert preflight([*line, *BEGUN.split()])
-    with pytest.raises(UserError, match=r"job 1 was optim\.lr=0\.001, and would go on as optim\.lr=0\.002, as 3 was"):
-        preflight([*line, "optim.lr=2e-3,1e-3", "precision=bf16,fp8_hybrid"])
-
-
 @pytest.mark.whole
 def test_a_sweep_whose_jobs_are_complete_is_refused_other_values_and_left_as_it_was(tmp_path):
     line = ["-m", *SMALL, "trainer.max_steps=2", "optim.warmup_steps=1", "run_name=s", "ckpt_path=last"]
@@ -214,7 +154,7 @@ def test_a_sweep_whose_jobs_are_complete_is_refused_other_values_and_left_as_it_
     before = _contents(tmp_path / "outputs/s")
     done = forked(*line, "precision=fp32,fp8_hybrid", cwd=tmp_path)
     assert done.returncode == 2
-    assert "precision.name was bf16 and is now fp8_hybrid" in done.stderr
+    assert "precision.name was bf16" in done.stderr
     assert _contents(tmp_path / "outputs/s") == before
     seeds = forked(*line, "precision=fp32,bf16", "seed=5", cwd=tmp_path)
     assert seeds.returncode == 2, "nor a row of jobs that did not run"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpt2_fp8.config.kept_layers import ALL_PARTS, MLP, PARTS, fits_nothing, kept, meant, partly, split_mlp
+from gpt2_fp8.config.kept_layers import ALL_PARTS, MLP, PARTS, fits_nothing, kept, partly, split_mlp
 
 NONE = frozenset()
 
@@ -66,19 +66,3 @@ def test_what_fits_nothing(name):
 def test_parts_are_those_of_a_block():
     assert {*PARTS} == ALL_PARTS
     assert MLP < ALL_PARTS
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("1F1L", ["first:1", "last:1"]), ("2F", ["first:2"]), ("9L", ["last:4"]), ("first:9", ["first:4"]),
-        ("Last", ["last:1"]), ("blocks.9", ["blocks.3"]), ("0", ["blocks.0"]), ("model.layers.1", ["blocks.1"]),
-        ("lm_head", ["head"]), ("mlp", ["blocks.*.mlp"]), ("qkv", ["blocks.*.qkv"]), ("blocks.*.down_proj",
-        ["blocks.*.fc2"]), ("transformer.h.2.attn", ["blocks.2.qkv", "blocks.2.projection"]),
-        ("first:0", []), ("embedding", []), ("", []), ("ln_f", []),
-    ],
-)  # fmt: skip
-def test_names_of_other_programs_are_told_in_names_that_fit(name, ours):
-    assert fits_nothing(name, 4)
-    assert meant(name, 4) == ours
-    assert not any(fits_nothing(one, 4) for one in ours)

@@ -1,9 +1,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import pytest
-
-from gpt2_fp8.config.keys import finding, key_paths, show, value_kinds, value_of
+from gpt2_fp8.config.keys import finding, key_paths, show, value_of
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,6 @@ def test_paths_name_the_choices_that_have_them():
     assert paths["pet.bark"] == ("dog", "wolf")
     assert paths["pet.kind"] == ("cat", "dog", "wolf")
     assert paths["rooms"] == ()
-
-
-@pytest.mark.parametrize(("key", "kinds"), [("rooms", set()), ("pet.names", {list, str}), ("pet.kind", set())])
-def test_the_kinds_of_a_value_are_those_of_every_choice(key, kinds):
-    assert value_kinds(House, key) == kinds
 
 
 def test_a_value_is_found_by_its_path():

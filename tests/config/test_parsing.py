@@ -61,42 +61,40 @@ def test_builds_the_classes():
 
 
 @pytest.mark.parametrize(
-    ("change", "needs", "remedy"),
+    ("change", "reason"),
     [
-        ({"rooms": True}, "a whole number", "rooms=NUMBER"),
-        ({"rooms": "3"}, "a whole number", "rooms=NUMBER"),
-        ({"rooms": 3.0}, "a whole number", "rooms=3"),
-        ({"rooms": 1e4}, "rooms=10000.0", "rooms=10000"),
-        ({"rooms": None}, "rooms=null", "rooms=NUMBER"),
-        ({"height": True}, "a number", "height=NUMBER"),
-        ({"height": "1e-3"}, "a number", "height=NUMBER"),
-        ({"height": float("nan")}, "not a finite number", "height=NUMBER"),
-        ({"height": float("inf")}, "not a finite number", "height=NUMBER"),
-        ({"garden": 1}, "true or false", "garden=true"),
-        ({"garden": "off"}, "true or false", "garden=false"),
-        ({"colour": "gren"}, "red, green or null", "colour=green"),
-        ({"colour": 1}, "red, green or null", "colour=red, or colour=green"),
-        ({"floors": "aut"}, "a whole number or auto", "floors=auto"),
-        ({"floors": True}, "a whole number or auto", "floors="),
-        ({"guests": "bob"}, "needs a list", "guests='[bob]'"),
-        ({"guests": [True]}, "needs a list", "guests="),
-        ({"name": None}, "must be text", "name=TEXT"),
-        ({"name": 1.5}, "must be text", "name=TEXT"),
-        ({"name": "???"}, "no value", "name=TEXT"),
-        ({"pet": "cat"}, "not a group of keys", "keys"),
-        ({"pet": {"kind": "dogg", "bark": 1}}, "no such choice", "pet.kind=dog"),
-        ({"pet": {"bark": 1}}, "pet.kind=null", "cat, dog, wolf"),
-        ({"pet": {"kind": "cat"}}, "pet.lives is missing", "pet.lives=NUMBER"),
-        ({"pet": {"kind": "cat", "lives": 9, "bark": 2}}, "pet.bark belongs to pet=dog", "choose pet=dog"),
-        ({"room": 4}, "there is no key room", "did you mean rooms?"),
-        ({"lives": 4}, "there is no key lives", "did you mean pet.lives?"),
-        ({"xyzzy": 4}, "there is no key xyzzy", "name, rooms, height"),
+        ({"rooms": True}, "a whole number"),
+        ({"rooms": "3"}, "a whole number"),
+        ({"rooms": 3.0}, "a whole number"),
+        ({"rooms": 1e4}, "rooms=10000.0"),
+        ({"rooms": None}, "rooms=null"),
+        ({"height": True}, "a number"),
+        ({"height": "1e-3"}, "a number"),
+        ({"height": float("nan")}, "not a finite number"),
+        ({"height": float("inf")}, "not a finite number"),
+        ({"garden": 1}, "true or false"),
+        ({"garden": "off"}, "true or false"),
+        ({"colour": "gren"}, "red, green or null"),
+        ({"colour": 1}, "red, green or null"),
+        ({"floors": "aut"}, "a whole number or auto"),
+        ({"floors": True}, "a whole number or auto"),
+        ({"guests": "bob"}, "needs a list"),
+        ({"guests": [True]}, "needs a list"),
+        ({"name": None}, "must be text"),
+        ({"name": 1.5}, "must be text"),
+        ({"name": "???"}, "no value"),
+        ({"pet": "cat"}, "not a group of keys"),
+        ({"pet": {"kind": "dogg", "bark": 1}}, "no such choice"),
+        ({"pet": {"bark": 1}}, "pet.kind=null"),
+        ({"pet": {"kind": "cat"}}, "pet.lives is missing"),
+        ({"pet": {"kind": "cat", "lives": 9, "bark": 2}}, "pet.bark belongs to pet=dog"),
+        ({"room": 4}, "there is no key room"),
+        ({"lives": 4}, "there is no key lives"),
+        ({"xyzzy": 4}, "there is no key xyzzy"),
     ],
 )
-def test_refuses_with_a_reason_and_a_remedy(change, needs, remedy):
-    _, cause, fix = only(**change)
-    assert needs in cause
-    assert remedy in fix
+def test_refuses_with_a_reason(change, reason):
+    assert reason in only(**change)[1]
 
 
 def test_a_whole_number_is_text_too():

@@ -1,0 +1,230 @@
+"""Composition by Hydra, once for each job, from `conf` and the settings folders that a user adds (`-cd FOLDER`).
+
+Choices are checked by name before Hydra sees them, and values are forced (`++key=value`) where a choice may lack the
+key. So Hydra refuses hardly anything, and the schema reports every mistake at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gpt2_fp8.compat import hydra_private
+from gpt2_fp8.compose.commandline import MAY_BE_NULL, SEVERAL, CommandLine
+from gpt2_fp8.config import hints
+from gpt2_fp8.config.errors import Problem, UserError
+from gpt2_fp8.config.keys import key_paths, show
+from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.shown import line
+
+BENCH = "bench"  # bench.yaml has the benchmark's settings, and is no run
+_REMEMBERED = 64  # compositions
+_LATE = ("logger.wandb.", "logger.mlflow.", "tags.", "data.")  # keys that are there only after a choice or a word
+_CHOSEN_BY_GROUP = {
+    "precision.name": "precision", "recipe.name": "recipe", "data.kind": "data", "optimizer.name": "optimizer",
+}  # fmt: skip
+_SOURCE = re.compile(r"data\.sources\.\w+")  # where a choice of `data` may be placed too
+# Plug-ins that are not installed with this program, and the packages that have them.
+_PACKAGES = {
+    "hydra/launcher=joblib": "hydra-joblib-launcher",
+    "hydra/launcher=slurm": "hydra-submitit-launcher",
+    "hydra/sweeper=optuna": "hydra-optuna-sweeper",
+}
+# What Hydra itself instantiates: its plug-ins, and this program's own callback.
+_TARGETS = re.compile(r"hydra_plugins\.|hydra\._internal\.core_plugins\.|gpt2_fp8\.compose\.sweep_start\.SweepStart$")
+
+
+class Catalog:
+    """The choices there are, and their composition.
+
+    Hydra's override parser calls `get_group_options`, to learn what `glob(...)` matches.
+    """
+
+    def __init__(self, loader: ConfigLoader, config_name: str):
+        self._loader, self.config_name = loader, config_name
+        self._compose = lru_cache(_REMEMBERED)(lambda *words: compose(self.config_name, list(words), True))
+        self.ours = [group for group in self.get_group_options("", ObjectType.GROUP) if group != "hydra"]
+        self.groups = self.ours
+
+    def get_group_options(self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG) -> list[str]:
+        """List the options of a group (`experiment`, or `experiment/mine` for a folder in it)."""
+        return hydra_private.group_options(self._loader, group_name, results_filter)
+
+    def choices(self, group: str) -> list[str]:
+        """List the choices of a group, in its folders too."""
+        return [
+            *self.get_group_options(group),
+            *(f"{below}/{name}" for below in self.get_group_options(group, ObjectType.GROUP)
+              for name in self.choices(f"{group}/{below}")),
+        ]  # fmt: skip
+
+    def is_group(self, override: Override) -> bool:
+        """Return whether an override chooses from a group, rather than setting a value."""
+        key = override.key_or_group
+        return not key.startswith("hydra/") and ("/" in key or override.package is not None or key in self.groups)
+
+    def add_folders(self, folders: list[str]) -> list[Problem]:
+        """Make the choices of a user's folders available, and their primary configurations; return what is missing."""
+        paths = {folder: Path(folder.removeprefix("file://")).absolute() for folder in folders}
+        for path in paths.values():
+            if path.is_dir():
+                hydra_private.search_in(self._loader, path)
+        groups = self.get_group_options("", ObjectType.GROUP)
+        self.groups = [group for group in groups if group != "hydra" and self.choices(group)]
+        missing = [path for path in paths.values() if not path.is_dir()]
+        return [Problem(f"there is no folder {path} to read settings from") for path in missing]
+
+    def check_name(self) -> list[Problem]:
+        """Check that the primary configuration (`-cn NAME`) exists: in `conf`, or in a folder of the user's."""
+        names = [name for name in self.get_group_options("") if not name.startswith("_") and name != BENCH]
+        if self.config_name in names:
+            return []
+        problem, self.config_name = Problem(*hints.unknown_choice("--config-name", self.config_name, names)), "config"
+        return [problem]
+
+    def compose(self, words: list[str]) -> DictConfig:
+        """Compose the whole configuration, Hydra's own node included. The same words soon after give the same object.
+
+        Raises UserError if Hydra does not take the words, or if a file names code for Hydra to call.
+        """
+        try:
+            cfg: DictConfig = self._compose(*words)
+        except Exception as error:  # of Hydra, OmegaConf and YAML; OmegaConf raises AttributeError for some values
+            told = " ".join(f"{error} {error.__cause__ or ''}".split())
+            named = next((word for word in words if word.lstrip("+") in told), None)
+            raise UserError.of(f"{named or 'the settings'} cannot be composed: {line(told, 500)}", "") from None
+        for path, target in _targets(OmegaConf.to_container(cfg.hydra, resolve=False), "hydra"):
+            if not _TARGETS.match(str(target)):
+                raise UserError.of(f"{path}={target}: Hydra would call it", "only plug-ins of Hydra's are called")
+        return cfg
+
+    def as_hydra_takes(self, override: Override) -> str:
+        """Return an override as it is composed: a value without a typed +, forced where a choice may lack the key."""
+        key, word = override.key_or_group, str(override.input_line)
+        if word.startswith("~") or override.is_hydra_override() or key.startswith("hydra/") or "@" in word:
+            return word
+        if self.is_group(override):
+            return word.lstrip("+") if key in self.ours else word
+        always = key_paths(RunConfig).get(key) == () and not key.startswith(_LATE)
+        return word.lstrip("+") if always else f"++{word.lstrip('+')}"
+
+
+@contextmanager
+def open_catalog(folder: Path, config_name: str = "config") -> Iterator[Catalog]:
+    """Open the catalog of a folder of settings. Hydra's global state is as before when it closes."""
+    running, initialized = HydraConfig.instance().cfg, GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(folder), job_name="run", version_base="1.3"):
+            yield Catalog(GlobalHydra.instance().config_loader(), config_name)
+    finally:
+        HydraConfig.instance().cfg = running
+        GlobalHydra.instance().hydra = initialized
+
+
+def search(line: CommandLine, overrides: list[Override], catalog: Catalog) -> list[Problem]:
+    """Add the folders that a command line names to the catalog."""
+    values = [word.value() for word in overrides if word.key_or_group == "hydra.searchpath"]
+    named = [folder for value in values for folder in (value if isinstance(value, list) else [value])]
+    problems = catalog.add_folders([str(folder) for folder in (line.config_dir, *named) if folder])
+    return [*problems, *catalog.check_name()]
+
+
+def refuse(override: Override, catalog: Catalog, multirun: bool) -> Iterator[Problem]:
+    """Find what is wrong with an override, whatever it composes to. `multirun`: a sweep is asked for."""
+    key, word, value = override.key_or_group, str(override.input_line), override.value()
+    swept = override.is_sweep_override()
+    if swept and not multirun:
+        yield Problem(f"{word} is several values, and this is a single run", f"{_one_value(override)}-m runs each")
+        return
+    values: list[Any] = [value]
+    if swept and override.is_discrete_sweep():
+        values = list(override.sweep_iterator())
+        if not values:
+            yield Problem(f"{word} matches nothing")
+    if override.is_hydra_override() or key.startswith("hydra/"):
+        yield from _of_hydra(override, values, catalog)
+    elif catalog.is_group(override):
+        yield from _of_group(override, values, catalog)
+    elif override.is_delete():
+        yield Problem(f"{word}: every key has a value", f"leave it out, or set it: {key}=null where null is allowed")
+    elif key in _CHOSEN_BY_GROUP:
+        choice = hints.KINDS.get(show(value), (show(value),))[0] if key == "data.kind" else show(value)
+        yield Problem(f"{word}: this is chosen with the whole group", f"{_CHOSEN_BY_GROUP[key]}={choice}")
+
+
+def _one_value(override: Override) -> str:
+    return "choose one; " if override.is_discrete_sweep() else ""
+
+
+def _of_hydra(override: Override, values: list[Any], catalog: Catalog) -> Iterator[Problem]:
+    """Find what is wrong with a word for Hydra's own settings; what it sets, Hydra says."""
+    key, word = override.key_or_group, str(override.input_line)
+    if "_target_" in word:
+        yield Problem(f"{word}: what Hydra calls is not set by a word")
+    if "/" in key:
+        options = catalog.get_group_options(key)
+        for value in values:
+            package = _PACKAGES.get(f"{key}={value}")
+            if package and not _is_installed(value, options):
+                yield Problem(f"{key}={value}: its package is not installed", f"pip install {package}")
+            elif value not in options:
+                yield Problem(*hints.unknown_choice(key, show(value), options))
+
+
+def _is_installed(choice: str, options: list[str]) -> bool:
+    return ("submitit_slurm" if choice == "slurm" else choice) in options
+
+
+def _of_group(override: Override, values: list[Any], catalog: Catalog) -> Iterator[Problem]:
+    """Find what is wrong with a choice from a group."""
+    group, word = override.key_or_group, str(override.input_line)
+    if group not in catalog.groups:
+        yield Problem(*hints.unknown_group(group, catalog.groups))
+        return
+    if override.package is not None and not (group == "data" and _SOURCE.fullmatch(override.package)):
+        yield Problem(f"{word}: {group} has one place", f"{group}=CHOICE, without @{override.package}")
+    if override.is_delete():
+        if group not in MAY_BE_NULL:
+            yield Problem(f"{word}: a run has one choice of {group}")
+        return
+    options = catalog.choices(group)
+    for value in values:
+        if isinstance(value, list) and group not in SEVERAL:
+            yield Problem(f"{group}={show(value)}: a run has one choice of {group}", f"-m {group}=ONE,TWO runs each")
+            continue
+        for choice in value if isinstance(value, list) else [value]:
+            if str(choice) not in options:
+                yield Problem(*hints.unknown_choice(group, show(choice), [o for o in options if not o.startswith("_")]))
+
+
+def _targets(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield every `_target_` of a plain configuration, with its path."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in items:
+        if key == "_target_":
+            yield f"{path}.{key}", value
+        else:
+            yield from _targets(value, f"{path}.{key}")
+
+
+def resolved(cfg: DictConfig) -> dict[str, Any]:
+    """Return a configuration without Hydra's own node, every `${...}` resolved. Raises UserError."""
+    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    try:
+        return cast("dict[str, Any]", OmegaConf.to_container(own, resolve=True))
+    except OmegaConfBaseException as error:
+        raise UserError.of(f"{error.full_key}: {str(error).splitlines()[0]}", "correct the ${...}") from None

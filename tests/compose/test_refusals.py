@@ -1,0 +1,365 @@
+"""Every refusal, as a careless user meets it: what is typed, and a key that the message names."""
+
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from gpt2_fp8.compose import preflight
+from gpt2_fp8.config.checks import check, check_batch
+from gpt2_fp8.config.errors import UserError
+
+TABLE = """\
+data=mixture -> data
+data=text_files -> data.train_files
+precision=fp8_e5m2 -> precision
+trainer.num_nodes=3 -> trainer.num_nodes
+ckpt_path=last run_name=x init_from=/ -> ckpt_path
+model.n_embd=100 model.n_head=3 precision=bf16 -> model.n_embd
+global_batch_size=999983 micro_batch_size=999982 -> global_batch_size
+trainer.max_steps=5 optim.warmup_steps=10 -> trainer.max_steps
+optim.schedule=constant -> optim.schedule
+optim.schedule=linear optim.decay_steps=9 -> optim.schedule
+optim.schedule=warmup_stable_decay -> optim.schedule
+optim.schedule=warmup_stable_decay optim.decay_steps=291 -> optim.decay_steps
+optim.schedule=wsd -> optim.schedule
+optim.lr_schedule=linear -> optim.lr_schedule
+trainer.max_steps=null -> trainer.max_steps
+trainer.max_tokens=4095 -> trainer.max_tokens
+trainer.max_tokens=36864 optim.warmup_steps=10 -> trainer.max_tokens
+trainer.max_tokens=1e6 -> trainer.max_tokens
+trainer.max_epochs=0 -> trainer.max_epochs
+data=fineweb trainer.max_epochs=1 -> trainer.max_epochs
+run_name=x ckpt_path=last debug=fdr -> trainer.fast_dev_run
+trainer.max_epochs=1 debug=overfit -> trainer.max_epochs
+callbacks.keep_epochs=true -> callbacks.keep_epochs
+trainer.max_time=12h -> trainer.max_time
+trainer.max_time=01:56:00 -> trainer.max_time
+trainer.max_time=00:00:00:00 -> trainer.max_time
+data.tokenizer=gpt2 model.vocab_size=50000 -> model.vocab_size
+model.n_kv_head=3 -> model.n_head
+model.n_kv_head=0 -> model.n_kv_head
+model.positions=rope model.head_size=7 precision=bf16 -> model.positions
+model.rope_base=1e6 -> model.rope_base
+model.rope_scaling=8 -> model.rope_scaling
+model=llama3_small model.rope_low_freq_factor=1 -> model.rope_low_freq_factor
+model=llama3_2_1b model.rope_scaling=null -> model.rope_low_freq_factor
+model=llama3_2_1b model.rope_low_freq_factor=4 -> model.rope_low_freq_factor
+model.positions=rope model.rope_scaling=0.5 -> model.rope_scaling
+model.positions=rope model.rope_base=0 -> model.rope_base
+model.norm_epsilon=0 -> model.norm_epsilon
+model.norm=rmsnorm -> model.norm
+model.mlp=swigl -> model.mlp
+model.positions=alibi -> model.positions
+model.mlp_width=500 -> model.mlp_width
+model.head_size=6 -> model.n_head
+model.head_size=4 model.n_kv_head=1 -> model.n_kv_head
+precision.backend=fused model.norm=rms_norm -> precision.backend
+precision.backend=fused model.n_kv_head=2 -> precision.backend
+precision.backend=fused model.head_size=80 -> precision.backend
+precision.backend=fused model=gpt2_optimized -> precision.backend
+precision.backend=fused model=llama3_small -> precision.backend
+cuda_graphs=true model.qk_norm=true -> cuda_graphs
+precision.fast_accumulation=true model.tied_head=false -> precision.fast_accumulation
+model.rope_theta=1e6 -> model.rope_theta
+model.num_key_value_heads=2 -> model.num_key_value_heads
+model.normalization=RMSNorm -> model.normalization
+model.n_embd=100 -> model.n_embd
+model.n_positions=100 precision.backend=fused -> model.n_positions
+recipe=mxfp8 model.n_embd=144 model.n_head=3 -> model.n_embd
+recipe=mxfp8 model.mlp_width=496 -> model.mlp_width
+recipe=mxfp8 model.n_head=1 model.head_size=80 -> model.n_head
+recipe=mxfp8 model.head_size=24 model.n_kv_head=1 -> model.n_kv_head
+recipe=mxfp8 model.n_positions=240 -> model.n_positions
+'precision.keep_bf16=[blocks.4]' -> precision.keep_bf16
+'precision.keep_bf16=[head,1F1L]' -> precision.keep_bf16
+'precision.keep_bf16=[heads]' -> precision.keep_bf16
+'precision.keep_bf16=[first:5]' -> precision.keep_bf16
+precision.backend=fused 'precision.keep_bf16=[blocks.1.qkv]' -> precision.backend
+recipe=delayed precision.backward=bf16_wgrad -> no
+precision.backend=fused penalty.logit_l2=0.1 -> precision.backend
+cuda_graphs=true penalty.activation_l1=0.1 -> cuda_graphs
+penalty.z_loss=-1 -> penalty.z_loss
+penalty.z_loss=inf -> penalty.z_loss
+penalty_weight=0.1 -> penalty_weight
+z_loss_weight=0.1 -> z_loss_weight
+l1_lambda=0.1 -> l1_lambda
+z_loss=0.1 -> z_loss
+penalty=L1 -> penalty
+num_layers_at_start_in_bf16=1 -> num_layers_at_start_in_bf16
+num_layers_at_end_in_bf16=3 -> num_layers_at_end_in_bf16
+fp8_param_gather=true -> fp8_param_gather
+model.fp8_param_gather=true -> model.fp8_param_gather
+use_pytorch_sdpa=True -> use_pytorch_sdpa
+use_qk_norm=true -> use_qk_norm
+use_tensorboard=true -> use_tensorboard
+no_wandb=true -> no_wandb
+auto_batch_size=true -> auto_batch_size
+checkpoint_dir=./checkpoints_fp8/ -> checkpoint_dir
+wandb_name=openwebtext_fp8 -> wandb_name
+wandb_project=fp8 -> wandb_project
+tensor_parallel=2 -> tensor_parallel
+tie_word_embeddings=false -> tie_word_embeddings
+split_accumulator=true -> split_accumulator
+muon_lr=0.02 -> muon_lr
+muon_momentum=1.5 -> muon_momentum
+fp8_recipe=tensorwise -> fp8_recipe
+model.gqa=2 -> model.gqa
+model.use_gqa=true -> model.use_gqa
+model.rope=true -> model.rope
+model.use_swiglu=true -> model.use_swiglu
+model.rms_norm=true -> model.rms_norm
+precision.backend=fused precision.backward=bf16 -> precision.backend
+precision.backend=te precision.backward=bf16_wgrad -> precision.backend
+precision.backward=bf16 recipe=delayed -> no
+precision=bf16 precision.backward=bf16 -> precision.backward
+precision.backward=bf8 -> precision.backward
+precision.backend=te 'precision.keep_bf16=[first:2,head,last:2]' model.n_layer=4 -> precision.keep_bf16
+precision.fast_accumulation=true 'precision.keep_bf16=[blocks.*]' -> precision.fast_accumulation
+precision.keep_bf16=head -> precision.keep_bf16
+precision=auto -> precision
+recipe.margin=1 -> recipe.margin
+precision.backend=reference -> precision.backend
+precision=bf16 precision.backend=fused -> precision.backend
+precision=fp32 precision.backend=te -> precision.backend
+precision.backend=fused recipe=current -> precision.backend
+precision.backend=fused document_mask=true -> precision.backend
+precision.backend=fused recipe=block document_mask=true -> precision.backend
+precision.backend=fused model.dropout=0.1 -> precision.backend
+precision=bf16 precision.backend=torchao -> precision.backend
+precision.backend=torchao recipe=delayed -> precision.backend
+precision.backend=torchao attention=te -> attention
+precision.backend=torchao cuda_graphs=true -> cuda_graphs
+precision.backend=fused recipe=rowwise -> precision.backend
+precision.backend=te recipe=rowwise -> precision.backend
+cuda_graphs=true recipe=block -> cuda_graphs
+precision.fast_accumulation=true precision.backend=te -> precision.fast_accumulation
+precision.fast_accumulation=true recipe=current -> precision.fast_accumulation
+precision.fast_accumulation=true model.dropout=0.1 -> precision.fast_accumulation
+cuda_graphs=yes -> cuda_graphs
+activation_checkpointing=true -> activation_checkpointing
+document_mask=true cuda_graphs=true -> cuda_graphs
+document_mask=true attention=cudnn -> attention
+intra_document_mask=true -> intra_document_mask
+compile_mode=reduce-overhead -> compile_mode
+compile_mode=reduce-overhead precision=bf16 precision.backend=te -> compile_mode
+compile_mode=reduce-overhead precision=bf16 trainer=cpu -> compile_mode
+compile_mode=reduce-overhead precision=bf16 compile=false -> compile_mode
+compile_mode=reduce-overhead precision=bf16 model.dropout=0.1 -> compile_mode
+compile_mode=max-autotune -> compile_mode
+torch_compile_mode=default -> torch_compile_mode
+attention=cudnn trainer=cpu -> attention
+attention=flash precision=fp32 trainer=gpu -> attention
+attention=cudnn trainer.deterministic=true -> attention
+attention=plain -> attention
+use_flash_attention=true -> use_flash_attention
+model.attn_implementation=sdpa -> model.attn_implementation
+attention_backend=fused -> attention_backend
+NVTE_FLASH_ATTN=0 -> NVTE_FLASH_ATTN
+layers=te -> layers
+precision.layers=te -> precision.layers
+cudagraphs=true -> cudagraphs
+optimizer=adam -> optimizer
+optim=adamw -> optim
+use_muon=true -> use_muon
+optimizer.name=muon -> optimizer.name
+optimizer.momentum=0.9 -> optimizer.momentum
+optimizer.lr=1e-3 -> optimizer.lr
+optimizer=muon optimizer.weight_decay=0 -> optimizer.weight_decay
+optimizer=muon optimizer.momentum=1 -> optimizer.momentum
+optimizer=muon optimizer.ns_steps=0 -> optimizer.ns_steps
+optimizer=muon optimizer.matrix_lr=0 -> optimizer.matrix_lr
+gradient_checkpointing=true -> gradient_checkpointing
+precision=bf16 precision.fallback=error -> precision.fallback
+data.path=x.txt -> data.path
+recipe.interval=1 -> recipe.interval
+precision.fp8_interval=1 -> precision.fp8_interval
+model=gpt3 -> model
+logger=comet -> logger
+logger.wandb.project=x -> logger.wandb.entity
+logger.wandb=true -> logger.wandb
+wandb=true -> wandb
+logger=csv logger.histograms_every_n_steps=5 -> logger.histograms_every_n_steps
+logger=wandb logger.wandb.project=me/gpt2 -> logger.wandb.project
+logger=mlflow logger.mlflow.tracking_uri=here -> logger.mlflow.tracking_uri
+experiment=fineweb_edu_fp8.yaml -> experiment
+foo/bar=x -> foo/bar
+model@encoder=gpt2 -> model@encoder
+lr=1e-3 -> lr
+max_steps=10 -> max_steps
+batch_size=8 -> batch_size
+trainer.precision=bf16 -> trainer.precision
+trainer.accumulate_grad_batches=4 -> trainer.accumulate_grad_batches
+optm.lr=1 -> optm
+MODEL=gpt2 -> MODEL
+model.nlayer=2 -> model.nlayer
+seed.x=1 -> seed
+recipe.name=current -> recipe.name
+model._target_=os.system -> model._target_
+seed=x -> seed
+trainer.max_steps=1e4 -> trainer.max_steps
+optim.lr=nan -> optim.lr
+model.bias=yes -> model.bias
+precision.fallback=alow -> precision.fallback
+'trainer.devices=[0,1]' -> trainer.devices
+data=text_files 'data.train_files=/x/*.txt' -> data.train_files
+seed=1,2 -> seed
+recipe=delayed,current -> recipe
+-m 'optim.lr=interval(1,2)' -> BasicSweeper
+-m 'experiment=glob(zz*)' -> experiment
+-m hydra.job.name=a,b -> hydra.job.name
+hydra.callbacks.x._target_=os.system -> hydra.callbacks.x._target_
+hydra/callbacks=x -> hydra/callbacks
+hydra/launcher=ray -> hydra/launcher
+hydra/sweeper=optuna -> hydra/sweeper
+hydra/job_logging=colorlog -> hydra/job_logging
+hydra/sweeper=optna -> hydra/sweeper
+hydra.sweeper.params.seed=1 -> the
+hydra.launcher.n_jobs=2 -> hydra.launcher.n_jobs
+hydra.job.chdir=maybe -> hydra.job.chdir
+data=text_files 'data.train_files=[nope/*.txt]' -> data.train_files
+data=text_files 'data.train_files=[nope.txt]' -> data.train_files
+data=token_files 'data.train_files=[/etc/passwd]' -> data.val_files
++data@data.sources.web=fineweb -> data.sources
+data=mixture +data@data.sources.a=stdlib -> data
+data=text_files 'data.train_files=[/]' -> data.train_files
+ckpt_path=nope -> ckpt_path
+init_from=gpt2 -> init_from
+ckpt_path=last -> ckpt_path
+run_name=../x -> run_name
+run_name= -> run_name
+data.cache_dir=/dev/null/x -> data.cache_dir
+hydra.run.dir=/dev/null -> hydra.run.dir
+trainer.max_steps=5,6 -> trainer.max_steps
+"""
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def refusals(line):
+    with pytest.raises(UserError) as caught:
+        preflight(shlex.split(line))
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("row", TABLE.splitlines())
+def test_a_mistake_is_refused_by_its_key(row):
+    line, _, key = row.rpartition(" -> ")
+    assert any(key in problem.cause for problem in refusals(line))
+
+
+GOLDEN = {
+    "optim.lr=x": "error: optim.lr=x: must be a number",
+    "learning_rate=1": "error: there is no key learning_rate\n  fix: here it is optim.lr",
+    "optim.weight_decai=1": "error: there is no key optim.weight_decai\n  fix: did you mean optim.weight_decay?",
+    "precision.backend=fused recipe=current": (
+        "error: precision.backend=fused cannot run: they do delayed scaling alone, not recipe=current"
+    ),
+    "trainer=dpp": (
+        "error: trainer=dpp: there is no such choice\n"
+        "  fix: did you mean trainer=ddp? (the choices are auto, cpu, ddp, gpu)"
+    ),
+}
+
+
+@pytest.mark.parametrize("line", GOLDEN)
+def test_a_message_is_two_lines_at_most(line):
+    (problem,) = refusals(line)
+    assert str(problem) == GOLDEN[line]
+
+
+def test_all_mistakes_are_told_at_once():
+    causes = "\n".join(problem.cause for problem in refusals(
+        "modle=x trainer=dpp optim.lr=x trainer.max_steps=0 optim.schedule=constant micro_batch_size=3 a={ seed=1,2"
+    ))  # fmt: skip
+    for key in (
+        "modle",
+        "trainer=dpp",
+        "optim.lr",
+        "trainer.max_steps",
+        "optim.min_lr_ratio",
+        "micro_batch",
+        "a={",
+        "seed=1,2",
+    ):
+        assert key in causes, key
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "data=tinyshakespear data.path=x",
+        "model=gpt3 model.n_embd=2048",
+        "experiment=nope data.repo=x trainer.max_steps=3",
+        "recipe=delayd recipe.margin=1",
+        "data=finewb data.tokenizer=gpt2 model.vocab_size=50257",
+    ],
+)
+def test_what_follows_from_a_wrong_choice_is_not_said(line):
+    (problem,) = refusals(line)
+    assert "no such choice" in problem.cause
+
+
+def test_a_key_that_follows_another_is_not_blamed():
+    assert [p.cause for p in refusals("seed=-1")] == ["seed=-1: must be from 0 to 4294967295"]
+    assert [p.cause for p in refusals("seed=-1 data.seed=-2")][1:] == ["data.seed=-2: must be from 0 to 4294967295"]
+
+
+ACCEPTED = """\
+model.head_size=48 model.n_embd=80 model.n_head=3 model.n_kv_head=1
+model.positions=rope model.rope_scaling=8
+model.n_head=6 model.n_kv_head=3 model.n_embd=96
+model=llama3_8b model.tied_head=true precision.backend=te recipe=current
+precision=fp32 model.n_embd=100 model.n_positions=50 micro_batch_size=1
+precision=bf16 recipe=mxfp8 model.n_embd=100 model.n_positions=50
+recipe=rowwise model.n_embd=144 model.n_head=3 model.n_positions=240
+data=text_files data.train_files=['**/b.txt']
+init_from=ckpt
+"""
+
+
+@pytest.mark.parametrize("line", ACCEPTED.splitlines())
+def test_what_fits_is_accepted(line, tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.txt").write_text("text")
+    (tmp_path / "ckpt").mkdir()
+    (config,) = preflight(shlex.split(line))
+    assert check(config) == []
+
+
+def test_batch_once_the_world_is_known():
+    (config,) = preflight(["trainer=ddp"])
+    check_batch(config, 1)
+    with pytest.raises(UserError, match="16 on each of 4 devices"):
+        check_batch(config, 4)
+    check_batch(replace(config, micro_batch_size=4), 4)
+
+
+def test_two_sources_of_the_same_files_are_refused_by_any_spelling(tmp_path):
+    (tmp_path / "d").mkdir()
+    for name in ("good.txt", "other.txt"):
+        (tmp_path / "d" / name).write_text("text")
+    (tmp_path / "ln.txt").symlink_to(tmp_path / "d" / "good.txt")
+    mixed = "data=mixture +data@data.sources.a=text_files +data@data.sources.b=text_files"
+    first = f"{mixed} data.sources.a.train_files=[d/good.txt]"
+    for word in (f"{tmp_path}/d/good.txt", "d/../d/good.txt", "ln.txt", "d/go*.txt"):
+        (problem,) = refusals(f"{first} data.sources.b.train_files=[{word}]")
+        assert "data.sources.b" in problem.cause
+    assert preflight(f"{first} data.sources.b.train_files=[d/other.txt]".split())
+
+
+def test_a_run_is_not_written_over_another(tmp_path):
+    (tmp_path / "outputs/x/checkpoints/step-00000010").mkdir(parents=True)
+    (tmp_path / "outputs/x/checkpoints/step-00000010/manifest.json").write_text("{}")
+    assert "outputs/x" in refusals("run_name=x")[0].cause
+    assert preflight(["run_name=x", "ckpt_path=last"])
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "file" in refusals("hydra.run.dir=file/x")[0].cause
+    assert preflight(["hydra.run.dir=new/x"])
+    assert not (tmp_path / "new").exists()
