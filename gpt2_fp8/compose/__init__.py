@@ -22,7 +22,7 @@ from gpt2_fp8.compose.request import request_of
 from gpt2_fp8.config import checks, parsing, paths, rank_share, run_folder, run_length
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import launcher
+from gpt2_fp8.runtime import ranks
 
 __all__ = [
     "Purpose",
@@ -119,8 +119,8 @@ def to_run_config(
     if config is not None:
         config = config if folder is None else paths.absolute(config, folder)
         before, config = config, run_length.fitted(config, typed)
-        config = processes.fitted(config, launcher.current(), typed)
-        if launcher.is_first_rank():
+        config = processes.fitted(config, ranks.current(), typed)
+        if ranks.is_first_rank():
             for line in (*run_length.said(before.optim, config), *rank_share.said(before, config)):
                 log.info(line)
         found = checks.check(config)

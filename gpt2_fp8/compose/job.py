@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -17,7 +16,7 @@ from gpt2_fp8.compose.composer import Composer, above, lookup
 from gpt2_fp8.config import checks, parsing, run_length
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import launcher
+from gpt2_fp8.runtime import ranks
 
 
 class Purpose(NamedTuple):
@@ -44,7 +43,7 @@ class Job:
         purpose: Purpose = TO_RUN,
     ):
         self.composer, self.number, self.whole = composer, number, whole
-        self.launcher, self.purpose = launcher.current(), purpose
+        self.launcher, self.purpose = ranks.current(), purpose
         self.request = composer.request
         self.words = list(words)
         self.typed = {word.key_or_group for word in self.words}
@@ -110,7 +109,7 @@ class Job:
         if config is not None:
             config = config if self.purpose.drawn else run_length.fitted(config, self.typed)
             allowed = list(run_length.misfits(config)) if self.purpose.drawn else []
-            started = list(processes.check(config, self.launcher, self.typed, os.environ, self.number is None))
+            started = list(processes.check(config, self.launcher, self.typed, self.number is None))
             config = processes.fitted(config, self.launcher, self.typed)
             across = [*started, *(finding for finding in checks.check(config) if finding not in allowed)]
             bad = {key for finding in across for key in finding.keys}

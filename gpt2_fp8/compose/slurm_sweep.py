@@ -13,7 +13,7 @@ from gpt2_fp8.config import slurm_launcher
 from gpt2_fp8.config.errors import Problem, RunError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import launcher
+from gpt2_fp8.runtime import ranks
 
 _CHOICE = f"hydra/launcher={slurm_launcher.NAME}"
 _CHOSEN = "hydra.runtime.choices.hydra/launcher"
@@ -63,7 +63,7 @@ def check(whole: DictConfig, configs: Sequence[RunConfig], multirun: bool) -> It
 
 
 def _alone() -> str:
-    if launcher.current().several:  # -m would be refused: each process would send the sweep
+    if ranks.current().several:  # -m would be refused: each process would send the sweep
         return f"leave {_CHOICE} out: the processes have been started, and train together"
     return "put -m in front, to send it"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from gpt2_fp8.compose.composer import lookup
 from gpt2_fp8.compose.sweep_folders import Place
 from gpt2_fp8.config import hydra_policy, output_folder, run_folder, slurm_launcher
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import launcher
+from gpt2_fp8.runtime import ranks
 
 
 def is_named_by_time(plain: dict[str, Any], in_sweep: bool) -> bool:
@@ -68,19 +66,6 @@ class Surroundings:
             path = self.config.ckpt_path
             cause = f"ckpt_path={path}: of which run? A run without a name starts in a new, empty folder"
             yield Finding(("ckpt_path", "run_name"), Problem(cause, "add the run_name=NAME of the run to continue"))
-        if fresh and self.number is None and launcher.current().forgets:
-            cause = "TORCHELASTIC_USE_AGENT_STORE is not True: started again, the processes would not find this run"
-            yield Finding(("run_name",), Problem(cause, "add run_name=NAME"))
-        own_launcher = self.number is None and not launcher.current().starts_all
-        if self.config.trainer.num_nodes > 1 and fresh and own_launcher and "MASTER_ADDR" in os.environ:
-            cause = f"trainer.num_nodes={self.config.trainer.num_nodes}, and each node would give the run another name"
-            yield Finding(("trainer.num_nodes", "run_name"), Problem(cause, "add run_name=NAME, the same on all nodes"))
-        if self.number is not None and self._starts_processes():
-            trainer = self.config.trainer
-            values = f"trainer.devices={show(trainer.devices)}, trainer.num_nodes={trainer.num_nodes}"
-            cause = f"{values} in a sweep: each process would start the whole sweep again"
-            remedy = "sweep with trainer=gpu, a GPU a job; or start the runs one by one, without -m"
-            yield Finding(("trainer.devices", "trainer.num_nodes"), Problem(cause, remedy))
         if self.number is not None and parallel.is_chosen(self.cfg.hydra):
             yield from parallel.check_job(self.config, self.cfg.hydra)
 
@@ -101,7 +86,7 @@ class Surroundings:
         if self.number is not None:
             problems += run_folder.check_sweep(Path(str(OmegaConf.select(self.cfg, setting))))
         yield from (Finding((key,), problem) for problem in problems)
-        again = launcher.current().again if self.restarted is None else self.restarted
+        again = ranks.current().restarts + ranks.turns_before() > 0 if self.restarted is None else self.restarted
         if slurm_launcher.is_chosen(self.cfg.hydra.launcher.get("_target_")):  # its jobs are new, and begin afresh
             again = False
         if self.config.ckpt_path is None and not wrong and not again:
@@ -121,13 +106,6 @@ class Surroundings:
         job = OmegaConf.select(self.cfg, "hydra.job.name", throw_on_missing=False) or "run"
         settings = OmegaConf.select(self.cfg, "hydra.output_subdir")
         return f"{job}.log", None if settings is None else str(settings)
-
-    def _starts_processes(self) -> bool:
-        """Return whether Lightning would start this very command again for its other devices."""
-        trainer = self.config.trainer
-        one = trainer.devices == 1 or (trainer.devices == "auto" and trainer.accelerator == "cpu")
-        basic = str(self.cfg.hydra.launcher.get("_target_", "")).endswith("BasicLauncher")
-        return not (one and trainer.num_nodes == 1) and basic
 
     def _value(self, key: str) -> Any:
         """Return a setting of Hydra's as a plain value; None if there is none or it does not resolve."""
