@@ -195,7 +195,9 @@ def _of_several(count: int, words: list[str], folder: Path) -> float | None:
     from gpt2_fp8.train import summary
 
     flags = commandline.flags_first(sys.argv[1:])
-    flags = [word for word in flags[: len(flags) - len(commandline.read(flags)[0].words)] if word != "--multirun"]
+    flags = [
+        word for word in flags[: len(flags) - len(commandline.read(flags)[0].words)] if word not in ("-m", "--multirun")
+    ]
     code = loading.launch(count, [*flags, *words, f"hydra.run.dir={commandline.quoted(str(folder))}"])
     if code > 128:
         raise Stopped(code - 128)

@@ -136,7 +136,8 @@ def _name(environment: Mapping[str, str], has_agent: bool) -> str:
         return OWN
     if has_agent:
         return ACCELERATE if "ACCELERATE_MIXED_PRECISION" in environment else TORCHRUN
-    return VARIABLES if environment.get("WORLD_SIZE", "1") != "1" else SRUN
+    is_sruns = environment.get("SLURM_STEP_NUM_TASKS") == environment.get("WORLD_SIZE", "1")
+    return VARIABLES if environment.get("WORLD_SIZE", "1") != "1" and not is_sruns else SRUN
 
 
 def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:

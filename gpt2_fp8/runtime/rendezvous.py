@@ -125,7 +125,10 @@ class Meeting:
                     time.sleep(_LOOK_SECONDS)
                 if failed is not None:
                     return RankLost(failed)
-            return RankLost(f"the connection to another rank is lost ({str(error).splitlines()[0]})")
+            is_hang = "timed out" in str(error).lower()
+            return RankLost(
+                "another rank hangs: it did not come to a collective" if is_hang else "another rank is gone"
+            )
         if isinstance(error, Exception) and not isinstance(error, (RankLost, *_AGREED)):
             words = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
             with suppress(RuntimeError):

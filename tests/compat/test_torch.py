@@ -4,7 +4,6 @@ import inspect
 
 import pytest
 import torch
-from torch import distributed
 from torch.nn.attention import SDPBackend
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -38,24 +37,6 @@ def test_muons_iteration_leaves_singular_values_near_1(shape):
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_a_torch_without_cuda_has_the_public_stream():
     assert torch_private.current_raw_stream is torch_private._public_stream
-
-
-def test_a_group_says_how_many_collectives_were_entered():
-    """That a waiting one counts, and is read from another thread, is tried by the hanging pairs of `tests/faults`."""
-    store = distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        group = distributed.group.WORLD
-        before = torch_private.entered_collectives(group)
-        distributed.all_reduce(torch.ones(2))
-        distributed.barrier()
-        assert torch_private.entered_collectives(group) == before + 2
-        torch_private.all_reduce_together([torch.ones(2), torch.ones(3)], distributed.ReduceOp.SUM)
-        assert torch_private.entered_collectives(group) == before + 3, (
-            "one for all tensors; two ranks: test_collectives"
-        )
-    finally:
-        distributed.destroy_process_group()
 
 
 def test_inductors_workers_can_be_started_ahead():

@@ -435,8 +435,6 @@ TABLE = [
     ("--experimental-rerun x", "unpickle", "overrides.yaml"),
     ("-cn nope", "--config-name=nope", "config"),
     ("-cd nope", "there is no folder", "-cd FOLDER"),
-    ("-m trainer=ddp seed=1,2", "each process would start the whole sweep again", "trainer=gpu"),
-    ("-m trainer.devices=2 seed=1,2 global_batch_size=32", "the whole sweep again", "without -m"),
     # paths
     ("data=text_files", "data.train_files is empty", "data.train_files='["),
     ("data=text_files data.train_files=[nope/*.txt]", "nope/*.txt matches no file", "correct the path"),
