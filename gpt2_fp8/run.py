@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
 
     from gpt2_fp8.config.schema import RunConfig
+    from gpt2_fp8.runtime.rendezvous import Meeting
     from gpt2_fp8.runtime.sweep_room import Room
 
 log = logging.getLogger("gpt2_fp8.run")  # also as `__main__`
@@ -130,7 +131,7 @@ def main(argv: list[str]) -> int:
             if error is None and not isinstance(caught, Exception):
                 raise  # SystemExit, of Hydra's own answers
             handlers.ends = True
-            return last_say.end(error)
+            return last_say.end(error, _met())
     return code
 
 
@@ -168,14 +169,17 @@ def _run(argv: list[str]) -> int:
 
 def _is_started_again() -> bool:
     """Return whether torch's agent, or SLURM, has started this run before."""
-    if ranks.turns_before():
-        return True
-    if "gpt2_fp8.runtime.rendezvous" not in sys.modules:
-        return False
+    met = _met()
+    return ranks.turns_before() > 0 or (met is not None and met.kept is not None)
+
+
+def _met() -> Meeting | None:
+    """Return where the ranks have met; None: there is one process, or they have not."""
+    if "gpt2_fp8.runtime.rendezvous" not in sys.modules:  # it imports torch
+        return None
     from gpt2_fp8.runtime import rendezvous
 
-    met = rendezvous.joined()
-    return met is not None and met.kept is not None
+    return rendezvous.joined()
 
 
 def _processes(config: RunConfig) -> int:

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 AGENT_SECONDS = 5.0  # in which the agent of a refused rank 0 ends the others
 
 
-def end(error: RunError | None) -> int:
+def end(error: RunError | None, met: Meeting | None) -> int:
     """Say how the run has ended, `error`, or None for what nobody expected and is being handled; the exit code.
 
     The other ranks wait until rank 0 has come to its end: an agent ends all when the first of them is gone.
+    `met`: where the ranks have met; None: they have not.
     """
     text = traceback.format_exc().rstrip("\n") if error is None else str(error)
-    met = _met()
     if ranks.is_first_rank():
         say(text)
         if met is not None:
@@ -44,14 +44,6 @@ def say(text: str) -> None:
     """Print to standard error, without what a terminal would obey. Raises nothing if the terminal is gone."""
     with suppress(OSError):
         print(harmless(text), file=sys.stderr, flush=True)
-
-
-def _met() -> Meeting | None:
-    if "gpt2_fp8.runtime.rendezvous" not in sys.modules:  # it imports torch
-        return None
-    from gpt2_fp8.runtime import rendezvous
-
-    return rendezvous.joined()
 
 
 def _has_agent() -> bool:

@@ -57,7 +57,7 @@ def current(environment: Mapping[str, str] = os.environ) -> Ranks:
     """Return this process's place. Raises UserError for variables that are incomplete, or no numbers."""
     variables = _translated(environment)
     has_agent = bool(variables.get("TORCHELASTIC_RUN_ID")) and "RANK" in variables
-    if not has_agent and variables.get("WORLD_SIZE", "1") in ("", "1"):
+    if not has_agent and not _is_one_of_several(variables):
         return Ranks()
     world_size = _number(variables, "WORLD_SIZE")
     local_world_size = _number(variables, "LOCAL_WORLD_SIZE", world_size)
@@ -81,9 +81,9 @@ def export() -> None:
 
 
 def forget() -> None:
-    """Remove torch's variables, unless this is one of several processes: Lightning would read those of a container."""
-    if os.environ.get("WORLD_SIZE", "1") in ("", "1"):
-        for name in (*_OF_TORCH, "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    """Remove torch's variables unless this is one of several processes: Lightning would read those of a container."""
+    if not _is_one_of_several(os.environ):
+        for name in (*_OF_TORCH, "NODE_RANK"):
             os.environ.pop(name, None)
 
 
@@ -113,7 +113,7 @@ def turns_before(environment: Mapping[str, str] = os.environ) -> int:
 def _translated(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment with torch's variables also in a task of srun. Source: srun(1), OUTPUT ENVIRONMENT."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1") if "SLURM_STEP_ID" in environment else "1"
-    if tasks == "1" or environment.get("WORLD_SIZE", "1") != "1" or environment.get("TORCHELASTIC_RUN_ID"):
+    if tasks == "1" or (environment.get("WORLD_SIZE") or "1") != "1" or environment.get("TORCHELASTIC_RUN_ID"):
         return dict(environment)
     nodes = environment.get("SLURM_STEP_NUM_NODES", "1")
     hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
@@ -131,13 +131,18 @@ def _translated(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def _is_one_of_several(variables: Mapping[str, str]) -> bool:
+    """Return whether RANK and WORLD_SIZE say so. Processes of Lightning's launcher, under a script, have no RANK."""
+    return bool(variables.get("RANK")) and (variables.get("WORLD_SIZE") or "1") != "1"
+
+
 def _name(environment: Mapping[str, str], has_agent: bool) -> str:
     if environment.get("TORCHELASTIC_RUN_ID") == OWN_ID:
         return OWN
     if has_agent:
         return ACCELERATE if "ACCELERATE_MIXED_PRECISION" in environment else TORCHRUN
     is_sruns = environment.get("SLURM_STEP_NUM_TASKS") == environment.get("WORLD_SIZE", "1")
-    return VARIABLES if environment.get("WORLD_SIZE", "1") != "1" and not is_sruns else SRUN
+    return VARIABLES if (environment.get("WORLD_SIZE") or "1") != "1" and not is_sruns else SRUN
 
 
 def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from torch import distributed
 from torch.nn.attention import SDPBackend
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -37,6 +38,17 @@ def test_muons_iteration_leaves_singular_values_near_1(shape):
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_a_torch_without_cuda_has_the_public_stream():
     assert torch_private.current_raw_stream is torch_private._public_stream
+
+
+def test_all_reduce_together_is_one_operation_on_all_tensors():
+    """Of one rank; two: tests/runtime/test_collectives.py."""
+    store = distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        torch_private.all_reduce_together(tensors := [torch.ones(2), torch.ones(3)], distributed.ReduceOp.SUM)
+        assert [tensor.sum() for tensor in tensors] == [2, 3]
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_inductors_workers_can_be_started_ahead():
