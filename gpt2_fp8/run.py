@@ -170,7 +170,7 @@ def _run(argv: list[str]) -> int:
 def _is_started_again() -> bool:
     """Return whether torch's agent, or SLURM, has started this run before."""
     met = _met()
-    return ranks.turns_before() > 0 or (met is not None and met.kept is not None)
+    return ranks.turns_before() > 0 or (met is not None and met.again)
 
 
 def _met() -> Meeting | None:

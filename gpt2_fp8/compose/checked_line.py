@@ -28,7 +28,7 @@ def checked(argv: list[str], rendezvous: Callable[[], Any]) -> tuple[list[str], 
     if not place.rank:
         _say(f"{programs.VERSION}: loading torch, to meet the other ranks")
     met = rendezvous().join(place)
-    if met.kept is None and not ranks.turns_before():
+    if not met.again and not ranks.turns_before():
         jobs = planned(argv, Purpose(restarted=False, begins=True, name=lasting))
     words = _named(argv, lasting, jobs)
     if len(jobs) == 1:

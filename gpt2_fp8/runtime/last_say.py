@@ -25,6 +25,8 @@ def end(error: RunError | None, met: Meeting | None) -> int:
     `met`: where the ranks have met; None: they have not.
     """
     text = traceback.format_exc().rstrip("\n") if error is None else str(error)
+    if met is not None:
+        met.tell(error or RunError(text.splitlines()[-1]))
     if ranks.is_first_rank():
         say(text)
         if met is not None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped
+from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import process_end, ranks, signals
 from gpt2_fp8.runtime.ranks import Ranks
@@ -31,7 +31,7 @@ END_SECONDS = 60.0  # that other ranks wait for rank 0's end
 GRACE_SECONDS = 5.0  # for the main thread to see for itself that another rank has failed
 _LOOK_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_AGREED = (Stopped, Diverged, DataSourceLost)  # ends to which all ranks come together
+_AGREED = (Diverged, DataSourceLost)  # ends to which all ranks come together
 
 _joined: Meeting | None = None
 
@@ -39,7 +39,8 @@ _joined: Meeting | None = None
 class RankLost(RunError):
     """Another rank has failed, or the connection to one is gone."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, exit_code: int = RunError.exit_code, status: str = RunError.status) -> None:
+        self.exit_code, self.status = exit_code, status
         super().__init__(message, lead="; ")
 
 
@@ -49,6 +50,7 @@ class Meeting:
     Attributes:
         ranks: this process's place.
         kept: the run's folder, if an earlier generation had one; None otherwise.
+        again: whether this generation may not be the first. Without the agent's store nobody knows.
     """
 
     def __init__(self, place: Ranks) -> None:
@@ -58,6 +60,7 @@ class Meeting:
         if not place.rank:
             self._store.set("kept", self._every.get("folder").decode() if self._every.check(["folder"]) else "")
         self.kept = self._get("kept") or None
+        self.again = self.kept is not None or (place.has_agent and not _is_agents())
         self._ending = threading.Event()
 
     def _generation(self) -> str:
@@ -97,7 +100,7 @@ class Meeting:
     def _get(self, key: str) -> str:
         _wait(lambda: self._store.check([key]) or self._failure() is not None, lambda: "rank 0")
         if not self._store.check([key]):
-            raise RankLost(str(self._failure()))
+            raise self._failure() or RankLost("another rank is gone")
         return self._store.get(key).decode()
 
     # ---- the end ---------------------------------------------------------------------------------------------------
@@ -117,23 +120,29 @@ class Meeting:
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error that counts, RankLost for a torn connection; otherwise tell the other ranks of `error`."""
+        if not _is_connection(error):
+            if not isinstance(error, (RankLost, *_AGREED)):
+                self.tell(error)
+            self.ending()
+            return error
         self.ending()
-        if _is_connection(error):
-            until = time.monotonic() + 2 * GRACE_SECONDS
-            with suppress(RuntimeError):  # the store is gone too
-                while (failed := self._failure()) is None and time.monotonic() < until and signals.received() is None:
-                    time.sleep(_LOOK_SECONDS)
-                if failed is not None:
-                    return RankLost(failed)
-            is_hang = "timed out" in str(error).lower()
-            return RankLost(
-                "another rank hangs: it did not come to a collective" if is_hang else "another rank is gone"
-            )
-        if isinstance(error, Exception) and not isinstance(error, (RankLost, *_AGREED)):
-            words = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-            with suppress(RuntimeError):
-                self._store.set("failed", json.dumps([self.ranks.rank, (words.splitlines() or [""])[0]]))
-        return error
+        until = time.monotonic() + 2 * GRACE_SECONDS
+        with suppress(RuntimeError):  # the store is gone too
+            while (lost := self._failure()) is None and time.monotonic() < until and signals.received() is None:
+                time.sleep(_LOOK_SECONDS)
+            if lost is not None:
+                return lost
+        is_hang = "timed out" in str(error).lower()
+        return RankLost("another rank hangs: it did not come to a collective" if is_hang else "another rank is gone")
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends, unless they have come to an end together. Raises nothing."""
+        if self._ending.is_set():
+            return
+        known = error if isinstance(error, RunError) else RunError(f"{type(error).__name__}: {error}")
+        words = (str(known).splitlines() or [""])[0]
+        with suppress(RuntimeError):
+            self._store.set("failed", json.dumps([self.ranks.rank, words, known.exit_code, known.status]))
 
     def say(self, text: str) -> None:
         """Tell the other ranks that rank 0 ends, and has printed `text`. Raises nothing."""
@@ -154,21 +163,20 @@ class Meeting:
         if not known and said != text:
             process_end.say(harmless(f"rank {self.ranks.rank}: {text}\n"))
 
-    def _failure(self, store: dist.Store | None = None) -> str | None:
+    def _failure(self, store: dist.Store | None = None) -> RankLost | None:
         store = store or self._store
         if not store.check(["failed"]):
             return None
-        rank, words = json.loads(store.get("failed"))
-        return None if rank == self.ranks.rank else f"rank {rank} failed: {words}"
+        rank, words, code, status = json.loads(store.get("failed"))
+        return None if rank == self.ranks.rank else RankLost(f"rank {rank} {status}: {words}", code, status)
 
     def _watch(self, store: dist.Store, on_lost: Callable[[RunError], Any]) -> None:
         with suppress(RuntimeError):  # the store is gone: so are all connections
-            while (failed := self._failure(store)) is None:
+            while (error := self._failure(store)) is None:
                 if self._ending.wait(1.0):
                     return
             if self._ending.wait(GRACE_SECONDS):
                 return
-            error = RankLost(failed)
             if not self.ranks.rank:
                 writer = threading.Thread(target=on_lost, args=(error,), daemon=True)
                 writer.start()
@@ -205,12 +213,15 @@ def ending() -> None:
 
 
 def _store(place: Ranks) -> dist.Store:
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT") or 29500), place.world_size,
-        is_master=place.rank == 0 and not is_agents, timeout=timedelta(seconds=PATIENCE_SECONDS),
+        is_master=place.rank == 0 and not _is_agents(), timeout=timedelta(seconds=PATIENCE_SECONDS),
         wait_for_workers=False, multi_tenant=True,
     )  # fmt: skip
+
+
+def _is_agents() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _wait(done: Callable[[], bool], missing: Callable[[], str]) -> None:

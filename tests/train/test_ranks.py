@@ -245,6 +245,48 @@ def test_two_nodes_are_two_agents(tmp_path, two):
     assert_equal_but_for_rounding(tmp_path / "outputs/run", the_run(two[0]))
 
 
+# The only process waits in the step after 5 for the signal that its agent sends when another joins.
+WAIT_FOR_ANOTHER = """
+from gpt2_fp8.runtime import signals
+
+def training_step(self, batch, batch_idx):
+    if os.environ["WORLD_SIZE"] == "1" and self.global_step == 5:
+        Path("alone").touch()
+        while signals.received() is None:
+            time.sleep(0.1)
+    original(self, batch, batch_idx)
+
+GPT2Module.training_step = training_step
+"""
+
+
+def elastic(cwd, port, is_first):
+    """An agent of one process, of a run that one or two agents make."""
+    conf = f"is_host={int(is_first)},last_call_timeout=4,keep_alive_interval=1"
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "few", "--rdzv-conf", conf]
+    options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", *place]
+    words = [*(word for word in WORDS if not word.startswith("micro_batch_size=")), "run_name=run"]
+    command = ["-m", "torch.distributed.run", *options, *program(cwd, WAIT_FOR_ANOTHER), *words]
+    return start(cwd, *command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+
+def test_a_node_joins(tmp_path, one):
+    """The agent ends the running process by SIGTERM, which saves; both then go on as two, without `ckpt_path`."""
+    port = free_port()
+    first = elastic(tmp_path, port, True)
+    until = time.monotonic() + 60
+    while not (tmp_path / "alone").exists():
+        assert first.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    ends = [finish(process) for process in (first, elastic(tmp_path, port, False))]
+    assert [code for code, _ in ends] == [0, 0], ends
+    said = "".join(output for _, output in ends)
+    assert said.count("launcher   torchrun: 2 processes on 2 nodes") == 1
+    assert said.count("/checkpoints/step-00000005 (step 5)") == 1
+    assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
+
+
 def test_four_tasks_of_srun_continue_what_one_process_has_begun(tmp_path, one):
     train_until(4, tmp_path / "outputs/run", *BATCH)
     ends = tasks(tmp_path, srun(4), *WORDS, "run_name=run", "ckpt_path=last", count=4)
