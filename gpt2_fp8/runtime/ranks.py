@@ -56,7 +56,7 @@ class Ranks(NamedTuple):
 def current(environment: Mapping[str, str] = os.environ) -> Ranks:
     """Return this process's place. Raises UserError for variables that are incomplete, or no numbers."""
     variables = _translated(environment)
-    has_agent = bool(variables.get("TORCHELASTIC_RUN_ID")) and "RANK" in variables
+    has_agent = _has_agent(variables)
     if not has_agent and not _is_one_of_several(variables):
         return Ranks()
     world_size = _number(variables, "WORLD_SIZE")
@@ -82,7 +82,7 @@ def export() -> None:
 
 def forget() -> None:
     """Remove torch's variables unless this is one of several processes: Lightning would read those of a container."""
-    if not _is_one_of_several(os.environ):
+    if not _has_agent(os.environ) and not _is_one_of_several(os.environ):
         for name in (*_OF_TORCH, "NODE_RANK"):
             os.environ.pop(name, None)
 
@@ -129,6 +129,10 @@ def _translated(environment: Mapping[str, str]) -> dict[str, str]:
         # Jobs on one node, and steps of a job, get different ports, and all tasks of a step the same one.
         "MASTER_PORT": environment.get("MASTER_PORT") or str(15000 + int(seed or 0) % 10000),
     }
+
+
+def _has_agent(variables: Mapping[str, str]) -> bool:
+    return bool(variables.get("TORCHELASTIC_RUN_ID") and variables.get("RANK"))
 
 
 def _is_one_of_several(variables: Mapping[str, str]) -> bool:
