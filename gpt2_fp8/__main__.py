@@ -16,7 +16,7 @@ import textwrap
 
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.runtime import launcher, output, programs
+from gpt2_fp8.runtime import output, programs, ranks
 
 HELP = """\
 {version}: train GPT-2 and its relatives in FP8, from one command.
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the command's name); returns the exit code."""
     names = programs.names()
     if not argv or argv in (["-h"], ["--help"], ["help"]):
-        if launcher.is_first_of_all():
+        if ranks.is_first_rank():
             print(listing())
         return 0
     if argv[0] == "help" and len(argv) == 2:  # "gpt2-fp8 help generate", as of git
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         return _run("run", argv)
     near = hints.near(argv[0], names)
     remedy = f"gpt2-fp8 {near[0]}" if near else f"the programs are {', '.join(names)}; gpt2-fp8 lists them"
-    if launcher.is_first_of_all():
+    if ranks.is_first_rank():
         print(Problem(f"there is no program {argv[0]}", remedy), file=sys.stderr)
     return 2
 

@@ -9,6 +9,7 @@ lost, 130 stopped by SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -17,17 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2_fp8.config import own_words
-from gpt2_fp8.config.errors import RunError, Stopped, UserError
+from gpt2_fp8.config.errors import JobError, RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import (
-    agent,
     foreign_variables,
     last_say,
-    launcher,
     output,
     packages,
     process_end,
     programs,
+    ranks,
     signals,
     slurm,
     sweep_room,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
 
     from gpt2_fp8.config.schema import RunConfig
+    from gpt2_fp8.runtime.rendezvous import Meeting
     from gpt2_fp8.runtime.sweep_room import Room
 
 log = logging.getLogger("gpt2_fp8.run")  # also as `__main__`
@@ -76,11 +77,13 @@ def _job(cfg: DictConfig) -> float | None:
         base = here if HydraConfig.get().job.chdir else None
         again = folder if _is_started_again() else None
         config = compose.to_run_config(cfg, base, own_words.keys(words), again)
-        if launcher.turns_before() and config.ckpt_path == "last" != cfg.ckpt_path and launcher.is_first_rank():
+        if ranks.turns_before() and config.ckpt_path == "last" != cfg.ckpt_path and ranks.is_first_rank():
             log.info("SLURM has started this job again: it continues as by ckpt_path=last")
         if (room := sweep_room.entered()) is not None:
             return _beside_others(config, folder, here, words, room)
-        if "torch" not in sys.modules and launcher.is_first_rank():
+        if (count := _processes(config)) > 1:
+            return _of_several(count, words, folder)
+        if "torch" not in sys.modules and ranks.is_first_rank():
             output.forgive_outputs()
             log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
         typed = own_words.Typed(tuple(sys.argv[1:]), here) if HydraConfig.get().mode == RunMode.RUN else None
@@ -113,18 +116,14 @@ def _beside_others(config: RunConfig, folder: Path, here: Path, words: list[str]
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
     if programs.asks_version(argv):
-        if not launcher.repeats():
+        if ranks.is_first_rank():
             print(programs.VERSION)
         return 0
     with signals.handled() as handlers:
-        launcher.forget_leftovers()
-        rank_zero = last_say.rank_zero(argv)
-        agent.follow()
+        ranks.forget()
         try:
-            if rank_zero is not None:
-                last_say.follow(rank_zero)
             with handlers.at_once():
-                _run(argv)
+                code = _run(argv)
             if handlers.thrown:  # its exception was lost in a section that blocks signals
                 handlers.throw()
         except BaseException as caught:
@@ -132,23 +131,26 @@ def main(argv: list[str]) -> int:
             if error is None and not isinstance(caught, Exception):
                 raise  # SystemExit, of Hydra's own answers
             handlers.ends = True
-            return last_say.end(error, rank_zero)
-    return 0
+            return last_say.end(error, _met())
+    return code
 
 
-def _run(argv: list[str]) -> None:
+def _run(argv: list[str]) -> int:
+    """Run a command line; returns the exit code, or raises an error."""
     with packages.needed():
         import hydra
 
         from gpt2_fp8 import compose
-        from gpt2_fp8.compose import checked_line, slurm_sweep, sweep_start
+        from gpt2_fp8.compose import checked_line, commandline, slurm_sweep, sweep_start
 
     if compose.is_help(argv):
-        if launcher.repeats():
-            return
+        if not ranks.is_first_rank():
+            return 0
         argv = compose.look_only(argv)
     else:
-        argv = checked_line.checked(argv, loading.gathering)
+        argv, jobs = checked_line.checked(argv, loading.rendezvous)
+        if len(jobs) == 1 and not commandline.read(argv)[0].multirun and (count := _processes(jobs[0])) > 1:
+            return loading.launch(count, argv)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
     sys.argv[1:] = argv
     try:
@@ -162,17 +164,50 @@ def _run(argv: list[str]) -> None:
         raise
     finally:
         _end_sweep()
+    return 0
 
 
 def _is_started_again() -> bool:
-    """Return whether this process's launcher, or SLURM, has started this run before."""
-    started = launcher.current()
-    if "gpt2_fp8.runtime.meeting" in sys.modules:
-        from gpt2_fp8.runtime import meeting
+    """Return whether torch's agent, or SLURM, has started this run before."""
+    met = _met()
+    return ranks.turns_before() > 0 or (met is not None and met.again)
 
-        met = meeting.current()
-        started = started if met is None else met.launcher
-    return started.again
+
+def _met() -> Meeting | None:
+    """Return where the ranks have met; None: there is one process, or they have not."""
+    if "gpt2_fp8.runtime.rendezvous" not in sys.modules:  # it imports torch
+        return None
+    from gpt2_fp8.runtime import rendezvous
+
+    return rendezvous.joined()
+
+
+def _processes(config: RunConfig) -> int:
+    """Return how many processes a job takes that no launcher has started; 1 for one that has been."""
+    if ranks.current().launcher or config.trainer.devices == 1:
+        return 1
+    if config.trainer.devices == "auto" and config.trainer.accelerator == "cpu":
+        return 1
+    with packages.needed():
+        from gpt2_fp8.runtime import devices
+    return devices.devices(config, devices.device(config))
+
+
+def _of_several(count: int, words: list[str], folder: Path) -> float | None:
+    """Run a sweep's job as several processes, which compose it again; returns its last validation loss."""
+    from gpt2_fp8.compose import commandline
+    from gpt2_fp8.train import summary
+
+    flags = [flag for flag in commandline.for_hydra(sys.argv[1:], []) if flag != "--multirun"]
+    code = loading.launch(count, [*flags, *words, f"hydra.run.dir={commandline.quoted(str(folder))}"])
+    if code > 128:
+        raise Stopped(code - 128)
+    if not (folder / summary.NAME).is_file():
+        raise JobError("failed", code, f"ended with exit code {code}, and without a summary")
+    found = json.loads((folder / summary.NAME).read_text())
+    if code:
+        raise JobError(found.get("status", "failed"), code, found.get("message") or f"ended with exit code {code}")
+    return found.get("last_val_loss")
 
 
 def _end_sweep() -> None:
@@ -180,7 +215,7 @@ def _end_sweep() -> None:
     from gpt2_fp8.compose import slurm_sweep, sweep_start
 
     folder = sweep_start.take()
-    if folder is None or not launcher.is_first_rank():
+    if folder is None or not ranks.is_first_rank():
         return
     from gpt2_fp8.reports import sweep_jobs, sweep_record
 

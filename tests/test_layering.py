@@ -130,7 +130,9 @@ BEFORE_TORCH = [
         "compat.hydra_private",
     ),
     *(
-        "runtime.launcher",
+        "runtime.last_say",
+        "runtime.one_process",
+        "runtime.ranks",
         "runtime.memory_limits",
         "runtime.signal_handlers",
         "runtime.signals",

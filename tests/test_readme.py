@@ -30,10 +30,10 @@ from tests import settings_page
 from tests.data.tokenizers_made import write_json
 from tests.diagnose.machines import facts as machine
 from tests.diagnose.machines import file as machine_file
+from tests.ranks import srun
 from tests.reports.made import rows as rows_of_a_log
 from tests.reports.made import run, settings
 from tests.runs import forked, metrics
-from tests.train.test_launchers import srun
 
 ROOT = Path(__file__).resolve().parents[1]
 README, ARCHITECTURE, PERFORMANCE = (ROOT / name for name in ("README.md", "ARCHITECTURE.md", "docs/performance.md"))

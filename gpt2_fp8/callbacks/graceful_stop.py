@@ -20,7 +20,7 @@ from gpt2_fp8.compat import lightning_logging
 from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError, Stopped
 from gpt2_fp8.engine.divergence import RollBack
-from gpt2_fp8.runtime import collectives, launcher, signals, slurm
+from gpt2_fp8.runtime import collectives, ranks, rendezvous, signals, slurm
 from gpt2_fp8.runtime.signal_handlers import Interrupted, Signals
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class GracefulStop(Checkpoint):
         if self._signals.thrown and error is not None and not isinstance(error, Stopped):
             assert self._signals.received is not None
             raise slurm.ended(self._signals.received) from None  # the signal's error may have become another one
-        if type(error) is Stopped and launcher.is_batch_job():  # rank 0 may have got another signal, or none
+        if type(error) is Stopped and ranks.is_batch_job():  # rank 0 may have got another signal, or none
             raise slurm.ended(error.exit_code - 128) from None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -145,7 +145,9 @@ class GracefulStop(Checkpoint):
 
         `own`: this rank's reason, if not the signal that it has received.
         """
-        return collectives.largest(own or self._signals.received or 0)
+        if reason := collectives.largest(own or self._signals.received or 0):
+            rendezvous.ending()
+        return reason
 
     @staticmethod
     def _stop_if(reason: int) -> None:

@@ -1,6 +1,7 @@
-"""Refuses ranks that would not train one run: other settings, other versions, or another text.
+"""Refuses ranks that would not train one run: other settings, versions, kernels, or another text.
 
 Each of them would go on: gradients of other models of equal shapes can be averaged, and so can those of another text.
+Each kernel rounds in its own way.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _PLACES = (
 _SHOWN = 80  # characters of a value
 _CURES = {
     "settings": "the same command line and the same settings files on every node",
-    "versions": "the same environment on every node: an image, or a virtual environment that all of them see",
+    "versions": "the same environment on every node",
+    "kernels": "the same packages, drivers and GPUs on every node",
     "text": "the same files on every node: their names and sizes are compared",
 }
 
@@ -34,10 +36,13 @@ class SameRun(Callback):
     Args:
         settings: a whole configuration, as nested dictionaries.
         versions: of what could change a number.
+        kernels: what computes.
     """
 
-    def __init__(self, settings: Mapping[str, Any], versions: Mapping[str, str | None]) -> None:
-        self.facts = {"settings": dict(flattened(settings)), "versions": dict(versions)}
+    def __init__(
+        self, settings: Mapping[str, Any], versions: Mapping[str, str | None], kernels: Mapping[str, str]
+    ) -> None:
+        self.facts = {"settings": flattened(settings), "versions": dict(versions), "kernels": dict(kernels)}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Compare before anything is computed. Collective. Raises SharedRefusal, the same on all ranks."""

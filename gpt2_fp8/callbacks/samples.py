@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.model.generate import generate
-from gpt2_fp8.runtime import activity, signals
+from gpt2_fp8.runtime import signals
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,5 @@ class Samples(pl.Callback):
 
 
 def _is_stopping() -> bool:
-    """Return whether to leave before the next token. The other ranks wait meanwhile: each token is a move."""
-    activity.moved()
+    """Return whether to leave before the next token."""
     return signals.pending()

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gpt2_fp8.config.bounded import regular_file
-from gpt2_fp8.runtime import activity
 
 _PART_BYTES = 4 << 20
 
@@ -29,5 +28,4 @@ def _sha256(path: Path) -> str:
     with open(path, "rb", buffering=0) as file:
         while size := file.readinto(part):
             digest.update(part[:size])
-            activity.moved()
     return digest.hexdigest()

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gpt2_fp8.checkpoint import disk_progress, durable, tree
+from gpt2_fp8.checkpoint import durable, tree
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.checkpoint.load import read, read_weights
 from gpt2_fp8.checkpoint.manifest import MANIFEST, MODEL, SKELETON, describe, is_checkpoint, place, read_manifest
@@ -109,12 +109,10 @@ def _fill(folder: Path, checkpoint: dict[str, Any]) -> None:
     for file, part in parts.items():
         ties = _ties(skeleton["state_dict"]) if file == MODEL else {}
         try:
-            with disk_progress.growing(folder):
-                save_file(part, folder / file, metadata={"format": "pt", **ties})
+            save_file(part, folder / file, metadata={"format": "pt", **ties})
         except SafetensorError as error:  # safetensors raises this class also for a full disk
             raise OSError(f"{folder / file}: {error}") from error
         os.chmod(folder / file, folder.stat().st_mode & 0o666)  # safetensors 0.8 lets only its owner read it
-        disk_progress.flush(folder / file)
         durable.fsync(folder / file)
     durable.write_json(folder / SKELETON, skeleton)
     bounded.check((folder / SKELETON).read_bytes())  # otherwise nobody could read it

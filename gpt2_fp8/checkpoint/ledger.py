@@ -16,7 +16,6 @@ from typing import Any
 from gpt2_fp8.checkpoint.names import folder_name
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.writer import Outcome, Writer
-from gpt2_fp8.runtime import activity
 
 log = logging.getLogger(__name__)
 
@@ -83,20 +82,18 @@ class Ledger:
         Returns whether it is saved or will be. Raises what `save` raises; the step then counts as not taken.
         """
         before, self.taken_step = self.taken_step, step
-        with activity.within(f"in the save of step {step}"):
-            try:
-                save(self.writer.folder / folder_name(step))
-            except BaseException:  # settling the step may have asked for a rollback
-                self.taken_step = before
-                raise
-            self.share(broadcast)
+        try:
+            save(self.writer.folder / folder_name(step))
+        except BaseException:  # settling the step may have asked for a rollback
+            self.taken_step = before
+            raise
+        self.share(broadcast)
         return self.taken_step == step
 
     def finish(self, step: int, broadcast: Broadcast) -> bool:
         """Wait for the disk, after `take`. Collective. Returns whether the checkpoint of `step` is there."""
-        with activity.within(f"in the save of step {step}"):
-            self.writer.wait()
-            self.sync(broadcast)
+        self.writer.wait()
+        self.sync(broadcast)
         return self.saved_step == step
 
     def share(self, broadcast: Broadcast, value: Any = None) -> Any:

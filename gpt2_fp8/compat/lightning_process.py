@@ -1,16 +1,14 @@
-"""What Lightning does to its process: its rank, the processes it starts, and its warnings.
+"""What Lightning does to its process: its rank, and its warnings.
 
 Holds for `lightning>=2.6.6,<2.7`.
 """
 
 from __future__ import annotations
 
-import subprocess
 import warnings
-from collections.abc import Iterator
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
 
 _WARNINGS: dict[str, type[Warning]] = {
@@ -43,22 +41,6 @@ def ignore_warnings() -> None:
         warnings.filterwarnings("ignore", message=message, category=category)
 
 
-def starts_processes(launcher: object) -> bool:
-    """Return whether a strategy's launcher starts the other ranks of this machine, as it does without torchrun."""
-    return isinstance(launcher, _SubprocessScriptLauncher)
-
-
 def forks_or_spawns(launcher: object) -> bool:
     """Return whether a strategy's launcher trains in child processes, whose module the caller never sees."""
     return isinstance(launcher, _MultiProcessingLauncher)
-
-
-def take_processes(launcher: object) -> Iterator[subprocess.Popen[bytes]]:
-    """Take the processes that a launcher has started so far out of its list, one by one, in order of rank.
-
-    Lightning watches its list, and kills this process without a message if one of them fails. A launcher that starts no
-    processes yields none.
-    """
-    if isinstance(launcher, _SubprocessScriptLauncher):
-        while launcher.procs:  # the list may be growing
-            yield launcher.procs.pop(0)

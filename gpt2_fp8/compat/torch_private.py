@@ -42,14 +42,6 @@ def _public_stream(device: int) -> int:
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
 
 
-def entered_collectives(group: Any) -> int:
-    """Return how many collectives this process has entered on a process group: the same on ranks at the same place.
-
-    Any thread may ask while the main thread waits in one. torch has it for its own reports of a hang.
-    """
-    return int(group._get_sequence_number_for_group())
-
-
 def start_compile_workers() -> None:
     """Start the processes in which Inductor compiles. Inductor itself starts them in the middle of the first compile.
 

@@ -19,7 +19,7 @@ from gpt2_fp8.compose.jobs import TO_RUN, Planned, Purpose
 from gpt2_fp8.config import parsing, paths, rank_share, run_length
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import launcher
+from gpt2_fp8.runtime import ranks
 
 __all__ = ["Planned", "Purpose", "conf_dir", "configs_of", "hydras_line", "is_help", "look_only", "planned",
            "preflight", "quoted", "to_run_config"]  # fmt: skip
@@ -95,8 +95,8 @@ def to_run_config(
         raise UserError(dict.fromkeys(finding.problem for finding in found))
     config = config if folder is None else paths.absolute(config, folder)
     before, config = config, run_length.fitted(config, typed)
-    config = processes.fitted(config, launcher.current(), typed)
-    if launcher.is_first_rank():
+    config = processes.fitted(config, ranks.current(), typed)
+    if ranks.is_first_rank():
         for line in (*run_length.said(before.optim, config), *rank_share.said(before, config)):
             log.info(line)
     return config if own is None else processes.continued(config, own)

@@ -86,7 +86,7 @@ def for_hydra(argv: list[str], words: list[str]) -> list[str]:
     flags: list[str] = []
     for name, flag in given.items():
         value = getattr(args, name)
-        option = flag.rpartition("/")[2]
+        option = flag.partition("/")[0]
         flags += [] if name == "overrides" else [option] if value is True else [f"{option}={value}"]
     return [*flags, *words]
 

@@ -18,7 +18,7 @@ from gpt2_fp8.config import output_folder, run_length, sweep_plan
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import key_paths, show, value_of
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import launcher
+from gpt2_fp8.runtime import ranks
 
 # What decides a training.
 _DECIDES = ("seed", "data.seed", "data.name", "global_batch_size", "document_mask")
@@ -45,7 +45,7 @@ class Place:
         self, cfg: DictConfig, config: RunConfig, number: int | None, typed: Collection[str], restarted: bool | None
     ):
         self._cfg, self._config, self._number, self._typed = cfg, config, number, typed
-        self._restarted = launcher.current().again if restarted is None else restarted
+        self._restarted = ranks.current().restarts + ranks.turns_before() > 0 if restarted is None else restarted
         self.folder: str | None = None
         self.above: str | None = None
 
@@ -62,13 +62,9 @@ class Place:
         wrong = list(output_folder.check(self.folder, setting))
         yield from wrong
         path, resumes = self._config.ckpt_path, self._config.ckpt_path in ("last", "best")
-        if is_named_by_time(self._cfg, self._number is not None) and "run_name" not in self._typed:
-            if resumes:
-                cause = f"ckpt_path={path}: of which run? A run without a name starts in a new, empty folder"
-                yield Finding(("ckpt_path", "run_name"), Problem(cause, "add the run_name=NAME of the run to continue"))
-            if self._number is None and launcher.current().forgets:
-                cause = "TORCHELASTIC_USE_AGENT_STORE is not True: started again, the processes would not find this run"
-                yield Finding(("run_name",), Problem(cause, "add run_name=NAME"))
+        if is_named_by_time(self._cfg, self._number is not None) and "run_name" not in self._typed and resumes:
+            cause = f"ckpt_path={path}: of which run? A run without a name starts in a new, empty folder"
+            yield Finding(("ckpt_path", "run_name"), Problem(cause, "add the run_name=NAME of the run to continue"))
         if not wrong and path is None and not self._restarted:
             yield from output_folder.check_untaken(Path(self.folder))
         if not wrong and resumes:

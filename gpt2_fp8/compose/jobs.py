@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from gpt2_fp8.config import checks, parsing, run_length
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.keys import key_paths
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import launcher
+from gpt2_fp8.runtime import ranks
 
 _WIDE = ("model", "optim", "experiment", "debug")  # choices that set keys of other groups too
 
@@ -173,8 +172,8 @@ class _Job:
         if config is None:
             return None, found
         config = config if self.purpose.drawn else run_length.fitted(config, self.typed)
-        across = list(processes.check(config, launcher.current(), self.typed, os.environ, self.number is None))
-        config = processes.fitted(config, launcher.current(), self.typed)
+        across = list(processes.check(config, ranks.current(), self.typed, self.number is None))
+        config = processes.fitted(config, ranks.current(), self.typed)
         across += checks.check_but_paths(config) if self.purpose.shown else checks.check(config)
         if self.purpose.drawn:
             allowed = list(run_length.misfits(config))

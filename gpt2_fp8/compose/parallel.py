@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import launcher, slots
+from gpt2_fp8.runtime import ranks, slots
 from gpt2_fp8.runtime.sweep_room import OpenRoom
 
 _KEYS = ("hydra.launcher.n_jobs", "hydra.launcher.verbose")
@@ -29,10 +29,10 @@ def is_chosen(settings: DictConfig) -> bool:
 
 def inside_ranks() -> Iterator[Problem]:
     """Find that this process is one of several ranks, each of which would run the whole sweep."""
-    started = launcher.current()
+    started = ranks.current()
     if started.several:
         yield Problem(
-            f"-m in each of {started.world_size:,} processes of {started.name}: each would run the whole sweep",
+            f"-m in each of {started.world_size:,} processes of {started.launcher}: each would run the whole sweep",
             "start the sweep once, without that launcher: -m hydra/launcher=joblib runs a job on each GPU of this "
             "machine (pip install hydra-joblib-launcher); or start each run by itself, without -m",
         )

@@ -48,14 +48,12 @@ class RunError(Exception):
         lead: what stands between that and how the run goes on, which its end knows (`tell`); None: it does not.
 
     Attributes:
-        teller: the only rank that says it; None: rank 0, or whichever has this error alone.
         told: whether rank 0 says it, so that no other rank has to.
     """
 
     exit_code = 1
     status = "failed"
     lead: str | None = None
-    teller: int | None = None
     told = False
 
     def __init__(self, message: str, lead: str | None = None):

@@ -20,7 +20,6 @@ from gpt2_fp8.data.ids import Tokens, dtype_of, little_endian, narrowed
 from gpt2_fp8.data.tokenizer import encode
 from gpt2_fp8.data.tokenizer_files import FileTokenizer, Tokenizer
 from gpt2_fp8.data.units import DocumentCounts, Unit
-from gpt2_fp8.runtime import activity
 
 PIECE_CHARACTERS = 1 << 20  # characters encoded in one go: bounds the memory and the time that one document can take
 
@@ -80,7 +79,6 @@ def tokenise(
         counts.long += len(text) > PIECE_CHARACTERS
         for piece in _encoded(text, encoding, unit.name):
             pieces.append(piece)
-            activity.moved()
             length += len(piece)
         pieces.append(end_of_text)
         length += 1

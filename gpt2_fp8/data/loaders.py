@@ -18,7 +18,6 @@ from gpt2_fp8.config.errors import DataSourceLost, RunError
 from gpt2_fp8.data.ids import Tokens, check_batch
 from gpt2_fp8.data.lane import LaneState
 from gpt2_fp8.data.packing import Batches
-from gpt2_fp8.runtime import activity
 from gpt2_fp8.runtime.collectives import rank_and_world
 
 PADDING = -1  # the id of every token of a row that only fills up a validation batch; the loss ignores its targets
@@ -52,8 +51,7 @@ class Steps(IterableDataset[dict[str, Any]]):
         items = self._items()
         while True:
             before = time.perf_counter()
-            with activity.within("in the wait for its data"):
-                item = next(items, None)
+            item = next(items, None)
             self.wait_seconds += time.perf_counter() - before
             if item is None:
                 return

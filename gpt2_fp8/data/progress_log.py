@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import time
 
-from gpt2_fp8.runtime import activity
-
 log = logging.getLogger(__name__)
 
 FIRST_SECONDS = 3.0  # before the first line
@@ -22,7 +20,6 @@ class ProgressLog:
 
     def at(self, done: int) -> None:
         """Log that `done` are done, if a line is due."""
-        activity.moved()
         now = time.monotonic()
         if now >= self._next:
             self._next = now + EVERY_SECONDS

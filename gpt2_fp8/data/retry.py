@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from gpt2_fp8.config.errors import DataSourceLost, RunError
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.runtime import activity
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,6 @@ def with_retries(
                 raise DataSourceLost(cause + (_WITHOUT_HUB if waits == HUB_WAITS or first_contact else "")) from error
             wait = waits[failures] * (1 + _jitter.random() / 4)
             failures += 1
-            activity.moved()
             log.warning("cannot read %s (%s: %s); attempt %d in %.1f s", what, type(error).__name__, _said(error),
                         failures + 1, wait)  # fmt: skip
             sleep(wait)

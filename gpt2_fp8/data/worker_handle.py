@@ -13,7 +13,6 @@ from multiprocessing.context import SpawnProcess
 from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.data.units import Unit
 from gpt2_fp8.data.worker_process import READY, Done, Failed, run
-from gpt2_fp8.runtime import activity
 
 
 @dataclass(eq=False)
@@ -62,7 +61,6 @@ class Worker:
         try:
             while self.pipe.poll():
                 silence = 0.0
-                activity.moved()
                 self._hear(self.pipe.recv())
         except (EOFError, OSError):
             self.process.join(1.0)

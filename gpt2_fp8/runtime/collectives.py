@@ -6,32 +6,28 @@ GPU, which has work queued for a long time. Tensors go from GPU to GPU.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable
-from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch import Tensor, distributed
 
-from gpt2_fp8.compat.torch_private import all_reduce_together, divide_all, entered_collectives
+from gpt2_fp8.compat.torch_private import all_reduce_together, divide_all
 
-# Not for noticing a lost rank: that takes less than a minute (`runtime/rank_watch.py`). The timeout must be longer
-# than anything that one rank may do while the others wait. That is to compile, to save, or to read data from a source
-# that does not answer. It equals the timeout for gradients, which Lightning sets to half an hour.
-GROUP_TIMEOUT = timedelta(minutes=30)
+GROUP_TIMEOUT = timedelta(minutes=12)  # longer than one rank may compile, save, or read while the others wait
 
 
-def entered() -> int:
-    """Return how many collectives this process has entered in the whole run, Lightning's too; any thread may ask.
+def record_flights(folder: Path) -> None:
+    """Have NCCL write its last collectives to nccl_RANK in `folder` when a rank hangs: the group's timeout is over.
 
-    Equal on ranks at the same place. On a GPU, one counts as soon as it is queued.
+    `torchfrtrace` reads them, and names the rank that has not come. Call it before the group is formed.
     """
-    with suppress(RuntimeError):  # the groups are being destroyed
-        return sum(
-            entered_collectives(group) for group in (distributed.group.WORLD, _Hosts.made()) if group is not None
-        )
-    return 0
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder.absolute() / "nccl_"))
 
 
 def is_distributed() -> bool:

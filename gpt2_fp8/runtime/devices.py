@@ -8,8 +8,8 @@ import torch
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import launcher
-from gpt2_fp8.runtime.launched import ACCELERATE, SRUN, VARIABLES, Launcher
+from gpt2_fp8.runtime import ranks
+from gpt2_fp8.runtime.ranks import Ranks
 
 
 def device(config: RunConfig) -> Literal["cuda", "cpu"]:
@@ -29,7 +29,7 @@ def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
     Raises UserError if there are fewer GPUs than asked for.
     """
     asked, present = config.trainer.devices, torch.cuda.device_count()
-    started = launcher.current()
+    started = ranks.current()
     if started.several:
         if on == "cuda":
             place(started, present)
@@ -41,7 +41,7 @@ def devices(config: RunConfig, on: Literal["cuda", "cpu"]) -> int:
     return asked
 
 
-def place(started: Launcher, present: int) -> int:
+def place(started: Ranks, present: int) -> int:
     """Return which of the `present` GPUs is this process's: the one of its place on its node.
 
     A process that sees a single GPU was given it (`srun --gpus-per-task=1`). Raises UserError if the launcher has
@@ -50,12 +50,7 @@ def place(started: Launcher, present: int) -> int:
     if present == 1 and started.local_world_size > 1:
         return 0
     if started.local_world_size > present:
-        options = {
-            SRUN: f"--ntasks-per-node {present}",
-            VARIABLES: f"LOCAL_WORLD_SIZE={present} of several nodes",
-            ACCELERATE: f"--num_processes {present * started.nodes}",
-        }
-        option = options.get(started.name, f"--nproc-per-node {present}")
-        cause = f"{started.name} has started {started.local_world_size} processes on this node"
-        raise UserError.of(f"{cause}, and torch sees {present} GPUs", f"{option}, or trainer.accelerator=cpu")
+        cause = f"{started.launcher} has started {started.local_world_size} processes on this node"
+        remedy = f"as many processes on each node as it has GPUs ({present} here), or trainer.accelerator=cpu"
+        raise UserError.of(f"{cause}, and torch sees {present} GPUs", remedy)
     return started.local_rank

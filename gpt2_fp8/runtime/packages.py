@@ -10,7 +10,6 @@ from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem, RunError, UserError
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.runtime import launcher
 
 _OWN = "gpt2_fp8"
 
@@ -31,9 +30,8 @@ def needed() -> Iterator[None]:
         name = (error.name or "").partition(".")[0]
         if name in ("", _OWN):
             raise
-        found = NotInstalled(str(Problem(line(f"{sys.executable} has no package {name}"), line(_remedy()))))
-        found.told = launcher.is_beside_first()
-        raise found from error
+        cause = line(f"{sys.executable} has no package {name}")
+        raise NotInstalled(str(Problem(cause, line(_remedy())))) from error
 
 
 def _remedy() -> str:

@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from gpt2_fp8.runtime import launcher, process_end, slurm
+from gpt2_fp8.runtime import process_end, ranks, slurm
 from gpt2_fp8.runtime.process_end import LIKE_SIGTERM, SIGNALS
 
 # Ctrl-C reaches the whole process group, and launchers (torchrun, srun) pass it on: one request, two signals.
@@ -77,7 +77,7 @@ class Signals:
 
     def install(self) -> None:
         """Install the handlers, except for ignored signals; again if other code, as Lightning's, has replaced them."""
-        for number in (*SIGNALS, *slurm.REQUEUE_SIGNALS) if launcher.is_batch_job() else SIGNALS:
+        for number in (*SIGNALS, *slurm.REQUEUE_SIGNALS) if ranks.is_batch_job() else SIGNALS:
             before = self._previous.setdefault(number, signal.getsignal(number))
             signal.signal(number, signal.SIG_IGN if before == signal.SIG_IGN else self._receive)
         self._previous.setdefault(_AGAIN, signal.signal(_AGAIN, self._look_again))
@@ -179,7 +179,7 @@ class Signals:
                 first, first_at = signum, now
             elif signum == signal.SIGHUP:
                 continue  # several senders report a terminal's end
-            elif launcher.is_batch_job() and signum in (signal.SIGTERM, *slurm.REQUEUE_SIGNALS):
+            elif ranks.is_batch_job() and signum in (signal.SIGTERM, *slurm.REQUEUE_SIGNALS):
                 continue  # SLURM sends more while a job is saved and requeued, and has SIGKILL for one that hangs
             elif now - first_at > ECHO_SECONDS:
                 os._exit(128 + _meaning(signum))

@@ -19,8 +19,7 @@ import subprocess
 from collections.abc import Sequence
 
 from gpt2_fp8.config.errors import Stopped
-from gpt2_fp8.runtime import launched
-from gpt2_fp8.runtime.launcher import is_batch_job, is_first_rank, turns_before
+from gpt2_fp8.runtime.ranks import TORCHRUN, current, is_batch_job, is_first_rank, turns_before
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +83,8 @@ def unheard() -> str | None:
     handled = os.environ.get(_AGENTS_SIGNALS)
     if handled is None or "SIGUSR1" in handled or "SLURM_STEP_ID" not in os.environ or not is_batch_job():
         return None
-    name = launched.agent(os.environ) or launched.TORCHRUN
-    instead = "" if name == launched.TORCHRUN else ", in its place,"  # accelerate launch has no such option
+    name = current().launcher or TORCHRUN
+    instead = "" if name == TORCHRUN else ", in its place,"  # accelerate launch has no such option
     return (
         f"SLURM's signal before the time limit (sbatch --signal=USR1@120) would end {name} before this run is saved; "
         f"torchrun{instead} --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 120 waits for "

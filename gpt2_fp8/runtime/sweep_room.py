@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from gpt2_fp8.runtime import launcher, process_end, signals, slots, slurm
+from gpt2_fp8.runtime import process_end, ranks, signals, slots, slurm
 from gpt2_fp8.runtime.spool import Spool
 
 VARIABLE = "GPT2_FP8_SWEEP"  # the room's folder, for the workers
@@ -99,13 +99,13 @@ class OpenRoom:
         signals.hold()
         self._watcher = threading.Thread(target=self._watch, name="sweep", daemon=True)
         self._watcher.start()
-        if launcher.is_batch_job():  # what is started from here on inherits it, the watcher does not
+        if ranks.is_batch_job():  # what is started from here on inherits it, the watcher does not
             signal.pthread_sigmask(signal.SIG_BLOCK, slurm.REQUEUE_SIGNALS)
 
     def close(self) -> None:
         """End the room. Raises nothing."""
         self._closing.set()
-        if launcher.is_batch_job():
+        if ranks.is_batch_job():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, slurm.REQUEUE_SIGNALS)
         self._watcher.join()
         os.environ.pop(VARIABLE, None)

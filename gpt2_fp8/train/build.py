@@ -24,7 +24,6 @@ from gpt2_fp8.callbacks.log_line import LogLine
 from gpt2_fp8.callbacks.peak_memory import PeakMemory
 from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.callbacks.run_labels import RunLabels
-from gpt2_fp8.callbacks.same_kernels import SameKernels
 from gpt2_fp8.callbacks.same_run import SameRun
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.callbacks.throughput import Throughput
@@ -38,7 +37,7 @@ from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.engine.run_watch import RunWatch
 from gpt2_fp8.kernels import libraries
 from gpt2_fp8.runtime import registry
-from gpt2_fp8.train import cluster, hyper_parameters, setup, summary
+from gpt2_fp8.train import hyper_parameters, setup, strategy, summary
 from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
 from gpt2_fp8.train.fp8_csv import FP8File
 from gpt2_fp8.train.loggers import build_loggers, build_services
@@ -97,7 +96,7 @@ def build(
     callbacks: list[Callback] = [time_limit, log_line, throughput, *health, memory]
     if config.logger.histograms_every_n_steps and not config.trainer.fast_dev_run:
         callbacks.append(Histograms(config.logger.histograms_every_n_steps, last_step(config)))
-    callbacks += [SameRun(asdict(config), summary.versions()), SameKernels(kernels.found | _versions(plan)), kernels]
+    callbacks += [SameRun(asdict(config), summary.versions(), kernels.found | _versions(plan)), kernels]
     callbacks += _chosen(config, throughput, log_line)
     labels = hyper_parameters.hyper_parameters(config, words)
     callbacks.append(RunLabels(labels, hyper_parameters.as_text(config)))
@@ -137,7 +136,9 @@ def _fp8_health(
 
 def _versions(plan: Plan) -> dict[str, str]:
     """Of what computes."""
-    return {"torch": torch.__version__} | (libraries.versions() if plan.device == "cuda" else {})
+    if plan.device == "cpu":
+        return {"torch": torch.__version__}
+    return {"torch": torch.__version__, "GPU": torch.cuda.get_device_name()} | libraries.versions()
 
 
 def _loggers(config: RunConfig, folder: Path, checkpoint: Path | None, identity: Identity) -> list[Logger]:
@@ -159,9 +160,9 @@ def build_trainer(
     options = config.trainer
     trainer = pl.Trainer(
         accelerator=plan.device,
-        devices=cluster.devices(config, plan.device),
+        devices=strategy.devices(config, plan.device),
         num_nodes=options.num_nodes,
-        strategy=cluster.strategy(config, plan.device),
+        strategy=strategy.strategy(config, plan.device),
         max_steps=steps_to_run(config),
         max_epochs=-1,
         val_check_interval=min(options.val_check_interval, last_step(config)),
@@ -172,7 +173,7 @@ def build_trainer(
         deterministic=options.deterministic,
         fast_dev_run=options.fast_dev_run,
         profiler=options.profiler,
-        plugins=[FP8Precision(plan), FolderCheckpointIO(), cluster.environment(config, plan.device)],
+        plugins=[FP8Precision(plan), FolderCheckpointIO(), strategy.environment(config, plan.device)],
         callbacks=callbacks,
         logger=False if options.fast_dev_run else _loggers(config, folder, checkpoint, identity),
         enable_checkpointing=not options.fast_dev_run,

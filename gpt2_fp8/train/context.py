@@ -11,7 +11,6 @@ from pathlib import Path
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.divergence import DivergenceGuard
 from gpt2_fp8.callbacks.log_line import LogLine
-from gpt2_fp8.callbacks.rank_watchdog import RankWatchdog
 from gpt2_fp8.callbacks.time_limit import TimeLimit
 from gpt2_fp8.checkpoint import pointers
 from gpt2_fp8.compat.lightning_process import rank
@@ -21,8 +20,7 @@ from gpt2_fp8.config.own_words import Typed, going_on
 from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.pace import Pace
-from gpt2_fp8.runtime import agent, meeting
-from gpt2_fp8.runtime.rank_end import RankLost
+from gpt2_fp8.runtime import collectives, rendezvous
 from gpt2_fp8.train import last_words
 from gpt2_fp8.train.build import Parts
 from gpt2_fp8.train.outcome import fill
@@ -35,7 +33,7 @@ log = logging.getLogger(__name__)
 class RunContext:
     """Ends a run in `folder`: its summary, its other ranks, and what it has changed in this process.
 
-    Attributes: `checkpointing`, `divergence`, `time_limit` and `watchdog` are the callbacks that outlive a rollback.
+    Attributes: `checkpointing`, `divergence` and `time_limit` are the callbacks that outlive a rollback.
     `parts` are those of the present `fit`; None if there are none.
     """
 
@@ -47,20 +45,15 @@ class RunContext:
         self.divergence = DivergenceGuard(config.callbacks, self.checkpointing.save, penalties, folder)
         limit = config.trainer.max_time
         self.time_limit = TimeLimit(None if limit is None else run_length.seconds(limit))
-        self._met = meeting.current()
-        self.watchdog = RankWatchdog(self._write_lost, self._met.launcher.agent if self._met is not None else None)
-        if (
-            self._met is not None and self._met.launcher.several
-        ):  # a launcher has started the others: they prepare themselves at the same time
-            self.watchdog.watch(self._met.store, self._met.launcher.rank, self._met.launcher.world_size)
+        if (met := rendezvous.joined()) is not None:
+            collectives.record_flights(folder)
+            met.watch(self._write_lost)
         self.parts: Parts | None = None
         precision = Precision(asked=config.precision.name)
         self._summary = Summary(
             precision=precision, recipe=_recipe(config), optimizer=config.optimizer.name, tags=config.tags,
             notes=config.notes, overrides=list(words), config=asdict(config),
         )  # fmt: skip
-        self._launcher: object = None
-        self._goes_on = False  # without anybody's doing
 
     def log_line(self, config: RunConfig, first_step: int) -> LogLine:
         """Build what writes the log's lines, for a run of these final settings that continues from `first_step`."""
@@ -83,9 +76,6 @@ class RunContext:
     def built(self, parts: Parts) -> Parts:
         """Note the parts of a `fit` that is about to begin, and return them."""
         self.parts = parts
-        if self._launcher is None:  # the first one starts the other ranks
-            self._launcher = parts.trainer.strategy.launcher
-            self.watchdog.expect(self._launcher)
         return parts
 
     def rolled_back(self) -> None:
@@ -109,24 +99,14 @@ class RunContext:
         if rank() == 0 and not refused:  # a refused command line does not replace the summary of an earlier run
             self._summary.take_over(self.folder)
             self._write()
-        if error is not None:
-            self.watchdog.take_over(self._launcher)  # the run may have ended before `setup`
-            self.watchdog.end_children()
-        self.watchdog.close()
+        rendezvous.ending()
         clean_up()
 
     def _tell(self, error: RunError) -> None:
-        """Add to an error how the run goes on: by a command, or by the launcher's agent."""
-        self._goes_on = isinstance(error, RankLost) and self._is_started_again()
-        if self._goes_on and self._met is not None:
-            error.tell(f"{self._met.launcher.name} starts all processes again")
-            return
+        """Add to an error how the run goes on."""
         here = self._typed.here if self._typed else Path.cwd()
         saved = bool(pointers.steps(self.checkpointing.folder))
         error.tell(going_on(self.folder, here, saved, in_sweep=self._typed is None and bool(self._summary.overrides)))
-
-    def _is_started_again(self) -> bool:
-        return self._met is not None and self._met.launcher.restarts_left > 0 and not agent.is_gone()
 
     def _write_lost(self, lost: RunError) -> None:
         """Write the summary of a run whose main thread hangs in a collective."""
@@ -135,8 +115,6 @@ class RunContext:
         self._summary.finish(lost)
         if rank() == 0:
             self._write()
-            if self._met is not None:
-                self._met.say(str(lost))
 
     def _write(self) -> None:
         try:
@@ -145,11 +123,10 @@ class RunContext:
             log.error("%s; the summary cannot be written: %s", self._summary.status, error)
             return
         for line in last_words.lines(self._summary, self._config, self.folder, self._typed, self._first_step):
-            if not (self._goes_on and line.startswith("next: ")):  # there is nothing to type
-                log.info(line)
+            log.info(line)
 
     def _fill(self) -> None:
-        if (parts := self.parts) is not None:  # a thread of the watchdog reads it too
+        if (parts := self.parts) is not None:  # a thread reads it too
             fill(self._summary, parts, self.divergence, self.checkpointing)
 
 

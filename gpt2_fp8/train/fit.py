@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from lightning.pytorch.callbacks import Callback
+
 from gpt2_fp8.backends.resolve import Plan, as_before, fallen_back, resolve
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
@@ -25,7 +27,7 @@ from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.compile import require_compiler
 from gpt2_fp8.engine.divergence import RollBack
-from gpt2_fp8.runtime import devices, spool, torch_faults
+from gpt2_fp8.runtime import devices, ranks, rendezvous, spool, torch_faults
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
 from gpt2_fp8.train.context import RunContext
@@ -44,6 +46,8 @@ def run(config: RunConfig, folder: Path, words: Sequence[str] = (), typed: Typed
     which the log makes others; None: it has none of its own, as a job of a sweep. Writes `summary.json` at every end,
     good or bad, of what it has begun. Raises the errors of `config.errors` for ends of a known kind.
     """
+    if (place := ranks.current()).launcher:
+        rendezvous.join(place)
     quiet()
     locked = rank() == 0 and not config.trainer.fast_dev_run
     spool.clear()
@@ -67,7 +71,8 @@ def _run(config: RunConfig, folder: Path, words: Sequence[str], line: Typed | No
             parts = _train(_prepare(config, folder, context, typed), folder, context, stop, words, line is None)
         return last_val_loss(parts, context.checkpointing)
     except BaseException as caught:
-        error = context.watchdog.explain(caught)  # a torn connection means that another rank has ended
+        met = rendezvous.joined()
+        error = caught if met is None else met.explain(caught)
         if not isinstance(error, RunError):
             error = torch_faults.explained(error) or error
         if error is not caught:
@@ -113,7 +118,7 @@ def _train(
     """Build and fit, again after each rollback; returns the parts of the last `fit`, which has finished."""
     in_sweep = in_sweep and bool(words)
     config, plan, checkpoint, world_size, limit = start
-    ends = [context.watchdog, context.checkpointing, stop]
+    ends: list[Callback] = [context.checkpointing, stop]
     log_line = context.log_line(config, setup.step_of(checkpoint) or 0)
     while True:
         limit_of_time, policy = context.time_limit, context.divergence

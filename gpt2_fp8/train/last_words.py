@@ -12,8 +12,8 @@ from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.schema import ModelConfig, RunConfig
 from gpt2_fp8.config.typed import setting
-from gpt2_fp8.runtime import launcher, programs
-from gpt2_fp8.runtime.launched import VARIABLES
+from gpt2_fp8.runtime import programs, ranks
+from gpt2_fp8.runtime.ranks import OWN, VARIABLES
 from gpt2_fp8.train.summary import Summary
 
 
@@ -63,9 +63,9 @@ def _commands(summary: Summary, config: RunConfig, folder: Path, typed: Typed, s
     """Yield what to type next: to go on, and with the programs that exist what can be made of a checkpoint."""
     completed = summary.status == "completed"
     longer = own_words.twice_as_long(config, summary.ended_by, summary.steps) if completed else []
-    started = launcher.current()
-    if started.several:  # `python` alone would go on in a single process
-        line = "line" if started.name == VARIABLES else f"line of {started.name}"
+    started = ranks.current()
+    if started.several and started.launcher != OWN:  # `python` alone would go on in a single process
+        line = "line" if started.launcher == VARIABLES else f"line of {started.launcher}"
         yield f"the same {line}, with {own_words.added(typed, folder, longer)}"
     else:
         yield own_words.continued(typed, folder, longer)

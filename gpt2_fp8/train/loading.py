@@ -47,16 +47,24 @@ def training(config: RunConfig, folder: Path, here: Path, words: Sequence[str] =
             raise
 
 
-def gathering() -> ModuleType:
-    """Import torch and return `train.gathering`, for the processes that a launcher has started to meet.
+def rendezvous() -> ModuleType:
+    """Import torch and return `runtime.rendezvous`, for the processes that a launcher has started to meet.
 
     Raises UserError and NotInstalled as `training` does.
     """
     with signals.handled():
         _imported()
-        from gpt2_fp8.train import gathering
+        from gpt2_fp8.runtime import rendezvous
 
-        return gathering
+        return rendezvous
+
+
+def launch(count: int, words: Sequence[str]) -> int:
+    """Import torch's agent, and run a command line as `count` processes; returns the exit code."""
+    with packages.needed(), signals.handled():
+        from gpt2_fp8.runtime.launch import launch
+
+    return launch(count, words)
 
 
 def _imported() -> Train:

@@ -21,7 +21,7 @@ from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.runtime import devices
-from gpt2_fp8.train import checkpoint_io, cluster
+from gpt2_fp8.train import checkpoint_io, strategy
 from gpt2_fp8.train.precision_plugin import FP8Precision
 
 _LIGHTNINGS_OWN = 1000  # epochs, where a Trainer is told of neither epochs nor steps
@@ -85,8 +85,8 @@ def _averages(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
 
 
 def _devices(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
-    options = config.trainer
-    if (trainer.num_nodes, trainer.num_devices) != (options.num_nodes, cluster.devices(config, devices.device(config))):
+    options, number = config.trainer, strategy.devices(config, devices.device(config))
+    if (trainer.num_nodes, trainer.num_devices) != (options.num_nodes, number):
         cause = f"the Trainer has {trainer.num_devices} devices on each of {trainer.num_nodes} machines, and the "
         cause += f"configuration trainer.devices={options.devices}, trainer.num_nodes={options.num_nodes}"
         remedy = f"load_config('trainer.devices={trainer.num_devices}', 'trainer.num_nodes={trainer.num_nodes}')"

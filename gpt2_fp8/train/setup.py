@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from gpt2_fp8.engine.out_of_memory import largest_divisor
 from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
-from gpt2_fp8.runtime import accelerate, launcher, meeting, slurm
+from gpt2_fp8.runtime import ranks, rendezvous, slurm
 from gpt2_fp8.train.resume import refuse_longer, refuse_other_optimizer
 
 log = logging.getLogger(__name__)
@@ -125,13 +124,11 @@ def announce(config: RunConfig, plan: Plan, vocab_size: int, world_size: int, fo
         model.name, *(f"{n:,}" for n in (parameter_count(model, padded_vocab_size), vocab_size, padded_vocab_size)),
     )  # fmt: skip
     log.info("device     %s x %d", name, world_size)
-    met = meeting.current()
-    started = met.launcher if met is not None else launcher.current()
-    if world_size > 1 or started.starts_all:
-        log.info("launcher   %s", started if started.starts_all else f"{started.name}: {world_size} processes")
-    for said in (slurm.unheard(), *accelerate.unheard(os.environ, config.precision.name, plan.device)):
-        if said is not None:
-            log.warning("%s", said)
+    if (place := ranks.current()).launcher:
+        met = rendezvous.joined()
+        log.info("launcher   %s%s", place, ", started again" if met is not None and met.kept else "")
+    if (said := slurm.unheard()) is not None:
+        log.warning("%s", said)
     ran = f"{plan.ran}, recipe {plan.recipe}" if plan.fp8 else plan.ran
     ran += ", evaluation bf16" if plan.backend.evaluates_in_bf16 else ""
     ran += f", last {counted(steps, 'step')} bf16" if (steps := plan.backend.bf16_last_steps) else ""

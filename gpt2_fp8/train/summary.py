@@ -21,7 +21,7 @@ from gpt2_fp8.config import bounded
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import launcher
+from gpt2_fp8.runtime import ranks
 from gpt2_fp8.runtime.source_digest import source_digest
 
 NAME = "summary.json"
@@ -142,7 +142,7 @@ def write_unbegun(config: RunConfig, folder: Path, error: BaseException, words: 
     its overrides.
     """
     refused = isinstance(error, UserError) and (folder / NAME).exists()
-    if not launcher.is_first_rank() or refused:
+    if not ranks.is_first_rank() or refused:
         return
     recipe = None if isinstance(config.precision, PlainPrecisionConfig) else config.recipe.name
     precision = Precision(asked=config.precision.name)

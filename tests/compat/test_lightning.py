@@ -16,7 +16,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.strategies.launchers import subprocess_script
 
 from gpt2_fp8.compat import lightning_checkpoint, lightning_logging, lightning_loops, lightning_process
 from gpt2_fp8.compat.lightning_logging import CSVLoggerOf, KeepingWriter
@@ -193,23 +192,11 @@ def test_what_the_machine_has_is_no_warning(tmp_path, recwarn, monkeypatch):
     assert shown == [["GPU available but ", "The `srun` command"], []]
 
 
-def test_a_launcher_that_starts_processes_is_known_and_gives_them_in_order_of_rank(tmp_path, monkeypatch):
+def test_a_launcher_that_forks_is_known(tmp_path):
     several = Trainer(accelerator="cpu", devices=3, strategy="ddp", logger=False, default_root_dir=tmp_path)
-    launcher = several.strategy.launcher
-    assert lightning_process.starts_processes(launcher)
-    assert not lightning_process.starts_processes(trainer(tmp_path).strategy.launcher)
-    assert not lightning_process.forks_or_spawns(launcher)
+    assert not lightning_process.forks_or_spawns(several.strategy.launcher)
     forking = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, default_root_dir=tmp_path)
     assert lightning_process.forks_or_spawns(forking.strategy.launcher)
-    monkeypatch.setattr(subprocess_script.subprocess, "Popen", lambda *_, env, **__: env["LOCAL_RANK"])
-    monkeypatch.setattr(subprocess_script, "_launch_process_observer", lambda procs: None)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "0")  # and put back what Lightning sets
-    launcher._call_children_scripts()
-    watched = launcher.procs
-    assert list(lightning_process.take_processes(launcher)) == ["1", "2"]
-    assert watched == [], "the very list that Lightning's observer watches"
-    assert list(lightning_process.take_processes(None)) == []
 
 
 # ---- lightning_logging -----------------------------------------------------------------------------------------------

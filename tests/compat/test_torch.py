@@ -40,20 +40,13 @@ def test_a_torch_without_cuda_has_the_public_stream():
     assert torch_private.current_raw_stream is torch_private._public_stream
 
 
-def test_a_group_says_how_many_collectives_were_entered():
-    """That a waiting one counts, and is read from another thread, is tried by the hanging pairs of `tests/faults`."""
+def test_all_reduce_together_is_one_operation_on_all_tensors():
+    """Of one rank; two: tests/runtime/test_collectives.py."""
     store = distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        group = distributed.group.WORLD
-        before = torch_private.entered_collectives(group)
-        distributed.all_reduce(torch.ones(2))
-        distributed.barrier()
-        assert torch_private.entered_collectives(group) == before + 2
-        torch_private.all_reduce_together([torch.ones(2), torch.ones(3)], distributed.ReduceOp.SUM)
-        assert torch_private.entered_collectives(group) == before + 3, (
-            "one for all tensors; two ranks: test_collectives"
-        )
+        torch_private.all_reduce_together(tensors := [torch.ones(2), torch.ones(3)], distributed.ReduceOp.SUM)
+        assert [tensor.sum() for tensor in tensors] == [2, 3]
     finally:
         distributed.destroy_process_group()
 

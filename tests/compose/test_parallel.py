@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from gpt2_fp8.compose import parallel, preflight
 from gpt2_fp8.config.errors import JobError, UserError
 from gpt2_fp8.runtime import signals, slots, sweep_room
-from tests.runtime.test_launcher import SRUN, TORCHRUN
+from tests.runtime.test_ranks import SRUN, TORCHRUN
 
 JOBLIB = ("-m", "hydra/launcher=joblib", "seed=1,2,3")
 LAUNCHER = {"_target_": "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"}

@@ -95,9 +95,7 @@ def test_a_sweep_that_a_file_sends_is_refused_where_there_is_no_slurm(tmp_path, 
     (tmp_path / "mine/experiment/sent.yaml").write_text(text)
     words = ["-m", "-cd", "mine", "experiment=sent", "seed=1,2"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        errors.UserError, match="there is no srun or sbatch or sacct on this"
-    ):
+    with pytest.raises(errors.UserError, match="there is no srun or sbatch or sacct on this"):
         preflight(words, Purpose(begins=True))
     assert len(preflight(words)) == 2
 

@@ -239,7 +239,7 @@ def test_121_held_it_is_noted_and_no_more():
 RANK_ONE = """
 import os, signal, sys, time
 from gpt2_fp8.data.datamodule import TokenDataModule
-if "LOCAL_RANK" in os.environ:
+if os.environ.get("LOCAL_RANK") == "1":
     from gpt2_fp8.train import fit
     train = fit.run
     def stopped(*arguments):

@@ -4,7 +4,6 @@ a gradient that is another one by the time its cast is used. What the kernels do
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import torch
 
 from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.backends.resolve import Plan
-from gpt2_fp8.callbacks.same_kernels import SameKernels
 from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import RunError, UserError
@@ -24,12 +22,9 @@ from gpt2_fp8.data import reader
 from gpt2_fp8.kernels import nvrtc
 from gpt2_fp8.layers import attention, sdpa
 from gpt2_fp8.layers.received import Received
-from gpt2_fp8.runtime import collectives
 from gpt2_fp8.train.setup import announce
 from tests.data.corpora import files_config, module, rank_batches, write_jsonl
 from tests.runs import summary, train
-from tests.train.test_ddp import TWO
-from tests.train.test_ddp import run as run_of_two
 
 BROKEN = "cuda-core does not work here: RuntimeError: no libnvrtc.so.13"
 LOST = "flash-attn-4 does not load: OSError: libcute.so"
@@ -107,47 +102,6 @@ def test_127_what_is_an_extra_and_not_installed_is_none(layers: Any) -> None:
 def test_127_the_summary_says_what_computed(tmp_path: Path) -> None:
     train(tmp_path / "run", "trainer.max_steps=2")
     assert summary(tmp_path / "run")["kernels"] == {"layers": "plain torch", "attention": "torch's flash kernel"}
-
-
-def told(monkeypatch: pytest.MonkeyPatch, *ranks: str) -> None:
-    monkeypatch.setattr(collectives, "everyones", lambda value: [value, *ranks])
-
-
-def test_128_the_same_kernels_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, '{"cudnn": "9.19.0", "casts": "in CUDA C++"}')
-    SameKernels({"casts": "in CUDA C++", "cudnn": "9.19.0"}).setup(SimpleNamespace(), None, "fit")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("other", "difference"),
-    [
-        ('{"casts": "in Triton", "cublaslt": "13.1.0"}', "casts 'in Triton' instead of 'in CUDA C++'"),
-        ('{"casts": "in CUDA C++", "cublaslt": "13.0.2"}', "cublaslt '13.0.2' instead of '13.1.0'"),
-        ('{"casts": "in CUDA C++"}', "cublaslt 'none' instead of '13.1.0'"),
-    ],
-)
-def test_128_what_differs_is_named(monkeypatch: pytest.MonkeyPatch, other: str, difference: str) -> None:
-    told(monkeypatch, '{"casts": "in CUDA C++", "cublaslt": "13.1.0"}', other)
-    callback = SameKernels({"casts": "in CUDA C++", "cublaslt": "13.1.0"})
-    words = re.escape(f"rank 2 would compute by other kernels than rank 0: {difference}")
-    with pytest.raises(UserError, match=words):
-        callback.setup(SimpleNamespace(), None, "fit")  # type: ignore[arg-type]
-
-
-OTHER_KERNELS = """
-from gpt2_fp8.backends.reference import Reference
-from gpt2_fp8.compat.lightning_process import rank
-kernels = Reference.kernels
-Reference.kernels = lambda *given: kernels(*given) | ({"casts": "in Triton"} if rank() == 1 else {})
-"""
-
-
-def test_128_a_rank_with_other_kernels_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    code, output = run_of_two(tmp_path, *TWO, "run_name=run", patch=OTHER_KERNELS)
-    assert code == 2, output
-    assert "error: rank 1 would compute by other kernels than rank 0: casts 'in Triton' instead of 'none'" in output
-    assert "Traceback" not in output
-    assert summary(tmp_path / "outputs" / "run")["status"] == "refused"
 
 
 class Strange:

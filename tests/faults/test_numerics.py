@@ -23,8 +23,8 @@ from gpt2_fp8.precision import magnitudes
 from gpt2_fp8.runtime import signals
 from tests.common import OPTIM
 from tests.faults.pretended import NAN, Faults, InFP8Alone, NanWeight, going_wrong
+from tests.ranks import TWO, run
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, summary, train, train_until
-from tests.train.test_ddp import TWO, run
 
 QUIET = ["trainer.val_check_interval=12", "precision=fp8_hybrid"]  # 12 steps, a checkpoint every four
 

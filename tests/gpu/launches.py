@@ -1,7 +1,7 @@
-"""Whole runs of several ranks, started as a person starts them: by Lightning, torchrun, srun or accelerate.
+"""Whole runs of several ranks, started as a person starts them: by trainer.devices, torchrun, srun or accelerate.
 
-With RANKS_SHARE_A_GPU=1 on a machine with a single GPU, the ranks of a launch share it (`rank_faults.share`). Lightning
-starts no more processes than it sees GPUs, so that srun's variables take its place then.
+With RANKS_SHARE_A_GPU=1 on a machine with a single GPU, the ranks of a launch share it (`rank_faults.share`). By
+trainer.devices no more processes are started than there are GPUs, so that srun's variables take its place then.
 """
 
 import json
@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 
 from tests.ports import free_port
-from tests.train.test_ddp import SCRIPT, finish
-from tests.train.test_launchers import srun
+from tests.ranks import SCRIPT, finish, srun
 
 SECONDS = 150  # that a launch may take; most of it is start-up
 PATHS = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
@@ -35,7 +34,7 @@ class Launch(NamedTuple):
     """
 
     words: list[str]
-    launcher: str = "Lightning"
+    launcher: str = "trainer.devices"
     gpus: int = 2
     faults: tuple[str, ...] = ()
 
@@ -83,8 +82,8 @@ def run(cwd, launches):
 def _commands(launch):
     """The commands of a launch, each with the variables that are its own."""
     own, gpus = ["patched.py", *launch.words, "run_name=run"], str(launch.gpus)
-    match "srun" if SHARED and launch.gpus > 1 and launch.launcher == "Lightning" else launch.launcher:
-        case "Lightning":
+    match "srun" if SHARED and launch.gpus > 1 and launch.launcher == "trainer.devices" else launch.launcher:
+        case "trainer.devices":
             return [([*own, f"trainer.devices={gpus}"], {})]
         case "torchrun":
             return [([*AGENT, "--standalone", "--nproc-per-node", gpus, *own], {})]

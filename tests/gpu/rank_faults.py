@@ -15,8 +15,7 @@ from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.engine.gradients import Gradients
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.precision import state
-from gpt2_fp8.runtime import collectives, rank_watch
-from gpt2_fp8.train import gathering
+from gpt2_fp8.runtime import collectives
 from gpt2_fp8.train.module import GPT2Module
 
 _here = {"step": 0, "parts": 0}  # from 1; the losses that were asked for in it
@@ -31,13 +30,12 @@ def _is_time(step):
 
 
 def share():
-    """Let the ranks of a launch share one GPU, which a run refuses: to NCCL each of them is a host of its own.
+    """Let the ranks of a launch share one GPU: to NCCL each of them is a host of its own.
 
     NCCL refuses two ranks with one GPU by the names of host and GPU. It then talks through sockets, as between nodes.
     """
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_HOSTID"] = "host " + (os.environ.get("RANK") or os.environ["SLURM_PROCID"])
-    gathering.unequal = lambda ranks: []
 
 
 def note():
@@ -176,11 +174,9 @@ def killed_once():
 
 def killed_before_its_gradients():
     """SIGKILL in step 3: for the other rank a connection between the hosts breaks."""
-    rank_watch.LIFE_SECONDS = 20.0
     _before(Gradients, "of_step", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))
 
 
 def killed_in_the_exchange():
     """SIGKILL in step 3, when the other rank's GPU waits for gradients that do not come."""
-    rank_watch.LIFE_SECONDS = 20.0
     _before(collectives, "average", lambda: _is_time(3) and os.kill(os.getpid(), signal.SIGKILL))

@@ -1,11 +1,12 @@
 """What GPUs tell each other: whole runs of several ranks, side by side, in some of which a fault meets rank 1 alone.
 
 With RANKS_SHARE_A_GPU=1 the ranks share the GPU of a machine that has one, in ten minutes and more. What needs
-Lightning's own launcher, or memory of one's own, is not run there.
+trainer.devices, or memory of one's own, is not run there.
 """
 
 import importlib.util
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -186,10 +187,7 @@ def test_65_memory_that_is_scarce_on_one_gpu_halves_on_both(runs):
 @hopper
 @pytest.mark.parametrize("case", KILLED)
 def test_49_a_rank_that_is_killed_is_named_by_the_other(runs, case):
-    """And nothing is left running: `run` looks."""
+    """And nothing is left running: `run` looks. A rank that waits in NCCL has the agent's half minute."""
     run = runs(case)
     assert run.codes == [1], run.output
-    message = summary(run.folder)["message"]
-    assert message.startswith("rank 1 (process "), run.output
-    assert "was killed by signal 9" in message
-    assert message in run.output
+    assert re.search(r"rank 1 \(process \d+\) was killed by SIGKILL", run.output), run.output

@@ -62,13 +62,3 @@ def test_who_imports_the_package_keeps_the_environment(tmp_path):
         env=os.environ | INLINE ,
     )  # fmt: skip
     assert done.stdout == f"{INLINE['MPLBACKEND']} None\n", done.stderr
-
-
-@pytest.mark.parametrize("value", ["1", "x"])
-def test_a_local_rank_left_in_a_shell_is_refused_aloud_and_once(value, tmp_path):
-    done = command(*SMALL, "run_name=r", cwd=tmp_path, LOCAL_RANK=value, PYTHONPATH=str(ROOT))
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: LOCAL_RANK{'=1, which' if value == '1' else ' is '}")
-    assert "unset LOCAL_RANK" in done.stderr
-    assert done.stderr.count("error:") == 1
-    assert os.listdir(tmp_path) == []

@@ -15,6 +15,7 @@ from gpt2_fp8.engine.compile import require_compiler
 from gpt2_fp8.reports import unfinished
 from gpt2_fp8.train import hf_export
 from tests.faults.pretended import NAN, Faults, going_wrong
+from tests.ranks import BATCH, TWO, run
 from tests.runs import (
     EMULATED_FP8,
     IDS_OF_BYTES,
@@ -30,7 +31,6 @@ from tests.runs import (
     train_until,
     training_step,
 )
-from tests.train.test_ddp import BATCH, TWO, run
 
 LAST = [*EMULATED_FP8, "precision.bf16_last_steps=4", "callbacks.keep_checkpoints=4"]  # of twelve
 

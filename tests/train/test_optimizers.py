@@ -10,8 +10,8 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.train.module import GPT2Module
 from tests.faults.test_forged_checkpoints import forged
+from tests.ranks import TWO, run
 from tests.runs import assert_same_checkpoint, checkpoint, metrics, record_steps, summary, train, train_until
-from tests.train.test_ddp import TWO, run
 
 OTHERS = ("adamw_bf16", "muon")
 BYTES = {"adamw": "8", "adamw_bf16": "4", "muon": "5.95"}  # of this small model

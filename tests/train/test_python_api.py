@@ -36,8 +36,8 @@ from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.manifest import sealed
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.precision.scaling import FP8Scaling
-from gpt2_fp8.runtime import devices, launcher
-from gpt2_fp8.runtime.launched import SRUN, Launcher
+from gpt2_fp8.runtime import devices, ranks
+from gpt2_fp8.runtime.ranks import SRUN, Ranks
 from tests.faults.pretended import Pretended
 from tests.runs import SMALL, train
 
@@ -253,7 +253,7 @@ def test_a_process_may_see_the_one_gpu_that_it_was_given(config, tmp_path, monke
     module.trainer = made
     monkeypatch.setattr(devices, "device", lambda config: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: given)
-    monkeypatch.setattr(launcher, "current", lambda: Launcher(SRUN, world_size=2, local_world_size=2))
+    monkeypatch.setattr(ranks, "current", lambda: Ranks(SRUN, world_size=2, local_world_size=2))
     with pytest.raises(UserError, match="was given none") as caught:  # the data module, of which `fit` tells it
         module.configure_callbacks()
     causes = {problem.cause.split(",")[0] for problem in caught.value.problems}

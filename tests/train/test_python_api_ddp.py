@@ -8,8 +8,8 @@ import pytest
 
 from gpt2_fp8.checkpoint import files
 from tests import forkserver
+from tests.ranks import ALONE, TWO
 from tests.runs import assert_equal, checkpoint, forked, metrics
-from tests.train.test_ddp import ALONE, TWO
 
 SCRIPT = """
 import json, os

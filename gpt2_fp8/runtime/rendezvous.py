@@ -1,0 +1,238 @@
+"""The ranks of a run meet in a store: they agree on a folder, form a process group, and learn which of them failed.
+
+The store is the agent's, or rank 0's. An agent's store outlives a restart of the ranks, and so do its keys: a process
+group that torch 2.13 forms there after a restart finds addresses of processes that are gone, and waits for them. So
+each generation of ranks has a prefix of its own, which rank 0 makes up and tells each rank that says hello.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from gpt2_fp8.config.errors import DataSourceLost, Diverged, RunError
+from gpt2_fp8.config.shown import harmless
+from gpt2_fp8.runtime import process_end, ranks, signals
+from gpt2_fp8.runtime.ranks import Ranks
+
+PATIENCE_SECONDS = 300.0  # one rank may import its packages from a slow disk while the others wait
+END_SECONDS = 60.0  # that other ranks wait for rank 0's end
+GRACE_SECONDS = 5.0  # for the main thread to see for itself that another rank has failed
+_LOOK_SECONDS = 0.05
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_AGREED = (Diverged, DataSourceLost)  # ends to which all ranks come together
+
+_joined: Meeting | None = None
+
+
+class RankLost(RunError):
+    """Another rank has failed, or the connection to one is gone."""
+
+    def __init__(self, message: str, exit_code: int = RunError.exit_code, status: str = RunError.status) -> None:
+        self.exit_code, self.status = exit_code, status
+        super().__init__(message, lead="; ")
+
+
+class Meeting:
+    """One generation of a run's ranks, in a store.
+
+    Attributes:
+        ranks: this process's place.
+        kept: the run's folder, if an earlier generation had one; None otherwise.
+        again: whether this generation may not be the first. Without the agent's store nobody knows.
+    """
+
+    def __init__(self, place: Ranks) -> None:
+        self.ranks = place
+        self._every = dist.PrefixStore("gpt2_fp8", _store(place))  # of all generations
+        self._store = dist.PrefixStore(self._generation(), self._every)
+        if not place.rank:
+            self._store.set("kept", self._every.get("folder").decode() if self._every.check(["folder"]) else "")
+        self.kept = self._get("kept") or None
+        self.again = self.kept is not None or (place.has_agent and not _is_agents())
+        self._ending = threading.Event()
+
+    def _generation(self) -> str:
+        own, place = uuid.uuid4().hex, self.ranks
+        if place.rank:
+            self._every.set(f"hello/{place.rank}", own)
+            _wait(lambda: self._every.check([f"name/{own}"]), lambda: "rank 0")
+            name = self._every.get(f"name/{own}").decode()
+            self._every.set(f"{name}/here/{place.rank}", "")
+            return name
+        missing = set(range(1, place.world_size))
+
+        def all_here() -> bool:
+            for rank in list(missing):
+                if self._every.check([f"hello/{rank}"]):  # perhaps of a process that is gone: it is asked again
+                    self._every.set(f"name/{self._every.get(f'hello/{rank}').decode()}", own)
+                if self._every.check([f"{own}/here/{rank}"]):
+                    missing.discard(rank)
+            return not missing
+
+        _wait(all_here, lambda: "rank " + ", ".join(map(str, sorted(missing))))
+        return own
+
+    def folder(self, own: str | None) -> str:
+        """Return rank 0's folder of the run, which also the next generation finds."""
+        if not self.ranks.rank:
+            folder = self.kept or str(own)
+            self._store.set("folder", folder)
+            self._every.set("folder", folder)
+            return folder
+        return self._get("folder")
+
+    def group_store(self) -> dist.Store:
+        """Return where a process group may be formed."""
+        return dist.PrefixStore("group", self._store)
+
+    def _get(self, key: str) -> str:
+        _wait(lambda: self._store.check([key]) or self._failure() is not None, lambda: "rank 0")
+        if not self._store.check([key]):
+            raise self._failure() or RankLost("another rank is gone")
+        return self._store.get(key).decode()
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def watch(self, on_lost: Callable[[RunError], Any]) -> None:
+        """Have a thread end this process when another rank has failed, and the main thread does not see it.
+
+        NCCL does not tell it that a rank is gone. `on_lost` is called with the error before that: it writes the
+        summary.
+        """
+        store: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # a wait may hold the main thread's connection
+        threading.Thread(target=self._watch, args=(store, on_lost), name="ranks", daemon=True).start()
+
+    def ending(self) -> None:
+        """Note that this rank is ending by itself, and may need time to save."""
+        self._ending.set()
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return the error that counts, RankLost for a torn connection; otherwise tell the other ranks of `error`."""
+        if not _is_connection(error):
+            if not isinstance(error, (RankLost, *_AGREED)):
+                self.tell(error)
+            self.ending()
+            return error
+        self.ending()
+        until = time.monotonic() + 2 * GRACE_SECONDS
+        with suppress(RuntimeError):  # the store is gone too
+            while (lost := self._failure()) is None and time.monotonic() < until and signals.received() is None:
+                time.sleep(_LOOK_SECONDS)
+            if lost is not None:
+                return lost
+        is_hang = "timed out" in str(error).lower()
+        return RankLost("another rank hangs: it did not come to a collective" if is_hang else "another rank is gone")
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends, unless they have come to an end together. Raises nothing."""
+        if self._ending.is_set():
+            return
+        known = error if isinstance(error, RunError) else RunError(f"{type(error).__name__}: {error}")
+        words = (str(known).splitlines() or [""])[0]
+        with suppress(RuntimeError):
+            self._store.set("failed", json.dumps([self.ranks.rank, words, known.exit_code, known.status]))
+
+    def say(self, text: str) -> None:
+        """Tell the other ranks that rank 0 ends, and has printed `text`. Raises nothing."""
+        with suppress(RuntimeError):
+            self._store.set("said", text)
+
+    def end_after_rank_zero(self, error: RunError | None, text: str) -> None:
+        """Wait until rank 0 has come to its end, and print `text` unless rank 0 has said as much. Raises nothing."""
+        if isinstance(error, RankLost):
+            return
+        said = None
+        until = time.monotonic() + END_SECONDS
+        with suppress(RuntimeError):  # the store is gone, with rank 0 or with the agent
+            while not (there := self._store.check(["said"])) and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
+            said = self._store.get("said").decode() if there else None
+        known = error is not None and (error.told or (said is not None and text.splitlines()[0] in said))
+        if not known and said != text:
+            process_end.say(harmless(f"rank {self.ranks.rank}: {text}\n"))
+
+    def _failure(self, store: dist.Store | None = None) -> RankLost | None:
+        store = store or self._store
+        if not store.check(["failed"]):
+            return None
+        rank, words, code, status = json.loads(store.get("failed"))
+        return None if rank == self.ranks.rank else RankLost(f"rank {rank} {status}: {words}", code, status)
+
+    def _watch(self, store: dist.Store, on_lost: Callable[[RunError], Any]) -> None:
+        with suppress(RuntimeError):  # the store is gone: so are all connections
+            while (error := self._failure(store)) is None:
+                if self._ending.wait(1.0):
+                    return
+            if self._ending.wait(GRACE_SECONDS):
+                return
+            if not self.ranks.rank:
+                writer = threading.Thread(target=on_lost, args=(error,), daemon=True)
+                writer.start()
+                writer.join(2 * GRACE_SECONDS)
+                process_end.say(harmless(f"{error}\n"))
+                store.set("said", str(error))
+            os._exit(error.exit_code)
+
+
+def join(place: Ranks) -> Meeting:
+    """Meet the other ranks, or return where they have met. Raises RunError if one does not come."""
+    global _joined
+    if _joined is None:
+        if place.has_agent:  # whose end nobody would tell: it starts each rank in a session of its own
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ranks.export()
+        try:
+            _joined = Meeting(place)
+        except dist.DistError as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
+            raise RunError(f"rank {place.rank} does not meet the others at {where}: {error}".splitlines()[0]) from error
+    return _joined
+
+
+def joined() -> Meeting | None:
+    """Return the meeting that this process has joined; None: it has joined none."""
+    return _joined
+
+
+def ending() -> None:
+    """Note that this rank is ending by itself, with all others."""
+    if _joined is not None:
+        _joined.ending()
+
+
+def _store(place: Ranks) -> dist.Store:
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT") or 29500), place.world_size,
+        is_master=place.rank == 0 and not _is_agents(), timeout=timedelta(seconds=PATIENCE_SECONDS),
+        wait_for_workers=False, multi_tenant=True,
+    )  # fmt: skip
+
+
+def _is_agents() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _wait(done: Callable[[], bool], missing: Callable[[], str]) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    with signals.interruptible():
+        while not done():
+            if time.monotonic() > until:
+                raise RunError(f"waited {PATIENCE_SECONDS:.0f} s in vain for {missing()}")
+            time.sleep(_LOOK_SECONDS)
+
+
+def _is_connection(error: BaseException) -> bool:
+    """Return whether an error is of the connection between ranks. gloo's errors have no class of their own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())

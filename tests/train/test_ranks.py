@@ -1,0 +1,467 @@
+"""Several processes on a CPU, by every launcher: they compute what one does, and end together whatever happens."""
+
+import importlib.util
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.ports import free_port
+from tests.ranks import BATCH, TWO, WORDS, by_hand, fault, finish, program, run, srun, start, tasks, torchrun
+from tests.runs import checkpoint, metrics, summary, train, train_until
+
+IN_THE_FOLDER = {".hydra", "checkpoints", "metrics.csv", "rank_1.log", "run.log", "summary.json", "tensorboard"}
+AGENT = ["--nproc-per-node", "2"]
+COUNT_EXCHANGES = """
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from gpt2_fp8.runtime import collectives
+
+average, on_start = collectives.average, GPT2Module.on_train_start
+
+def counted(parameters):
+    with Path(f"exchanges-{torch.distributed.get_rank()}").open("a") as file:
+        file.write("once\\n")
+    average(parameters)
+
+def in_the_backward(state, bucket):
+    Path("exchanged-in-a-backward").touch()
+    return allreduce_hook(None, bucket)
+
+def on_train_start(self):
+    on_start(self)
+    self.trainer.strategy.model.register_comm_hook(self, in_the_backward)
+
+collectives.average, GPT2Module.on_train_start = counted, on_train_start
+"""
+# What happens to rank 1's data for step 4.
+DATA = """
+import threading
+from gpt2_fp8.config.errors import DataSourceLost
+from gpt2_fp8.data.loaders import Steps
+from gpt2_fp8.runtime import signals
+from gpt2_fp8.runtime.collectives import rank_and_world
+
+items = Steps._items
+def _items(self):
+    for item in items(self):
+        if item["cursor"]["step"] == 4 and rank_and_world()[0] == 1:
+            {happens}
+        yield item
+
+Steps._items = _items
+
+def told_to_stop():
+    threading.Timer(1, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    with signals.interruptible():
+        time.sleep(50)
+
+def lost():
+    raise DataSourceLost("cannot read anything")
+"""
+SLOW_SUMMARY = """
+write = Summary.write
+def slow_write(self, folder):
+    time.sleep(6)
+    return write(self, folder)
+
+Summary.write = slow_write
+"""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A run of two processes, without a name; returns the folder it was typed in, and what it printed."""
+    cwd = tmp_path_factory.mktemp("two")
+    code, output = run(cwd, *TWO, patch=COUNT_EXCHANGES)
+    assert code == 0, output
+    return cwd, output
+
+
+def the_run(cwd):
+    (folder,) = (cwd / "outputs").iterdir()
+    return folder
+
+
+COLUMNS = ("train_loss", "val_loss", "grad_norm", "lr", "tokens")
+
+
+def assert_equal_but_for_rounding(folder, other):
+    table, others = metrics(folder), metrics(other)
+    for column in COLUMNS:
+        assert list(table[column]) == list(others[column]), column
+        assert list(table[column].values()) == pytest.approx(list(others[column].values()), rel=1e-5), column
+
+
+def assert_same_numbers(folder, two):
+    """Losses and norms to the last digit that is written."""
+    table, others = metrics(folder), metrics(the_run(two[0]))
+    assert all(table[column] == others[column] for column in COLUMNS)
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+
+def test_one_folder_and_one_summary_of_two_processes(two):
+    cwd, output = two
+    assert set(os.listdir(cwd)) == {"outputs", "patched.py", "exchanges-0", "exchanges-1"}
+    assert set(os.listdir(the_run(cwd))) == IN_THE_FOLDER
+    report = summary(the_run(cwd))
+    assert (report["status"], report["steps"], report["tokens"]) == ("completed", 12, 12 * 8 * 32)
+    assert output.count("precision  fp32 instead of") == 1, "the ranks do not say the same twice"
+    assert "Warning" not in output
+
+
+def test_two_processes_compute_what_one_does(one, two):
+    assert_equal_but_for_rounding(the_run(two[0]), one)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_two_processes_compute_in_fp8_what_one_does(tmp_path, recipe):
+    """At a low rate: at a high one a run leaves its like exponentially, whatever makes the first bit of difference."""
+    fp8 = [
+        "precision=fp8_hybrid", "precision.backend=emulated", f"recipe={recipe}", "trainer.max_steps=50",
+        "trainer.val_check_interval=50", "optim.lr=1e-4",
+    ]  # fmt: skip
+    train(tmp_path / "one", *BATCH, *fp8)
+    code, output = run(tmp_path, *TWO, *fp8, "run_name=two")
+    assert code == 0, output
+    one, two = (metrics(folder)["train_loss"] for folder in (tmp_path / "one", tmp_path / "outputs/two"))
+    assert list(two) == list(one) == list(range(1, 51))
+    assert list(two.values()) == pytest.approx(list(one.values()), rel=5e-4)
+
+
+DROPPED = """
+import hashlib
+import torch
+
+dropout = torch.nn.Dropout.forward
+
+def noted(self, x):
+    if not self.training:
+        return dropout(self, x)
+    kept = dropout(self, torch.ones_like(x)).detach()
+    with Path(f"dropped-{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}").open("a") as file:
+        file.write(hashlib.sha256(kept.numpy().tobytes()).hexdigest() + "\\n")
+    return x * kept
+
+torch.nn.Dropout.forward = noted
+"""
+
+
+def dropped(cwd, rank):
+    """The digests of a rank's dropout masks, in the order in which they were drawn."""
+    return (cwd / f"dropped-{rank}").read_text().split()
+
+
+def test_each_rank_has_dropout_masks_of_its_own(tmp_path):
+    """Those of the first are one process's. A rank that is new in a run that goes on begins with its own."""
+    words = ["model.dropout=0.2", "trainer.max_steps=4", "trainer.val_check_interval=4", "run_name=run"]
+    for name in ("one", "two", "more"):
+        (tmp_path / name).mkdir()
+    assert run(tmp_path / "one", *WORDS, *words, patch=DROPPED)[0] == 0
+    code, output = run(tmp_path / "two", *TWO, *words, patch=DROPPED)
+    assert code == 0, output
+    alone, first, second = dropped(tmp_path / "one", 0), *(dropped(tmp_path / "two", rank) for rank in (0, 1))
+    assert len(first) == len(second) == len(alone) // 2
+    a_step = len(first) // 4
+    assert first[:a_step] == alone[:a_step]
+    assert not set(first) & set(second)
+    (tmp_path / "one/outputs").rename(tmp_path / "more/outputs")
+    longer = [*words, "trainer.max_steps=6", "ckpt_path=last"]
+    code, output = run(tmp_path / "more", *TWO, *longer, patch=DROPPED)
+    assert code == 0, output
+    assert not set(dropped(tmp_path / "more", 0)) & set(dropped(tmp_path / "more", 1)), "after step 4"
+    assert not set(dropped(tmp_path / "more", 1)) & set(second)
+
+
+def test_gradients_are_exchanged_once_a_step(two):
+    for rank in (0, 1):
+        assert (two[0] / f"exchanges-{rank}").read_text().split() == ["once"] * 12
+    assert not (two[0] / "exchanged-in-a-backward").exists()
+
+
+def test_a_run_of_one_continues_with_two(tmp_path, one):
+    train_until(4, tmp_path / "outputs/run", *BATCH)
+    (tmp_path / "mine").mkdir()
+    code, output = run(tmp_path, *TWO, "run_name=run", "ckpt_path=last", "-cd", "mine")
+    assert code == 0, output
+    assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
+    assert os.listdir(tmp_path / "outputs") == ["run"]
+
+
+def test_a_sweep_of_jobs_of_two_processes(tmp_path, two):
+    code, output = run(tmp_path, "-m", *TWO, "seed=1,2", "run_name=sweep", "hydra.sweep.dir=sweep", timeout=180)
+    assert code == 0, output
+    folders = sorted(path.parent for path in (tmp_path / "sweep").glob("*/summary.json"))
+    assert [summary(folder)["config"]["seed"] for folder in folders] == [1, 2]
+    assert {summary(folder)["status"] for folder in folders} == {"completed"}
+
+
+# ---- launchers ---------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_needs_no_key(tmp_path, two):
+    code, output = finish(torchrun(tmp_path, AGENT, *WORDS, "trainer=auto", "trainer.accelerator=cpu"))
+    assert code == 0, output
+    assert set(os.listdir(the_run(tmp_path))) == IN_THE_FOLDER
+    assert "launcher   torchrun: 2 processes\n" in output
+    assert_same_numbers(the_run(tmp_path), two)
+
+
+@pytest.mark.parametrize("place", [[], ["--standalone"]], ids=["static", "standalone"])
+def test_what_the_agent_starts_again_continues_in_the_same_folder(tmp_path, one, place):
+    """Without a name, and without ckpt_path: the agent gives the same command again."""
+    options = [*AGENT, "--max-restarts", "1", *place]
+    code, output = finish(torchrun(tmp_path, options, *WORDS, patch=fault(1, 7, "SIGKILL")))
+    assert code == 0, output
+    assert "launcher   torchrun: 2 processes, started again\n" in output
+    assert output.count("/checkpoints/step-00000005 (step 5)") == 1
+    assert_equal_but_for_rounding(the_run(tmp_path), one)
+
+
+def test_what_was_refused_is_refused_again_where_the_agent_starts_it_again(tmp_path):
+    """The folder is another run's: it is not continued because an agent has counted a failure."""
+    train_until(4, tmp_path / "outputs/run", *BATCH)
+    saved = sorted(path.name for path in (tmp_path / "outputs/run/checkpoints").iterdir())
+    code, output = finish(torchrun(tmp_path, [*AGENT, "--max-restarts", "1"], *WORDS, "run_name=run"))
+    assert code == 1, output
+    assert output.count("error: outputs/run already holds a run") == 2, output
+    assert sorted(path.name for path in (tmp_path / "outputs/run/checkpoints").iterdir()) == saved
+
+
+def test_two_nodes_are_two_agents(tmp_path, two):
+    """A rank of the second is killed: both agents start theirs again."""
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two"]
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", *place]
+    patch = fault(1, 7, "SIGKILL")
+    both = [torchrun(tmp_path, options, *WORDS, "run_name=run", patch=patch) for _ in range(2)]
+    ends = [finish(process, 150) for process in both]
+    assert [code for code, _ in ends] == [0, 0], ends
+    said = "".join(output for _, output in ends)
+    assert "launcher   torchrun: 2 processes on 2 nodes, started again" in said
+    assert_equal_but_for_rounding(tmp_path / "outputs/run", the_run(two[0]))
+
+
+# The only process waits in the step after 5 for the signal that its agent sends when another joins.
+WAIT_FOR_ANOTHER = """
+from gpt2_fp8.runtime import signals
+
+def training_step(self, batch, batch_idx):
+    if os.environ["WORLD_SIZE"] == "1" and self.global_step == 5:
+        Path("alone").touch()
+        while signals.received() is None:
+            time.sleep(0.1)
+    original(self, batch, batch_idx)
+
+GPT2Module.training_step = training_step
+"""
+
+
+def elastic(cwd, port, is_first):
+    """An agent of one process, of a run that one or two agents make."""
+    conf = f"is_host={int(is_first)},last_call_timeout=4,keep_alive_interval=1"
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "few", "--rdzv-conf", conf]
+    options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", *place]
+    words = [*(word for word in WORDS if not word.startswith("micro_batch_size=")), "run_name=run"]
+    command = ["-m", "torch.distributed.run", *options, *program(cwd, WAIT_FOR_ANOTHER), *words]
+    return start(cwd, *command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+
+def test_a_node_joins(tmp_path, one):
+    """The agent ends the running process by SIGTERM, which saves; both then go on as two, without `ckpt_path`."""
+    port = free_port()
+    first = elastic(tmp_path, port, True)
+    until = time.monotonic() + 60
+    while not (tmp_path / "alone").exists():
+        assert first.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    ends = [finish(process) for process in (first, elastic(tmp_path, port, False))]
+    assert [code for code, _ in ends] == [0, 0], ends
+    said = "".join(output for _, output in ends)
+    assert said.count("launcher   torchrun: 2 processes on 2 nodes") == 1
+    assert said.count("/checkpoints/step-00000005 (step 5)") == 1
+    assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
+
+
+def test_four_tasks_of_srun_continue_what_one_process_has_begun(tmp_path, one):
+    train_until(4, tmp_path / "outputs/run", *BATCH)
+    ends = tasks(tmp_path, srun(4), *WORDS, "run_name=run", "ckpt_path=last", count=4)
+    assert [code for code, _ in ends] == [0] * 4, ends
+    assert "launcher   srun: 4 processes\n" in ends[0][1]
+    assert [output for _, output in ends[1:]] == [""] * 3
+    assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_accelerate_is_torchrun_by_another_name(tmp_path, two):
+    options = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    options.append(f"--main_process_port={free_port()}")
+    words = [*options, *program(tmp_path, "pass"), *WORDS, "run_name=run"]
+    code, output = finish(start(tmp_path, "-m", "accelerate.commands.launch", *words))
+    assert code == 0, output
+    assert "launcher   accelerate launch: 2 processes\n" in output
+    assert_same_numbers(tmp_path / "outputs/run", two)
+
+
+# ---- ends --------------------------------------------------------------------------------------------------------
+
+
+def test_a_mistake_is_said_once_before_torch(tmp_path):
+    code, output = run(tmp_path, *TWO, "optim.lr=fast", "no_such_key=1", patch='sys.modules["torch"] = None')
+    assert code == 2, output
+    assert output.count("error:") == 2, output
+    assert all(key in output for key in ("optim.lr", "no_such_key"))
+    assert "Traceback" not in output
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_ends_the_others(tmp_path, rank):
+    patch = fault(rank, 9, 'raise RuntimeError("the roof fell in")')
+    code, output = run(tmp_path, *TWO, "run_name=run", patch=patch)
+    assert code == 1, output
+    message = summary(tmp_path / "outputs/run")["message"]
+    assert message.startswith(("RuntimeError: ", "rank 1 failed: RuntimeError: ")[rank] + "the roof fell in"), message
+    assert output.count("Traceback") == 1
+    assert checkpoint(tmp_path / "outputs/run", 8).is_dir()
+
+
+def test_a_rank_whose_main_thread_hangs_ends_when_another_has_failed(tmp_path):
+    """As with NCCL, which does not tell it that a rank is gone."""
+    patch = fault(1, 9, 'raise RuntimeError("the roof fell in")') + (
+        "\nfrom gpt2_fp8.runtime import collectives\nlargest = collectives.largest\n"
+        "def hang(value):\n    try:\n        return largest(value)\n    except RuntimeError:\n        time.sleep(600)\n"
+        "collectives.largest = hang\n"
+    )
+    code, output = run(tmp_path, *TWO, "run_name=run", patch=patch)
+    assert code == 1, output
+    assert "rank 1 failed: RuntimeError: the roof fell in" in summary(tmp_path / "outputs/run")["message"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_is_named_and_the_run_continues_as_if_nothing_was(tmp_path, one, rank):
+    code, output = run(tmp_path, *TWO, "run_name=run", patch=fault(rank, 7, "SIGKILL"))
+    assert code == 1, output
+    assert re.search(rf"rank {rank} \(process \d+\) was killed by SIGKILL", output), output
+    assert "Traceback" not in output
+    code, output = run(tmp_path, *TWO, "run_name=run", "ckpt_path=last")
+    assert code == 0, output
+    assert_equal_but_for_rounding(tmp_path / "outputs/run", one)
+
+
+@pytest.mark.parametrize("to", ["the main process", "rank 1"])
+def test_sigterm_saves_and_is_told_once_whatever_time_it_takes(tmp_path, to):
+    happens = "SIGTERM" if to == "rank 1" else "os.kill(os.getppid(), signal.SIGTERM); time.sleep(1)"
+    patch = fault(1, 2, happens) + SLOW_SUMMARY
+    code, output = run(tmp_path, *TWO, "run_name=run", "data.num_workers=1", patch=patch)
+    assert code == 143, output
+    assert summary(tmp_path / "outputs/run")["status"] == "stopped"
+    assert checkpoint(tmp_path / "outputs/run", 3).is_dir()
+    assert output.count("ckpt_path=last continues") == 1, output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("happens", "code", "status"), [("told_to_stop()", 143, "stopped"), ("lost()", 4, "data_lost")]
+)
+def test_data_that_one_rank_does_not_get_ends_the_run_saved(tmp_path, happens, code, status):
+    ended, output = run(tmp_path, *TWO, "run_name=run", patch=DATA.format(happens=happens))
+    assert ended == code, output
+    assert (summary(tmp_path / "outputs/run")["status"], summary(tmp_path / "outputs/run")["steps"]) == (status, 3)
+    assert checkpoint(tmp_path / "outputs/run", 3).is_dir()
+    assert "Traceback" not in output
+
+
+def test_an_agent_that_is_killed_leaves_no_rank_behind(tmp_path):
+    patch = fault(0, 3, "os.kill(os.getppid(), signal.SIGKILL)")
+    code, output = finish(torchrun(tmp_path, AGENT, *WORDS, "run_name=run", "trainer.max_steps=5000", patch=patch))
+    assert code == -signal.SIGKILL
+    until = time.monotonic() + 60
+    while not (tmp_path / "outputs/run/summary.json").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert summary(tmp_path / "outputs/run")["status"] == "stopped", output
+
+
+# ---- ranks that do not fit together ------------------------------------------------------------------------------
+
+
+def refused(ends, cause):
+    """All ranks have refused, and one of them has said why, once."""
+    assert [code for code, _ in ends] == [2] * len(ends), ends
+    said = "".join(output for _, output in ends)
+    assert said.count("error:") == 1, said
+    assert re.search(cause, said), said
+    assert "Traceback" not in said
+
+
+OF_RANK_1 = 'os.environ["RANK"] == "1"'
+OTHER = {
+    "settings: optim.lr": f'sys.argv += ["optim.lr=1e-4"] * ({OF_RANK_1})',
+    "versions: numpy": f"""
+from gpt2_fp8.train import summary
+versions = summary.versions
+summary.versions = lambda: versions() | {{"numpy": "1.0" if {OF_RANK_1} else "2.0"}}
+""",
+    "kernels: attention": f"""
+from gpt2_fp8.train import build
+versions = build._versions
+build._versions = lambda plan: versions(plan) | {{"attention": "other" if {OF_RANK_1} else "flash"}}
+""",
+    "text: ": "sys.argv += [f\"data.train_files=[text-{os.environ['RANK']}.txt]\"]",
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_ranks_that_differ_are_refused_by_name(tmp_path, what):
+    kind, name = what.split(": ")
+    for rank in range(2):
+        (tmp_path / f"text-{rank}.txt").write_text("one line of text\n" * (3000 + rank))
+    data = ["data=text_files", "data.tokenizer=bytes", "data.train_files=[text-0.txt]"][: 2 + (kind != "text")]
+    ends = tasks(tmp_path, by_hand(), *WORDS, *data, "run_name=run", patch=OTHER[what])
+    refused(ends, f"rank 1 has other {kind} than rank 0: .*{name}")
+
+
+def test_what_one_rank_alone_refuses_is_said_of_it(tmp_path):
+    patch = f"""
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.data.datamodule import TokenDataModule
+setup = TokenDataModule.setup
+def refuse(self, stage=None):
+    if {OF_RANK_1}:
+        raise UserError.of("the text is not on this node", "copy it there")
+    setup(self, stage)
+TokenDataModule.setup = refuse
+"""
+    ends = tasks(tmp_path, by_hand(), *WORDS, "run_name=run", patch=patch)
+    assert ends[1][0] == 2
+    assert "the text is not on this node" in "".join(output for _, output in ends)
+
+
+def test_one_rank_with_a_mistake_in_its_settings_says_so(tmp_path):
+    patch = f'sys.argv += ["optim.lr=fast"] * ({OF_RANK_1})'
+    code, output = finish(torchrun(tmp_path, AGENT, *WORDS, "run_name=run", patch=patch))
+    assert code == 1
+    assert output.count("rank 1: error: optim.lr") == 1, output
+
+
+def test_a_step_that_three_processes_cannot_share(tmp_path):
+    ends = tasks(tmp_path, by_hand(3), *WORDS, "run_name=run", count=3)
+    refused(ends, "a step of 8 sequences does not divide")
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_sweep_in_every_process(tmp_path):
+    refused(tasks(tmp_path, by_hand(), "-m", *WORDS, "seed=1,2"), "-m in each of 2 processes")
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    patch = "from gpt2_fp8.runtime import rendezvous\nrendezvous.PATIENCE_SECONDS = 5.0"
+    variables = by_hand()
+    words = [*program(tmp_path, patch), *WORDS, "run_name=run"]
+    code, output = finish(start(tmp_path, *words, ranks=False, **variables(0)))
+    assert code == 1
+    assert "in vain for rank 1" in output
