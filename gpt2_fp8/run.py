@@ -73,7 +73,7 @@ def _job(cfg: DictConfig) -> float | None:
     try:
         folder = Path(HydraConfig.get().runtime.output_dir)
         here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed; `hydra.job.chdir` leaves it
-        words = [str(word) for word in HydraConfig.get().overrides.task]
+        words = [str(word).removeprefix("++") for word in HydraConfig.get().overrides.task]  # as they were typed
         base = here if HydraConfig.get().job.chdir else None
         again = folder if _is_started_again() else None
         config = compose.to_run_config(cfg, base, own_words.keys(words), again)
@@ -86,7 +86,11 @@ def _job(cfg: DictConfig) -> float | None:
         if "torch" not in sys.modules and ranks.is_first_rank():
             output.forgive_outputs()
             log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
-        typed = own_words.Typed(tuple(sys.argv[1:]), here) if HydraConfig.get().mode == RunMode.RUN else None
+        typed = (
+            own_words.Typed(tuple(word.removeprefix("++") for word in sys.argv[1:]), here)
+            if HydraConfig.get().mode == RunMode.RUN
+            else None
+        )
         return loading.training(config, folder, here, words, typed is None)(config, folder, words, typed)
     except RunError as error:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:

@@ -67,4 +67,4 @@ def _words(config: DictConfig) -> list[list[str]] | None:
     overrides = [parsed(word) for word in [*words, *typed]]
     if any(isinstance(override.value(), Glob) for override in overrides):  # only Hydra knows what it matches
         return None
-    return hydra_private.job_words(overrides)
+    return [[word.removeprefix("++") for word in job] for job in hydra_private.job_words(overrides)]
