@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpt2_fp8.compose import commandline, jobs, look, processes
 from gpt2_fp8.compose.catalog import Catalog, open_catalog
-from gpt2_fp8.compose.commandline import CommandLine, flags_first, is_help, quoted
+from gpt2_fp8.compose.commandline import CommandLine, flags_first, is_help, of_job, quoted
 from gpt2_fp8.compose.job import TO_RUN, Purpose
 from gpt2_fp8.compose.request import request_of
 from gpt2_fp8.config import checks, parsing, paths, rank_share, run_folder, run_length
@@ -31,6 +31,7 @@ __all__ = [
     "flags_first",
     "is_help",
     "look_only",
+    "of_job",
     "planned",
     "preflight",
     "quoted",

@@ -116,6 +116,12 @@ def flags_first(argv: list[str]) -> list[str]:
     return [*_flag_words(args), *_hydras_words(args.overrides)]
 
 
+def of_job(argv: list[str], words: list[str], folder: str) -> list[str]:
+    """Return the command line of a sweep's job alone: the sweep's flags, the job's words, and its folder."""
+    shared = [word for word in _flag_words(flags(argv)) if word != "-m"]
+    return [*shared, *words, f"hydra.run.dir={quoted(folder)}"]
+
+
 def quoted(text: str) -> str:
     """Return a text as the value of an override: in quotes, with everything escaped that Hydra would read."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")

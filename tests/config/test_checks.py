@@ -69,7 +69,7 @@ TABLE = [
     ("trainer.devices=8 micro_batch_size=16", "16 on each of 8 devices", "micro_batch_size=2, or glob"),
     ("trainer=ddp global_batch_size=7", "7 sequences does not divide", "micro_batch_size=7"),
     ("trainer.num_nodes=3", "does not divide", "global_batch_size=48"),
-    ("trainer.num_nodes=2", "MASTER_ADDR, MASTER_PORT and NODE_RANK are not set", "torchrun --nnodes 2"),
+    ("trainer.num_nodes=2", "nothing has started processes", "torchrun --nnodes 2"),
     ("data.tokenizer=gpt2 model.vocab_size=50000", "the tokenizer has 50257 tokens", "model.vocab_size=null"),
     ("model.vocab_size=256", "the tokenizer has 257 tokens", "model.vocab_size=null"),
     # a model's options
