@@ -9,7 +9,6 @@ lost, 130 stopped by SIGINT, 143 by SIGTERM, SIGHUP or SIGQUIT.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2_fp8.config import own_words
-from gpt2_fp8.config.errors import JobError, RunError, Stopped, UserError
+from gpt2_fp8.config.errors import RunError, Stopped, UserError
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import (
     foreign_variables,
@@ -33,7 +32,7 @@ from gpt2_fp8.runtime import (
     sweep_room,
 )
 from gpt2_fp8.runtime.signal_handlers import Interrupted, Signals
-from gpt2_fp8.train import loading
+from gpt2_fp8.train import loading, several
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
@@ -75,14 +74,14 @@ def _job(cfg: DictConfig) -> float | None:
         here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed; `hydra.job.chdir` leaves it
         words = [str(word).removeprefix("++") for word in HydraConfig.get().overrides.task]  # as they were typed
         base = here if HydraConfig.get().job.chdir else None
-        again = folder if _is_started_again() else None
-        config = compose.to_run_config(cfg, base, own_words.keys(words), again)
+        again = ranks.turns_before() > 0 or ((met := _met()) is not None and met.again)
+        config = compose.to_run_config(cfg, base, own_words.keys(words), folder if again else None)
         if ranks.turns_before() and config.ckpt_path == "last" != cfg.ckpt_path and ranks.is_first_rank():
             log.info("SLURM has started this job again: it continues as by ckpt_path=last")
         if (room := sweep_room.entered()) is not None:
             return _beside_others(config, folder, here, words, room)
-        if (count := _processes(config)) > 1:
-            return _of_several(count, words, folder)
+        if (count := several.processes(config)) > 1:
+            return several.job(count, compose.of_job(sys.argv[1:], words, str(folder)), folder)
         if "torch" not in sys.modules and ranks.is_first_rank():
             output.forgive_outputs()
             log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
@@ -153,8 +152,8 @@ def _run(argv: list[str]) -> int:
         argv = compose.look_only(argv)
     else:
         argv, jobs = checked_line.checked(argv, loading.rendezvous)
-        if len(jobs) == 1 and not commandline.read(argv)[0].multirun and (count := _processes(jobs[0])) > 1:
-            return loading.launch(count, argv)
+        if len(jobs) == 1 and not commandline.read(argv)[0].multirun and (count := several.processes(jobs[0])) > 1:
+            return several.launch(count, argv)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to here; Hydra would print them and exit 1
     sys.argv[1:] = argv
     try:
@@ -171,12 +170,6 @@ def _run(argv: list[str]) -> int:
     return 0
 
 
-def _is_started_again() -> bool:
-    """Return whether torch's agent, or SLURM, has started this run before."""
-    met = _met()
-    return ranks.turns_before() > 0 or (met is not None and met.again)
-
-
 def _met() -> Meeting | None:
     """Return where the ranks have met; None: there is one process, or they have not."""
     if "gpt2_fp8.runtime.rendezvous" not in sys.modules:  # it imports torch
@@ -184,34 +177,6 @@ def _met() -> Meeting | None:
     from gpt2_fp8.runtime import rendezvous
 
     return rendezvous.joined()
-
-
-def _processes(config: RunConfig) -> int:
-    """Return how many processes a job takes that no launcher has started; 1 for one that has been."""
-    if ranks.current().launcher or config.trainer.devices == 1:
-        return 1
-    if config.trainer.devices == "auto" and config.trainer.accelerator == "cpu":
-        return 1
-    with packages.needed():
-        from gpt2_fp8.runtime import devices
-    return devices.devices(config, devices.device(config))
-
-
-def _of_several(count: int, words: list[str], folder: Path) -> float | None:
-    """Run a sweep's job as several processes, which compose it again; returns its last validation loss."""
-    from gpt2_fp8.compose import commandline
-    from gpt2_fp8.train import summary
-
-    flags = [flag for flag in commandline.for_hydra(sys.argv[1:], []) if flag != "--multirun"]
-    code = loading.launch(count, [*flags, *words, f"hydra.run.dir={commandline.quoted(str(folder))}"])
-    if code > 128:
-        raise Stopped(code - 128)
-    if not (folder / summary.NAME).is_file():
-        raise JobError("failed", code, f"ended with exit code {code}, and without a summary")
-    found = json.loads((folder / summary.NAME).read_text())
-    if code:
-        raise JobError(found.get("status", "failed"), code, found.get("message") or f"ended with exit code {code}")
-    return found.get("last_val_loss")
 
 
 def _end_sweep() -> None:

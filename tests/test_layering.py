@@ -124,6 +124,7 @@ BEFORE_TORCH = [
         "import_hf",
         "evaluate",
         "train.loading",
+        "train.several",
         "train.summary",
         "train.sweep_job",
         "train.sweep_worker",

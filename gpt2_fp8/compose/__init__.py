@@ -21,7 +21,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import ranks
 
-__all__ = ["Planned", "Purpose", "conf_dir", "configs_of", "hydras_line", "is_help", "look_only", "planned",
+__all__ = ["Planned", "Purpose", "conf_dir", "configs_of", "hydras_line", "is_help", "look_only", "of_job", "planned",
            "preflight", "quoted", "to_run_config"]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,12 @@ def hydras_line(argv: list[str]) -> list[str]:
         overrides, _ = commandline.overrides_of(line.words)
         composition.search(line, overrides, catalog)
         return for_hydra(argv, [catalog.as_hydra_takes(word) for word in overrides])
+
+
+def of_job(argv: list[str], words: list[str], folder: str) -> list[str]:
+    """Return the command line of a sweep's job alone: the sweep's flags, the job's words, and its folder."""
+    shared = [flag for flag in for_hydra(argv, []) if flag != "--multirun"]
+    return [*shared, *words, f"hydra.run.dir={quoted(folder)}"]
 
 
 def configs_of(line: CommandLine, catalog: Catalog, problems: list[Problem]) -> list[RunConfig]:

@@ -59,14 +59,6 @@ def rendezvous() -> ModuleType:
         return rendezvous
 
 
-def launch(count: int, words: Sequence[str]) -> int:
-    """Import torch's agent, and run a command line as `count` processes; returns the exit code."""
-    with packages.needed(), signals.handled():
-        from gpt2_fp8.runtime.launch import launch
-
-    return launch(count, words)
-
-
 def _imported() -> Train:
     try:
         if 0 <= resource.getrlimit(resource.RLIMIT_DATA)[0] < LEAST_DATA_BYTES:

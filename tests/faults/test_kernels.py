@@ -15,6 +15,7 @@ import torch
 
 from gpt2_fp8.backends.fused import Fused
 from gpt2_fp8.backends.resolve import Plan
+from gpt2_fp8.callbacks.same_run import differences
 from gpt2_fp8.compat.flash_attn import NOT_INSTALLED
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import RunError, UserError
@@ -102,6 +103,22 @@ def test_127_what_is_an_extra_and_not_installed_is_none(layers: Any) -> None:
 def test_127_the_summary_says_what_computed(tmp_path: Path) -> None:
     train(tmp_path / "run", "trainer.max_steps=2")
     assert summary(tmp_path / "run")["kernels"] == {"layers": "plain torch", "attention": "torch's flash kernel"}
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ({"casts": "in CUDA C++", "cublaslt": "13.1.0"}, None),
+        ({"casts": "in Triton", "cublaslt": "13.1.0"}, "casts in Triton instead of in CUDA C++"),
+        ({"casts": "in CUDA C++"}, "cublaslt none instead of 13.1.0"),
+    ],
+)
+def test_128_other_kernels_of_a_rank_are_named(other: dict[str, str], difference: str | None) -> None:
+    """That all ranks refuse: tests/train/test_ranks.py."""
+    same = {"settings": {}, "versions": {}, "text": {}}
+    own = {"casts": "in CUDA C++", "cublaslt": "13.1.0"}
+    found = [problem.cause for problem in differences([same | {"kernels": kernels} for kernels in (own, own, other)])]
+    assert found == ([] if difference is None else [f"rank 2 has other kernels than rank 0: {difference}"])
 
 
 class Strange:

@@ -149,7 +149,7 @@ def test_16_another_length_and_schedule_are_taken(tmp_path, begun):
 @pytest.mark.parametrize("override", ["data.num_workers=2", "micro_batch_size=2"])
 def test_17_another_number_of_workers_or_micro_batch_loses_and_repeats_nothing(
     tmp_path, begun, whole, monkeypatch, override
-):  # of ranks: tests/train/test_ddp.py
+):  # of ranks: tests/train/test_ranks.py
     steps = record_steps(monkeypatch)
     train(tmp_path / "run", *SHORT, f"ckpt_path={begun}", override)
     assert [step[:2] for step in steps] == [step[:2] for step in whole[0][4:]]
