@@ -69,7 +69,5 @@ def _why_not(config: RunConfig) -> tuple[str, str, str] | None:
 
 def _may_have_te(config: RunConfig) -> bool:
     """Return whether Transformer Engine's layers have everything that a run of plain layers asks for."""
-    if getattr(config.precision, "emulate", None) is not None:  # which is for the emulated layers alone
-        return False
     changed = replace(config, precision=replace(config.precision, backend="te"))
     return backend_support.why_not_asked(changed) is None and not any(backend_support.options(changed))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from gpt2_fp8.config import attention_support, backend_support, bf16_instead, emulation_check, fused_nearby
+from gpt2_fp8.config import attention_support, backend_support, bf16_instead, fused_nearby
 from gpt2_fp8.config.backend_support import why_not_asked
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.fused_nearby import Change
@@ -23,7 +23,6 @@ _EMULATED = Change("precision.backend=emulated, which is slow", {"backend": "emu
 _IN_FP8 = Change("precision.backward=fp8", {"backward": "fp8"}, {})
 _CURRENT = Change("recipe=current", {}, {"recipe": StatelessRecipe(name="current")})
 _ROWWISE = Change("recipe=rowwise", {}, {"recipe": StatelessRecipe(name="rowwise")})
-_EMULATE_ALL = Change("precision.emulate=null", {"emulate": None}, {})
 _NO_GRAPHS = Change("cuda_graphs=auto", {}, {"cuda_graphs": "auto"})
 _ANY_ATTENTION = Change("attention=auto", {}, {"attention": "auto"})
 
@@ -37,28 +36,7 @@ def check(config: RunConfig) -> Iterator[Finding]:
             cause = f"no backend can do this in FP8 on a GPU: Transformer Engine: {reason}"
         keys = _OF_PRECISION if name == "auto" else (*_OF_PRECISION, *_OF_LAYERS)
         yield Finding(keys, Problem(cause, _remedy(config)))
-    yield from _options(config)
-
-
-def _options(config: RunConfig) -> Iterator[Finding]:
-    yield from _emulate(config)
     yield from backend_support.options(config)
-
-
-def _emulate(config: RunConfig) -> Iterator[Finding]:
-    precision = config.precision
-    if not isinstance(precision, FP8PrecisionConfig) or precision.emulate is None:
-        return
-    if precision.backend != "emulated":
-        cause = (
-            f"precision.emulate says what the emulated layers cast, and this is precision.backend={precision.backend}"
-        )
-        changed = replace(config, precision=replace(precision, backend="emulated"))
-        able = why_not_asked(changed) is None and not _refused(changed)
-        ways = f"{'add precision.backend=emulated, or ' if able else ''}leave precision.emulate out"
-        yield Finding(("precision.emulate", "precision.backend"), Problem(cause, ways))
-    else:
-        yield from emulation_check.check(precision, config.model.n_layer)
 
 
 def _remedy(config: RunConfig) -> str:
@@ -79,15 +57,14 @@ def _remedy(config: RunConfig) -> str:
 def _changes(config: RunConfig) -> list[Change]:
     """Return what may help, the nearest first."""
     name = config.precision.backend
-    backends = [] if name == "auto" else [_AUTO, *(fused_nearby.block(config) if name in ("fused", "emulated") else [])]
+    backends = [] if name == "auto" else [_AUTO, *(fused_nearby.block(config) if name == "fused" else [])]
     backends += fused_nearby.others(config) if name == "fused" else []
     recipes = [_CURRENT, _ROWWISE, *backends] if name == "torchao" else [*backends, _CURRENT]
     kernels = [_NO_GRAPHS] if config.cuda_graphs is True else []
     kernels += [_ANY_ATTENTION] if config.attention in attention_support.ON_A_GPU else []
     if not isinstance(config.precision, FP8PrecisionConfig):
         return [*backends, *kernels]
-    cast = [] if config.precision.emulate is None else [_EMULATE_ALL]
-    return [*recipes, _IN_FP8, *kernels, *cast, _EMULATED]
+    return [*recipes, _IN_FP8, *kernels, _EMULATED]
 
 
 def _changed(config: RunConfig, words: tuple[Change, ...]) -> RunConfig:
@@ -112,7 +89,7 @@ def _accepts(config: RunConfig, words: tuple[Change, ...]) -> bool:
 
 def _refused(config: RunConfig) -> set[tuple[str, ...]]:
     """Return the keys that do not fit each other, beside the backend."""
-    return {found.keys for found in (*_options(config), *attention_support.check(config))}
+    return {found.keys for found in (*backend_support.options(config), *attention_support.check(config))}
 
 
 def _typed(config: RunConfig, words: tuple[Change, ...]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from gpt2_fp8.config import emulation
 from gpt2_fp8.config.errors import Finding
 from gpt2_fp8.config.kept_layers import KEY, every_layer, fits_nothing, keeping_less, kept, meant, typed
 from gpt2_fp8.config.keys import finding, show
@@ -25,8 +24,6 @@ def check(config: RunConfig) -> Iterator[Finding]:
             blocks = f"blocks.0 to blocks.{n_layer - 1}"
             ways = f"name head, first, last, first:2, {blocks}, or a part such as blocks.*.mlp"
             likely = _instead(names, n_layer)
-            if precision.emulate is not None:
-                likely = emulation.kept_beside(precision.emulate, likely, n_layer)
             yield finding(config, KEY, reason, f"{ways}: {typed(likely)}" if likely else f"leave {KEY} out")
     if every_layer(kept(names, n_layer)):
         reason = f"it keeps every layer in bf16, as precision=bf16 does; precision={precision.name} needs one in FP8"
