@@ -37,9 +37,6 @@ def configs(
         if inside := list(parallel.inside_ranks()):
             problems += inside
             return []
-        if parallel.is_chosen(whole.hydra):
-            typed = {word.key_or_group for word in request.hydra}
-            problems += [finding.problem for finding in parallel.check(whole.hydra, typed)]
         params = _params(whole.hydra, request, catalog, problems)
         jobs = list(enumerate(sweeps.expand([*params, *request.task], whole.hydra.sweeper)))
         if len(jobs) > sweeps.ANNOUNCED:

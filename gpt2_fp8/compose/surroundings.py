@@ -82,7 +82,7 @@ class Surroundings:
             remedy = "sweep with trainer=gpu, a GPU a job; or start the runs one by one, without -m"
             yield Finding(("trainer.devices", "trainer.num_nodes"), Problem(cause, remedy))
         if self.number is not None and parallel.is_chosen(self.cfg.hydra):
-            yield from parallel.check_job(self.config, self.cfg.hydra)
+            yield from parallel.check_job(self.config)
 
     def _folder(self, setting: str, key: str) -> Iterator[Finding]:
         """Find what is wrong with the folder that it will write into. `key` is the key that the user gave."""

@@ -40,8 +40,6 @@ KINDS = {
 }
 OPTIMIZERS = ("adamw", "adamw_bf16", "muon")  # tests hold this against conf/optimizer
 DEFAULTS = {"precision": "fp8_hybrid"}  # what is advised of several that have a key; otherwise the first of them
-# What a key needs beside the choice that has it.
-BESIDE = {"precision.emulate": "precision.backend=emulated"}
 
 
 def unchosen(path: str, value: object = None) -> str | None:
@@ -105,7 +103,6 @@ def unknown_key(
         theirs = [name for owner in owners for name in KINDS.get(owner, (owner,)) if (group, name) not in REFUSED]
         ours = either([f"{group}={name}" for name in KINDS.get(str(tag), (str(tag),))])
         beside = f" {path}='[FILE]'" if leaf in ("train_files", "val_files") else ""
-        beside += f" {BESIDE[path]}" if path in BESIDE else ""
         return (
             f"{path} belongs to {group}={either(theirs)}, and this run has {ours}",
             f"choose {group}={min(theirs, key=lambda name: name != DEFAULTS.get(group))}{beside}, or leave {path} out",

@@ -1,8 +1,8 @@
 """The emulated layers: the plain-torch layers, with the operands of the blocks' GEMMs cast to FP8 and back.
 
-They show what FP8 does to training without a GPU for it. The head stays in bf16. As in the fused layers, a branch is
-added to the residual stream before its result is rounded to bfloat16, and the gradient of the residual stream is
-quantized before it is rounded. Normalisation, activation and attention are the plain-torch layers'.
+They show what FP8 does to training without a GPU for it. The head stays in bf16. As in the fused layers, the residual
+stream is rounded once: a branch's result is added to it unrounded, and its gradient is quantized unrounded.
+Normalisation, activation and attention are the plain-torch layers'.
 """
 
 from __future__ import annotations

@@ -177,9 +177,9 @@ def test_what_an_experiment_sets_is_not_said_to_be_typed(line, then):
     assert len(preflight(then.split())) == 1
     assert len(preflight([*line.split()[:1], remedy(line).partition(",")[0].removeprefix("choose ")])) == 1
     typed = remedy(
-        f"{line.split()[1]} precision.emulate=[head]" if "bf16" in line else "recipe=current recipe.margin=1"
+        f"{line.split()[1]} precision.keep_bf16=[head]" if "bf16" in line else "recipe=current recipe.margin=1"
     )
-    assert re.search(r"leave (precision\.emulate|recipe\.margin) out$", typed)
+    assert re.search(r"leave (precision\.keep_bf16|recipe\.margin) out$", typed)
 
 
 @pytest.mark.parametrize("group", other_words.CHOICES)

@@ -97,7 +97,6 @@ TABLE = [
     ("precision.backend=fused model.norm=rms_norm", "they have no RMSNorm", "auto, or model.norm=layer_norm"),
     ("precision.backend=fused model.n_kv_head=2", "no grouped-query", "backend=auto, or model.n_kv_head=4"),
     ("precision.backend=fused model.head_size=80", "no head size other", "backend=auto, or model.head_size="),
-    ("precision.backend=emulated model.tied_head=false", "is not tied", "backend=auto, or model.tied_head=true"),
     ("precision.backend=fused model=gpt2_optimized", "no grouped", "or model.n_kv_head=12 model.norm=layer_norm"),
     ("precision.backend=fused model=llama3_small", "no RMSNorm, no SwiGLU MLP, no RoPE, no grouped", "backend=auto"),
     ("cuda_graphs=true model.qk_norm=true", "they have no QK-norm", "cuda_graphs=auto"),
@@ -187,46 +186,6 @@ TABLE = [
     ("precision=bf16 precision.backward=bf16", "belongs to precision=fp8_", "or leave precision.backward out"),
     ("precision.backward=bf8", "must be fp8, bf16 or bf16_wgrad", "precision.backward=fp8"),
     (
-        "precision.backend=emulated precision.backward=bf16 precision.emulate=[fprop_input,wgrad_gradient]",
-        "precision.emulate names wgrad_gradient, which precision.backward=bf16 keeps in bf16",
-        "leave wgrad_gradient out of precision.emulate, or add precision.backward=fp8",
-    ),
-    (
-        "precision.backend=emulated precision.backward=bf16_wgrad precision.emulate=[head_wgrad_input]",
-        "precision.emulate names head_wgrad_input, which precision.backward=bf16_wgrad keeps in bf16",
-        "add precision.backward=fp8",  # without that operand, nothing would be less in FP8 by this backward
-    ),
-    (
-        "precision.backend=emulated precision.backward=bf16 precision.emulate=[weight,fprop_input,wgrad_input]",
-        "precision.emulate names wgrad_input, and precision.backward=bf16 takes that operand as the forward has it",
-        "leave wgrad_input out of precision.emulate, or add precision.backward=fp8",
-    ),
-    (
-        "precision.backend=emulated precision.backward=bf16 precision.emulate=[]",
-        "precision.backward=bf16 changes no operand of precision.emulate=[]",
-        "add precision.backward=fp8",
-    ),
-    (
-        "precision.backend=emulated precision.emulate=[weight] precision.keep_bf16=[head,first]",
-        "precision.keep_bf16 names head, where precision.emulate=[weight] has no operand",
-        "precision.keep_bf16='[first]'",
-    ),
-    (
-        "precision.backend=emulated precision.emulate=[head_weight,weight,head]",
-        "precision.emulate names head and head_weight, and head is all operands of the head",
-        "leave out head, or head_weight",
-    ),
-    (
-        "precision.backend=emulated precision.emulate=[head_dgrad_gradient] precision.keep_bf16=[head]",
-        "precision.emulate names head_dgrad_gradient, and precision.keep_bf16=[head] keeps the head in bf16",
-        "leave head_dgrad_gradient out of precision.emulate and add precision.keep_bf16='[]', or precision.keep_",
-    ),
-    (
-        "precision.backend=emulated precision.emulate=[head,weight] precision.keep_bf16=[blocks.*,head]",
-        "it keeps every layer in bf16, as precision=bf16 does; precision=fp8_hybrid needs one in FP8",
-        "leave precision.keep_bf16 out",
-    ),
-    (
         "precision.backend=te precision.keep_bf16=[first:2,head,last:2] model.n_layer=4",
         "it keeps every layer in bf16",
         "leave precision.keep_bf16 out",
@@ -235,12 +194,6 @@ TABLE = [
         "precision.keep_bf16=[heads,blocks.*]",
         "there is no layer heads",
         "precision.keep_bf16='[head]'",
-    ),
-    (
-        "precision.backend=emulated precision.emulate=[residual,weight] model.n_layer=4 "
-        "precision.keep_bf16=[first:2,last:2]",
-        "precision.emulate names weight, and precision.keep_bf16=[first:2,last:2] keeps every block in bf16",
-        "leave weight out of precision.emulate, or precision.keep_bf16='[first:2]'",
     ),
     (
         "precision.fast_accumulation=true precision.keep_bf16=[blocks.*]",
@@ -257,13 +210,6 @@ TABLE = [
     ("precision.backend=reference model=llama3_small", "plain torch has no FP8 GEMMs", "auto, or precision=bf16"),
     ("precision.backend=reference precision.fallback=error", "no FP8 GEMMs", "precision.backend=auto, or precision.b"),
     ("precision.backend=fused model=gpt2_optimized", "they have no RMSNorm, no grouped", "precision.backend=auto"),
-    ("precision.backend=emulated model=llama3_small", "they have no RMSNorm, no SwiGLU", "precision.backend=auto"),
-    ("precision.emulate=[weight] model.n_kv_head=2", "this is precision.backend=auto", "leave precision.emulate out"),
-    (
-        "precision.backend=emulated precision.emulate=[weight] model.positions=rope",
-        "they have no RoPE",
-        "precision.backend=auto precision.emulate=null",
-    ),
     ("precision=bf16 precision.backend=fused", "its kernels are for FP8", "precision.backend=auto"),
     ("precision=fp32 precision.backend=te", "for FP8 and bf16 here", "precision.backend=auto"),
     ("precision.backend=fused recipe=current", "scaling alone, not recipe=current", "backend=auto, or recipe=delayed"),
@@ -276,7 +222,6 @@ TABLE = [
     ("precision.backend=torchao recipe=delayed", "not recipe=delayed", "recipe=current, or recipe=rowwise"),
     ("precision.backend=torchao recipe=block", "not recipe=block", "recipe=current, or recipe=rowwise"),
     ("precision.backend=torchao recipe=mxfp8", "not recipe=mxfp8", "recipe=current, or recipe=rowwise"),
-    ("precision.backend=torchao precision.emulate=[weight]", "this is precision.backend=torchao", "backend=emulated"),
     ("precision.backend=torchao attention=te", "this run has plain-torch layers", "attention=cudnn"),
     ("precision.backend=torchao cuda_graphs=true", "this is precision.backend=torchao", "cuda_graphs=auto"),
     ("precision.backend=fused recipe=rowwise", "delayed scaling alone, not recipe=rowwise", "backend=torchao (pip"),
@@ -284,21 +229,6 @@ TABLE = [
     ("precision.backend=emulated recipe=rowwise", "not recipe=rowwise", "precision.backend=torchao (pip"),
     ("precision=bf16 precision.backend=emulated", "it emulates FP8, and this is", "precision.backend=auto"),
     ("precision.backend=emulated recipe=mxfp8", "delayed, current and block, not", "precision.backend=auto"),
-    ("precision.emulate=[weight]", "and this is precision.backend=auto", "add precision.backend=emulated"),
-    ("precision.emulate=[] precision.backend=te", "and this is precision.backend=te", "or leave precision.emulate out"),
-    (
-        "precision.backend=emulated precision.emulate=[weights]",
-        "needs a list of fprop_input, weight, dgrad_gradient, wgrad_gradient, wgrad_input, residual, head",
-        "did you mean precision.emulate='[weight]'?",
-    ),
-    ("precision.backend=emulated precision.emulate=[wieght,haed]", "a list of", "emulate='[weight,head]'?"),
-    ("precision.backend=emulated precision.emulate=[xyz]", "needs a list of", "emulate='[fprop_input,weight]'"),
-    ("precision.backend=emulated precision.emulate=weight", "needs a list of", "mean precision.emulate='[weight]'?"),
-    (
-        "precision=bf16 precision.emulate=[weight]",
-        "belongs to precision=fp8_hybrid or fp8_e4m3, and this run has precision=bf16",
-        "choose precision=fp8_hybrid precision.backend=emulated, or leave precision.emulate out",
-    ),
     ("precision.backend=emulated cuda_graphs=true", "and this is precision.backend=emulated", "cuda_graphs=auto"),
     ("precision.backend=emulated precision.fast_accumulation=true", "only the fused FP8", "leave precision.fast"),
     ("cuda_graphs=true precision=bf16", "and this is precision=bf16", "cuda_graphs=auto"),
@@ -570,7 +500,7 @@ def ways(remedy):
     return [words for words in found if words]
 
 
-OF_BACKENDS = re.compile(r"precision\.(backend|backward|fast_accumulation|emulate)=")
+OF_BACKENDS = re.compile(r"precision\.(backend|backward|fast_accumulation)=")
 ABOUT_BACKENDS = [line for line, cause, _ in TABLE if OF_BACKENDS.search(line) and "belongs" not in cause]
 
 
@@ -592,7 +522,6 @@ BACKEND_CHOICES = {
     "recipe": ("auto", "delayed", "current", "rowwise", "block", "mxfp8"),
     "precision.backward": ("fp8", "bf16", "bf16_wgrad"),
     "attention": ("auto", "te"),
-    "precision.emulate": ("null", "[weight]"),
     "cuda_graphs": ("auto", "true"),
     "model": ("tiny", "llama"),
 }
@@ -632,10 +561,7 @@ def is_about_a_backend(cause):
 def with_words(bases, chosen):
     """The configuration of such words, without composing it."""
     config = bases[chosen["recipe"]]
-    emulate = {"null": None, "[weight]": ["weight"]}[chosen["precision.emulate"]]
-    precision = replace(
-        config.precision, backend=chosen["precision.backend"], backward=chosen["precision.backward"], emulate=emulate
-    )
+    precision = replace(config.precision, backend=chosen["precision.backend"], backward=chosen["precision.backward"])
     if "precision" in chosen:
         assert precision == replace(config.precision, backend=precision.backend), "a key of FP8's alone would be left"
         precision = PlainPrecisionConfig(name=chosen["precision"], backend=precision.backend)

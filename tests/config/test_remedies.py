@@ -29,14 +29,6 @@ KEYS = {
     "recipe": ("auto", "delayed", "current", "rowwise", "mxfp8"),
     "precision.backward": ("fp8", "bf16", "bf16_wgrad"),
     "precision.keep_bf16": ([], ["head"], ["*"], ["first:2", "head", "last:2"], ["heads", "blocks.*"]),
-    "precision.emulate": (
-        None,
-        [],
-        ["weight", "head"],
-        ["dgrad_gradient"],
-        ["head_weight", "wgrad_input"],
-        ["residual"],
-    ),
     "precision.fast_accumulation": (False, True),
     "cuda_graphs": ("auto", True),
     "attention": ("auto", "te"),
@@ -44,7 +36,6 @@ KEYS = {
 MODELS = ("tiny", "gpt2", "gpt2_optimized", "llama3_small")
 LEFT_OUT = {
     "attention": "auto",
-    "precision.emulate": None,
     "precision.fast_accumulation": False,
     "precision.keep_bf16": [],
 }
@@ -85,7 +76,6 @@ def ways(config, remedy, recipes):
             free = {
                 "keep_bf16": [],
                 "backward": "fp8",
-                "emulate": None,
                 "fast_accumulation": False,
                 "fallback": "allow",
             }
@@ -93,11 +83,7 @@ def ways(config, remedy, recipes):
             after = changed(after, key, value(text), recipes)
         for key in re.findall(r"leave ([\w.]+) out$", way):
             after = changed(after, key, LEFT_OUT[key], recipes)
-        names = re.findall(r"leave ([\w, ]+) out of precision.emulate", way)
-        if names and after.precision.emulate is not None:
-            left = [name for name in after.precision.emulate if name not in names[0].split(", ")]
-            after = changed(after, "precision.emulate", left, recipes)
-        assert names or after is not config, way
+        assert after is not config, way
         yield after
 
 
@@ -153,7 +139,6 @@ def test_every_way_out_of_odd_shapes_is_taken(bases):
         ("precision=bf16 precision.keep_bf16=[head]", "choose precision=fp8_hybrid, or leave precision.keep_bf16 out"),
         ("precision=bf16 precision.keep_bf16=[head] model.n_embd=72", "leave precision.keep_bf16 out"),
         ("precision=bf16 precision.backend=reference precision.keep_bf16=[head]", "leave precision.keep_bf16 out"),
-        ("precision=bf16 precision.emulate=[weight] model=llama3_small", "leave precision.emulate out"),
     ],
 )
 def test_a_precision_that_the_other_words_rule_out_is_not_proposed(line, remedy):
@@ -168,34 +153,14 @@ def test_what_is_wrong_beside_it_does_not_count():
     assert "model.n_embd=64, or precision=bf16" in [problem.remedy for problem in told.value.problems]
 
 
-def without(word, names):
-    """A list that is typed, without some of its items."""
-    key, _, text = word.partition("=")
-    left = [item for item in text.strip("[]").split(",") if item not in names]
-    return f"{key}=[{','.join(left)}]" if text.startswith("[") else word
-
-
 LINES = [
     "precision.backend=fused model=gpt2 model.n_kv_head=5",
     "precision.backend=fused model=gpt2_optimized model.n_embd=772",
     "precision.backend=fused model.n_embd=60 model.n_head=3 model.head_size=20",
-    "precision.backend=emulated model=llama3_small model.n_embd=1000 precision.emulate=[weight]",
     "model=llama3_small model.n_embd=1000",
     "model=gpt2 model.n_embd=1000 precision.keep_bf16=[head]",
     "model.n_embd=72 cuda_graphs=true",
     "model.n_positions=40 precision.fast_accumulation=true",
-    "precision=bf16 precision.emulate=[weight]",
-    "precision=bf16 precision.backend=te precision.emulate=[weight]",
-    "precision.backend=emulated precision.emulate=[wieght]",
-    "precision.backend=emulated precision.emulate=[weights,haed]",
-    "precision.backend=emulated precision.emulate=weight",
-    "precision.backend=emulated precision.emulate=[head,weight] precision.keep_bf16=[head]",
-    "precision.backend=emulated precision.emulate=[] precision.keep_bf16=[first]",
-    "precision.backend=emulated precision.emulate=[] precision.backward=bf16",
-    "precision.backend=emulated precision.emulate=[weight] precision.keep_bf16=[head]",
-    "precision.backend=emulated precision.emulate=[head_weight] precision.keep_bf16=[blocks.*]",
-    "precision.backend=emulated precision.emulate=[head_weight] precision.keep_bf16=[haed]",
-    "precision.backend=emulated precision.emulate=[wgrad_input,weight] precision.backward=bf16",
 ]
 
 
@@ -203,13 +168,11 @@ LINES = [
 def test_the_first_ways_of_all_problems_are_composed(line):
     with pytest.raises(UserError) as told:
         preflight(shlex.split(line))
-    words, left_out = [], set()
+    words = []
     for problem in told.value.problems:
         way = problem.remedy.removeprefix("did you mean ").partition(", or ")[0]
         words += [f"{key}={text}".replace("'", "") for key, text in WORD.findall(way)]
-        if names := re.findall(r"leave ([\w, ]+) out of precision.emulate", way):
-            left_out |= set(names[0].split(", "))
         words += ["precision.keep_bf16=[]"] if way == "leave precision.keep_bf16 out" else []
-    kept = [without(word, left_out) for word in shlex.split(line)]
+    kept = shlex.split(line)
     typed = {word.partition("=")[0] for word in words}
     assert preflight([*(word for word in kept if word.partition("=")[0] not in typed), *dict.fromkeys(words)])
