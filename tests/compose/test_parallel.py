@@ -8,8 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from gpt2_fp8.compose import parallel, preflight
-from gpt2_fp8.config.errors import JobError, UserError
-from gpt2_fp8.runtime import gpu_locks, signals
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.runtime import gpu_locks
 from tests.runtime.test_launcher import SRUN, TORCHRUN
 
 JOBLIB = ("-m", "hydra/launcher=joblib", "seed=1,2,3")
@@ -67,26 +67,6 @@ def test_jobs_at_a_time_and_their_threads(asked, gpus, at_once, threads, monkeyp
     parallel.begin(config, tmp_path, None if asked["jobs"] is None else [["seed=1"]] * asked["jobs"])
     assert (config.hydra.launcher.n_jobs, os.environ["OMP_NUM_THREADS"]) == (at_once, str(threads))
     assert ("GPU" in capsys.readouterr().out) == (gpus != "" and asked["accelerator"] != "cpu")
-
-
-def test_a_signal_reaches_the_jobs_and_interrupts_nothing(tmp_path):
-    config = OmegaConf.create({"hydra": {"launcher": LAUNCHER | {"n_jobs": 2}}})
-    with signals.handled() as handlers, handlers.at_once():
-        parallel.begin(config, tmp_path, [[]] * 2)
-        os.kill(os.getpid(), 2)
-        for _ in range(100):
-            if (tmp_path / parallel.STOP).exists():
-                break
-            signals.threading.Event().wait(0.05)
-        assert (tmp_path / parallel.STOP).read_text() == "2"
-        handlers.received = None
-
-
-def test_the_end_of_a_job_travels_whole():
-    import pickle
-
-    error = pickle.loads(pickle.dumps(JobError("refused", 2, "error: x\n  fix: y")))
-    assert (error.status, error.exit_code, str(error)) == ("refused", 2, "error: x\n  fix: y")
 
 
 # ---- the locks -------------------------------------------------------------------------------------------------------

@@ -8,15 +8,14 @@ import torch
 from gpt2_fp8.engine.compile import compiled
 from gpt2_fp8.kernels.slot import Slot
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
-from gpt2_fp8.layers.fp8_cast import BLOCK, cast, saturated, scale_of
+from gpt2_fp8.layers.fp8_cast import BLOCK, cast, saturated
 from gpt2_fp8.precision import state
 from tests.gpu import common
 from tests.gpu.common import CONFIG, build, calibrated, computing, error, gradients, hopper, tokens
 
 pytestmark = [pytest.mark.fp8, hopper]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-formats = pytest.mark.parametrize("dtype", LARGEST, ids=["E4M3", "E5M2"])
+formats = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 CLOSE = 0.12  # to bf16, as every FP8 layer is held to
 
 
@@ -50,16 +49,6 @@ def test_a_cast_is_the_fused_kernels_bit_for_bit(dtype, source):
     assert torch.equal(ours.t().values.contiguous().view(torch.uint8), qt.view(torch.uint8))
     assert ours.scale_inv == 1 / scale
     assert seen == x.abs().max().float()
-
-
-@formats
-def test_every_code_comes_back_from_a_cast(dtype):
-    codes = torch.arange(256, dtype=torch.uint8, device="cuda").view(dtype)
-    finite = codes[codes.float().isfinite()]
-    assert torch.equal(saturated(finite.float(), dtype).view(torch.uint8), finite.view(torch.uint8))
-    beyond = torch.tensor([LARGEST[dtype] * 1.5, torch.inf, -torch.inf, torch.nan], device="cuda")
-    assert saturated(beyond, dtype).float().tolist()[:3] == [LARGEST[dtype], LARGEST[dtype], -LARGEST[dtype]]
-    assert saturated(beyond, dtype).float()[3].isnan()
 
 
 @formats
@@ -209,8 +198,3 @@ def test_compiled_is_as_uncompiled(recipe, config):
     assert again == pytest.approx(loss, rel=2e-4)
     assert error(ours, plain) < 0.8 * error(plain, expected)
     assert error(ours, expected) == pytest.approx(error(plain, expected), rel=0.15)
-
-
-def test_scale_of_an_amax_divides_as_the_scales_do():
-    amax = torch.rand(10**4, device="cuda") * 100 + 1e-3
-    assert torch.equal(scale_of(amax, E4M3), torch.full_like(amax, 448.0) / amax)
