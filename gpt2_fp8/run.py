@@ -29,17 +29,14 @@ from gpt2_fp8.runtime import (
     ranks,
     signals,
     slurm,
-    sweep_room,
 )
 from gpt2_fp8.runtime.signal_handlers import Interrupted, Signals
-from gpt2_fp8.train import loading, several
+from gpt2_fp8.train import loading, several, sweep_job
 
 if TYPE_CHECKING:  # imported in functions, while signals are handled
     from omegaconf import DictConfig
 
-    from gpt2_fp8.config.schema import RunConfig
     from gpt2_fp8.runtime.rendezvous import Meeting
-    from gpt2_fp8.runtime.sweep_room import Room
 
 log = logging.getLogger("gpt2_fp8.run")  # also as `__main__`
 
@@ -68,6 +65,7 @@ def _job(cfg: DictConfig) -> float | None:
     from hydra.types import RunMode
 
     from gpt2_fp8 import compose
+    from gpt2_fp8.compose import parallel
 
     try:
         folder = Path(HydraConfig.get().runtime.output_dir)
@@ -78,8 +76,9 @@ def _job(cfg: DictConfig) -> float | None:
         config = compose.to_run_config(cfg, base, own_words.keys(words), folder if again else None)
         if ranks.turns_before() and config.ckpt_path == "last" != cfg.ckpt_path and ranks.is_first_rank():
             log.info("SLURM has started this job again: it continues as by ckpt_path=last")
-        if (room := sweep_room.entered()) is not None:
-            return _beside_others(config, folder, here, words, room)
+        if HydraConfig.get().mode == RunMode.MULTIRUN and parallel.is_chosen(HydraConfig.get()):
+            output.forgive_outputs()
+            return sweep_job.run(config, folder, here, words, here / HydraConfig.get().sweep.dir / parallel.STOP)
         if (count := several.processes(config)) > 1:
             return several.job(count, compose.of_job(sys.argv[1:], words, str(folder)), folder)
         if "torch" not in sys.modules and ranks.is_first_rank():
@@ -95,25 +94,6 @@ def _job(cfg: DictConfig) -> float | None:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:
             raise _Ended(error) from error
         raise  # to Hydra, which says what job it was, runs the others, and raises the first
-
-
-def _beside_others(config: RunConfig, folder: Path, here: Path, words: list[str], room: Room) -> float | None:
-    """Run one job of a parallel sweep in a process of its own; called in a worker of the sweep."""
-    from hydra.core.hydra_config import HydraConfig
-
-    from gpt2_fp8.compose import parallel
-    from gpt2_fp8.train import sweep_worker
-
-    output.forgive_outputs()
-    settings = HydraConfig.get()
-    logging_of_job, output_file = parallel.job_logging(settings, folder)
-    return sweep_worker.run(
-        sweep_worker.Job(
-            number=settings.job.num, config=config, folder=folder, here=here, words=words, logging=logging_of_job,
-            output=output_file,
-        ),
-        room,
-    )  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
@@ -159,7 +139,7 @@ def _run(argv: list[str]) -> int:
     try:
         hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")(job)()
     except (Exception, KeyboardInterrupt) as error:
-        if sweep_start.is_parallel() and (signum := signals.received()) is not None:
+        if (signum := signals.received()) is not None and sweep_start.begun() is not None:
             slurm.note_step()  # its jobs may have
             raise slurm.ended(signum) from None  # its jobs, and perhaps joblib, have ended for it
         if isinstance(error, Exception) and (folder := sweep_start.begun()) is not None:

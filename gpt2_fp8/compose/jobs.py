@@ -92,8 +92,6 @@ def _planned(request: Request, problems: list[Problem], purpose: Purpose) -> lis
             problems += inside
             return []
         own = [word for word in request.words if word.is_hydra_override() or word.key_or_group.startswith("hydra/")]
-        if parallel.is_chosen(whole.hydra):
-            problems += [found.problem for found in parallel.check(whole.hydra, {word.key_or_group for word in own})]
         _take_params(whole, request, problems)
         task = [word for word in request.words if word not in own]
         jobs = [(n, [*own, *words]) for n, words in enumerate(sweeps.expand(task, whole.hydra.sweeper))]
@@ -204,7 +202,7 @@ class _Job:
         found = list(place.check())
         self.folder, self.above = place.folder, place.above
         if self.number is not None and parallel.is_chosen(cfg.hydra):
-            found += parallel.check_job(config, cfg.hydra)
+            found += parallel.check_job(config)
         return found
 
     def _is_of_a_refused_choice(self, key: str) -> bool:

@@ -19,22 +19,13 @@ from gpt2_fp8.compose import parallel, sweeps
 from gpt2_fp8.compose.commandline import parsed
 from gpt2_fp8.config import sweep_plan
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.runtime.sweep_room import OpenRoom
 
 _begun: list[Path] = []  # the folder of each sweep of this process that has not been taken
-_rooms: list[OpenRoom] = []  # of the parallel ones
 
 
 def take() -> Path | None:
-    """Return the folder of the sweep that has begun in this process, once; None if there was none. Close its room."""
-    while _rooms:
-        _rooms.pop().close()
+    """Return the folder of the sweep that has begun in this process, once; None if there was none."""
     return _begun.pop() if _begun else None
-
-
-def is_parallel() -> bool:
-    """Return whether the sweep of this process runs jobs at the same time."""
-    return bool(_rooms)
 
 
 def begun() -> Path | None:
@@ -46,7 +37,7 @@ class SweepStart(Callback):
     """What `hydra.callbacks` of `conf/config.yaml` names. It has no state, since launchers send it to their jobs."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Note the sweep's folder, write its plan there, and open a room for jobs that run at the same time."""
+        """Note the sweep's folder, and write its plan there."""
         folder = Path(str(config.hydra.sweep.dir)).absolute()  # absolute, as jobs may change the current folder
         _begun.append(folder)
         words = _words(config)
@@ -55,7 +46,7 @@ class SweepStart(Callback):
         except OSError as error:
             print(line(f"warning: {folder} cannot be written: {error}"), file=sys.stderr)
         if parallel.is_chosen(config.hydra):
-            _rooms.append(parallel.begin(config, words))
+            parallel.begin(config, folder, words)
 
 
 def _words(config: DictConfig) -> list[list[str]] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
 
-from gpt2_fp8.config.block_spec import EMULATED_OPTIONS, FUSED_OPTIONS, Option, block_spec, why_not
+from gpt2_fp8.config.block_spec import FUSED_OPTIONS, Option, block_spec, why_not
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.kept_layers import Kept, every_block, kept, partly, split_mlp
 from gpt2_fp8.config.model_fits import in_any_shape
@@ -100,7 +100,7 @@ def why_not_emulated(config: RunConfig) -> str | None:
         return f"it emulates FP8, and this is precision={config.precision.name}"
     if config.recipe.name in ("mxfp8", "rowwise"):
         return f"it has the recipes delayed, current and block, not recipe={config.recipe.name}"
-    return _lacking(config.model, EMULATED_OPTIONS)
+    return None
 
 
 WHY_NOT: dict[str, Callable[[RunConfig], str | None]] = {

@@ -37,7 +37,6 @@ GPT2_OPTIONS = frozenset({Option.LAYER_NORM, Option.GELU, Option.LEARNED_POSITIO
 ALL_OPTIONS = frozenset(Option)
 # here, since a configuration is refused before the layers are imported
 FUSED_OPTIONS = GPT2_OPTIONS - {Option.DROPOUT}
-EMULATED_OPTIONS = GPT2_OPTIONS
 
 ROPE_BASE = 10000.0  # where a configuration names none (Su et al. 2021)
 

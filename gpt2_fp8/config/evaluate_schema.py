@@ -20,7 +20,7 @@ GROUPS = ("data", "precision", "recipe", "trainer")  # whose choices an evaluati
 KEYS = ("attention", "compile", "compile_mode", "document_mask", "micro_batch_size", "plugins")
 _OF_TRAINER = ("trainer.accelerator", "trainer.deterministic")
 _OF_TRAINING = ("precision.bf16_last_steps",)  # of the groups that an evaluation takes
-_LEFT_OUT = {"precision.fast_accumulation": "false", "precision.emulate": "null"}  # what they are in a run without them
+_LEFT_OUT = {"precision.fast_accumulation": "false"}  # what they are in a run without them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,23 +6,10 @@ Each choice has a class, distinguished by `name`. docs/fp8.md has what they mean
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from gpt2_fp8.config.key_types import Steps
 from gpt2_fp8.config.ranges import at_least
-
-Emulate = Literal[
-    "fprop_input", "weight", "dgrad_gradient", "wgrad_gradient", "wgrad_input", "residual", "head",
-    "head_fprop_input", "head_weight", "head_dgrad_gradient", "head_wgrad_gradient", "head_wgrad_input",
-]  # fmt: skip
-EMULATABLE: tuple[str, ...] = get_args(Emulate)
-OF_HEAD = "head_"  # begins the head's operands by themselves; `head` is all of them
-EMULATED = tuple(name for name in EMULATABLE if not name.startswith(OF_HEAD))  # by default
-# the operands that `precision.backward` keeps in bf16
-_KEPT = {"fp8": (), "bf16": ("dgrad_gradient", "wgrad_gradient"), "bf16_wgrad": ("wgrad_gradient", "wgrad_input")}
-IN_BACKWARD: dict[str, tuple[str, ...]] = {
-    backward: (*names, *(OF_HEAD + name for name in names)) for backward, names in _KEPT.items()
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +35,6 @@ class FP8PrecisionConfig:
     # our fused chain, Transformer Engine, torchao's float8, or FP8 emulated in plain torch on any device; auto: the
     # first of fused, te and torchao that can
     backend: Literal["auto", "fused", "te", "torchao", "reference", "emulated"]
-    emulate: list[Emulate] | None = None  # what the emulated layers cast to FP8; null: all that the fused layers do
     evaluation: Literal["fp8", "bf16"] = "fp8"  # what validation, samples and logits compute in; an export has no FP8
     bf16_last_steps: Steps = 0  # how many steps at the end of the run compute in bf16
     fast_accumulation: bool  # sum the blocks' input gradients in the tensor cores alone, to some 14 bits (fused layers)

@@ -6,10 +6,9 @@ All families have the same parameter names, shapes and initial values, so a stat
 - `te`: Transformer Engine's modules, for every FP8 recipe;
 - `fused`: FP8 GEMMs chained by our own kernels, for delayed scaling on Hopper. It is the fastest there.
 - `torchao`: the layers of `reference` with torchao's FP8 products, where Transformer Engine is not;
-- `emulated`: the layers of `reference` with FP8 operands emulated, on any device. It is for finding out, not for speed.
+- `emulated`: the layers of `reference` with the blocks' FP8 operands emulated, on any device; not for speed.
 
-`reference`, `te`, `torchao.Layers` and `emulated.Layers` offer the same layers. `block.Composed` builds blocks and
-heads from them:
+`reference`, `te` and `torchao.Layers` offer the same layers. `block.Composed` builds blocks and heads from them:
 
 - `layer_norm_linear(in_features, out_features, norm, bias, fp8)`: `layer_norm_*, weight[, bias]`
 - `linear(in_features, out_features, bias, fp8)`: `weight[, bias]`

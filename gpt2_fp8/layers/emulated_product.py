@@ -1,43 +1,108 @@
-"""The product of one weight in the emulated form: what `reference.Product` is, with its operands cast to FP8."""
+"""x W^T + b and its gradients with operands cast to FP8, in plain torch: the GEMMs fprop, dgrad (g W), wgrad (g^T x).
+
+Shapes: x [M, K], W [N, K], y [M, N], and g [M, N] is the gradient of y. FP8 numbers are exact in bfloat16 and so are
+their products in float32. So a GEMM multiplies the unscaled numbers, sums in float32, and multiplies by the inverse
+scales, as the FP8 matrix units do.
+"""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gpt2_fp8.layers.delayed_scaling import Place
-from gpt2_fp8.layers.emulated_gemm import NO_SLOTS, Emulation, linear
 from gpt2_fp8.layers.emulated_scales import EmulatedScales
+from gpt2_fp8.layers.fp8_cast import BLOCK, Operand, Recipe, amax, cast, uncast
+
+
+class Emulation(NamedTuple):
+    """How operands are cast.
+
+    With `backward="bf16"` gradients are not, and multiply the forward's operands. With "bf16_wgrad" wgrad has no FP8.
+    """
+
+    recipe: Recipe
+    forward: torch.dtype  # of activations and weights, a float8 dtype
+    gradient: torch.dtype
+    backward: str = "fp8"
 
 
 class Product:
-    """Computes x W^T + b and its gradients: how operands are cast, and the places of their scales.
+    """What `reference.Product` is, with its operands cast.
 
     `rounded`: whether the result is rounded to bfloat16. `dtype`: in which the result goes on.
     """
 
-    def __init__(
-        self,
-        emulation: Emulation,
-        scales: EmulatedScales | None,
-        rounded: bool = True,
-        dtype: torch.dtype = torch.bfloat16,
-    ):
-        self.casts, self.rounded, self.dtype, self.scales = emulation.casts(), rounded, dtype, scales
-        self.places: dict[str, Place] = {}  # of the tensors' scales, by "input", "weight" and "gradient"
+    def __init__(self, how: Emulation, scales: EmulatedScales | None, rounded: bool, dtype: torch.dtype):
+        self.how, self.scales, self.rounded, self.dtype = how, scales, rounded, dtype
+        self.places: dict[str, Place] = {}  # of the scales, by operand
         if scales is not None:
             self.places = {name: scales.reserve("forward") for name in ("input", "weight")}
             self.places["gradient"] = scales.reserve("gradient")
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute x W^T + b. See `emulated_gemm.linear`."""
-        slots = NO_SLOTS
-        if self.scales is not None:
-            slots = self.scales.slots(self.places["input"], self.places["gradient"])
-        return linear(x, weight, bias, self.casts, slots, self.rounded).to(self.dtype)
+        """Compute x W^T + b [..., N]. x: float32 or bfloat16 [..., K]; weight, bias: float32."""
+        scale, seen = (None, None) if self.scales is None else self.scales.of(self.places.values())
+        y = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, scale, seen, self.how, self.rounded)
+        return y.view(*x.shape[:-1], -1).to(self.dtype)
 
 
-def in_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x W^T + b as autocast does in the plain-torch layers: bfloat16's numbers, in float32."""
-    return F.linear(x, weight, bias).float()
+def product(a: Operand, b: Operand) -> Tensor:
+    """Compute a [M, K] times b [K, N] with float32 sums, float32 [M, N]."""
+    if a.values.is_cuda:
+        y = torch.mm(a.values.to(torch.bfloat16), b.values.to(torch.bfloat16), out_dtype=torch.float32)
+    else:
+        y = torch.mm(a.values.float(), b.values.float())
+    for scale_inv in (a.scale_inv, b.scale_inv):
+        y = y if scale_inv is None else y * scale_inv
+    return y
+
+
+def round_to_bf16(x: Tensor) -> Tensor:
+    """Round float32 to bfloat16's numbers."""
+    return x.to(torch.bfloat16).float()
+
+
+class _Linear(torch.autograd.Function):
+    """y in float32. `scale` [3]: of x, W and g under delayed scaling. The "gradient" of `seen` [3] is their amaxes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, seen: Tensor | None,
+        how: Emulation, rounded: bool,
+    ) -> Tensor:  # fmt: skip
+        recipe, forward, _, backward = how
+        of_x, of_w, of_g = (None, None, None) if scale is None else scale.unbind()
+        with torch.autocast(x.device.type, enabled=False):
+            inputs = kept = cast(x, recipe, forward, 1, BLOCK, of_x)
+            if backward == "bf16_wgrad":
+                kept = uncast(x)
+            elif backward == "fp8" and recipe == "block":
+                kept = cast(x, recipe, forward, BLOCK, 1)
+            w = cast(weight, recipe, forward, BLOCK, BLOCK, of_w)
+            y = product(inputs, w.t())
+            y = y if bias is None else y + bias.to(torch.bfloat16).float()
+            amaxes = None if scale is None else torch.stack([amax(x), amax(weight)])
+        ctx.save_for_backward(*kept, *w, of_g, amaxes)
+        ctx.how, ctx.dtype, ctx.has_bias = how, x.dtype, bias is not None
+        return round_to_bf16(y) if rounded else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (recipe, _, gradient, backward) = upstream, ctx.how
+        *operands, scale, amaxes = ctx.saved_tensors
+        x, w = Operand(*operands[:2]), Operand(*operands[2:])
+        with torch.autocast(g.device.type, enabled=False):
+            for_dgrad = uncast(g) if backward == "bf16" else cast(g, recipe, gradient, 1, BLOCK, scale)
+            for_wgrad = cast(g, recipe, gradient, BLOCK, 1, scale) if backward == "fp8" else uncast(g)
+            dx = round_to_bf16(product(for_dgrad, w)).to(ctx.dtype)
+            # without FP8 a GEMM writes bfloat16
+            without = backward == "bf16_wgrad"
+            dw = torch.mm(for_wgrad.values.t(), x.values).float() if without else product(for_wgrad.t(), x)
+            db = uncast(g).values.sum(0).float() if ctx.has_bias else None
+            seen = None if amaxes is None else torch.cat([amaxes, amax(g).reshape(1)])
+        return dx, dw, db, None, seen, None, None

@@ -1,20 +1,19 @@
 """Delayed scaling's state for the emulated layers, whose amaxes autograd brings out of the backward.
 
-The fused layers' kernels write amaxes where they belong. Plain torch cannot do that inside a compiled backward. So each
-layer takes zeros as additional inputs and returns its amaxes as their "gradient". One leaf holds the zeros of a whole
-model. When a backward has filled its gradient, that raises the history's current row, and the gradient is dropped.
+Plain torch cannot write amaxes where they belong inside a compiled backward. So each product takes zeros as an
+additional input and returns its amaxes as their "gradient". One leaf holds the zeros of a whole model. When a backward
+has filled its gradient, that raises the history's current row, and the gradient is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpt2_fp8.layers.delayed_scaling import Place, Scales
-from gpt2_fp8.layers.emulated_gemm import Slots
 
 
 class EmulatedScales(Scales):
@@ -45,10 +44,7 @@ class EmulatedScales(Scales):
         vars(self)["seen"] = torch.zeros_like(row).requires_grad_()
         self.seen.register_post_accumulate_grad_hook(record)
 
-    def slots(self, first: Place, gradient: Place | None) -> Slots:
-        """Return what one layer's GEMMs need. `first`: its input's place, which its weight's follows."""
-        forward = slice(self.column(first), self.column(first) + 2)
-        if gradient is None:
-            return Slots(self.scale[forward], None, self.seen[forward], None)
-        back = slice(self.column(gradient), self.column(gradient) + 1)
-        return Slots(self.scale[forward], self.scale[back], self.seen[forward], self.seen[back])
+    def of(self, places: Iterable[Place]) -> tuple[Tensor, Tensor]:
+        """Return some tensors' scales, and the zeros whose gradients are their amaxes."""
+        columns = [self.column(place) for place in places]
+        return torch.stack([self.scale[i] for i in columns]), torch.stack([self.seen[i] for i in columns])

@@ -27,37 +27,27 @@ class Operand(NamedTuple):
 
     values: Tensor  # FP8, or bfloat16: both hold their numbers exactly in bfloat16
     scale_inv: Tensor | None  # float32 of one element; None means 1
-    fp8: bool  # whether it was cast
 
     def t(self) -> Operand:
         """Return its transpose."""
-        return Operand(self.values.t(), self.scale_inv, self.fp8)
-
-
-class Cast(NamedTuple):
-    """How one side of a GEMM is cast. `rows` and `columns` are the shape of its blocks; only `block` reads them."""
-
-    recipe: Recipe
-    dtype: torch.dtype  # float8_e4m3fn or float8_e5m2
-    rows: int
-    columns: int
+        return Operand(self.values.t(), self.scale_inv)
 
 
 def uncast(x: Tensor) -> Operand:
     """Return `x` in bfloat16: an operand that stays out of FP8."""
-    return Operand(x.to(torch.bfloat16), None, False)
+    return Operand(x.to(torch.bfloat16), None)
 
 
-def cast(x: Tensor, how: Cast | None, scale: Tensor | None = None) -> Operand:
-    """Cast `x` [rows, columns]. `how`: None leaves it in bfloat16. `scale`: float32, for the recipe `delayed` only."""
-    if how is None:
-        return uncast(x)
-    if how.recipe == "block":
-        return Operand(_by_blocks(x, how), None, True)
-    if how.recipe == "current":
-        scale = scale_of(amax(x), how.dtype)
+def cast(
+    x: Tensor, recipe: Recipe, dtype: torch.dtype, rows: int, columns: int, scale: Tensor | None = None
+) -> Operand:
+    """Cast `x` [M, N] to a float8 dtype. `rows`, `columns`: of a block. `scale`: float32, for `delayed` only."""
+    if recipe == "block":
+        return Operand(_by_blocks(x, dtype, rows, columns), None)
+    if recipe == "current":
+        scale = scale_of(amax(x), dtype)
     assert scale is not None, "delayed scaling has a scale"
-    return Operand(saturated(x.float() * scale, how.dtype), 1 / scale, True)
+    return Operand(saturated(x.float() * scale, dtype), 1 / scale)
 
 
 def amax(x: Tensor) -> Tensor:
@@ -84,19 +74,14 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-largest, largest).to(dtype)
 
 
-def _by_blocks(x: Tensor, how: Cast) -> Tensor:
+def _by_blocks(x: Tensor, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
     """Cast every block with a scale of its own; return what its numbers mean, in bfloat16.
 
     That is exact: scales are powers of two. Blocks at the edges are smaller.
     """
-    rows, columns = x.shape
-    padded = F.pad(x.float(), (0, -columns % how.columns, 0, -rows % how.rows))
-    tiles = padded.view(padded.shape[0] // how.rows, how.rows, padded.shape[1] // how.columns, how.columns)
-    scale = _power_of_two(scale_of(tiles.abs().amax((1, 3), keepdim=True), how.dtype))
-    values = saturated(tiles * scale, how.dtype).float() / scale
-    return values.view(padded.shape)[:rows, :columns].to(torch.bfloat16)
-
-
-def _power_of_two(scale: Tensor) -> Tensor:
-    """Round float32 down to a power of two, by clearing its mantissa."""
-    return (scale.view(torch.int32) & -0x800000).view(torch.float32)
+    padded = F.pad(x.float(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    tiles = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+    scale = scale_of(tiles.abs().amax((1, 3), keepdim=True), dtype)
+    scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)  # down to a power of two: no mantissa
+    values = saturated(tiles * scale, dtype).float() / scale
+    return values.view(padded.shape)[: x.shape[0], : x.shape[1]].to(torch.bfloat16)

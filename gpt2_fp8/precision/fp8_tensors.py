@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,23 +46,19 @@ class FP8Tensor:
         return FORMATS[self.dtype]
 
 
-def fp8_tensors(
-    precision: FP8PrecisionConfig, n_layer: int, kinds: Collection[Kind] = KINDS, head: Collection[Kind] = KINDS
-) -> list[FP8Tensor]:
+def fp8_tensors(precision: FP8PrecisionConfig, n_layer: int) -> list[FP8Tensor]:
     """List the FP8 tensors of a model of `n_layer` blocks, layer after layer.
 
-    `kinds`: those that the blocks' layers have in FP8. `head`: those that the head has, unless it is kept in bf16. A
-    backward in bf16 has no FP8 gradient; under bf16_wgrad the other product of the backward still has.
+    A backward in bf16 has no FP8 gradient; under bf16_wgrad the other product of the backward still has.
     """
     in_bf16 = kept(precision.keep_bf16, n_layer)
     forward, gradient = formats(precision)
-    layers = [(f"blocks.{i}.{part}", kinds, gradient) for i in range(n_layer) for part in PARTS
-              if part in in_bf16.in_fp8(i)]  # fmt: skip
+    layers = [(f"blocks.{i}.{part}", gradient) for i in range(n_layer) for part in PARTS if part in in_bf16.in_fp8(i)]
     if not in_bf16.head:
-        layers.append((HEAD, head, HEAD_GRADIENT))
+        layers.append((HEAD, HEAD_GRADIENT))
     return [
         FP8Tensor(layer, kind, back if kind == "gradient" else forward)
-        for layer, own, back in layers
+        for layer, back in layers
         for kind in KINDS
-        if kind in own and not (kind == "gradient" and precision.backward == "bf16")
+        if not (kind == "gradient" and precision.backward == "bf16")
     ]

@@ -117,7 +117,10 @@ class FP8Scaling(Scaling):
     @override
     def take(self) -> bool:
         saved, self._saved = self._saved, {}
-        if self.settings is None or saved.pop("settings", None) != self.settings:
+        if self.settings is None or "settings" not in saved:
+            return False
+        if saved.pop("settings") != self.settings:
+            log.info("the checkpoint's FP8 scales are of other settings, and new ones are found")
             return False
         sequences = saved.pop("sequences", self.sequences)  # older checkpoints do not have it
         if reason := state.why_not_usable(saved):

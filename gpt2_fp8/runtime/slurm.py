@@ -24,11 +24,11 @@ from gpt2_fp8.runtime.ranks import TORCHRUN, current, is_batch_job, is_first_ran
 log = logging.getLogger(__name__)
 
 REQUEUE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-JOB_OF_SWEEP = "GPT2_FP8_SWEEP_JOB"  # a variable of a parallel sweep's jobs: it requeues, when all have saved
 _AGENTS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # which torchrun sets for itself, and its ranks inherit
 _SCONTROL_SECONDS = 60.0  # the longest that `scontrol` may take
 
 _has_trained = False  # whether this process has trained a step
+_left_the_queue = False  # whether this process requeues nothing
 
 
 class Requeued(Stopped):
@@ -98,13 +98,19 @@ def note_step() -> None:
     _has_trained = True
 
 
+def leave_the_queue() -> None:
+    """Requeue nothing from now on: this process is a job of a parallel sweep, which requeues when all have saved."""
+    global _left_the_queue
+    _left_the_queue = True
+
+
 def ended(signum: int) -> Stopped:
     """Return how a run ends that stopped for `signum`. In a batch job, rank 0 requeues it first if SLURM asks for that.
 
     A job that was started again and comes to its time limit before a step is not requeued: that would never end. Nor
     does a job of a parallel sweep requeue anything. Call it once, when everything is saved.
     """
-    if not is_batch_job() or JOB_OF_SWEEP in os.environ or signum not in (*REQUEUE_SIGNALS, signal.SIGTERM):
+    if not is_batch_job() or _left_the_queue or signum not in (*REQUEUE_SIGNALS, signal.SIGTERM):
         return Stopped(signum)
     if not is_first_rank():
         return LeftToRankZero(signum)

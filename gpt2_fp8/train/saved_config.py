@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from gpt2_fp8.config.schema import (
 )
 from gpt2_fp8.model.flops import parameter_count
 from gpt2_fp8.model.gpt2 import padded_vocabulary
+
+log = logging.getLogger(__name__)
 
 KEY = "hyper_parameters"  # Lightning's name for a module's hyper-parameters in a checkpoint
 _GROWN: tuple[tuple[str, type[Any]], ...] = (
@@ -82,6 +85,10 @@ def _upgraded(plain: Any, path: Path) -> Any:
         group = plain.get(name)
         if isinstance(group, dict) and _is_of(cls, group):
             full[name] = _with_defaults(cls, group)
+    if isinstance(precision := full.get("precision"), dict) and "emulate" in precision:  # there once was this key
+        full["precision"] = {key: value for key, value in precision.items() if key != "emulate"}
+        if precision["emulate"] is not None:
+            log.info("the checkpoint's precision.emulate is dropped: there is no such key any more")
     full.setdefault("penalty", asdict(PenaltyConfig()))
     full.setdefault("optimizer", {"name": "adamw"})  # the only one before there was a choice
     if full["optimizer"] == {"name": "adamw8bit"}:  # its state is not read, and its weights are as any

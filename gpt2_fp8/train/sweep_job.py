@@ -1,85 +1,147 @@
-"""The process of one job of a parallel sweep: `python -m gpt2_fp8.train.sweep_job < REQUEST`, started by its worker.
+"""One job of a parallel sweep: `run` in joblib's worker, and the program of its own process, which trains.
 
-The request and the answer are JSON. The environment names the GPU before this process has imported torch.
+So a job that is killed, or whose GPU fails, takes neither the worker nor another job with it, and CUDA is new to the
+next one. The environment names the GPU before the process imports torch; the worker never does. The process is told by
+its standard input what to train, as JSON. Its exit code and its `summary.json` tell the rest.
 """
 
 from __future__ import annotations
 
 import json
-import logging.config
+import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 import traceback
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.config import parsing
-from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.config import bounded, parsing
+from gpt2_fp8.config.errors import JobError, RunError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import output, process_end, programs, signals, slurm
-from gpt2_fp8.runtime.signal_handlers import Signals
-from gpt2_fp8.train import loading
+from gpt2_fp8.runtime import gpu_locks, process_end, signals, slurm
+from gpt2_fp8.train import loading, summary
 
 log = logging.getLogger(__name__)
+LOG = "run.log"  # in the job's folder
+_LOOK_SECONDS = 0.2
+_STATUS = {2: "refused", 3: "diverged", 4: "data_lost", 130: "stopped", 143: "stopped"}
+
+
+def run(config: RunConfig, folder: Path, here: Path, words: list[str], stop: Path) -> float | None:
+    """Run a job on a free GPU; return its last validation loss. Raises JobError if it does not complete.
+
+    `stop`: the file that holds the number of a signal once jobs are to end for it.
+    """
+    for number in process_end.SIGNALS:
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the job would inherit
+    parent = os.getppid()
+    try:
+        gpu, lock = _wait_for_gpu(config.trainer.accelerator == "cpu", stop, parent)
+        with lock:
+            log.info("on %s; its log: %s", f"GPU {gpu}" if gpu else "the CPU", os.path.relpath(folder / LOG))
+            asked = {"config": asdict(config), "folder": str(folder), "here": str(here), "words": words}
+            code = _ended(json.dumps(asked | {"level": log.getEffectiveLevel()}), gpu, folder / LOG, stop, parent)
+    except JobError as error:
+        summary.write_unbegun(config, folder, error, words)
+        raise
+    finally:
+        if os.getppid() != parent:  # nobody waits for the result, and joblib has more jobs for this worker
+            os._exit(1)
+    found: Any = {}
+    with suppress(OSError, ValueError):
+        found = bounded.read_json(folder / summary.NAME)
+    if code == 0:
+        return found.get("last_val_loss")
+    ended = JobError(_STATUS.get(code, "failed"), code, found.get("message") or f"ended with exit code {code}")
+    if code < 0:
+        ended = JobError("failed", 1, f"killed by {signal.Signals(-code).name}")
+    if code < 0 or not found:
+        summary.write_unbegun(config, folder, ended, words)
+    log.error("%s: %s", ended.status, str(ended).partition("\n")[0])
+    raise ended
+
+
+def _stopped(stop: Path, parent: int) -> int | None:
+    """Return the signal for which jobs are to end, SIGTERM if the sweep's first process is gone; None if none is."""
+    with suppress(OSError, ValueError):
+        return int(stop.read_text())
+    return None if os.getppid() == parent else signal.SIGTERM
+
+
+def _wait_for_gpu(on_cpu: bool, stop: Path, parent: int) -> tuple[str, Any]:
+    """Return a GPU and its lock, as soon as one is free; "" for a job on the CPU."""
+    while (signum := _stopped(stop, parent)) is None:
+        if on_cpu or not gpu_locks.visible():
+            return "", nullcontext()
+        if (taken := gpu_locks.take()) is not None:
+            return taken
+        time.sleep(_LOOK_SECONDS)
+    raise JobError("stopped", 128 + signum, f"stopped by signal {signum} before it began")
+
+
+def _ended(request: str, gpu: str, log_file: Path, stop: Path, parent: int) -> int:
+    """Run the job's process to its end, pass on a request to stop, and leave none of its children."""
+    places = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONPATH": os.pathsep.join(places)}
+    command = [sys.executable, "-X", "faulthandler", "-m", __name__]
+    with log_file.open("a") as out:
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=out, stderr=out, text=True, start_new_session=True, env=environment
+        )
+    told = False
+    try:
+        with suppress(BrokenPipeError), child.stdin as stdin:  # type: ignore[union-attr]
+            stdin.write(request)
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return child.wait(_LOOK_SECONDS)
+            if not told and (signum := _stopped(stop, parent)) is not None:
+                child.send_signal(signum)
+                told = True
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def main() -> int:
-    """Run the job that the standard input describes, write its answer, and return the exit code."""
-    request = json.load(sys.stdin)
-    os.set_inheritable(request["slot"], False)  # the place is free when this process ends, whatever it has started
+    """Run the job that the standard input describes, and return the exit code."""
+    asked = json.load(sys.stdin)
+    slurm.leave_the_queue()
     with signals.handled() as handlers:
-        threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_after, args=[os.getppid()], daemon=True).start()
         try:
             with handlers.at_once():
-                answer: dict[str, Any] = {"val_loss": _run(request)}
+                form = "[%(asctime)s] %(message)s"
+                logging.basicConfig(stream=sys.stdout, level=asked["level"], format=form, datefmt="%H:%M:%S")
+                config, _ = parsing.build(RunConfig, asked["config"])
+                assert config is not None
+                folder, here, words = Path(asked["folder"]), Path(asked["here"]), asked["words"]
+                loading.training(config, folder, here, words, in_sweep=True)(config, folder, words, None)
         except BaseException as caught:
             handlers.hold()
-            error = _known(caught, handlers)
-            answer = {"error": {"status": error.status, "exit_code": error.exit_code, "message": str(error)}}
-    Path(request["answer"]).write_text(json.dumps(answer))
-    return int(answer.get("error", {}).get("exit_code", 0))
-
-
-def _run(request: dict[str, Any]) -> float | None:
-    logging.config.dictConfig(request["logging"])
-    output.forgive_outputs()
-    config, problems = parsing.build(RunConfig, request["config"])
-    assert config is not None, problems
-    folder, words = Path(request["folder"]), request["words"]
-    log.info("%s: loading torch, some seconds", programs.VERSION)
-    return loading.training(config, folder, Path(request["here"]), words)(config, folder, words, None)
-
-
-def _known(caught: BaseException, handlers: Signals) -> RunError:
-    """Return the end that `caught` is; a signal's if one was thrown, which may have caused other errors."""
-    if isinstance(caught, RunError):
-        return caught
-    if handlers.thrown:
-        assert handlers.received is not None
-        return slurm.ended(handlers.received)
-    traceback.print_exception(caught)
-    return RunError(f"{type(caught).__name__}: {caught}")
+            if isinstance(caught, RunError):
+                print(caught, file=sys.stderr)
+                return caught.exit_code
+            if handlers.thrown and handlers.received is not None:  # it may have caused other errors
+                return slurm.ended(handlers.received).exit_code
+            traceback.print_exception(caught)
+            return 1
+    return 0
 
 
 def _end_after(worker: int) -> None:
     """Save and end if the worker is gone: nobody else knows of this process then."""
     while os.getppid() == worker:
-        time.sleep(0.5)
+        time.sleep(_LOOK_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def entry() -> None:
-    """Run the program."""
-    output.begin()
-    process_end.ignore_at_the_end()
-    code = main()
-    process_end.leave_with(code)
-    output.end()
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    entry()
+    sys.exit(main())

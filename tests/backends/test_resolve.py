@@ -42,13 +42,12 @@ def config(base):
 
     def build(
         precision="fp8_hybrid", fallback="allow", recipe="delayed", backend="auto", dropout=0.0, micro_batch_size=64,
-        trainer=None, fast=False, emulate=None, **keys,
+        trainer=None, fast=False, **keys,
     ):  # fmt: skip
         chosen = PlainPrecisionConfig(name=precision, backend=backend)
         if precision.startswith("fp8"):
             chosen = FP8PrecisionConfig(
                 name=precision, keep_bf16=[], backend=backend, fast_accumulation=fast, fallback=fallback,
-                emulate=emulate,
             )  # fmt: skip
         return replace(
             base,
@@ -284,12 +283,11 @@ def test_emulated_fp8_runs_anywhere_and_is_no_fallback(config, monkeypatch, prec
 
 @pytest.mark.parametrize(("recipe", "scaled"), [("delayed", True), ("current", False), ("block", False)])
 def test_emulated_layers_have_the_recipe_and_the_formats(config, recipe, scaled):
-    made = resolve(config("fp8_e4m3", backend="emulated", recipe=recipe, emulate=["weight", "head"]), "cpu").backend
+    made = resolve(config("fp8_e4m3", backend="emulated", recipe=recipe), "cpu").backend
     family = made.family()
-    assert (family.emulation.recipe, family.scales is not None) == (recipe, scaled)
-    assert family.emulation.forward == family.emulation.gradient == torch.float8_e4m3fn
-    assert family.emulation.switches == {"weight", "head"}
-    said = {"layers": "FP8 emulated in plain torch", "emulated": "weight, head", "attention": "torch's flash kernel"}
+    assert (family.how.recipe, family.scales is not None) == (recipe, scaled)
+    assert family.how.forward == family.how.gradient == torch.float8_e4m3fn
+    said = {"layers": "FP8 emulated in plain torch", "attention": "torch's flash kernel"}
     assert made.kernels(257) == said
 
 
@@ -384,8 +382,6 @@ def test_torchao_is_taken_for_what_transformer_engine_has_not(config, monkeypatc
     assert problem.cause.endswith("they cannot here: torchao is not installed")
     assert ".[torchao]" in problem.remedy
     assert "or precision.backend=emulated" in problem.remedy
-    run = wgrad(config(recipe="auto"))
-    assert "emulated" not in refusal(replace(run, model=replace(run.model, positions="rope"))).remedy
 
 
 # CUDA graphs

@@ -51,7 +51,7 @@ CASES = [
     [EMULATED], [EMULATED, "model.dropout=0.1", "activation_checkpointing=full"], [EMULATED, "recipe=current"],
     [EMULATED, "recipe=block"], [EMULATED, "penalty.z_loss=1e-4", "precision.keep_bf16=[first]"],
     ["precision.backend=torchao", "recipe=current"],
-    [EMULATED, "precision.emulate=[]"],  # nothing is cast
+    [EMULATED, "precision.keep_bf16=['blocks.*']"],  # nothing is cast
     ["precision.backend=torchao", "recipe=current", "precision.keep_bf16=['blocks.*']"],
 ]  # fmt: skip
 
@@ -92,7 +92,6 @@ def test_what_is_seen_is_what_the_layers_have(words):
     assert found.amax == weight.abs().max()
     assert found.headroom == pytest.approx(math.log2(448 / (found.amax * found.scale)))
     assert found.headroom == pytest.approx(0, abs=1e-5)
-    assert by_name["the gradient of head"].amax < 1 / (8 * 64), "softmax minus one, over a step's tokens"
 
 
 def test_stored_amaxes_are_those_of_the_sampled_pass():
@@ -108,16 +107,16 @@ def test_stored_amaxes_are_those_of_the_sampled_pass():
     watching = FP8Health(current)
     watching._pass.backend = current.plan.backend
     sampled = {h.tensor: h.amax for h in watching.sample(ids(0), [])}
-    assert len(stored) == len(sampled) - 1, "the head's gradient has no stored scale"
+    assert len(stored) == len(sampled)
     for tensor, amax in stored.items():
         assert sampled[tensor] == pytest.approx(amax, rel=0.1), tensor
 
 
 def test_the_heads_scale_is_that_of_the_runs_micro_batches(monkeypatch):
     """Of four sequences of 64 tokens, also where fewer are sampled; the vocabulary of 257 is padded to 320."""
-    step, asked = training_step(EMULATED), []
-    head_factor = step.plan.backend.head_factor
-    monkeypatch.setattr(step.plan.backend, "head_factor", lambda *sizes: asked.append(sizes) or head_factor(*sizes))
+    monkeypatch.setattr(Torchao, "emulate", True)
+    step, asked = training_step("precision.backend=torchao", "recipe=current"), []
+    monkeypatch.setattr(step.plan.backend, "head_factor", lambda *sizes: asked.append(sizes) or 2**11)
     monkeypatch.setattr("gpt2_fp8.engine.fp8_health.TOKENS", 128)
     _, seen = trained(step, 1, FP8Health(step))
     assert asked == [(4 * 64, 320)]

@@ -8,15 +8,14 @@ import torch
 from gpt2_fp8.engine.compile import compiled
 from gpt2_fp8.kernels.slot import Slot
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Scales
-from gpt2_fp8.layers.fp8_cast import BLOCK, Cast, cast, saturated, scale_of
+from gpt2_fp8.layers.fp8_cast import BLOCK, cast, saturated
 from gpt2_fp8.precision import state
 from tests.gpu import common
 from tests.gpu.common import CONFIG, build, calibrated, computing, error, gradients, hopper, tokens
 
 pytestmark = [pytest.mark.fp8, hopper]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-formats = pytest.mark.parametrize("dtype", LARGEST, ids=["E4M3", "E5M2"])
+formats = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 CLOSE = 0.12  # to bf16, as every FP8 layer is held to
 
 
@@ -45,21 +44,11 @@ def fused_cast(x, dtype, scale):
 def test_a_cast_is_the_fused_kernels_bit_for_bit(dtype, source):
     x, scale = values((256, 512), dtype=source), torch.tensor(3.7, device="cuda")
     q, qt, seen = fused_cast(x, dtype, scale)
-    ours = cast(x, Cast("delayed", dtype, 1, BLOCK), scale)
+    ours = cast(x, "delayed", dtype, 1, BLOCK, scale)
     assert torch.equal(ours.values.view(torch.uint8), q.view(torch.uint8))
     assert torch.equal(ours.t().values.contiguous().view(torch.uint8), qt.view(torch.uint8))
     assert ours.scale_inv == 1 / scale
     assert seen == x.abs().max().float()
-
-
-@formats
-def test_every_code_comes_back_from_a_cast(dtype):
-    codes = torch.arange(256, dtype=torch.uint8, device="cuda").view(dtype)
-    finite = codes[codes.float().isfinite()]
-    assert torch.equal(saturated(finite.float(), dtype).view(torch.uint8), finite.view(torch.uint8))
-    beyond = torch.tensor([LARGEST[dtype] * 1.5, torch.inf, -torch.inf, torch.nan], device="cuda")
-    assert saturated(beyond, dtype).float().tolist()[:3] == [LARGEST[dtype], LARGEST[dtype], -LARGEST[dtype]]
-    assert saturated(beyond, dtype).float()[3].isnan()
 
 
 @formats
@@ -80,7 +69,7 @@ def test_current_scales_and_casts_are_transformer_engines(dtype, amax):
     theirs = Float8CurrentScalingQuantizer(
         fp8_dtype=DType.kFloat8E4M3 if dtype == E4M3 else DType.kFloat8E5M2, device=torch.device("cuda")
     )(x)
-    ours = cast(x, Cast("current", dtype, 1, BLOCK))
+    ours = cast(x, "current", dtype, 1, BLOCK)
     assert torch.equal(theirs._scale_inv.reshape(()), ours.scale_inv)
     assert torch.equal(theirs._data.view(torch.uint8), ours.values.view(torch.uint8))
 
@@ -96,7 +85,7 @@ def test_blocks_are_transformer_engines(dtype, dimensions, rows):
         fp8_dtype=DType.kFloat8E4M3 if dtype == E4M3 else DType.kFloat8E5M2, rowwise=True, columnwise=False,
         force_pow_2_scales=True, amax_epsilon=0.0, block_scaling_dim=dimensions,
     )(x)  # fmt: skip
-    ours = cast(x, Cast("block", dtype, rows, BLOCK))
+    ours = cast(x, "block", dtype, rows, BLOCK)
     assert torch.equal(theirs.dequantize(dtype=torch.float32), ours.values.float())
 
 
@@ -134,10 +123,8 @@ def run(ids, backend="emulated", **settings):
 
 @pytest.fixture(scope="module")
 def fused():
-    """With a head without logits, which is the one that is emulated."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gpt2_fp8.kernels.shapes.FEWEST_ROWS", 1)
-        return run(tokens(4), "fused")
+    """The fused layers with their head in bf16, as the emulated layers have it."""
+    return run(tokens(4), "fused", keep_bf16=["head"])
 
 
 def test_one_step_is_the_fused_layers(fused):
@@ -157,7 +144,7 @@ def test_calibration_finds_the_fused_layers_scales(fused):
     _, _, model = run(tokens(4))
     ours, theirs = model.scales, fused[2].scales
     assert ours.scale.shape == theirs.scale.shape
-    weights = torch.arange(1, 2 * (4 * CONFIG.n_layer + 1), 2)
+    weights = torch.arange(1, 2 * 4 * CONFIG.n_layer, 2)
     assert torch.equal(ours.history[0, weights], theirs.history[0, weights])
     torch.testing.assert_close(ours.scale, theirs.scale, rtol=0.1, atol=0)
 
@@ -175,7 +162,7 @@ def test_every_recipe_is_close_to_bf16(recipe, precision):
 def test_one_step_is_transformer_engines(recipe):
     expected = gradients(build("reference"), tokens(4), False, common.bf16)[1]
     theirs = run(tokens(4), "te", recipe=recipe, keep_bf16=["head"])[1]
-    ours = run(tokens(4), recipe=recipe, keep_bf16=["head"])[1]
+    ours = run(tokens(4), recipe=recipe)[1]
     assert error(ours, theirs) < 0.9 * error(theirs, expected)
     assert error(ours, expected) == pytest.approx(error(theirs, expected), rel=0.2)
 
@@ -211,8 +198,3 @@ def test_compiled_is_as_uncompiled(recipe, config):
     assert again == pytest.approx(loss, rel=2e-4)
     assert error(ours, plain) < 0.8 * error(plain, expected)
     assert error(ours, expected) == pytest.approx(error(plain, expected), rel=0.15)
-
-
-def test_scale_of_an_amax_divides_as_the_scales_do():
-    amax = torch.rand(10**4, device="cuda") * 100 + 1e-3
-    assert torch.equal(scale_of(amax, E4M3), torch.full_like(amax, 448.0) / amax)

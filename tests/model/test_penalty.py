@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from gpt2_fp8.config.schema import PenaltyConfig
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.loss import NO_PENALTY, cross_entropy, loss_of, split
-from tests.common import VOCAB, ids
-from tests.layers.test_emulated import autocast, build, plain
+from tests.common import build as plain
+from tests.common import ids
 
 WEIGHTS = [
     {"z_loss": 0.01},
@@ -105,44 +105,3 @@ def test_micro_batches_give_the_gradient_of_the_whole(given):
     torch.testing.assert_close(total, whole.detach(), rtol=1e-5, atol=1e-6)
     for parameter, expected in zip(model.parameters(), want, strict=True):
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-3, atol=1e-7)
-
-
-@weights
-@pytest.mark.parametrize("switches", [(), ("head", "dgrad_gradient", "wgrad_gradient")], ids=["bf16", "E5M2"])
-def test_the_emulated_head_has_the_same(given, switches):
-    """With no operand cast it is plain bf16's; with the gradient in E5M2 it differs by two bits of mantissa."""
-    model = build(switches=switches, recipe="current")
-    batch = ids()
-    batch[1, 2:] = -1
-    given = {**given, "activation_l1": 0.05}
-    results = []
-    for one in (model, plain()):
-        with autocast():
-            loss = loss_of(one, batch, None, 0.5, False, PenaltyConfig(**given))
-        penalties.trained(loss).backward()
-        results.append((loss.detach(), torch.cat([p.grad.flatten() for p in one.parameters()])))
-    (ours, gradient), (theirs, expected) = results
-    torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=1e-4)
-    away = (gradient - expected).norm() / expected.norm()
-    assert away < (0.12 if switches else 0.01)
-    with autocast():
-        alone = loss_of(plain(), batch, None, 0.5, False, NO_PENALTY)
-    assert alone.dim() == 0
-
-
-def test_the_emulated_heads_gradient_keeps_its_size_and_its_sign():
-    """A row that is certain, with a large sum: softmax (1 + 2 z lse) is 41. And one in which that is negative."""
-    from gpt2_fp8.layers.emulated_probabilities import GRADIENT, MEAN, UNIT, gradient, softmax, stored
-
-    logits = torch.full((2, VOCAB), -50.0)
-    logits[:, 3] = torch.tensor([200.0, -10.0])
-    targets = torch.tensor([4, 4])
-    p = softmax(logits, VOCAB, (0.1, 0.0))
-    g, cast = gradient(p, targets, VOCAB), stored(p, logits, targets)
-    torch.testing.assert_close(g[:, 3], torch.tensor([1 + 2 * 0.1 * 200, 1 - 2 * 0.1 * 10]))
-    values = cast.values.float()
-    assert values.max() < torch.finfo(GRADIENT).max
-    meant = values * cast.factors / (UNIT * MEAN)
-    meant[:, 4:5] += cast.rest
-    torch.testing.assert_close(meant[:, 3:5], g[:, 3:5], rtol=2**-3, atol=0)
-    assert torch.equal(meant.sign()[:, 3:5], g.sign()[:, 3:5])

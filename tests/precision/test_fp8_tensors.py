@@ -16,12 +16,12 @@ def kinds(found, layer):
 
 
 def test_every_layer_has_three_and_gradients_a_format_of_their_own():
-    found = tensors()
+    found = tensors("recipe=current", backend="torchao")
     assert len(found) == 3 * (2 * 4 + 1)
     assert [str(tensor) for tensor in found[:2]] == ["the input of blocks.0.qkv", "the weight of blocks.0.qkv"]
     assert {tensor.format for tensor in found if tensor.kind != "gradient"} == {"e4m3"}
     assert {tensor.format for tensor in found if tensor.kind == "gradient"} == {"e5m2"}
-    e4m3 = tensors("precision=fp8_e4m3")
+    e4m3 = tensors("precision=fp8_e4m3", "recipe=current", backend="torchao")
     assert {tensor.layer for tensor in e4m3 if tensor.format == "e5m2"} == {"head"}
 
 
@@ -30,21 +30,13 @@ def test_kept_layers_have_none():
     assert layers == {"blocks.1.qkv", "blocks.1.projection"}
 
 
-@pytest.mark.parametrize(
-    ("words", "blocks", "head"),
-    [
-        (["precision.emulate=[weight]"], "w", ""),
-        (["precision.emulate=[wgrad_input,dgrad_gradient,head]"], "ig", "iwg"),
-        (["precision.emulate=[head_dgrad_gradient]"], "", "g"),
-        (["precision.emulate=[weight,head_weight,head_wgrad_input]"], "w", "iw"),
-        (["precision.backward=bf16"], "iw", "iw"),
-        (["precision.backward=bf16_wgrad"], "iwg", "iwg"),
-    ],
-    ids=str,
-)
-def test_operands_that_stay_in_bf16(words, blocks, head):
-    found = tensors(*words)
-    assert (kinds(found, "blocks.0.fc1"), kinds(found, "head")) == (blocks, head)
+@pytest.mark.parametrize(("backward", "blocks"), [("fp8", "iwg"), ("bf16", "iw"), ("bf16_wgrad", "iwg")])
+def test_operands_that_stay_in_bf16(backward, blocks):
+    """The head of the emulated layers is in bf16."""
+    found = tensors(f"precision.backward={backward}")
+    assert (kinds(found, "blocks.0.fc1"), kinds(found, "head")) == (blocks, "")
+    found = tensors(f"precision.backward={backward}", "recipe=current", backend="torchao")
+    assert (kinds(found, "blocks.0.fc1"), kinds(found, "head")) == (blocks, blocks)
 
 
 def test_a_run_without_fp8_has_none():

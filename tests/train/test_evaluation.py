@@ -394,7 +394,6 @@ def test_a_run_with_graphs_is_evaluated_in_what_has_none(run: Path, words: list[
     ("saved", "words", "remedy"),
     [
         ("precision.fast_accumulation=true", "recipe=block", "precision.fast_accumulation=false"),
-        ("precision.backend=emulated precision.emulate=[weight]", "precision.backend=te", "precision.emulate=null"),
     ],
 )
 def test_what_only_the_checkpoint_has_is_not_to_be_left_out(run: Path, saved: str, words: str, remedy: str) -> None:

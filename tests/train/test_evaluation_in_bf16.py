@@ -100,13 +100,13 @@ def test_a_run_from_before_there_was_a_choice_was_validated_in_fp8(tmp_path, cap
     ]
 
 
-EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated", "precision.emulate=[weight]"]
+EMULATED = ["precision=fp8_hybrid", "precision.backend=emulated", "recipe=block"]
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (EMULATED, "fp8_hybrid"), (["precision.emulate=[weight]"], "fp8_hybrid"), (["recipe=current"], "fp8_hybrid"),
+        (EMULATED, "fp8_hybrid"), (["precision.keep_bf16=[head]"], "fp8_hybrid"), (["recipe=current"], "fp8_hybrid"),
         (["precision.fallback=error"], "bf16"), ([*EMULATED, "precision.evaluation=bf16"], "bf16"),
     ],
     ids=["a precision", "its operands", "a recipe", "what changes no number", "both"],

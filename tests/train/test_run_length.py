@@ -104,6 +104,6 @@ def test_a_checkpoint_from_before_these_limits_has_none_of_them(tmp_path, precis
         del plain[key]
     assert at_top >= {"attention", "compile_mode"}
     assert removed >= {"optim.schedule", "trainer.max_time", "callbacks.keep_epochs", "model.rope_base"}
-    assert ("precision.emulate" in removed) == (precision == "fp8_hybrid")
+    assert ("precision.bf16_last_steps" in removed) == (precision == "fp8_hybrid")
     before = replace(config, logger=replace(config.logger, histograms_every_n_steps=0))  # there were none
     assert from_checkpoint({"hyper_parameters": plain}, tmp_path) == before
