@@ -78,6 +78,8 @@ class Catalog:
 
     def add_folders(self, folders: list[str]) -> list[Problem]:
         """Make the choices of a user's folders available, and their primary configurations; return what is missing."""
+        if not folders:
+            return []
         paths = {folder: Path(folder.removeprefix("file://")).absolute() for folder in folders}
         for path in paths.values():
             if path.is_dir():

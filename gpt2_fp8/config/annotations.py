@@ -17,18 +17,21 @@ def meanings(cls: type) -> dict[str, str]:
     return {name: found[0] for name, found in texts.items() if found}
 
 
+@cache
 def members_of(hint: Any) -> list[Any]:
     """List the members of a union, each with its range; of any other type, itself."""
     inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return list(get_args(inner)) if get_origin(inner) in (Union, UnionType) else [hint]
 
 
+@cache
 def bare(member: Any) -> Any:
     """Return a type without what `Annotated` says of it or of its items."""
     member = get_args(member)[0] if get_origin(member) is Annotated else member
     return list[bare(get_args(member)[0])] if get_origin(member) is list else member  # type: ignore[misc]
 
 
+@cache
 def range_of(member: Any) -> Range | None:
     """Find the range that a type declares of itself or, if it is a list, of its items."""
     if found := next((note for note in _notes(member) if isinstance(note, Range)), None):
@@ -46,12 +49,14 @@ def tag_field(classes: list[Any]) -> str:
     return tagging[0]
 
 
+@cache
 def tags_of(cls: Any, field: str) -> tuple[str, ...]:
     """List the choices that a class stands for."""
     hint = hints_of(cls).get(field)
     return get_args(hint) if get_origin(hint) is Literal else ()
 
 
+@cache
 def _notes(hint: Any) -> tuple[Any, ...]:
     """Return what `Annotated` says of a type."""
     return get_args(hint)[1:] if get_origin(hint) is Annotated else ()
