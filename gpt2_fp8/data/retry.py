@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 _jitter = random.SystemRandom()  # the seeded generator would give every rank the same jitter
 
 LOCAL_WAITS = (0.5, 2.0)  # seconds: for a passing error of a disk or a network mount
-HUB_WAITS = (2.0, 5.0, 15.0, 30.0, 60.0, 120.0, 240.0)  # seconds, in addition to the client's five tries of 1 to 8 s
+HUB_WAITS = (2.0, 5.0, 15.0, 30.0, 60.0, 120.0)  # seconds, in addition to the client's five tries of 1 to 8 s
 
 # Errors that waiting cannot solve: the user's, ours, and lack of memory. All others (OSError, the errors of the HTTP
 # client, of Arrow or of a decompressor) may pass.
