@@ -2,7 +2,6 @@
 
     python -m gpt2_fp8.doctor
     python -m gpt2_fp8.doctor --json > report.json
-    python -m gpt2_fp8.doctor --facts report.json
 
 Exit codes: 0 FP8 works, 5 it cannot, 2 the input, 130 stopped by SIGINT.
 """
@@ -12,81 +11,74 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
-from pathlib import Path
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 
-from gpt2_fp8.config import bounded
-from gpt2_fp8.config.errors import RunError, UserError
-from gpt2_fp8.config.shown import harmless, line
-from gpt2_fp8.diagnose import facts as recorded
-from gpt2_fp8.diagnose import offers, probe, report, steps, verdict
-from gpt2_fp8.diagnose.facts import Facts
+from gpt2_fp8.config.errors import RunError
+from gpt2_fp8.config.shown import harmless
+from gpt2_fp8.diagnose import facts, probe, rules
+from gpt2_fp8.diagnose.facts import Facts, Finding
 from gpt2_fp8.runtime import one_process, programs
 from gpt2_fp8.runtime.arguments import Parser
 
 NO_FP8 = 5  # the exit code if FP8 cannot run
-EPILOG = (
-    "Exit codes: 0 FP8 works here, 5 it cannot, 2 your input, 130 stopped. A report names folders of this machine and "
-    "the variables that change what computes (NVTE_*, CUDA_*, LD_LIBRARY_PATH, ...), and nothing else of yours."
-)
+_MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
     try:
         arguments = _parser().parse_args(argv)
-        facts = _read(arguments.facts) if arguments.facts else _collected(arguments.quick)
+        found = probe.collect(_say)
+        if not arguments.quick and rules.verdict(found, rules.findings(found))[0]:
+            found = replace(found, steps=probe.measured(_say))
     except RunError as error:
         print(harmless(str(error)), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    found = verdict.findings(facts)
-    said = verdict.verdict(facts, found)
+    told = rules.findings(found)
+    works, line, remedy = rules.verdict(found, told)
     if arguments.json:
-        print(json.dumps(report.as_json(facts, found, said), indent=1))
+        shown = {"format": facts.FORMAT, "fp8_works": works, "verdict": line, "remedy": remedy}
+        print(json.dumps(shown | {"findings": [asdict(one) for one in told], "facts": asdict(found)}, indent=1))
     else:
-        print(report.as_text(facts, found, said))
-    return 0 if said.works else NO_FP8
+        print(harmless("\n".join([line, "", *_findings(told), "", *_runs(found)])))
+    return 0 if works else NO_FP8
 
 
-def _collected(quick: bool) -> Facts:
-    """Return the facts of this machine; unless it is to be quick, with the times of steps where FP8 works."""
-    facts = probe.collect(offers.offers(), _say)
-    if quick or not verdict.verdict(facts, verdict.findings(facts)).works:
-        return facts
-    return replace(facts, steps=steps.measured(steps.configs(), _say))
+def _findings(told: list[Finding]) -> Iterator[str]:
+    """Yield the lines of findings, for 80 columns. A command is never broken, so that it can be copied."""
+    for one in told:
+        text = f"{_MARKS[one.status]} {one.subject}: {one.what}{'. ' if one.why else ''}{one.why or ''}"
+        yield from textwrap.wrap(text, 80, subsequent_indent="     ", break_long_words=False)
+        if one.remedy:
+            yield f"     fix: {one.remedy}"
+
+
+def _runs(found: Facts) -> Iterator[str]:
+    """Yield which recipes run on which layers with precision=fp8_hybrid."""
+    for backend, layers in rules.LAYERS.items():
+        own = {name.partition(" ")[0]: why for name, why in found.runs.items() if name.endswith(f" {backend}")}
+        yes, reasons = [name for name, why in own.items() if why is None], dict.fromkeys(filter(None, own.values()))
+        yield f"{layers} ({backend}): {', '.join(yes) or 'no recipe'}{''.join(f'; {why}' for why in reasons)}"
 
 
 def _say(what: str) -> None:
-    """Show on stderr what is being looked at, which may take seconds."""
     print(f"looking at {what} ...", file=sys.stderr, flush=True)
-
-
-def _read(file: Path) -> Facts:
-    """Return the facts in a report. Raises UserError."""
-    try:
-        content = bounded.read_json(file.expanduser())
-    except OSError as error:
-        raise UserError.of(f"{file} cannot be read: {error.strerror or error}", "name a report's file") from error
-    except ValueError as error:
-        raise UserError.of(f"{file} is no report: {line(str(error))}", recorded.AGAIN) from error
-    return recorded.from_json(content, str(file))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m gpt2_fp8.doctor",
         description="Says whether FP8 works on this machine, how fast a step is, and if not, which command mends it.",
-        epilog=EPILOG,
+        epilog="Exit codes: 0 FP8 works here, 5 it cannot, 2 your input, 130 stopped.",
     )
     parser.add_argument("--version", action="version", version=programs.VERSION)
     parser.add_argument("--json", action="store_true", help="print one JSON object: facts, findings, verdict")
     parser.add_argument("--quick", action="store_true", help="measure no step (otherwise about a minute on a GPU)")
-    parser.add_argument(
-        "--facts", type=Path, metavar="FILE", help="judge a report that --json has printed, from any machine"
-    )
     return parser
 
 

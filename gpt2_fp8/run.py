@@ -166,10 +166,10 @@ def _end_sweep() -> None:
     folder = sweep_start.take()
     if folder is None or not ranks.is_first_rank():
         return
-    from gpt2_fp8.reports import sweep_jobs, sweep_record
+    from gpt2_fp8.reports import sweep
 
     try:
-        for text in sweep_record.write(folder, sweep_jobs.read(folder)):
+        for text in sweep.write(folder, sweep.read(folder)):
             print(harmless(text), flush=True)
         if isinstance(sys.exc_info()[1], Interrupted) and (said := slurm_sweep.still_there(folder)):
             last_say.say(said)

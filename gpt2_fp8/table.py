@@ -8,20 +8,14 @@ Exit codes: 0 done, 1 the files could not be written, 2 the input, 130 stopped b
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.reports import sweep_jobs, sweep_record
-from gpt2_fp8.reports.sweep_jobs import Job
 from gpt2_fp8.runtime import one_process, programs
-from gpt2_fp8.runtime.arguments import Parser, plain_words
+from gpt2_fp8.runtime.arguments import Parser
 from gpt2_fp8.runtime.file_program import exit_code
-
-PROGRAM = "python -m gpt2_fp8.table"
 
 
 def main(argv: list[str]) -> int:
@@ -30,41 +24,21 @@ def main(argv: list[str]) -> int:
 
 
 def _show(argv: list[str]) -> None:
-    typed = _parser().parse_args(argv).folders
-    if keyed := plain_words(PROGRAM, typed):
-        raise UserError([keyed])
-    folders = [folder.expanduser() for folder in typed]
-    found: dict[Path, list[Job]] = {}
-    if problems := list(_problems(folders, found)):
-        raise UserError(problems)
+    folders = _parser().parse_args(argv).folders
+    from gpt2_fp8.reports import sweep  # with numpy
+
+    found = {folder: sweep.read(folder) if folder.is_dir() else [] for folder in folders}
+    if not all(found.values()):
+        told = [f"{folder} is no folder with jobs of a sweep" for folder, jobs in found.items() if not jobs]
+        raise UserError(Problem(why, "give a sweep's folder: outputs/RUN_NAME") for why in told)
     for folder, jobs in found.items():
-        for text in sweep_record.write(folder, jobs):
+        for text in sweep.write(folder, jobs):
             print(harmless(text))
-
-
-def _problems(folders: list[Path], found: dict[Path, list[Job]]) -> Iterator[Problem]:
-    """Find what is wrong with the folders; the jobs of the others are added to `found`."""
-    for folder in folders:
-        if not os.path.isdir(folder):
-            what = "is a file" if os.path.lexists(folder) else "does not exist"
-            yield Problem(f"{folder} {what} (looked in {Path.cwd()})", "give a sweep's folder: outputs/RUN_NAME")
-            continue
-        try:
-            jobs = sweep_jobs.read(folder)
-        except OSError as error:
-            yield Problem(f"{folder} cannot be read: {error.strerror}", "make it readable (chmod u+rx)")
-            continue
-        if jobs:
-            found[folder] = jobs
-        else:
-            yield Problem(
-                f"{folder} holds no job of a sweep", "give the folder of a sweep (-m), above its jobs' folders"
-            )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog=PROGRAM,
+        prog="python -m gpt2_fp8.table",
         description="Shows the jobs of a sweep, best first, and writes sweep.csv, sweep.md and sweep.png.",
         epilog="Exit codes: 0 done; 1 the files could not be written; 2 your input; 130 stopped.",
     )

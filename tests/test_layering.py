@@ -32,12 +32,12 @@ HOUSE = {
     "compare": Row("config reports runtime"),
     "schedule": Row("compose config engine measure train runtime"),
     "prepare": Row("compose config data runtime"),
-    "doctor": Row("diagnose checkpoint runtime config"),
+    "doctor": Row("diagnose runtime config"),
     "generate": Row("compose config train runtime"),
     "import_hf": Row("compose config train runtime"),
     "evaluate": Row("compose config train runtime"),
     # what runs have left, read again
-    "reports": Row("train measure checkpoint config", "matplotlib yaml"),
+    "reports": Row("train checkpoint config", "matplotlib numpy yaml"),
     # a run under Lightning
     "train": Row(
         "callbacks measure engine backends model precision data compat checkpoint layers kernels runtime config",
@@ -45,7 +45,7 @@ HOUSE = {
     ),
     "callbacks": Row("engine model compat checkpoint runtime config", "torch lightning rich"),
     # whether FP8 works on a machine, and what mends it
-    "diagnose": Row("measure backends kernels compose runtime compat config", "torch transformer_engine packaging"),
+    "diagnose": Row("measure backends kernels compose runtime compat config", "torch transformer_engine"),
     # the benchmark
     "measure": Row(
         "engine backends model precision data checkpoint layers kernels runtime compat config",
@@ -88,8 +88,8 @@ ONLY_IN = {
     "huggingface_hub": ["data", "compat.hub"],
     "tokenizers": ["data.tokenizer_files"],
     "cuda": ["kernels.nvrtc"],
-    "matplotlib": ["measure.plot", "reports.sweep_plot", "reports.compare_plot", "measure.schedule_plot"],
-    "yaml": ["compose", "reports.sweep_jobs", "reports.unfinished", "train.hyper_parameters"],
+    "matplotlib": ["measure.plot", "reports.render", "measure.schedule_plot"],
+    "yaml": ["compose", "reports.sweep", "train.hyper_parameters"],
     "wandb": ["train.services"],
     "mlflow": ["train.services"],
     "tensorboard": ["compat.tensorboard_hparams"],

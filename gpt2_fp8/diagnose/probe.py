@@ -1,139 +1,145 @@
-"""Collects all facts of this machine. Nothing that it starts can end it, or keep it waiting without end."""
+"""Collects the facts of this machine: of the host here, of torch and what stands on it in a child process."""
 
 from __future__ import annotations
 
+import os
+import platform
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8 import __version__
-from gpt2_fp8.diagnose import child, probe_build, probe_gpu, probe_host
-from gpt2_fp8.diagnose.facts import Cudnn, Facts, Library, Run, Torch
-from gpt2_fp8.diagnose.offers import Offer
+from gpt2_fp8 import __version__, compose
+from gpt2_fp8.config.run_length import tokens_a_step
+from gpt2_fp8.diagnose.facts import Disk, Facts, Step
 from gpt2_fp8.measure import subprocesses
+from gpt2_fp8.measure.case import Case, measure
 
-SECONDS = 180.0  # for all parts of a child: imports from a network's disk take long
-CHILD = "gpt2_fp8.diagnose.child"
-# The package, and the part of the child that tries it.
-_TRIED = {
-    "transformer-engine": "transformer_engine",
-    "torchao": "torchao",
-    "flash-attn-4": "flash_attn",
-    "cuda-core": "cuda_core",
-}
+PARTS = ("torch", "transformer-engine", "cudnn", "torchao", "flash-attn-4", "runs")
+SECONDS = 180.0  # for all parts of the child: imports from a network's disk take long
+STEP_SECONDS = 150.0  # for the steps of one precision, with compilation
+WARMUP, STEPS = 5, 10
+# GPT-2 124M with its own vocabulary, on text that every machine has; 16 sequences fit into 16 GB
+MEASURED = ("model=gpt2", "data=stdlib", "model.vocab_size=50257", "micro_batch_size=16", "global_batch_size=16")
+PACKAGES = ("torch", "transformer-engine", "torchao", "flash-attn-4")
+_VARIABLES = re.compile(r"(NVTE|CUDNN|NCCL)_\w+|CUDA_(VISIBLE_DEVICES|HOME|PATH|LAUNCH_BLOCKING)|LD_LIBRARY_PATH")
 
 
-def collect(offers: Sequence[Offer], say: Callable[[str], None]) -> Facts:
-    """Return the facts of this machine, without times of steps.
-
-    `offers`: the settings that the backends are asked about. `say` is told what is looked at, since it takes seconds.
-    """
-    say("the GPUs and their driver")
-    driver, gpus = probe_gpu.record()
-    say("compilers, headers, packages, disks")
-    libraries = probe_host.libraries()
-    build, places, system = probe_build.build(), probe_host.places(), probe_host.system()
+def collect(say: Callable[[str], None]) -> Facts:
+    """Return the facts of this machine, without times of steps. `say` is told what is looked at."""
+    say("the host and its GPUs")
+    host, versions = _host(), {name: _version(name) for name in PACKAGES}
     say("torch, Transformer Engine and what else FP8 stands on, in a process of their own")
-    configs = {offer.name: asdict(offer.config) for offer in offers if offer.config is not None}
-    answers, failed = ask(configs, libraries)
-    return Facts(
-        gpt2_fp8=__version__,
-        system=system,
-        driver=driver,
-        gpus=gpus,
-        torch=_torch(answers, failed),
-        cudnn=_cudnn(answers.get("cudnn") or {}),
-        libraries=_libraries(libraries, answers, failed),
-        build=build,
-        environment=probe_host.environment(),
-        places=places,
-        runs=_runs(offers, answers.get("runs") or {}, failed),
-        steps={},
-        failed=failed,
-    )
+    answers, errors = ask([part for part in PARTS if versions.get(part, "") is not None])
+    errors |= {name: answers[name] for name in PACKAGES if isinstance(answers.get(name), str)}
+    known = {**answers.get("torch", {}), **answers.get("cudnn", {}), "runs": answers.get("runs", {})}
+    return Facts(**host, **known, libraries=versions, errors=errors)
 
 
-def ask(
-    configs: dict[str, Any],
-    libraries: dict[str, Library],
-    parts: Sequence[str] = (*child.PARTS, "runs"),
-    module: str = CHILD,
-    seconds: float = SECONDS,
-) -> tuple[dict[str, Any], dict[str, str]]:
+def ask(parts: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the answers of the child's parts, and why the others have none.
 
-    If the child crashes in a part, another one is started for the parts after it. A package that is not installed is
-    not tried.
+    If the child crashes in a part, another one is started for those after it.
     """
-    absent = {part for name, part in _TRIED.items() if name in libraries and libraries[name].version is None}
-    left = [part for part in parts if part not in absent]
     answers: dict[str, Any] = {}
     failed: dict[str, str] = {}
-    while left:
-        ended = subprocesses.run(module, {"parts": left, "runs": configs}, seconds)
-        new = ended.answer or {}
-        for part, answer in new.items():
-            if isinstance(answer, dict) and set(answer) == {"failed"}:
-                failed[part] = answer["failed"]
-            else:
-                answers[part] = answer
-        left = left[len(new) :]
-        if left:
-            failed[left[0]] = ended.message or "its process ended in the middle of it"
-            if left[0] == "torch":  # all others import it too
-                return answers, failed
-            left = left[1:]
+    while parts and "torch" not in failed:  # all others import it too
+        ended = subprocesses.run("gpt2_fp8.diagnose.child", parts, SECONDS)
+        done = ended.answer or {}
+        answers |= {part: told["answer"] for part, told in done.items() if "answer" in told}
+        failed |= {part: told["error"] for part, told in done.items() if "error" in told}
+        parts = [part for part in parts if part not in done]
+        if parts:
+            failed[parts[0]] = ended.message or "its process ended in the middle of it"
+            parts = parts[1:]
     return answers, failed
 
 
-def _torch(answers: dict[str, Any], failed: dict[str, str]) -> Torch:
-    if "torch" in answers:
-        return Torch(**answers["torch"])
-    return child.no_torch(failed.get("torch", "it was not asked"))
-
-
-def _cudnn(answer: dict[str, Any]) -> Cudnn:
-    """Add to the child's answer which cuDNN the variables put first, and torch's own."""
-    own = next((str(path) for path in probe_build.wheels("cudnn/lib/libcudnn.so.*")), None)
-    first = next((str(path) for path in probe_build.preferred("libcudnn.so.*")), None)
-    return Cudnn(
-        error=answer.get("error"),
-        version=answer.get("version"),
-        loaded=answer.get("loaded") or [],
-        first=first,
-        first_version=version_in(first) if first else None,
-        own=own,
-        own_version=probe_build.version_of_wheel("nvidia-cudnn-cu"),
-    )
-
-
-def version_in(library: str) -> str | None:
-    """Return the version that a library's file name ends in, after links: libcudnn.so.9.14.0 has 9.14.0."""
-    found = re.search(r"\.so\.(\d+\.\d+[\d.]*)$", str(Path(library).resolve()))
-    return found[1] if found else None
-
-
-def _libraries(libraries: dict[str, Library], answers: dict[str, Any], failed: dict[str, str]) -> dict[str, Library]:
-    def error(name: str) -> str | None:
-        part = _TRIED.get(name, "")
-        return failed.get(part) or answers.get(part)
-
-    return {name: replace(library, error=error(name)) for name, library in libraries.items()}
-
-
-def _runs(offers: Sequence[Offer], answers: dict[str, str | None], failed: dict[str, str]) -> dict[str, Run]:
+def measured(say: Callable[[str], None]) -> dict[str, Step]:
+    """Measure training steps in FP8 and in bf16, each in a process of its own."""
     found = {}
-    for offer in offers:
-        unknown = failed.get("runs", "torch does not import")
-        reason = offer.refusal if offer.config is None else answers.get(offer.name, unknown)
-        found[offer.name] = Run(
-            precision=offer.precision,
-            recipe=offer.recipe,
-            backend=offer.backend,
-            works=reason is None,
-            offered=offer.config is not None,
-            reason=reason,
-        )
+    for precision, words in (("fp8_hybrid", ["precision.fallback=error"]), ("bf16", ["compile=true"])):
+        say(f"a training step of GPT-2 124M in {precision}: {WARMUP} + {STEPS} steps")
+        (config,) = compose.preflight([*MEASURED, "trainer=gpu", f"precision={precision}", *words])
+        result = measure(Case(config=config, steps=STEPS, warmup=WARMUP), STEP_SECONDS)
+        rate = result.tokens_per_second
+        found[precision] = Step(
+            backend=result.backend, tokens_per_second=rate,
+            milliseconds=1e3 * tokens_a_step(config) / rate if rate else None,
+            problem=None if rate else f"{result.status}: {result.message}",
+        )  # fmt: skip
     return found
+
+
+def _host() -> dict[str, Any]:
+    fields = "--query-gpu=name,compute_cap,driver_version"
+    listed, error = _output("nvidia-smi", fields, "--format=csv,noheader,nounits")
+    rows = [line.split(", ") for line in listed.splitlines() if line.count(", ") == 2] if error is None else []
+    newest = re.search(r"CUDA(?: UMD)? Version:\s*([\d.]+)", _output("nvidia-smi")[0] if rows else "")
+    return {
+        "gpt2_fp8": __version__,
+        "platform": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "container": any(Path(name).exists() for name in ("/.dockerenv", "/run/.containerenv", "/.singularity.d")),
+        "shared_memory": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None,
+        "driver": rows[0][2].strip() if rows else None,
+        "driver_cuda": newest[1] if newest else None,
+        "driver_error": error,
+        "on_bus": _on_bus(),
+        "gpus": [(name, capability) for name, capability, _ in rows],
+        "tools": _tools(),
+        "disks": dict(_disks()),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
+    }
+
+
+def _output(*command: str) -> tuple[str, str | None]:
+    """Return what a command prints, and why it failed in one line; None if it did not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, stdin=-3)
+    except (OSError, subprocess.SubprocessError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        return "", f"{command[0]} is not installed" if missing else " ".join(str(error).split())
+    failed = " ".join((done.stderr or done.stdout).split())[:300] or f"exit code {done.returncode}"
+    return done.stdout, failed if done.returncode else None
+
+
+def _on_bus() -> bool:
+    """Return whether a display controller of NVIDIA is on the PCI bus."""
+    with suppress(OSError):
+        for device in Path("/sys/bus/pci/devices").glob("*"):
+            if (device / "vendor").read_text() == "0x10de\n" and (device / "class").read_text().startswith("0x03"):
+                return True
+    return False
+
+
+def _tools() -> dict[str, str | None]:
+    """Return the paths of what compiles Triton's kernels and Transformer Engine."""
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return {
+        "cc": shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"),
+        "c++": shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"),
+        "Python.h": str(header) if header.is_file() else None,
+    }
+
+
+def _version(name: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(name)
+    return None
+
+
+def _disks() -> Iterator[tuple[str, Disk]]:
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache")
+    folders = {"outputs": Path("outputs"), "Triton's cache": cache, "the temporary folder": Path(tempfile.gettempdir())}
+    for name, path in folders.items():
+        there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        free, writable = shutil.disk_usage(there).free, os.access(there, os.W_OK | os.X_OK)
+        yield name, Disk(path=str(path.absolute()), free=free, writable=writable)

@@ -1,99 +1,205 @@
-"""What is known of conditions that were compared, as plain dataclasses, which `compare.json` holds as they are."""
+"""Compares conditions with a base: losses at equal tokens, time to equal loss, throughput, memory, a verdict on FP8.
+
+Figures are rows of plain values: nats a token, seconds, GiB, shares of 1. `relative` is to the base's mean.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from gpt2_fp8.reports import unfinished
-from gpt2_fp8.reports.conditions import Condition
-from gpt2_fp8.reports.runs import Run
-from gpt2_fp8.reports.spread import Difference, Spread
+import numpy as np
 
-WINDOW = 0.05  # of the tokens that all runs have: the least width of a mean training loss
-SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)  # at which losses are shown
-LEVELS = (0.5, 0.75, 1.0)  # of the tokens: whose losses are levels to be reached
-COMPLETED = "completed"
-CUT = (unfinished.STATUS, "stopped", "interrupted")  # runs that may go on
+from gpt2_fp8.reports import curves, spread
+from gpt2_fp8.reports.curves import Array
+from gpt2_fp8.reports.runs import COMPLETED, Condition, Run
 
-
-@dataclass(frozen=True)
-class Gap:
-    """A loss beside the base's: each has its spread; the difference is of the means, and of pairs of equal seeds."""
-
-    loss: Spread
-    base: Spread
-    difference: Difference
-    paired: Difference | None  # None if the seeds are not the same, or only one
-
-    @property
-    def relative(self) -> float:
-        """The difference as a share of the base's mean loss."""
-        return self.difference.value / self.base.mean
+WINDOW = 0.05  # of the tokens that all runs have: the least window of a mean training loss
+WITHIN = 0.05  # of the base's loss: FP8 is as good if the confidence interval of the difference is within this
+GOOD, WORSE, UNDECIDED = "as good", "worse", "undecided"
+_MOST_POINTS = 1_000  # of a mean curve, on which the time to a loss is found
+Row = dict[str, Any]
+Seeds = Sequence[Sequence[str]]  # of a condition and of the base
 
 
-@dataclass(frozen=True)
-class Reached:
-    """When the mean of a condition's runs first came down to a loss, and when the base's did.
-
-    The loss is the higher of the two after `share` of the tokens, so that both have come down to it by then.
-    """
-
-    share: float
-    loss: float
-    tokens: float
-    seconds: float
-    base_tokens: float
-    base_seconds: float
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Speed and memory: medians over a run's intervals, then means over the runs."""
-
-    tokens_per_second: Spread | None
-    lowest: float | None  # the fifth and the ninety-fifth percentile of the intervals
-    highest: float | None
-    slow: float | None  # the share of intervals below 80 % of the run's median
-    waiting: float | None  # the share of the time spent waiting for data
-    mfu_bf16: float | None
-    memory_gb: float | None  # GiB
-    seconds: float  # of training in all
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Norms of the gradients before clipping, over the second half of the intervals but for the largest."""
-
-    median: float | None
-    largest: float | None  # after the first tenth of the intervals
-    clipped: float | None  # the share of intervals whose last gradient was clipped
-
-
-@dataclass(frozen=True)
-class Result:
-    """What is known of a condition."""
+@dataclass(frozen=True, eq=False)
+class Side:
+    """A condition, its runs whose losses count, and why they are not compared, if so."""
 
     condition: Condition
-    train: Gap | None  # at the end, the mean over `WINDOW`
-    validation: Gap | None  # at the last validation that all runs have
-    at_tokens: list[Gap | None]  # the training loss at `SHARES` of the tokens
-    at_seconds: list[Gap | None]  # the same at shares of the time that all runs have
-    to_train: list[Reached]  # at `LEVELS`; empty for the base
-    to_validation: Reached | None
-    speed: Speed
-    gradients: Gradients
-    not_comparable: str | None  # why its losses are not compared
+    runs: tuple[Run, ...]
+    why_not: str | None
+
+    def by_seed(self, of: Callable[[Run], Array]) -> dict[str, Array]:
+        """Return what `of` says of each seed: the mean of its runs."""
+        seeds = dict.fromkeys(run.seed for run in self.runs)
+        return {seed: np.mean([of(run) for run in self.runs if run.seed == seed], axis=0) for seed in seeds}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that is shown."""
+    """What is compared. The base is the first side."""
 
-    base: Condition
-    compared: dict[str, tuple[Run, ...]]  # by a condition's name: its runs whose losses count
-    results: list[Result]  # the base first
+    sides: list[Side]
     tokens: float  # that all runs have
-    seconds: float
-    validated_at: float | None  # tokens
-    width: float  # tokens of a mean training loss: no run logs a wider interval
-    begin: float  # seconds after which every run has trained on `width` tokens: no loss is known before
+    width: float  # tokens of the window of a mean training loss: no run logs a wider interval
+    validated: Array  # tokens at which all runs have validated
+
+    @property
+    def base(self) -> Side:
+        """What the others are compared with."""
+        return self.sides[0]
+
+
+def compare(conditions: Sequence[Condition], base: Condition) -> Comparison:
+    """Compare every condition with `base`. Runs that did not complete count only if none of the base's did."""
+    ordered = [base, *(condition for condition in conditions if condition is not base)]
+    counted = [tuple(run for run in condition.runs if run.status == COMPLETED) for condition in ordered]
+    counted = counted if counted[0] else [condition.runs for condition in ordered]
+    sides = []
+    for condition, runs in zip(ordered, counted, strict=True):
+        text = [key for key in condition.differs(base) if key.startswith("data.") or key == "model.vocab_size"]
+        why_not = f"another text or other tokens ({', '.join(text[:4])})" if text else "no run of it completed"
+        sides.append(Side(condition, runs, why_not if text or not runs else None))
+    every = [run for side in sides if side.why_not is None for run in side.runs]
+    tokens = min(float(run.curve.tokens[-1]) for run in every)
+    width = min(tokens, max(WINDOW * tokens, *(run.curve.interval for run in every)))
+    checked = set.intersection(*({float(at) for at in run.curve.validations[0] if at <= tokens} for run in every))
+    return Comparison(sides, tokens, width, np.array(sorted(checked)))
+
+
+def losses(side: Side, found: Comparison) -> Iterator[Row]:
+    """Yield validation and training loss at the end. Intervals are Welch's; pairs are of equal seeds."""
+    name = {"condition": side.condition.name}
+    if side.why_not:
+        yield name | {"loss": f"not compared: {side.why_not}"}
+        return
+    of: dict[str, Callable[[Run], Array]] = {}
+    if found.validated.size:
+        of["validation"] = lambda run: run.curve.validation(found.validated[-1])
+    of["training"] = lambda run: _training(found)(run, found.tokens)
+    for kind, loss in of.items():
+        own, base = ({seed: float(value) for seed, value in each.by_seed(loss).items()} for each in (side, found.base))
+        mean, beside = spread.spread(list(own.values())), spread.spread(list(base.values()))
+        row = name | {"loss": kind, "mean": mean.mean, "deviation": mean.deviation}
+        if side is not found.base:
+            difference, scale = spread.welch(mean.values, beside.values), beside.mean
+            bounds = {"relative_low": difference.low, "relative_high": difference.high}
+            row |= {"above_base": difference.value, "relative": difference.value / scale}
+            row |= {key: None if bound is None else bound / scale for key, bound in bounds.items()}
+            if len(pairs := [seed for seed in own if seed in base]) > 1:
+                paired = spread.paired([own[seed] for seed in pairs], [base[seed] for seed in pairs])
+                row |= {"paired": paired.value, "paired_error": paired.error}
+        yield row
+
+
+def equal_loss(side: Side, found: Comparison) -> Iterator[Row]:
+    """Yield when the mean curves first came down to the higher of the two losses at the end.
+
+    On the validations, or, with fewer than two, on the training loss. Errors are the jackknife's over seeds.
+    """
+    if side.why_not or side is found.base:
+        return
+    both, kind, at, loss = (side, found.base), "validation", found.validated, lambda run: run.curve.validation(at)
+    if at.size < 2:
+        ends = np.unique(np.concatenate([run.curve.tokens for each in both for run in each.runs]))
+        ends = ends[(ends >= found.width) & (ends < found.tokens)]
+        at = np.append(ends[:: max(1, ends.size // _MOST_POINTS)], found.tokens)
+        kind, loss = "training", lambda run: _training(found)(run, at)
+    curve, time = ([each.by_seed(of) for each in both] for of in (loss, lambda run: run.curve.seconds_at(at)))
+
+    def crossings(kept: Seeds) -> Array:
+        """Return tokens, seconds and the loss, each of both sides, from the means over `kept` seeds of each."""
+        means = [np.mean([c[seed] for seed in seeds], axis=0) for c, seeds in zip(curve, kept, strict=True)]
+        times = [np.mean([t[seed] for seed in seeds], axis=0) for t, seeds in zip(time, kept, strict=True)]
+        level = max(mean[-1] for mean in means)
+        where = [curves.first_below(at, mean, level) for mean in means]
+        return np.array([where, [np.interp(place, at, t) for place, t in zip(where, times, strict=True)], [level] * 2])
+
+    seeds = [list(each) for each in curve]
+    (tokens, base_tokens), (seconds, base_seconds), (level, _) = crossings(seeds).tolist()
+    if min(base_tokens, base_seconds) > 0 and math.isfinite(level):
+        tokens_error, seconds_error = _jackknife(seeds, crossings)
+        yield {
+            "condition": side.condition.name, "loss": kind, "level": level,
+            "tokens": tokens, "base_tokens": base_tokens, "tokens_ratio": tokens / base_tokens,
+            "tokens_error": tokens_error, "seconds": seconds, "base_seconds": base_seconds,
+            "seconds_ratio": seconds / base_seconds, "seconds_error": seconds_error,
+        }  # fmt: skip
+
+
+def throughput(side: Side, found: Comparison) -> Row:
+    """Return throughput, the mean of the runs' medians, and the peak memory."""
+    (rate, memory), (base_rate, base_memory) = _speed(side.condition), _speed(found.base.condition)
+    times = rate / base_rate if rate and base_rate else None
+    share = memory / base_memory if memory and base_memory else None
+    row = {"condition": side.condition.name, "tokens_per_second": rate, "times_base": times, "memory_gb": memory}
+    return row | {
+        "memory_of_base": share,
+        "seconds": float(np.mean([r.curve.seconds[-1] for r in side.condition.runs])),
+    }
+
+
+def verdict(side: Side, found: Comparison) -> Row:
+    """Judge a condition that has computed in FP8 by the confidence interval of its loss."""
+
+    def judged(answer: str, why: str) -> Row:
+        return {"condition": side.condition.name, "answer": answer, "why": why}
+
+    keys, row = side.condition.differs(found.base.condition), next(losses(side, found))
+    if side.why_not or found.base.condition.fp8 or keys:
+        other = f"other settings differ too: {', '.join(keys[:4])}" if keys else "the base has computed in FP8 too"
+        return judged(UNDECIDED, side.why_not or other)
+    if diverged := sum(run.status == "diverged" for run in side.condition.runs):
+        return judged(WORSE, f"{diverged} of {len(side.condition.runs)} runs diverged")
+    low, high, told = row["relative_low"], row["relative_high"], f"{row['loss']} loss {row['relative']:+.2%}"
+    if low is None:
+        return judged(UNDECIDED, f"{told}, and a single seed has no confidence interval: seed=1,2,3")
+    answer = GOOD if max(-low, high) <= WITHIN else UNDECIDED if low <= WITHIN else WORSE  # also a loss that is NaN
+    return judged(answer, f"{told}, 95 % interval {low:+.2%} to {high:+.2%}, limit {WITHIN:.0%}")
+
+
+def notes(found: Comparison) -> Iterator[str]:
+    """Yield what a reader must know before believing a figure."""
+    for side in found.sides:
+        name, runs = side.condition.name, side.condition.runs
+        if runs[0].reason and runs[0].ran != runs[0].asked:
+            yield f"{name}: {runs[0].asked} was asked for, and {runs[0].ran} ran: {runs[0].reason}."
+        if keys := side.condition.differs(found.base.condition):
+            yield f"{name}: differs from the base in {', '.join(keys[:8])}."
+        if others := [run for run in runs if run not in side.runs]:
+            ended = ", ".join(sorted({run.status for run in others}))
+            yield f"{name}: {len(others)} of {len(runs)} runs are not in the losses ({ended})."
+        yield from (f"{run.name}: metrics.csv is damaged ({run.damage})." for run in runs if run.damage)
+
+
+def mean_curve(side: Side, found: Comparison, points: int) -> tuple[Array, Array, Array]:
+    """Return tokens, the mean training loss there, and its standard deviation between runs."""
+    at = np.linspace(found.width, found.tokens, points)
+    each = np.array([_training(found)(run, at) for run in side.runs])
+    return at, each.mean(axis=0), each.std(axis=0, ddof=1) if len(each) > 1 else np.zeros(points)
+
+
+def _training(found: Comparison) -> Callable[[Run, Any], Array]:
+    return lambda run, at: run.curve.mean(at, found.width)
+
+
+def _speed(condition: Condition) -> tuple[float | None, float | None]:
+    rates = [np.median(run.curve.rates) for run in condition.runs if run.curve.rates.size]
+    memory = [run.memory_gb for run in condition.runs if run.memory_gb is not None]
+    return float(np.mean(rates)) if rates else None, float(np.mean(memory)) if memory else None
+
+
+def _jackknife(kept: list[list[str]], of: Callable[[Seeds], Array]) -> tuple[float | None, float | None]:
+    """Return the standard errors of the first two ratios by leaving out seed after seed, in pairs for equal seeds."""
+    own, base = kept
+    if min(len(own), len(base)) < 2:
+        return None, None
+    pairs = set(own) == set(base)
+    without = [[[[s for s in own if s != seed], [s for s in base if s != seed or not pairs]] for seed in own]]
+    without += [] if pairs else [[[own, [s for s in base if s != seed]] for seed in base]]
+    ratios = [np.array([each[:2, 0] / each[:2, 1] for each in map(of, group)]) for group in without]
+    tokens, seconds = np.sqrt(sum((len(each) - 1) * each.var(axis=0) for each in ratios)).tolist()
+    return tokens, seconds

@@ -1,106 +1,58 @@
-"""A run's losses over tokens and over training time, so that runs that logged at different steps can be compared.
+"""A run's losses over tokens and training time, so that runs which logged at different steps can be compared.
 
 A logged training loss is the mean of an interval of steps. So the mean over whole intervals is exact, and the loss at a
-point is the mean of the tokens before it. If that range is as wide as an interval or wider, it has the logged losses at
-the ends of intervals, and between them straight lines. Validations are points, with straight lines between them.
-
-Training time is what the log measures: it leaves out validation, samples, and a process's first step (compilation).
+point is the mean of a window of tokens before it. Training time is what the log measures: it leaves out validation,
+samples, and a process's first step (compilation).
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
-Points = Sequence[tuple[float, float]]
-_ABSURD = 1e15
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+_ABSURD = 1e15  # a damaged log's
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Curve:
-    """What a run has logged of its training. Sequences of the same length have an entry for each logged interval."""
+    """What a run has logged of its training. The first three have an entry for each logged interval."""
 
-    tokens: list[float]  # at the end of the interval
-    seconds: list[float]  # of training, until then
-    losses: list[float]  # nats a token; NaN if the log has no finite number above 0
-    rates: list[float]  # tokens per second of each interval that has a time
-    waits: list[float]  # the share of the time spent waiting for data
-    utilisations: list[float]  # `mfu_bf16`
-    grad_norms: list[float]  # at the end of each interval
-    clipped: list[bool]  # whether that gradient was clipped
-    validations: list[tuple[float, float]]  # tokens, loss
-    not_finite: int  # intervals or validations whose loss is not finite
-    resumes: int  # how often the run was continued
-
-    @property
-    def end(self) -> float:
-        """Tokens at the end of the last logged interval."""
-        return self.tokens[-1]
+    tokens: Array  # at the end of the interval
+    seconds: Array  # of training, until then
+    losses: Array  # nats a token; NaN if the log has no finite number above 0
+    rates: Array  # tokens per second of each interval that has a time
+    validations: Array  # of shape (2, n): tokens and losses
 
     @property
     def interval(self) -> float:
-        """Tokens of a usual logged interval: the median, for a first one may be a step, and a damaged log has gaps."""
-        return statistics.median_high([end - start for start, end in pairwise([0.0, *self.tokens])])
+        """Tokens of a usual logged interval."""
+        return float(np.quantile(np.diff(self.tokens, prepend=0.0), 0.5, method="higher"))
 
-    @property
-    def time(self) -> float:
-        """Seconds of training in all."""
-        return self.seconds[-1]
+    def mean(self, at: Array, width: float) -> Array:
+        """Return the mean training loss of the last `width` tokens before each of `at`; NaN if nothing was logged."""
+        ends, known = np.append(0.0, self.tokens), np.isfinite(self.losses)
+        lengths = np.diff(ends) * known
+        low = np.maximum(0.0, at - width)
+        sums = (np.append(0.0, np.cumsum(lengths * each)) for each in (1.0, np.where(known, self.losses, 0.0)))
+        weight, total = (np.interp(at, ends, each) - np.interp(low, ends, each) for each in sums)
+        return np.where(weight > 0, total / np.where(weight > 0, weight, 1.0), np.nan)
 
-    def mean(self, at: float, width: float) -> float | None:
-        """Return the mean training loss of the last `width` tokens before `at`; None if nothing finite was logged."""
-        before, after = self._sums(max(0.0, at - width)), self._sums(at)
-        weight = after[0] - before[0]
-        return (after[1] - before[1]) / weight if weight > 0 else None
+    def seconds_at(self, tokens: Array) -> Array:
+        """Return the training time at which so many tokens were trained on."""
+        return np.asarray(np.interp(tokens, np.append(0.0, self.tokens), np.append(0.0, self.seconds)))
 
-    def seconds_at(self, tokens: float) -> float | None:
-        """Return the training time at which so many tokens were trained on; None if they never were."""
-        return between(self._by_tokens, tokens)
-
-    def tokens_at(self, seconds: float) -> float | None:
-        """Return the tokens after so much training time; None after the run's end."""
-        return between(self._by_seconds, seconds)
-
-    def validation(self, at: float) -> float | None:
-        """Return the validation loss after `at` tokens, between two validations if need be; None outside of them."""
-        return between(self.validations, at)
-
-    def _sums(self, at: float) -> tuple[float, float]:
-        """Return how many tokens up to `at` have a loss, and the sum of their losses."""
-        weight = total = start = 0.0
-        place = min(bisect_left(self.tokens, at), len(self.tokens) - 1)
-        if place > 0:
-            weight, total = self._cumulated[place - 1]
-            start = self.tokens[place - 1]
-        loss, length = self.losses[place], min(at, self.tokens[place]) - start
-        return (weight + length, total + length * loss) if math.isfinite(loss) else (weight, total)
-
-    @cached_property
-    def _by_tokens(self) -> Points:
-        return [(0.0, 0.0), *zip(self.tokens, self.seconds, strict=True)]
-
-    @cached_property
-    def _by_seconds(self) -> Points:
-        return [(0.0, 0.0), *zip(self.seconds, self.tokens, strict=True)]
-
-    @cached_property
-    def _cumulated(self) -> list[tuple[float, float]]:
-        known, weight, total, start = [], 0.0, 0.0, 0.0
-        for end, loss in zip(self.tokens, self.losses, strict=True):
-            if math.isfinite(loss):
-                weight, total = weight + end - start, total + (end - start) * loss
-            known.append((weight, total))
-            start = end
-        return known
+    def validation(self, at: Array) -> Array:
+        """Return the validation loss after `at` tokens, on the straight line between two validations."""
+        return np.asarray(np.interp(at, *self.validations))
 
 
 def of(rows: Sequence[Mapping[str, float]]) -> Curve:
-    """Return the curve of a `metrics.csv`'s rows, in the order of their steps. It is empty if no training was logged.
+    """Return the curve of the rows of a `metrics.csv`, in the order of their steps. It is empty without training.
 
     A row that repeats a step, which a resumed run may have logged again, replaces the earlier one.
     """
@@ -108,54 +60,32 @@ def of(rows: Sequence[Mapping[str, float]]) -> Curve:
     ordered = [trained[step] for step in sorted(trained)]
     each = next((row["tokens"] / row["step"] for row in reversed(ordered) if _usable(row, "tokens")), 1.0)
     times = [row["step_time"] for row in ordered if _usable(row, "step_time")]
-    usual = statistics.median(times) if times else 0.0
-    seconds, steps = [0.0], [0, *(int(row["step"]) for row in ordered)]
-    for row, (before, step) in zip(ordered, pairwise(steps), strict=True):
-        took = (step - before) * row["step_time"] if _usable(row, "step_time") else (step - before - 1) * usual
-        seconds.append(seconds[-1] + took)
-    checked = {row["step"] * each: row["val_loss"] for row in rows if "val_loss" in row}
-    losses = [row["train_loss"] if _usable(row, "train_loss") else math.nan for row in ordered]
+    usual = float(np.median(times)) if times else 0.0
+    steps = [0, *(int(row["step"]) for row in ordered)]
+    took = [
+        (step - before) * row["step_time"] if _usable(row, "step_time") else (step - before - 1) * usual
+        for row, (before, step) in zip(ordered, pairwise(steps), strict=True)
+    ]
+    checked = {row["step"] * each: row["val_loss"] for row in rows if _usable(row, "val_loss")}
     return Curve(
-        tokens=[step * each for step in steps[1:]],
-        seconds=seconds[1:],
-        losses=losses,
-        rates=[row["tokens_per_second"] for row in ordered if _usable(row, "tokens_per_second")],
-        waits=[row["data_wait"] for row in ordered if _plain(row.get("data_wait", math.nan))],
-        utilisations=[row["mfu_bf16"] for row in ordered if _usable(row, "mfu_bf16")],
-        grad_norms=[row["grad_norm"] for row in ordered if _plain(row.get("grad_norm", math.nan))],
-        clipped=[row["clip_ratio"] < 1 for row in ordered if "clip_ratio" in row],
-        validations=sorted((at, loss) for at, loss in checked.items() if _plain(loss) and loss > 0),
-        not_finite=sum(not _plain(loss) or loss <= 0 for loss in [*losses, *checked.values()]),
-        resumes=sum("step_time" not in row for row in ordered[1:]),
+        tokens=each * np.array(steps[1:], dtype=float),
+        seconds=np.cumsum(np.array(took, dtype=float)),
+        losses=np.array([row["train_loss"] if _usable(row, "train_loss") else np.nan for row in ordered]),
+        rates=np.array([row["tokens_per_second"] for row in ordered if _usable(row, "tokens_per_second")]),
+        validations=np.array(sorted(checked.items())).reshape(-1, 2).T,
     )
 
 
-def between(points: Points, at: float) -> float | None:
-    """Return the value at `at` on the straight lines between points, in ascending order; None outside of them."""
-    if not points or not points[0][0] <= at <= points[-1][0]:
-        return None
-    place = bisect_left(points, at, key=lambda point: point[0])
-    (right, above) = points[place]
-    if right == at:
-        return above
-    left, below = points[place - 1]
-    return below + (above - below) * (at - left) / (right - left)
-
-
-def first_below(points: Points, value: float) -> float | None:
-    """Return where the straight lines between points first come down to `value`; None if they never do."""
-    if points and points[0][1] <= value:
-        return points[0][0]
-    for (left, above), (right, below) in pairwise(points):
-        if below <= value < above:
-            return left + (right - left) * (above - value) / (above - below)
-    return None
-
-
-def _plain(value: float) -> bool:
-    """Return whether a number is finite, and none of a damaged or forged file's that no mean can take."""
-    return math.isfinite(value) and abs(value) < _ABSURD
+def first_below(at: Array, values: Array, level: float) -> float:
+    """Return where the straight lines between points first come down to `level`; NaN if they never do."""
+    under = np.flatnonzero(values <= level)
+    if not under.size:
+        return float("nan")
+    place = int(under[0])
+    if place == 0:
+        return float(at[0])
+    return float(np.interp(-level, -values[[place - 1, place]], at[[place - 1, place]]))
 
 
 def _usable(row: Mapping[str, float], name: str) -> bool:
-    return name in row and _plain(row[name]) and row[name] > 0
+    return 0 < row.get(name, -1.0) < _ABSURD

@@ -1,183 +1,195 @@
-"""A run that is compared with others, as its folder tells: settings, end, losses, speed, text samples.
+"""Runs, as their folders tell, and the conditions that they are repetitions of: runs that differ in the seed alone.
 
-The folder may be a stranger's. Only regular files of bounded size are read, and no link is followed. A value of
-another form than a run writes counts as missing.
-
-Samples are read from `run.log`. TensorBoard's event files hold them too, but only if that logger was on, and its reader
-keeps ten of them.
+A summary may be damaged or a stranger's: a value of another type than a run writes counts as missing.
 """
 
 from __future__ import annotations
 
-import ast
 import os
-import re
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config import bounded
-from gpt2_fp8.reports import curves, unfinished
+from gpt2_fp8.config.shown import line
+from gpt2_fp8.reports import curves
 from gpt2_fp8.reports.curves import Curve
 from gpt2_fp8.train import metrics_csv
 
-WANTED = {
-    *("train_loss", "val_loss", "tokens", "tokens_per_second", "step_time", "data_wait", "mfu_bf16", "memory_gb"),
-    *("grad_norm", "clip_ratio", "skipped_steps", "bf16_reruns"),
-}
-_SAMPLE = re.compile(r"^\[[0-9:]{8}\] sample at step ([0-9]{1,12}): (.*)$")
-_LARGEST_LOG = 1 << 28  # bytes
-_LONGEST_LINE = 1 << 16  # bytes
-_DEEPEST = 6  # levels of keys in the configuration
-_MOST_SETTINGS = 5_000
+COMPLETED = "completed"
+SUMMARY, METRICS, HYDRA = "summary.json", "metrics.csv", ".hydra"
+_COLUMNS = {"train_loss", "val_loss", "tokens", "tokens_per_second", "step_time", "memory_gb"}
+# What does not change what is trained: where it is written, what is logged, how the text is fetched.
+_NO_CONDITION = (
+    *("seed", "data.seed", "run_name", "notes", "ckpt_path", "data.num_workers", "data.cache_dir", "tags.", "logger."),
+    *("callbacks.", "trainer.log_every_n_steps", "trainer.val_check_interval", "trainer.profiler"),
+)
+# Keys that name a condition if they can, before others.
+_TELLING = ("precision.name", "recipe.name", "precision.backend", "model.name", "optimizer.name", "optim.lr")
+# What a comparison of precisions may differ in, beside them: how the same numbers are computed.
+_OF_PRECISION = (
+    *("precision.", "recipe.", "compile", "cuda_graphs", "attention", "activation_checkpointing", "micro_batch_size"),
+    *("trainer.accelerator", "trainer.deterministic", "ran"),
+)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
     """A run. A figure is None if the run did not reach it, or does not say."""
 
-    folder: Path
-    name: str  # as it is shown
+    name: str  # its folder, as it is shown
     settings: dict[str, Any]  # the resolved configuration by dotted keys
     status: str
-    message: str
     asked: str | None  # the precision that was asked for
     ran: str | None  # and that ran
     reason: str | None  # why the two differ
     layers: str | None
-    device: str | None
-    transformer_engine: str | None  # its version
     steps: int
-    skipped_steps: int
-    reruns: int  # steps that were run again in bf16
-    rollbacks: int
-    saved: bool  # a checkpoint
-    event_file: bool  # of TensorBoard
+    trouble: dict[str, int]  # steps skipped, ...: what is above 0
     memory_gb: float | None  # GiB, the peak
     curve: Curve
-    samples: dict[int, str]  # by step
-    notes: tuple[str, ...] = ()
+    damage: str | None  # of its log
 
     @property
     def seed(self) -> str:
-        """What distinguishes repetitions: the seed, and the seed of the text if it is another."""
-        own, text = self.settings.get("seed"), self.settings.get("data.seed")
-        return f"{own}" if text in (None, own) else f"{own} (text {text})"
+        """What distinguishes repetitions: the seed, and the seed of the text."""
+        return f"{self.settings.get('seed')} {self.settings.get('data.seed')}"
+
+
+@dataclass(frozen=True, eq=False)
+class Condition:
+    """Runs of the same settings, and the name that tells them from the others."""
+
+    name: str
+    settings: dict[str, Any]
+    runs: tuple[Run, ...]
 
     @property
     def fp8(self) -> bool:
         """Whether it has computed in FP8."""
-        return (self.ran or "").startswith("fp8")
+        return (self.runs[0].ran or "").startswith("fp8")
 
-    @property
-    def resumed(self) -> bool:
-        """Whether it was continued from a checkpoint."""
-        return self.curve.resumes > 0 or self.settings.get("ckpt_path") is not None
+    def differs(self, other: Condition) -> list[str]:
+        """Return the keys, beyond precision and how it is computed, whose values are not those of `other`."""
+        keys = dict.fromkeys([*self.settings, *other.settings])
+        return [k for k in keys if self.settings.get(k) != other.settings.get(k) and not k.startswith(_OF_PRECISION)]
 
 
-def read(folder: Path, name: str) -> Run:
-    """Return the run in `folder`. Raises ValueError, with the reason, if it cannot be compared."""
-    found = _summary(folder)
-    settings = dict(_flat(_part(found, "config")))
-    if not settings:
-        raise ValueError("its summary.json holds no configuration")
-    rows = metrics_csv.read(folder / "metrics.csv", WANTED)
-    notes = [f"metrics.csv is damaged ({rows.damage}): what can be read of it is compared"] if rows.damage else []
-    if found.get("status") == unfinished.STATUS:
-        found |= unfinished.counts(rows.rows)
-        notes.append(unfinished.NOTE)
-    precision, divergence = _part(found, "precision"), _part(found, "divergence")
+def read(tops: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """Return the runs in some folders, a run's own or one above several, and a line for each that cannot be read.
+
+    Raises OSError if one of `tops` cannot be listed.
+    """
+    paths = list(dict.fromkeys(path.resolve() for top in tops for path in below(top)))
+    common = Path(os.path.commonpath(paths)) if len(paths) > 1 else Path("/")
+    found, left_out = [], []
+    for path in paths:
+        try:
+            found.append(_run(path, str(path.relative_to(common))))
+        except ValueError as error:
+            left_out.append(f"{path.relative_to(common)}: {error}")
+    return found, left_out
+
+
+def below(top: Path) -> Iterator[Path]:
+    """Yield the folders of runs in `top`, or `top` itself if it is one. Raises OSError for `top` alone."""
+    os.listdir(top)
+    for place, folders, files in os.walk(top):
+        path = Path(place)
+        if {SUMMARY, METRICS} & set(files) or (HYDRA in folders and path != top):
+            yield path
+            folders.clear()
+        folders.sort(key=lambda name: (not name.isdecimal(), len(name) if name.isdecimal() else 0, name))
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """Return a run's `summary.json`. Raises ValueError with the reason if there is none that can be read."""
+    try:
+        found = bounded.read_json(folder / SUMMARY)
+    except FileNotFoundError:
+        raise ValueError("no summary.json: it was killed, or still runs") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"summary.json cannot be read: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def at(found: Any, kind: type | tuple[type, ...], *keys: str) -> Any:
+    """Return what stands at nested keys of a summary, if it is of this kind; else None."""
+    for key in keys:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, kind) and not isinstance(found, bool) else None
+
+
+def _run(folder: Path, name: str) -> Run:
+    found = summary(folder)
+    rows = metrics_csv.read(folder / METRICS, _COLUMNS)
     curve = curves.of(rows.rows)
-    if not curve.losses:
-        why = rows.damage or f"the run's status is {_text(found, 'status')}"
-        raise ValueError(f"metrics.csv has no training loss ({why})")
+    if not curve.losses.size:
+        raise ValueError(f"metrics.csv has no training loss ({rows.damage or found.get('status')})")
+    trouble = {
+        "steps skipped": at(found, int, "skipped_steps"),
+        "steps run again in bf16": at(found, int, "divergence", "reruns"),
+        "rollbacks": at(found, int, "divergence", "rollbacks"),
+    }
+    logged = max((row["memory_gb"] for row in rows.rows if "memory_gb" in row), default=None)
     return Run(
-        folder=folder, name=name, settings=settings, status=_text(found, "status") or "unknown",
-        message=_text(found, "message") or "", asked=_text(precision, "asked"), ran=_text(precision, "ran"),
-        reason=_text(precision, "reason"), layers=_text(_part(found, "kernels"), "layers"),
-        device=_text(found, "device"), transformer_engine=_text(_part(found, "versions"), "transformer_engine"),
-        steps=_count(found, "steps"), skipped_steps=_count(found, "skipped_steps"),
-        reruns=_count(divergence, "reruns"), rollbacks=_count(divergence, "rollbacks"),
-        saved=bool(_text(_part(found, "checkpoint"), "last")), event_file=_has_events(folder / "tensorboard"),
-        memory_gb=_memory(found, rows.rows), curve=curve, samples=dict(_samples(folder / "run.log")),
-        notes=tuple(notes),
+        name=name, settings=dict(_flat(found.get("config"))), status=at(found, str, "status") or "unknown",
+        asked=at(found, str, "precision", "asked"), ran=at(found, str, "precision", "ran"),
+        reason=at(found, str, "precision", "reason"), layers=at(found, str, "kernels", "layers"),
+        steps=at(found, int, "steps") or 0,
+        trouble={what: times for what, times in trouble.items() if times},
+        memory_gb=at(found, float, "peak_memory_gb") or logged, curve=curve, damage=rows.damage,
     )  # fmt: skip
 
 
-def _summary(folder: Path) -> dict[str, Any]:
-    path = folder / "summary.json"
-    if not os.path.lexists(path):
-        return unfinished.summary(folder, _lines(folder / "run.log"))
-    try:
-        found = bounded.read_json(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"summary.json cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError("summary.json is not a run's")
-    return found
-
-
-def _flat(part: dict[str, Any], above: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a nested configuration under their dotted keys; lists as they are written."""
-    for place, (key, value) in enumerate(part.items()):
-        if place >= _MOST_SETTINGS:
-            return
-        if isinstance(value, dict) and value and depth < _DEEPEST:
-            yield from _flat(value, f"{above}{key}.", depth + 1)
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            yield f"{above}{key}", value
+def _flat(part: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a nested configuration under their dotted keys."""
+    for key, value in part.items() if isinstance(part, dict) else ():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{above}{key}.")
         else:
-            yield f"{above}{key}", str(value)
+            yield f"{above}{key}", value if isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _samples(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield step and text of the samples in a log. A resumed run may have logged a step again: the last one counts."""
-    for line in _lines(path):
-        if found := _SAMPLE.match(line):
-            with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                text = ast.literal_eval(found[2])
-                if isinstance(text, str):
-                    yield int(found[1]), text
+def conditions(found: Sequence[Run]) -> list[Condition]:
+    """Return the conditions of runs, in the order of their first runs. A run that fell back is a condition of its own.
+
+    They are named by as few keys as tell them apart.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in found:
+        groups.setdefault(repr(sorted(_settings(run).items())), []).append(run)
+    each = [_settings(runs[0]) for runs in groups.values()]
+    rank = {key: place for place, key in enumerate(_TELLING)}
+    chosen: list[str] = []
+    for key in sorted({key for one in each for key in one}, key=lambda key: (rank.get(key, 9), key == "ran", key)):
+        if _distinct(each, [*chosen, key]) > _distinct(each, chosen):
+            chosen.append(key)
+    names = [line(_name(one, chosen), 80) for one in each]
+    return [Condition(*parts) for parts in zip(names, each, map(tuple, groups.values()), strict=True)]
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a log, as many as may be read of it; none if it is no regular file."""
-    with suppress(OSError), os.fdopen(durable.open_regular(path, os.O_RDONLY), "rb") as file:
-        left = _LARGEST_LOG
-        while left > 0 and (line := file.readline(_LONGEST_LINE)):
-            left -= len(line)
-            yield line.decode("utf-8", "replace").rstrip("\n")
+def base_of(each: Sequence[Condition]) -> Condition:
+    """Return what the others are compared with: bf16 if it ran, else any without FP8, else the first."""
+    return min(each, key=lambda condition: (condition.fp8, condition.runs[0].ran != "bf16"))
 
 
-def _has_events(folder: Path) -> bool:
-    with suppress(OSError):
-        return any(
-            entry.name.startswith("events.out.tfevents") and entry.stat(follow_symlinks=False).st_size > 0
-            for entry in os.scandir(folder)
-        )
-    return False
+def _settings(run: Run) -> dict[str, Any]:
+    """Return what makes a run's condition. Without FP8 a recipe has no effect."""
+    asked = str(run.settings.get("precision.name", run.asked))
+    without = (*_NO_CONDITION, *(() if asked.startswith("fp8") else ("recipe.",)))
+    kept = {key: value for key, value in run.settings.items() if not key.startswith(without)}
+    return kept | {"precision.name": asked, "ran": run.ran}
 
 
-def _memory(found: dict[str, Any], rows: list[dict[str, float]]) -> float | None:
-    peak = found.get("peak_memory_gb")
-    if isinstance(peak, float):
-        return peak
-    return max((row["memory_gb"] for row in rows if "memory_gb" in row), default=None)
+def _distinct(each: Sequence[dict[str, Any]], keys: Sequence[str]) -> int:
+    return len({tuple(repr(one.get(key)) for key in keys) for one in each})
 
 
-def _part(found: dict[str, Any], key: str) -> dict[str, Any]:
-    part = found.get(key)
-    return part if isinstance(part, dict) else {}
-
-
-def _text(found: dict[str, Any], key: str) -> str | None:
-    value = found.get(key)
-    return value if isinstance(value, str) else None
-
-
-def _count(found: dict[str, Any], key: str) -> int:
-    value = found.get(key)
-    return value if type(value) is int and 0 <= value < 2**63 else 0
+def _name(found: dict[str, Any], keys: Sequence[str]) -> str:
+    """Return the precision, then what the keys say; and what ran if that was another precision."""
+    own = [key for key in keys if key in found and key not in ("precision.name", "ran")]
+    told = [f"{key.removesuffix('.name')}={found[key]}" for key in own]
+    ran = [] if found["ran"] == found["precision.name"] else [f"(ran {found['ran']})"]
+    return " ".join([str(found["precision.name"]), *told, *ran])

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from gpt2_fp8.diagnose import steps
-from gpt2_fp8.diagnose.facts import from_json
+from gpt2_fp8.diagnose import probe
+from gpt2_fp8.diagnose.child import RUNS
 from gpt2_fp8.measure import worker
 from gpt2_fp8.measure.case import Case
 from tests.gpu.common import HOPPER, composed
@@ -29,41 +29,35 @@ def report(tmp_path_factory):
 
 
 def test_fp8_works_here(report):
-    facts = from_json(report, "the report")
+    facts = report["facts"]
     assert report["fp8_works"]
     assert ("the fused layers" if HOPPER else "Transformer Engine") in report["verdict"]
-    assert facts.failed == {}
-    assert facts.torch.gpu == torch.cuda.get_device_name()
-    assert facts.torch.cuda == torch.version.cuda
-    assert facts.gpus["0"].capability == ".".join(map(str, torch.cuda.get_device_capability(0)))
-    assert facts.driver.cuda, "read from the header of nvidia-smi"
-    assert facts.cudnn.version
-    assert facts.cudnn.loaded, "the files of cuDNN in the child's memory"
-    assert facts.torch.nccl
+    assert facts["errors"] == {}
+    assert facts["torch_cuda"] == torch.version.cuda
+    assert facts["gpus"][0][1] == facts["capability"] == ".".join(map(str, torch.cuda.get_device_capability(0)))
+    assert facts["driver_cuda"], "read from the header of nvidia-smi"
+    assert facts["cudnn"]
+    assert facts["nccl"]
     assert [finding for finding in report["findings"] if finding["status"] == "fail"] == []
 
 
-@pytest.mark.parametrize("backend", ["fused", "te", "torchao"])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
-def test_what_is_said_is_what_a_run_does(report, backend, recipe):
-    """Three small steps of each that is offered, or a refusal for the same reason."""
-    said = report["facts"]["runs"][f"fp8_hybrid {recipe} {backend}"]
-    if not said["offered"]:
-        pytest.skip("these do not go together on any machine")
-    if backend == "torchao" and said["works"]:
+@pytest.mark.parametrize(("recipe", "backend"), RUNS)
+def test_what_is_said_is_what_a_run_does(report, recipe, backend):
+    """Three small steps of each, or a refusal for the same reason."""
+    why = report["facts"]["runs"][f"{recipe} {backend}"]
+    if backend == "torchao" and why is None:
         pytest.skip("it compiles for long; tests/gpu/test_torchao.py trains it")
     config = composed("precision=fp8_hybrid", f"recipe={recipe}", f"precision.backend={backend}")
     result = worker.run(Case(config=config, steps=2, warmup=1))
-    if said["works"]:
+    if why is None:
         assert (result.status, result.message, result.backend) == ("ok", None, backend)
     else:
-        assert (result.status, result.message) == ("refused", said["reason"])
+        assert (result.status, result.message) == ("refused", why)
 
 
 def test_a_step_in_fp8_has_a_time():
-    (step,) = steps.measured({"fp8_hybrid": steps.configs()["fp8_hybrid"]}, print).values()
+    step = probe.measured(print)["fp8_hybrid"]
     assert step.problem is None
-    assert step.precision == "fp8_hybrid"
     assert step.backend == ("fused" if HOPPER else "te")
     assert step.milliseconds
-    assert step.milliseconds * step.tokens_per_second == pytest.approx(1e3 * step.tokens)
+    assert step.tokens_per_second == pytest.approx(16 * 1024 * 1e3 / step.milliseconds)

@@ -38,8 +38,8 @@ def rows(loss, steps=100, every=1, seconds=0.5, validations=None, start=0, **col
     return found + [{"step": step, "val_loss": value} for step, value in (validations or {}).items()]
 
 
-def run(folder, logged, config=None, *, ran=None, reason=None, samples=None, events=True, **summary):
-    """Write a run's folder: summary.json, metrics.csv, run.log and an event file. Returns the folder."""
+def run(folder, logged, config=None, *, ran=None, reason=None, **summary):
+    """Write a run's folder: summary.json and metrics.csv. Returns the folder."""
     folder, config = Path(folder), config or settings()
     asked = config["precision"]["name"]
     found = Summary(
@@ -57,9 +57,4 @@ def run(folder, logged, config=None, *, ran=None, reason=None, samples=None, eve
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(logged)
-    if events:
-        (folder / "tensorboard").mkdir()
-        (folder / "tensorboard/events.out.tfevents.1").write_bytes(b"x")
-    lines = [f"[01:02:03] sample at step {step}: {text!r}\n" for step, text in (samples or {}).items()]
-    (folder / "run.log").write_text("".join(["[01:02:03] model tiny\n", *lines]))
     return folder

@@ -1,0 +1,158 @@
+"""Reports as Markdown, aligned for a terminal too, as one HTML page, and as pictures (PNG, None without matplotlib).
+
+Texts of a run's folder may be a stranger's: they are escaped here.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from string import Template
+from typing import Any, NamedTuple
+
+from gpt2_fp8.config.shown import line
+from gpt2_fp8.reports.comparison import Comparison, mean_curve
+
+Row = Mapping[str, str]
+_LONGEST = 120  # characters of a cell
+_NUMBER = re.compile(r"[-+]?[\d.,]+%?")
+_MARKUP = re.compile(r"([\\`*\[\]<|])")
+_MOST = 10  # conditions: the colours of one cycle
+_POINTS = 200  # of a curve
+# Of lines that coincide, the one below shows through the gaps of the next.
+_DASHES: tuple[Any, ...] = ("-", (0, (6, 4)), (0, (2, 4)), (0, (6, 2, 1, 2)))
+_PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; padding: 1rem; }
+table { display: block; overflow-x: auto; border-collapse: collapse; font-size: .875rem; }
+th, td { text-align: left; padding: .3rem .7rem; border-bottom: 1px solid #8886; }
+img { width: 100%; background: #fff; }
+</style>
+</head>
+<body>
+<h1>$title</h1>
+$body
+</body>
+</html>
+""")
+
+
+class Section(NamedTuple):
+    """A part of a report."""
+
+    title: str
+    sentences: Sequence[str]
+    rows: Sequence[Row] = ()
+
+
+def markdown(title: str, sections: Sequence[Section], picture: str | None) -> str:
+    """Return a report as Markdown. `picture`: the name of its file, or None."""
+    parts = [f"# {title}"]
+    for section in sections:
+        mark = "- " if len(section.sentences) > 1 else ""
+        told = "\n".join(f"{mark}{inert(sentence, 1000)}" for sentence in section.sentences)
+        parts += [f"## {section.title}", told, table(section.rows)]
+    parts += [f"![{title}]({picture})"] if picture else []
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def page(title: str, sections: Sequence[Section], picture: bytes | None) -> str:
+    """Return a report as an HTML page without scripts. `picture`: a PNG, or None."""
+    parts = []
+    for section in sections:
+        parts += [f"<h2>{section.title}</h2>", *(f"<p>{html.escape(line(told))}</p>" for told in section.sentences)]
+        titles, rows = _columns(section.rows)
+        lines = [("th", titles), *(("td", row) for row in rows)] if titles else []
+        told = ["".join(f"<{tag}>{html.escape(line(cell, _LONGEST))}</{tag}>" for cell in row) for tag, row in lines]
+        parts += ["<table>", *(f"<tr>{cells}</tr>" for cells in told), "</table>"] if told else []
+    if picture is not None:
+        parts.append(f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(picture).decode()}">')
+    return _PAGE.substitute(title=title, body="\n".join(parts))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return rows as a Markdown table of aligned columns; those without any text are left out."""
+    titles, cells = _columns(rows)
+    lines = [[inert(cell) for cell in row] for row in (titles, *cells)]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    right = [all(_NUMBER.fullmatch(row[place]) for row in cells if row[place]) for place in range(len(titles))]
+    rule = ["-" * (width - 1) + (":" if r else "-") for width, r in zip(widths, right, strict=True)]
+    return "\n".join(
+        f"| {' | '.join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))} |"
+        for row in ((lines[0], rule, *lines[1:]) if titles else ())
+    )
+
+
+def inert(cell: str, longest: int = _LONGEST) -> str:
+    """Return a text on one line, which Markdown shows as it is and a terminal does not obey."""
+    return _MARKUP.sub(r"\\\1", line(cell, longest))
+
+
+def _columns(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    titles = [t for t in dict.fromkeys(key for row in rows for key in row) if any(row.get(t) for row in rows)]
+    return titles, [[row.get(title, "") for title in titles] for row in rows]
+
+
+def comparison(found: Comparison) -> bytes | None:
+    """Draw training and validation loss, and how far the training loss is above the base's."""
+    if (figure := _figure(15.0, 4.5)) is None:
+        return None
+    training, distance, validation = axes = figure.subplots(1, 3)
+    _, base, _ = mean_curve(found.base, found, _POINTS)
+    for place, side in enumerate([side for side in found.sides if not side.why_not][:_MOST]):
+        style = {"color": f"C{place}", "linestyle": _DASHES[place % len(_DASHES)], "zorder": 2 + place / 10}
+        at, mean, deviation = mean_curve(side, found, _POINTS)
+        bands = ((training, mean, deviation), (distance, 100 * (mean / base - 1), 100 * deviation / base))
+        for each, middle, reach in bands:
+            each.plot(at, middle, label=line(side.condition.name, 40), **style)
+            each.fill_between(at, middle - reach, middle + reach, color=style["color"], alpha=0.2, linewidth=0)
+        for run in side.runs:
+            validation.plot(*run.curve.validations, marker="o", markersize=3, alpha=0.7, **style)
+    training.set(title="training loss (bands: seeds' deviation)", ylabel="nats a token", xlabel="tokens")
+    distance.set(title="training loss above the base's", ylabel="%", xlabel="tokens")
+    validation.set(title="validation loss", ylabel="nats a token", xlabel="tokens")
+    return _png(figure, training, axes)
+
+
+def sweep(labels: Sequence[str], best: Sequence[float], final: Sequence[float]) -> bytes | None:
+    """Draw the best and the final validation loss of each job, best first."""
+    if not labels or (figure := _figure(8.0, 1.5 + 0.3 * len(labels))) is None:
+        return None
+    axes, heights = figure.subplots(), range(len(labels))
+    axes.plot(final, heights, "o", markersize=10, markerfacecolor="none", label="final")  # around the other
+    axes.plot(best, heights, "o", markersize=5, label="best")
+    axes.set_yticks(heights, [line(label, 60) for label in labels], fontsize=8, parse_math=False)
+    axes.invert_yaxis()
+    axes.set_xlabel("validation loss, nats a token")
+    return _png(figure, axes, [axes])
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure  # no pyplot: no display, and no state that stays
+    except ImportError:
+        return None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _png(figure: Any, with_legend: Any, axes: Any) -> bytes:
+    for each in axes:
+        each.grid(alpha=0.3)
+        each.spines[["top", "right"]].set_visible(False)
+    for label in with_legend.legend(frameon=False, fontsize=8).get_texts():
+        label.set_parse_math(False)
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a letter that the font does not have
+        figure.savefig(buffer, dpi=120)
+    return buffer.getvalue()

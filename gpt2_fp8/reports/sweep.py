@@ -1,0 +1,146 @@
+"""A sweep's table: what was varied and what each job reached. It is printed, and `sweep.csv`, `.md` and `.png`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.config import bounded, sweep_plan
+from gpt2_fp8.config.amounts import as_typed
+from gpt2_fp8.config.typed import meant
+from gpt2_fp8.reports import render, runs
+
+UNFINISHED, NOT_RUN = "unfinished", "not run"
+MOST_LINES = 40  # rows on a terminal, and dots of the picture
+# How a run can end, in the order in which a table shows the jobs; the first three may have results to compare.
+_RANKS = {"completed": 0, "stopped": 0, "interrupted": 0, "diverged": 1, "data_lost": 2, "failed": 3, "refused": 3,
+          UNFINISHED: 4, NOT_RUN: 5}  # fmt: skip
+# A column, its key in summary.json, and how it is shown.
+_FIGURES = (
+    ("val_loss", "last_val_loss", ".4f"), ("best_val_loss", "best_val_loss", ".4f"),
+    ("train_loss", "last_train_loss", ".4f"), ("tokens_per_second", "tokens_per_second", ",.0f"),
+    ("peak_memory_gb", "peak_memory_gb", ".1f"), ("steps", "steps", ",.0f"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of a sweep."""
+
+    folder: str  # below the sweep's; empty if it did not run
+    words: tuple[str, ...]
+    status: str
+    message: str = ""
+    figures: dict[str, float] = field(default_factory=dict)  # by column; what it did not reach is missing
+
+    @property
+    def best(self) -> float | None:
+        """The validation loss that jobs are compared by."""
+        return self.figures.get("best_val_loss", self.figures.get("val_loss"))
+
+    @property
+    def order(self) -> tuple[int, bool, float, bool, float]:
+        """The place in a table: best first, what has no validation behind that by its training loss, failed last."""
+        best, train = self.best, self.figures.get("train_loss")
+        return _RANKS[self.status], best is None, best or 0.0, train is None, train or 0.0
+
+
+def read(folder: Path) -> list[Job]:
+    """Return the jobs in a sweep's folder, best first: all that are there, and those that the plan still lacks.
+
+    Raises OSError if the folder cannot be read.
+    """
+    jobs = [_job(path, str(path.relative_to(folder))) for path in runs.below(folder)]
+    ran = {frozenset(job.words) for job in jobs}
+    plan: Any = None
+    with suppress(OSError, ValueError):
+        plan = bounded.read_json(folder / sweep_plan.NAME)
+    missing = [words for words in sweep_plan.jobs_of(plan) if frozenset(words) not in ran]
+    return sorted([*jobs, *(Job("", tuple(words), NOT_RUN) for words in missing)], key=lambda job: job.order)
+
+
+def write(folder: Path, jobs: Sequence[Job]) -> Iterator[str]:
+    """Write the files into `folder`; yield what to print, the table before anything is written. Raises OSError."""
+    counts = ", ".join(f"{number:,} {status}" for status, number in Counter(job.status for job in jobs).items())
+    count = f"{len(jobs):,} {'job' if len(jobs) == 1 else 'jobs'}: {counts}"
+    rows, keys, forms = table(jobs), varied(jobs), {column: form for column, _, form in _FIGURES}
+    shown = [{key: format(cell, forms.get(key, "") if cell != "" else "") for key, cell in row.items()} for row in rows]
+    more = f"\n{len(jobs) - MOST_LINES:,} more jobs: in sweep.csv" if len(jobs) > MOST_LINES else ""
+    yield f"\nSweep of {count}\n\n{render.table(shown[:MOST_LINES])}{more}\n"
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    durable.write_text(folder / "sweep.csv", file.getvalue())
+    told = f"{count}. Losses in nats a token; best first, by the best validation loss."
+    durable.write_text(folder / "sweep.md", f"{told}\n\n{render.table(shown)}\n")
+    drawn = [(place, job, job.best) for place, job in enumerate(jobs) if job.best is not None][:MOST_LINES]
+    labels = [", ".join(column[place] for column in keys.values()) or job.folder for place, job, _ in drawn]
+    final = [job.figures.get("val_loss", best) for _, job, best in drawn]
+    picture = render.sweep(labels, [best for *_, best in drawn], final)
+    if picture is not None:
+        (folder / "sweep.png").write_bytes(picture)
+    yield f"{folder}: sweep.csv, sweep.md{', sweep.png' if picture else ''}"
+    if sum(job.status == "completed" for job in jobs) > 1:
+        yield f"next: python -m gpt2_fp8.compare {shlex.quote(str(as_typed(folder)))}"
+
+
+def varied(jobs: Sequence[Job]) -> dict[str, list[str]]:
+    """Return the keys whose values differ between jobs, each with what was typed for every job; empty if nothing."""
+    given = [_values(job.words) for job in jobs]
+    keys = dict.fromkeys(key for values in given for key in values)
+    columns = {key: [values.get(key, "") for values in given] for key in keys}
+    return {key: values for key, values in columns.items() if len(set(map(meant, values))) > 1}
+
+
+def table(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Return a row for each job, with numbers unrounded. What is unknown is empty."""
+    keys = varied(jobs)
+    return [
+        {"job": job.folder, **{key: column[place] for key, column in keys.items()}, "status": job.status,
+         **{column: job.figures.get(column, "") for column, *_ in _FIGURES}, "note": job.message}
+        for place, job in enumerate(jobs)
+    ]  # fmt: skip
+
+
+def _values(words: Sequence[str]) -> dict[str, str]:
+    """Return a job's overrides by key. `~key` takes the key away."""
+    parts = [(word, *word.partition("=")[::2]) for word in words]
+    return {key.lstrip("+~"): "(removed)" if word.startswith("~") else value for word, key, value in parts}
+
+
+def _job(path: Path, name: str) -> Job:
+    try:
+        found = runs.summary(path)
+    except ValueError as error:
+        return Job(name, _hydras_words(path), UNFINISHED, str(error))
+    status, words = runs.at(found, str, "status"), found.get("overrides")
+    told = [(runs.at(found, str, "message") or "").partition("\n")[0].removeprefix("error: ")]
+    if reason := runs.at(found, str, "precision", "reason"):
+        told.append(f"ran {runs.at(found, str, 'precision', 'ran')}: {reason}")
+    figures = {column: runs.at(found, (int, float), key) for column, key, _ in _FIGURES}
+    return Job(
+        folder=name,
+        words=tuple(words) if words and sweep_plan.is_words(words) else _hydras_words(path),
+        status=status if status in _RANKS else UNFINISHED,
+        message="; ".join(filter(None, told)),
+        figures={column: value for column, value in figures.items() if value is not None},
+    )
+
+
+def _hydras_words(path: Path) -> tuple[str, ...]:
+    """Return the overrides that Hydra has written for a job; none if that file cannot be read."""
+    words = None
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        words = yaml.safe_load((path / runs.HYDRA / "overrides.yaml").read_text(encoding="utf-8"))
+    return tuple(words) if words and sweep_plan.is_words(words) else ()
