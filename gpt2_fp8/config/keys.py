@@ -22,7 +22,7 @@ def key_paths(cls: type) -> dict[str, tuple[str, ...]]:
         if not members:
             paths[name] = ()
         for member in members:
-            tags = tags_of(member, tag_field(members)) if len(members) > 1 else ()
+            tags = tags_of(cast("type", member), tag_field(members)) if len(members) > 1 else ()
             for below, own in key_paths(cast("type", member)).items():
                 key = f"{name}.{below}"
                 paths[key] = (*paths.get(key, ()), *(tags or own))
