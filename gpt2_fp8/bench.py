@@ -17,10 +17,9 @@ from pathlib import Path
 
 from gpt2_fp8.compose import benchmark
 from gpt2_fp8.config import output_folder
-from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import RunError, UserError
-from gpt2_fp8.config.keys import show
+from gpt2_fp8.config.keys import meanings, show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.measure import memory_bound, table

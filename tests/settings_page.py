@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config.annotations import bare, hints_of, members_of
+from gpt2_fp8.config.keys import bare, hints_of, members_of
 from gpt2_fp8.config.schema import RunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/settings.md"

@@ -88,7 +88,7 @@ ONLY_IN = {
     "huggingface_hub": ["data", "compat.hub"],
     "tokenizers": ["data.tokenizer_files"],
     "cuda": ["kernels.nvrtc"],
-    "matplotlib": ["measure.plot", "reports.render", "measure.schedule_plot"],
+    "matplotlib": ["measure.record", "reports.render", "measure.schedule_plot"],
     "yaml": ["compose", "reports.sweep", "train.hyper_parameters"],
     "wandb": ["train.services"],
     "mlflow": ["train.services"],

@@ -6,21 +6,60 @@ So a key means the same in both programs.
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from hydra.core.override_parser.types import Override
 
-from gpt2_fp8.compose import benchmark_rows, configs_of
+from gpt2_fp8.compose import configs_of
 from gpt2_fp8.compose.commandline import CommandLine, overrides_of
 from gpt2_fp8.compose.composition import Catalog
-from gpt2_fp8.config import bench_schema, tokenizer_file
+from gpt2_fp8.config import bench_schema, text_file, tokenizer_file
 from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.keys import key_paths, show
 from gpt2_fp8.config.run_length import limits
 from gpt2_fp8.config.schema import RunConfig
+
+FORM = "write NAME: WORDS on each line, such as  fp8: precision=fp8_hybrid recipe=delayed"
+_EXAMPLE = "name a text file of rows, such as {}=benchmarks/rows/ablation.txt"
+_LONGEST_NAME = 60  # characters
+
+
+class BenchRow(NamedTuple):
+    """A row: its name, and the words of its run."""
+
+    name: str
+    words: tuple[str, ...]
+
+
+def read(file: str, problems: list[Problem], key: str = "bench.rows") -> list[BenchRow]:
+    """Return the rows of a file, that `key` names. What is wrong is added to `problems`, each line by its number."""
+    rows: list[BenchRow] = []
+    before = len(problems)
+    for number, line in enumerate(text_file.read(key, file, _EXAMPLE.format(key), problems).splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, colon, rest = (part.strip() for part in line.partition(":"))
+        reason = None
+        if not colon or not name or not name.isprintable() or len(name) > _LONGEST_NAME:
+            reason = "it has no name before a colon" if not colon or not name else "its name is too long, or no text"
+        elif name in [row.name for row in rows]:
+            reason = f"a row above has the name {show(name)}"
+        try:
+            words = tuple(shlex.split(rest, comments=True))
+        except ValueError as error:
+            reason = f"its words cannot be read: {error}"
+        if reason:
+            problems.append(Problem(f"{key}={show(file)}, line {number}: {reason}", FORM))
+        else:
+            rows.append(BenchRow(name, words))
+    if not rows and len(problems) == before:
+        problems.append(Problem(f"{key}={show(file)} holds no row", FORM))
+    return rows
+
 
 LISTS = ("model", "precision", "recipe", "micro_batch_size")
 HERE = {"trainer.max_steps": "steps", "trainer.profiler": "profile", "global_batch_size": "global_batch_size"}
@@ -117,7 +156,7 @@ def _rows(
 ) -> list[RunConfig]:
     """Return the configuration of each row of a file. The row's name is in its `notes`."""
     done: list[RunConfig] = []
-    for row in benchmark_rows.read(file, problems):
+    for row in read(file, problems):
         overrides, found = overrides_of(list(row.words))
         found += [problem for o in overrides if (problem := _not_of_a_row(o))]
         sizes = [str(o.value()) for o in overrides if o.key_or_group == "micro_batch_size"]

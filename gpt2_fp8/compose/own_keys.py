@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 from hydra.core.override_parser.types import Override
 
 from gpt2_fp8.config import hints, parsing
-from gpt2_fp8.config.annotations import meanings
 from gpt2_fp8.config.errors import Finding, Problem
-from gpt2_fp8.config.keys import show
+from gpt2_fp8.config.keys import meanings, show
 
 T = TypeVar("T")
 

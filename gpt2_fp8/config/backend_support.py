@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Set
 from gpt2_fp8.config.block_spec import FUSED_OPTIONS, Option, block_spec, why_not
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.kept_layers import Kept, every_block, kept, partly, split_mlp
-from gpt2_fp8.config.model_fits import in_any_shape
+from gpt2_fp8.config.model_checks import in_any_shape
 from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.config.schema import ModelConfig, RunConfig
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from gpt2_fp8.config.errors import Finding
-from gpt2_fp8.config.key_types import Count
 from gpt2_fp8.config.keys import finding
-from gpt2_fp8.config.ranges import Refusal, above_zero, at_least
+from gpt2_fp8.config.ranges import Count, Refusal, above_zero, at_least
 from gpt2_fp8.config.schema import RunConfig
 
 _LONGEST = 10**8  # seconds: three years, and within what a clock takes

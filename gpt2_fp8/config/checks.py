@@ -15,7 +15,7 @@ from gpt2_fp8.config import (
     backend_support,
     document_borders,
     hf_check,
-    kept_check,
+    kept_layers,
     logger_checks,
     mixture,
     model_checks,
@@ -26,8 +26,7 @@ from gpt2_fp8.config import (
 from gpt2_fp8.config.data_schema import HubData, MixtureData
 from gpt2_fp8.config.errors import Finding, Problem, UserError
 from gpt2_fp8.config.keys import finding, value_of
-from gpt2_fp8.config.model_checks import products, width_multiple
-from gpt2_fp8.config.model_fits import largest_divisor
+from gpt2_fp8.config.model_checks import largest_divisor, products, width_multiple
 from gpt2_fp8.config.schema import RunConfig
 
 
@@ -64,7 +63,7 @@ def check_batch(config: RunConfig, world_size: int) -> None:
 
 
 def _names(config: RunConfig) -> Iterator[Finding]:
-    yield from kept_check.check(config)
+    yield from kept_layers.check(config)
     yield from (
         mixture.found_in(found, name)
         for name, source in mixture.sources_of(config.data)

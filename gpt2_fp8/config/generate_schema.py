@@ -10,9 +10,8 @@ from typing import Annotated, Literal
 
 from gpt2_fp8.config import output_folder, text_file, tokenizer_file, trained_folder
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.config.key_types import Amount, Seed
 from gpt2_fp8.config.keys import show
-from gpt2_fp8.config.ranges import Refusal, above_zero_to_one, at_least
+from gpt2_fp8.config.ranges import Amount, Refusal, Seed, above_zero_to_one, at_least
 from gpt2_fp8.config.trained_folder import Which
 
 _FORM = 'a prompt on each line; a file named .jsonl has {"prompt": TEXT} on each'

@@ -15,6 +15,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from gpt2_fp8.config.errors import Finding
+from gpt2_fp8.config.keys import finding, show
+from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
+from gpt2_fp8.config.schema import RunConfig
+
 KEY = "precision.keep_bf16"
 Part = str  # a name of PARTS
 PARTS: tuple[Part, ...] = ("qkv", "projection", "fc1", "fc2")
@@ -96,3 +101,17 @@ def every_layer(kept: Kept) -> bool:
 def split_mlp(kept: Kept) -> str | None:
     """Name a block of whose MLP one product of two is kept; None if there is none."""
     return next((f"blocks.{i}" for i, parts in enumerate(kept.blocks) if len(parts & MLP) == 1), None)
+
+
+def check(config: RunConfig) -> Iterator[Finding]:
+    """Find names that are of no layer, and names that leave no layer in FP8."""
+    precision, n_layer = config.precision, config.model.n_layer
+    if not isinstance(precision, FP8PrecisionConfig):
+        return
+    for name in precision.keep_bf16:
+        if fits_nothing(name, n_layer):
+            reason = f"there is no layer {show(name)} in a model of {n_layer} blocks"
+            remedy = f"head, first, last, first:2, blocks.0 to blocks.{n_layer - 1}, or a part such as blocks.*.mlp"
+            yield finding(config, KEY, reason, remedy)
+    if every_layer(kept(precision.keep_bf16, n_layer)):
+        yield finding(config, KEY, f"it keeps every layer in bf16; precision={precision.name} needs one in FP8")

@@ -13,9 +13,8 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from gpt2_fp8.config import hints
-from gpt2_fp8.config.annotations import bare, hints_of, members_of, range_of, tag_field, tags_of
 from gpt2_fp8.config.errors import Finding
-from gpt2_fp8.config.keys import key_paths, show
+from gpt2_fp8.config.keys import bare, hints_of, key_paths, members_of, range_of, show, tag_field, tags_of
 
 T = TypeVar("T")
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gpt2_fp8.config.key_types import Steps
-from gpt2_fp8.config.ranges import at_least
+from gpt2_fp8.config.ranges import Steps, at_least
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 
 class Refusal(NamedTuple):
@@ -81,3 +81,23 @@ def from_to(least: int, most: int, remedy: str | None = None) -> Range:
 def below_one(such_as: str = "0.1") -> Range:
     """Allow 0 and more, but less than 1."""
     return Range(0, Refusal("must be at least 0 and below 1", f"choose a value such as {such_as}"), 1, open_most=True)
+
+
+Count = Annotated[int, at_least(1)]
+Steps = Annotated[int, at_least(0)]
+Seed = Annotated[int, from_to(0, 2**32 - 1, "choose another seed, such as 1337")]
+Part = Annotated[float, below_one()]
+KeptPart = Annotated[float, below_one("0.95")]  # of a mean over steps, at each step
+Positive = Annotated[float, above_zero()]
+Amount = Annotated[float, at_least(0)]
+Epsilon = Annotated[float, above_zero_to_one()]
+ScalingFactor = Annotated[float, at_least(1)]
+Workers = Annotated[int, at_least(0, 1024, "processes")]
+Scored = Annotated[int, at_least(0, 10**7, "sequences")]
+Tokens = Annotated[int, at_least(0, 10**6, "tokens")]
+Repeated = Annotated[int, at_least(0, 10**4, "steps, which are read before the first")]
+Sequences = Annotated[int, at_least(1, 10**6, "sequences")]
+Epochs = Annotated[int, at_least(1, 10**5, "passes")]
+StepSequences = Annotated[int, at_least(1, 10**6, "sequences a step")]  # each is dealt out by itself
+_DEVICES = Refusal("is no number of devices", "trainer.devices=auto for every GPU, or trainer=cpu")
+Devices = Annotated[int, at_least(1, 4096, "processes on a machine", _DEVICES)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import replace
 
-from gpt2_fp8.config.model_fits import largest_divisor
+from gpt2_fp8.config.model_checks import largest_divisor
 from gpt2_fp8.config.schema import RunConfig
 
 

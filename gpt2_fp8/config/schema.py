@@ -20,7 +20,14 @@ from gpt2_fp8.config.data_schema import (
     StdlibData,
     TokenFilesData,
 )
-from gpt2_fp8.config.key_types import (
+from gpt2_fp8.config.precision_schema import (
+    AutoRecipe,
+    DelayedRecipe,
+    FP8PrecisionConfig,
+    PlainPrecisionConfig,
+    StatelessRecipe,
+)
+from gpt2_fp8.config.ranges import (
     Amount,
     Count,
     Devices,
@@ -36,15 +43,9 @@ from gpt2_fp8.config.key_types import (
     Steps,
     StepSequences,
     Tokens,
+    at_least,
+    from_to,
 )
-from gpt2_fp8.config.precision_schema import (
-    AutoRecipe,
-    DelayedRecipe,
-    FP8PrecisionConfig,
-    PlainPrecisionConfig,
-    StatelessRecipe,
-)
-from gpt2_fp8.config.ranges import at_least, from_to
 
 Recompute = Literal["none", "mlp", "full"]
 AttentionKernel = Literal["auto", "sdpa", "math", "cudnn", "flash", "te"]

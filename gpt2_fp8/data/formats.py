@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import printable
-from gpt2_fp8.data import limits, parquet
+from gpt2_fp8.data import parquet
 from gpt2_fp8.data.units import DocumentCounts, TextFile, Unit
 
 RANGE_BYTES = 8 << 20
@@ -90,7 +90,7 @@ def cut_after_newline(file: BinaryIO, at: int, *, hard: bool) -> int:
         remedy = "it was not written to its end, or has a hole: make it again"
         raise _no_lines(file, at, "only NUL bytes in the MiB", remedy)
     while window and not window.endswith(b"\n") and not hard:
-        if file.tell() - at > (most := SEARCHED_LINES * limits.LINE_BYTES):
+        if file.tell() - at > (most := SEARCHED_LINES * parquet.LINE_BYTES):
             raise _no_lines(file, at, f"no line's end in the {most >> 20} MiB", "JSON lines end in newlines: repair it")
         window = file.readline(1 << 20)
     if window.endswith(b"\n") or not hard:
@@ -232,16 +232,16 @@ def lines(unit: Unit) -> Iterator[bytes | None]:
     """Return the lines of a range of a file, with None for one of more than `limits.LINE_BYTES`."""
     with open(unit.path, "rb") as file:
         file.seek(unit.start)
-        yield from (line for line, _ in limits.lines(file, unit.stop - unit.start))
+        yield from (line for line, _ in parquet.lines(file, unit.stop - unit.start))
 
 
 def _bounded(text: Any, file: TextFile, most: int | None = None) -> Iterator[bytes | None]:
     """Return the lines of a file, as `lines` does, or `most` of them. Raises UserError for too many."""
-    left = limits.allowed(file.size)
-    for line, length in itertools.islice(limits.lines(text, limits.LINE_BYTES if most else left), most):
-        left -= limits.ROW_BYTES + length
+    left = parquet.allowed(file.size)
+    for line, length in itertools.islice(parquet.lines(text, parquet.LINE_BYTES if most else left), most):
+        left -= parquet.ROW_BYTES + length
         if left < 0:
-            raise limits.unfolds(file.name)
+            raise parquet.unfolds(file.name)
         yield line
 
 

@@ -5,11 +5,47 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data import limits
 from gpt2_fp8.data.units import TextFile
+
+LINE_BYTES = 128 << 20  # a longer line is no document
+# Text compresses to a tenth, and to a hundredth if it repeats itself.
+FREE_BYTES = 64 << 20  # that a unit's text may have, however small its file
+RATIO = 200  # bytes of text in addition, for each byte of the file
+ROW_BYTES = 256  # that count for a row in addition to its own, since it takes as long
+
+
+def lines(file: Any, size: int) -> Iterator[tuple[bytes | None, int]]:
+    """Return the lines of the next `size` bytes, each with its length; None for a line of more than `LINE_BYTES`."""
+    left = size
+    while left > 0 and (line := file.readline(min(left, LINE_BYTES))):
+        length = len(line)
+        if length < LINE_BYTES or line.endswith(b"\n"):
+            left -= length
+            yield line, length
+            continue
+        while length < left and line and not line.endswith(b"\n"):
+            line = file.readline(min(left - length, 1 << 20))
+            length += len(line)
+        left -= length
+        yield None, length
+
+
+def allowed(stored: int) -> int:
+    """Return how many bytes of text a unit may have if it takes `stored` bytes in its file."""
+    return FREE_BYTES + RATIO * stored
+
+
+def unfolds(path: str | Path) -> UserError:
+    """Return the error for a file whose text is larger than `allowed`."""
+    return UserError.of(
+        f"{path} is small, and unpacks to more than {RATIO} times its size",
+        "leave it out; if it is what it should be, unpack it to .jsonl",
+    )
+
 
 FOOTER_BYTES = 256 << 20  # that is a million row groups, and seconds to read
 ANNOUNCED_BYTES = 16 << 20  # reading a larger footer takes long enough to announce it
@@ -65,9 +101,9 @@ def check(file: TextFile, column: str) -> None:
     for group in range(footer.num_row_groups):
         about = footer.row_group(group)
         stored, unpacked = _chunk(about, places)
-        rows, most = about.num_rows, limits.allowed(stored)
-        if not (0 <= stored <= file.size and 0 <= unpacked <= most and 0 <= rows * limits.ROW_BYTES <= most):
-            raise limits.unfolds(file.name)
+        rows, most = about.num_rows, allowed(stored)
+        if not (0 <= stored <= file.size and 0 <= unpacked <= most and 0 <= rows * ROW_BYTES <= most):
+            raise unfolds(file.name)
 
 
 def check_column(file: TextFile, column: str) -> None:
@@ -97,14 +133,14 @@ def read(file: TextFile, groups: range, column: str) -> Iterator[bytes | None]:
     check_column(file, column)
     footer = metadata(file)
     places = _places(footer, column)
-    left = max(limits.allowed(_chunk(footer.row_group(group), places)[0]) for group in groups)
+    left = max(allowed(_chunk(footer.row_group(group), places)[0]) for group in groups)
     with file.open() as raw, pq.ParquetFile(raw, metadata=footer, page_checksum_verification=True) as opened:
         # Few rows at once: a long value that is repeated is in the file once, but in a batch each time.
         for batch in opened.iter_batches(16, list(groups), [column], use_threads=False):
             for document in as_documents(batch.column(0)):
-                left -= limits.ROW_BYTES + len(document or b"")
+                left -= ROW_BYTES + len(document or b"")
                 if left < 0:
-                    raise limits.unfolds(file.name)
+                    raise unfolds(file.name)
                 yield document
 
 

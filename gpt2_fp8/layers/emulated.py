@@ -22,8 +22,7 @@ from gpt2_fp8.config.schema import AttentionKernel, Recompute
 from gpt2_fp8.layers import block, reference
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling
 from gpt2_fp8.layers.embedding import embed
-from gpt2_fp8.layers.emulated_product import Emulation, Product, round_to_bf16
-from gpt2_fp8.layers.emulated_scales import EmulatedScales
+from gpt2_fp8.layers.emulated_product import EmulatedScales, Emulation, Product, round_to_bf16
 
 # Results that go into the residual stream are not rounded. GELU and its gradient are computed in float32.
 _RESULTS = {"qkv": (True, torch.bfloat16), "projection": (False, torch.float32),

@@ -8,17 +8,23 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpt2_fp8 import __version__
 from gpt2_fp8.backends.resolve import Plan, resolve
 from gpt2_fp8.config import parsing
 from gpt2_fp8.config.errors import UserError
@@ -30,13 +36,34 @@ from gpt2_fp8.engine.compile import require_compiler
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.engine.training_step import TrainingStep
+from gpt2_fp8.kernels import libraries
 from gpt2_fp8.measure import memory_bound, profile
 from gpt2_fp8.measure.case import Case, Result
 from gpt2_fp8.measure.subprocesses import one_line
-from gpt2_fp8.measure.versions import versions
 from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.runtime import devices, registry, torch_faults
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries, of CUDA and of the driver, by name; what is missing is left out."""
+    found = {"gpt2_fp8": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    with suppress(metadata.PackageNotFoundError):
+        found["lightning"] = metadata.version("lightning")
+    found |= libraries.versions()
+    if driver := _driver():
+        found["driver"] = driver
+    return found
+
+
+def _driver() -> str | None:
+    """Return the NVIDIA driver's version; None if it is not known."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return next(iter(subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split()), None)
+    return None
 
 
 def built(config: RunConfig, plan: Plan, vocab_size: int) -> TrainingStep:

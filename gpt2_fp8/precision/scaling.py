@@ -7,18 +7,50 @@ the first are found, `precision.magnitudes` what an absurd amax may do.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from gpt2_fp8.config.precision_schema import DelayedRecipe, FP8PrecisionConfig, StatelessRecipe
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.precision import magnitudes, state
-from gpt2_fp8.precision.calibrate import calibrate
 from gpt2_fp8.runtime import collectives
+
+PASSES = 2
+
+
+def calibrate(
+    model: nn.Module,
+    loss_of: Callable[[Tensor], Tensor],
+    ids: Tensor,
+    autocast: Callable[[], AbstractContextManager],
+    share: float = 1.0,
+) -> None:
+    """Set every scale of `model` from one micro-batch.
+
+    ids: [micro-batch, tokens + 1]; `loss_of(ids)` is the mean loss over its targets. `share`: the micro-batch's part of
+    a step's sequences; training will multiply its loss by it. Gradients are None afterwards, and the random number
+    generators are as before. Under a stateless recipe nothing lasting happens. Each rank calibrates with its own text;
+    ranks agree afterwards (`state.agree`).
+    """
+    factor = 2.0 ** math.ceil(math.log2(ids[:, 1:].numel()))
+    devices = [ids.device] if ids.is_cuda else []
+    state.reset(model)  # a calibration that ran out of memory may have left other scales
+    with torch.random.fork_rng(devices=devices):
+        for _ in range(PASSES):
+            state.clear_histories(model)
+            with autocast():
+                loss = loss_of(ids)
+            (loss * factor).backward()
+            model.zero_grad(set_to_none=True)
+            state.update_scales(model)
+    state.divide_gradient_amaxes(model, factor / share)
+
 
 log = logging.getLogger(__name__)
 

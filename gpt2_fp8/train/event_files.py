@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +16,35 @@ from gpt2_fp8.compat import tensorboard_hparams
 from gpt2_fp8.engine.fp8_health import Health
 from gpt2_fp8.engine.histograms import TensorStats
 from gpt2_fp8.train import tensorboard_tags as tags
-from gpt2_fp8.train.lossy import Lossy
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+
+log = logging.getLogger(__name__)
+
+
+class Lossy:
+    """A logger that loses a row if the disk does not take it. The first of several in a row logs a warning."""
+
+    _failing = False
+    _recovers = True  # whether a row that is written means that later ones are
+
+    @contextmanager
+    def losing_rows(self, what: str, unless: Container[int | None] = ()) -> Iterator[None]:
+        """Log a warning if `what` cannot be written. Raises OSError for the error numbers `unless`."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            cause = error.__cause__ if isinstance(error, ValueError) else error  # Lightning turns it into a ValueError
+            if not isinstance(cause, OSError) or cause.errno in unless:
+                raise
+            if not self._failing:
+                log.warning("%s is not written, training goes on: %s", what, cause)
+            self._failing = True
+        else:
+            self._failing = self._failing and not self._recovers
+
 
 _WHAT = "TensorBoard's log"
 _GROUPS = {"gradient": "tensors_gradients", "weight": "tensors_weights"}

@@ -17,8 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.compat.lightning_logging import CSVLoggerOf, KeepingWriter
 from gpt2_fp8.config.schema import LoggerConfig, RunConfig
-from gpt2_fp8.train.event_files import EventFile
-from gpt2_fp8.train.lossy import Lossy
+from gpt2_fp8.train.event_files import EventFile, Lossy
 from gpt2_fp8.train.metrics_csv import is_column, renew
 from gpt2_fp8.train.remote import Remote
 from gpt2_fp8.train.services import Identity, MLflow, Wandb

@@ -24,9 +24,8 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.logits import logits
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.train import checkpoint_io, first_weights, module_checkpoint, own_trainer, resume, saved_config
-from gpt2_fp8.train.metric_log import MetricLog
 from gpt2_fp8.train.module_checkpoint import Restored
-from gpt2_fp8.train.validation import Validation
+from gpt2_fp8.train.validation import MetricLog, Validation
 
 
 class GPT2Module(pl.LightningModule):

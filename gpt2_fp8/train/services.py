@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import secrets
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +16,43 @@ from typing import Any
 import numpy as np
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
+from gpt2_fp8.checkpoint import durable
+from gpt2_fp8.config import bounded
 from gpt2_fp8.config.schema import MLflowConfig, RunConfig, WandbConfig
 from gpt2_fp8.engine.histograms import TensorStats
-from gpt2_fp8.train import remote_runs
+
+FILE = "remote_runs.json"
+_WRITING = threading.Lock()  # each service has a thread
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def remembered(folder: Path, service: str) -> str | None:
+    """Return the identifier of the run at a service; None if there is none, or it is not one."""
+    return _read(folder).get(service)
+
+
+def remember(folder: Path, service: str, name: str) -> None:
+    """Note an identifier. Raises OSError."""
+    with _WRITING:
+        durable.write_json(folder / FILE, _read(folder) | {service: name})
+
+
+def fresh(environment: Mapping[str, str] = os.environ) -> str:
+    """Return an identifier for a new run at W&B: that of its sweep's agent, or eight characters drawn at random.
+
+    They are drawn by the operating system: the run's own random numbers stay as they are.
+    """
+    given = environment.get("WANDB_RUN_ID", "")
+    return given if _ID.fullmatch(given) else secrets.token_hex(4)
+
+
+def _read(folder: Path) -> dict[str, str]:
+    with suppress(OSError, ValueError, RecursionError):
+        found = bounded.read_json(folder / FILE)
+        if isinstance(found, dict):
+            return {str(key): value for key, value in found.items() if isinstance(value, str) and _ID.fullmatch(value)}
+    return {}
+
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +85,11 @@ class Wandb:
     def __init__(self, options: WandbConfig, config: RunConfig, folder: Path, identity: Identity, resumed: bool):
         self.undelivered = f"`wandb sync {folder}/wandb/*run-*` sends the rest"
         self._options, self._config, self._folder, self._identity = options, config, folder, identity
-        self._id = (remote_runs.remembered(folder, "wandb") if resumed else None) or remote_runs.fresh()
+        self._id = (remembered(folder, "wandb") if resumed else None) or fresh()
 
     def begin(self) -> Logger:
         """Open the run, or continue it; offline if that fails."""
-        remote_runs.remember(self._folder, "wandb", self._id)
+        remember(self._folder, "wandb", self._id)
         try:
             logger = self._open(self._options.mode)
         except Exception as error:
@@ -116,7 +155,7 @@ class MLflow:
     def __init__(self, options: MLflowConfig, config: RunConfig, folder: Path, identity: Identity, resumed: bool):
         self._options, self._config, self._folder, self._identity = options, config, folder, identity
         self._uri = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _LOCAL
-        self._id = remote_runs.remembered(folder, "mlflow") if resumed else None
+        self._id = remembered(folder, "mlflow") if resumed else None
 
     def begin(self) -> Logger:
         """Open the run, or continue it. The parameters of a run are those it began with: MLflow changes none."""
@@ -137,7 +176,7 @@ class MLflow:
         if self._id is None:
             self._id = logger.run_id
             assert self._id is not None
-            remote_runs.remember(self._folder, "mlflow", self._id)
+            remember(self._folder, "mlflow", self._id)
             logger.log_hyperparams(asdict(self._config))
             log.info("MLflow: run %s of the experiment %s in %s", self._id, self._options.experiment, self._uri)
         else:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from gpt2_fp8.config.annotations import meanings
+from gpt2_fp8.config.keys import meanings
 from gpt2_fp8.config.parsing import build
 from gpt2_fp8.config.ranges import Refusal, above_zero, at_least, below_one, from_to
 

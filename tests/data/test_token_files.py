@@ -17,7 +17,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.data import token_format
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.pass_length import tokens_a_pass
-from gpt2_fp8.data.token_files import TokenFilesSource
+from gpt2_fp8.data.sources import TokenFilesSource
 from tests.data.corpora import items, module, rank_batches
 from tests.data.token_files_made import LLAMA_3, LLM_C, ids_config, llm_c, nano, some_ids
 

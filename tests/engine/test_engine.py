@@ -24,7 +24,7 @@ from gpt2_fp8.layers import reference
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.layers.delayed_scaling import Place
 from gpt2_fp8.model.gpt2 import GPT2, initialise
-from gpt2_fp8.precision.calibrate import PASSES
+from gpt2_fp8.precision.scaling import PASSES
 from gpt2_fp8.precision.state import capture
 from tests.common import VOCAB, ids, loss_of
 from tests.faults.pretended import pretended

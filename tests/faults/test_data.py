@@ -26,7 +26,7 @@ import torch
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.compose import preflight
 from gpt2_fp8.config.errors import DataSourceLost, UserError
-from gpt2_fp8.data import formats, limits, token_stream, tokenizer
+from gpt2_fp8.data import formats, parquet, token_stream, tokenizer
 from gpt2_fp8.data.documents import MAX_BROKEN
 from gpt2_fp8.data.files import FilesSource
 from gpt2_fp8.data.loaders import Steps
@@ -98,7 +98,7 @@ def test_56_a_document_of_100_mb_in_one_line_is_read_in_pieces(tmp_path: Path, s
 
 
 def test_56_a_longer_line_is_passed_over_without_being_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "LINE_BYTES", 5000)
+    monkeypatch.setattr(parquet, "LINE_BYTES", 5000)
     monkeypatch.setattr(formats, "RANGE_BYTES", 2000)
     good = [json.dumps({"text": f"{i} {TEXT}"}) for i in range(40)]
     lines = [*good[:20], json.dumps({"text": "x" * 20_000}), *good[20:]]
@@ -340,7 +340,7 @@ UNFOLDS = "unpacks to more than 200 times its size"
 def test_hostile_a_zip_bomb_of_many_lines(
     tmp_path: Path, canary: Path, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "FREE_BYTES", 4 * MEGABYTE)
+    monkeypatch.setattr(parquet, "FREE_BYTES", 4 * MEGABYTE)
     path = bomb(tmp_path / "bomb.jsonl.zst", line.encode() * (MEGABYTE // len(line)), 200)
     assert UNFOLDS in refusal(files_config(path))
 

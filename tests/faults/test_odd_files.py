@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data import formats, limits, parquet, progress_log
+from gpt2_fp8.data import formats, parquet, progress_log
 from gpt2_fp8.data.files import FilesSource
 from gpt2_fp8.data.units import DocumentCounts, TextFile, Unit
 from tests.data.corpora import files_config, items, module, write_jsonl
@@ -72,7 +72,7 @@ def test_113_a_file_of_a_hole_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_113_a_line_without_an_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet, "LINE_BYTES", 1 << 20)
     monkeypatch.setattr(formats, "RANGE_BYTES", 1 << 20)
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(10) + b"x" * (20 << 20))

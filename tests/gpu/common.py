@@ -15,7 +15,7 @@ from gpt2_fp8.model.gpt2 import initialise
 from gpt2_fp8.model.loss import NO_PENALTY
 from gpt2_fp8.model.loss import loss_of as backends_loss
 from gpt2_fp8.precision import state
-from gpt2_fp8.precision.calibrate import calibrate
+from gpt2_fp8.precision.scaling import calibrate
 
 VOCAB = 50257
 CONFIG = ModelConfig(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpt2_fp8.precision import state
-from gpt2_fp8.precision.calibrate import calibrate
+from gpt2_fp8.precision.scaling import calibrate
 from tests.gpu.common import (
     FAMILIES,
     bf16,

@@ -9,8 +9,7 @@ from torch import nn
 from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.layers.delayed_scaling import DelayedScaling, Place, Scales
 from gpt2_fp8.precision import state
-from gpt2_fp8.precision.calibrate import PASSES, calibrate
-from gpt2_fp8.precision.scaling import FP8Scaling
+from gpt2_fp8.precision.scaling import PASSES, FP8Scaling, calibrate
 
 E4M3, E5M2 = 448.0, 57344.0  # the largest numbers of the two formats
 

@@ -14,7 +14,7 @@ from gpt2_fp8.layers.fp8_cast import BLOCK, cast, uncast
 from gpt2_fp8.model.gpt2 import GPT2, initialise
 from gpt2_fp8.model.loss import cross_entropy, split
 from gpt2_fp8.precision import state
-from gpt2_fp8.precision.calibrate import calibrate
+from gpt2_fp8.precision.scaling import calibrate
 from tests.common import CONFIG, VOCAB, ids
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

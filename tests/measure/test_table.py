@@ -6,7 +6,7 @@ import pytest
 from gpt2_fp8 import compose
 from gpt2_fp8.measure import table
 from gpt2_fp8.measure.case import WAITS, Case, Kernel, Result
-from gpt2_fp8.measure.plot import plot
+from gpt2_fp8.measure.record import plot
 from gpt2_fp8.measure.table import Measured
 
 

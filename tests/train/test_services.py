@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger
 
 from gpt2_fp8 import compose
 from gpt2_fp8.config import logger_checks
-from gpt2_fp8.train import remote, remote_runs
+from gpt2_fp8.train import remote, services
 from gpt2_fp8.train.remote import Remote
 from gpt2_fp8.train.services import Identity, Wandb
 from tests.runs import SMALL, command, metrics, recorded, train, train_until
@@ -78,9 +78,9 @@ def test_wandb_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
     folder = tmp_path / "run"
     words = [*FEW, *HISTOGRAMS, "logger=[csv,wandb]", "callbacks.checkpoint_every_n_steps=2"]
     train_until(4, folder, *words)
-    first = remote_runs.remembered(folder, "wandb")
+    first = services.remembered(folder, "wandb")
     train(folder, *words, "ckpt_path=last")
-    assert remote_runs.remembered(folder, "wandb") == first
+    assert services.remembered(folder, "wandb") == first
     assert identifiers_of(folder) == [{first}, {first}]
     rows = rows_of(folder)
     losses = {int(row["trainer/global_step"]): float(row["train_loss"]) for row in rows if "train_loss" in row}
@@ -94,7 +94,7 @@ def test_each_job_of_a_sweep_is_a_run_of_its_own(tmp_path):
     assert done.returncode == 0, done.stderr
     folders = [tmp_path / "outputs/sweep" / job for job in "01"]
     for service in ("wandb", "mlflow"):
-        ids = {remote_runs.remembered(folder, service) for folder in folders}
+        ids = {services.remembered(folder, service) for folder in folders}
         assert len(ids) == 2
         assert None not in ids
     assert [len(list(folder.glob("wandb/offline-run-*"))) for folder in folders] == [1, 1]
@@ -121,7 +121,7 @@ def test_mlflow_has_each_row_and_a_resumed_run_is_the_same(tmp_path):
     uri = f"sqlite:///{tmp_path}/store.db"
     words = [*FEW, "logger=[csv,mlflow]", f"logger.mlflow.tracking_uri='{uri}'", "+tags.round=2"]
     train(folder, *words)
-    run_id = remote_runs.remembered(folder, "mlflow")
+    run_id = services.remembered(folder, "mlflow")
     train(folder, *words, "ckpt_path=last", "trainer.max_steps=8")
     client = MlflowClient(uri)
     (experiment,) = [found for found in client.search_experiments() if found.name == "gpt2-fp8"]
@@ -215,8 +215,8 @@ def test_a_missing_library_is_said_before_torch(name, library, monkeypatch):
 
 
 def test_an_agents_run_is_taken_and_a_strange_name_is_not(tmp_path):
-    assert remote_runs.fresh({"WANDB_RUN_ID": "abc12345"}) == "abc12345"
-    assert remote_runs.fresh({"WANDB_RUN_ID": "../x"}) != "../x"
+    assert services.fresh({"WANDB_RUN_ID": "abc12345"}) == "abc12345"
+    assert services.fresh({"WANDB_RUN_ID": "../x"}) != "../x"
     (tmp_path / "remote_runs.json").write_text('{"wandb": "../../x", "mlflow": 3}')
-    assert remote_runs.remembered(tmp_path, "wandb") is None
-    assert remote_runs.remembered(tmp_path, "mlflow") is None
+    assert services.remembered(tmp_path, "wandb") is None
+    assert services.remembered(tmp_path, "mlflow") is None
