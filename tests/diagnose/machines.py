@@ -8,16 +8,8 @@ from gpt2_fp8.diagnose.facts import Disk, Facts, Step
 GIB = 2**30
 PLACES = {"outputs": "/work/outputs", "Triton's cache": "/root/.triton/cache", "the temporary folder": "/tmp"}
 H200 = Facts(
-    gpt2_fp8="0.1.0",
-    platform="Linux 6.8.0",
-    machine="x86_64",
-    python="3.12.3",
-    container=False,
-    shared_memory=64 * GIB,
-    driver="580.95.05",
-    driver_cuda="13.0",
-    driver_error=None,
-    on_bus=True,
+    gpt2_fp8="0.1.0", platform="Linux 6.8.0", machine="x86_64", python="3.12.3", container=False,
+    shared_memory=64 * GIB, driver="580.95.05", driver_cuda="13.0", driver_error=None, on_bus=True,
     gpus=[("NVIDIA H200", "9.0")],
     tools={"cc": "/usr/bin/cc", "c++": "/usr/bin/c++", "Python.h": "/usr/include/python3.12/Python.h"},
     libraries={
@@ -34,7 +26,7 @@ H200 = Facts(
     nccl="2.28.9",
     cudnn="9.14.0",
     runs={f"{recipe} {backend}": None for recipe, backend in RUNS},
-)
+)  # fmt: skip
 STEPS = {
     "fp8_hybrid": Step(backend="fused", tokens_per_second=221_100.0, milliseconds=74.1),
     "bf16": Step(backend="reference", tokens_per_second=128_400.0, milliseconds=127.6),

@@ -25,7 +25,6 @@ def test_a_driver_that_fails(monkeypatch):
 
 
 def test_a_part_that_crashes_leaves_the_others(monkeypatch):
-    """The child ends in its second part; the next one begins after that."""
     asked = []
 
     def run(module, parts, seconds):

@@ -25,8 +25,7 @@ def compared(folder):
     each = runs.conditions(runs.read([folder])[0])
     found = comparison.compare(each, runs.base_of(each))
     told = report.plain(found, [])
-    json.dumps(told, allow_nan=False)
-    return found, told
+    return found, json.loads(json.dumps(told, allow_nan=False))
 
 
 def losses(told, condition, kind="validation"):
