@@ -24,9 +24,7 @@ from gpt2_fp8.config.shown import line
 from gpt2_fp8.reports import compare_conditions, compare_record, comparison_notes, conditions, find_runs, verdict
 from gpt2_fp8.reports.conditions import Condition
 from gpt2_fp8.reports.find_runs import Found
-from gpt2_fp8.runtime import one_process, programs
-from gpt2_fp8.runtime.arguments import Parser
-from gpt2_fp8.runtime.file_program import exit_code
+from gpt2_fp8.runtime import programs
 
 _QUIET_SECONDS = 2.0  # of reading, before it is announced, and between two lines after that
 _EXAMPLE = "python -m gpt2_fp8.compare outputs/RUN_NAME, or runs=[outputs/A,outputs/B]"
@@ -35,7 +33,7 @@ _ANOTHER = "give a second run's folder too, or a sweep's: python -m gpt2_fp8.run
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    return exit_code(lambda: _compare(argv), "the comparison", "name a folder of yours: --out FOLDER")
+    return programs.exit_code(lambda: _compare(argv))
 
 
 def _compare(argv: list[str]) -> None:
@@ -138,7 +136,7 @@ def _out(folders: Sequence[Path]) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m gpt2_fp8.compare",
         description="Compares the runs of sweeps, and single runs: losses at equal tokens and at equal time, time to "
         "the same loss, speed, memory, samples, and a verdict on FP8. Writes compare.md, .json, .html and .png.",
@@ -153,4 +151,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(one_process.main("compare", main))
+    sys.exit(programs.main("compare", main))

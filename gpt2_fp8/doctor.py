@@ -21,8 +21,7 @@ from gpt2_fp8.config.shown import harmless, line
 from gpt2_fp8.diagnose import facts as recorded
 from gpt2_fp8.diagnose import offers, probe, report, steps, verdict
 from gpt2_fp8.diagnose.facts import Facts
-from gpt2_fp8.runtime import one_process, programs
-from gpt2_fp8.runtime.arguments import Parser
+from gpt2_fp8.runtime import programs
 
 NO_FP8 = 5  # the exit code if FP8 cannot run
 EPILOG = (
@@ -76,7 +75,7 @@ def _read(file: Path) -> Facts:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m gpt2_fp8.doctor",
         description="Says whether FP8 works on this machine, how fast a step is, and if not, which command mends it.",
         epilog=EPILOG,
@@ -91,4 +90,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(one_process.main("doctor", main, once_a_node=True))
+    sys.exit(programs.main("doctor", main, once_a_node=True))

@@ -17,22 +17,18 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.reports import sweep_jobs, sweep_record
 from gpt2_fp8.reports.sweep_jobs import Job
-from gpt2_fp8.runtime import one_process, programs
-from gpt2_fp8.runtime.arguments import Parser, plain_words
-from gpt2_fp8.runtime.file_program import exit_code
+from gpt2_fp8.runtime import programs
 
 PROGRAM = "python -m gpt2_fp8.table"
 
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    return exit_code(lambda: _show(argv), "the table", "copy the sweep's folder to one of yours")
+    return programs.exit_code(lambda: _show(argv))
 
 
 def _show(argv: list[str]) -> None:
     typed = _parser().parse_args(argv).folders
-    if keyed := plain_words(PROGRAM, typed):
-        raise UserError([keyed])
     folders = [folder.expanduser() for folder in typed]
     found: dict[Path, list[Job]] = {}
     if problems := list(_problems(folders, found)):
@@ -63,7 +59,7 @@ def _problems(folders: list[Path], found: dict[Path, list[Job]]) -> Iterator[Pro
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Shows the jobs of a sweep, best first, and writes sweep.csv, sweep.md and sweep.png.",
         epilog="Exit codes: 0 done; 1 the files could not be written; 2 your input; 130 stopped.",
@@ -74,4 +70,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(one_process.main("table", main))
+    sys.exit(programs.main("table", main))

@@ -15,7 +15,6 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 
 from gpt2_fp8.diagnose.facts import Library, Place, System
-from gpt2_fp8.runtime import memory_limits
 
 ROOT = Path("/")  # where the system's own files are
 # Some builds of torch bring Triton under another name.
@@ -35,7 +34,6 @@ _MORE_VARIABLES = {"LD_LIBRARY_PATH", "LD_PRELOAD", "CC", "CXX", "PYTORCH_CUDA_A
 
 def system() -> System:
     """Record the host."""
-    limit = memory_limits.narrowest()
     shared = None
     with suppress(OSError):
         found = os.statvfs(ROOT / "dev/shm")
@@ -46,9 +44,9 @@ def system() -> System:
         python=platform.python_version(),
         container=_in_container(),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory=memory_limits.machine_bytes(),
-        memory_left=limit.left if limit else None,
-        memory_limit=limit.what if limit else None,
+        memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        memory_left=None,
+        memory_limit=None,
         shared_memory=shared,
     )
 

@@ -21,13 +21,12 @@ from gpt2_fp8.compat.lightning_logging import detach_logging
 from gpt2_fp8.compat.lightning_process import rank
 from gpt2_fp8.config import output_folder, own_words, rank_share
 from gpt2_fp8.config.checks import check_batch
-from gpt2_fp8.config.errors import RunError, UserError
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.engine.compile import require_compiler
 from gpt2_fp8.engine.divergence import RollBack
-from gpt2_fp8.runtime import devices, ranks, rendezvous, spool, torch_faults
+from gpt2_fp8.runtime import devices, ranks, rendezvous, spool
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
 from gpt2_fp8.train.context import RunContext
@@ -73,8 +72,6 @@ def _run(config: RunConfig, folder: Path, words: Sequence[str], line: Typed | No
     except BaseException as caught:
         met = rendezvous.joined()
         error = caught if met is None else met.explain(caught)
-        if not isinstance(error, RunError):
-            error = torch_faults.explained(error) or error
         if error is not caught:
             raise error from None
         raise
@@ -107,7 +104,6 @@ def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: Contai
     if rank() == 0:
         setup.check_room(config, context.checkpointing.folder, len(epoch_ends))
     plan = _plan(config, device, checkpoint)
-    require_compiler(plan.backend)
     context.chosen(config)
     return _Start(config, plan, checkpoint, world_size, limit)
 
