@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from gpt2_fp8.config import bounded
+from gpt2_fp8.config import json_file
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.shown import harmless, line
 from gpt2_fp8.diagnose import facts as recorded
@@ -66,7 +66,7 @@ def _say(what: str) -> None:
 def _read(file: Path) -> Facts:
     """Return the facts in a report. Raises UserError."""
     try:
-        content = bounded.read_json(file.expanduser())
+        content = json_file.read(file.expanduser())
     except OSError as error:
         raise UserError.of(f"{file} cannot be read: {error.strerror or error}", "name a report's file") from error
     except ValueError as error:

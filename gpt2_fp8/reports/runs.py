@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.config import bounded
+from gpt2_fp8.config import json_file
 from gpt2_fp8.reports import curves, unfinished
 from gpt2_fp8.reports.curves import Curve
 from gpt2_fp8.train import metrics_csv
@@ -112,7 +111,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     if not os.path.lexists(path):
         return unfinished.summary(folder, _lines(folder / "run.log"))
     try:
-        found = bounded.read_json(path)
+        found = json_file.read(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"summary.json cannot be read: {error}") from None
     if not isinstance(found, dict):
@@ -145,7 +144,7 @@ def _samples(path: Path) -> Iterator[tuple[int, str]]:
 
 def _lines(path: Path) -> Iterator[str]:
     """Yield the lines of a log, as many as may be read of it; none if it is no regular file."""
-    with suppress(OSError), os.fdopen(durable.open_regular(path, os.O_RDONLY), "rb") as file:
+    with suppress(OSError), open(path, "rb") as file:
         left = _LARGEST_LOG
         while left > 0 and (line := file.readline(_LONGEST_LINE)):
             left -= len(line)

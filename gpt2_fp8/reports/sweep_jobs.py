@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from gpt2_fp8.config import bounded, sweep_plan
+from gpt2_fp8.config import json_file, sweep_plan
 
 SUMMARY, HYDRA, METRICS = "summary.json", ".hydra", "metrics.csv"
 UNFINISHED, NOT_RUN = "unfinished", "not run"
@@ -65,7 +65,7 @@ def read(folder: Path) -> list[Job]:
     ran = {frozenset(job.words) for job in jobs}
     plan: Any = None
     with suppress(OSError, ValueError):
-        plan = bounded.read_json(folder / sweep_plan.NAME)
+        plan = json_file.read(folder / sweep_plan.NAME)
     missing = [words for words in sweep_plan.jobs_of(plan) if frozenset(words) not in ran]
     jobs += [Job(folder=None, words=tuple(words), status=NOT_RUN) for words in missing]
     return sorted(jobs, key=lambda job: job.order)
@@ -96,7 +96,7 @@ def _job(top: Path, path: Path) -> Job:
     note = "no summary.json: it was killed, or still runs"
     if os.path.lexists(path / SUMMARY):
         try:
-            found = bounded.read_json(path / SUMMARY)
+            found = json_file.read(path / SUMMARY)
         except (OSError, ValueError) as error:
             note = f"summary.json cannot be read: {error}"
     if not isinstance(found, dict):
@@ -140,6 +140,6 @@ def words_of(path: Path) -> tuple[str, ...]:
     words: Sequence[Any] = ()
     with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
         file = path / HYDRA / "overrides.yaml"
-        if bounded.regular_file(file).st_size <= _LARGEST_YAML:
+        if file.stat().st_size <= _LARGEST_YAML:
             words = yaml.safe_load(file.read_text(encoding="utf-8"))
     return tuple(words) if sweep_plan.is_words(words) else ()

@@ -15,7 +15,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from gpt2_fp8.checkpoint import names
-from gpt2_fp8.config import bounded, keys, own_words, parsing, run_length
+from gpt2_fp8.config import keys, own_words, parsing, run_length
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.reports import sweep_jobs
 
@@ -68,7 +68,7 @@ def counts(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 def _config(path: Path, words: Iterable[str]) -> RunConfig:
     """Return the settings that Hydra has written, as the run has them once its length is known."""
     try:
-        if bounded.regular_file(path).st_size > _LARGEST:
+        if path.stat().st_size > _LARGEST:
             raise ValueError("it is too large")
         text = path.read_text(encoding="utf-8")
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):

@@ -14,7 +14,6 @@ from gpt2_fp8.backends.resolve import Plan, as_before, fallen_back, resolve
 from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.callbacks.progress import ProgressBar
-from gpt2_fp8.checkpoint.finite import is_finite
 from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.compat.lightning_logging import detach_logging
@@ -33,7 +32,7 @@ from gpt2_fp8.train.context import RunContext
 from gpt2_fp8.train.length import resolve_length
 from gpt2_fp8.train.outcome import last_val_loss, validation_missing
 from gpt2_fp8.train.process import quiet
-from gpt2_fp8.train.rollback import checkpoint_before
+from gpt2_fp8.train.rollback import checkpoint_before, is_finite
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.config import bounded
+from gpt2_fp8.config import json_file
 
 FILE = "remote_runs.json"
 _WRITING = threading.Lock()  # each service has a thread
@@ -39,8 +39,8 @@ def fresh(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def _read(folder: Path) -> dict[str, str]:
-    with suppress(OSError, ValueError, RecursionError):
-        found = bounded.read_json(folder / FILE)
+    with suppress(OSError, ValueError):
+        found = json_file.read(folder / FILE)
         if isinstance(found, dict):
             return {str(key): value for key, value in found.items() if isinstance(value, str) and _ID.fullmatch(value)}
     return {}

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import files, pointers
-from gpt2_fp8.checkpoint.finite import is_finite
 from gpt2_fp8.engine.divergence import RollBack
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,11 @@ def checkpoint_before(back: RollBack, folder: Path, saved: Collection[int], orig
     where = f"to {path}" if path else "to the start, since no sound checkpoint is older than the trouble"
     log.warning("step %d: going back %s", back.step, where)
     return path
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether each number of the tensor is finite."""
+    return bool(torch.isfinite(tensor.float() if tensor.is_floating_point() else tensor).all())  # FP8 has no isfinite
 
 
 def is_sound(path: Path) -> bool:
