@@ -153,7 +153,6 @@ def _begin_log() -> None:
     """Send this program's log to stderr, and no library's but its warnings."""
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("gpt2_fp8").setLevel(logging.INFO)
-    logging.raiseExceptions = False
     spool.clear()
 
 

@@ -104,6 +104,8 @@ def main(argv: list[str]) -> int:
             if handlers.thrown:  # its exception was lost in a section that blocks signals
                 handlers.throw()
         except BaseException as caught:
+            if isinstance(caught, BrokenPipeError) and "torch" not in sys.modules:
+                return programs.without_reader()  # of a help text, or of what is said before a run
             error = _run_error(caught, handlers)
             if error is None and not isinstance(caught, Exception):
                 raise  # SystemExit, of Hydra's own answers

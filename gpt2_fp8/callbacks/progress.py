@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -62,7 +63,7 @@ class ProgressBar(LightningBar):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Begin to draw."""
         self.line.step = trainer.global_step
-        if self._enabled and self._live is None and sys.stdout.isatty() and not Console().is_dumb_terminal:
+        if self._enabled and self._live is None and _redraws():
             self._begin()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -183,6 +184,11 @@ class BarLine:
         row = Table.grid(padding=(0, 1, 0, 0))
         row.add_row(Bar(total=self.total, completed=self.step, width=bar), Text(text, no_wrap=True))
         yield row
+
+
+def _redraws() -> bool:
+    """Return whether a line can be redrawn: on a terminal that is not dumb, unless NO_COLOR asks for plain text."""
+    return sys.stdout.isatty() and not Console().is_dumb_terminal and not os.environ.get("NO_COLOR")
 
 
 def _no_interval(record: logging.LogRecord) -> bool:

@@ -125,7 +125,7 @@ def _check(path: Path, manifest: dict[str, Any]) -> None:
             f"{path} is of checkpoint format {version}; this gpt2_fp8 {__version__} reads up to {VERSION}",
             f"use gpt2_fp8 {manifest['written_by']['gpt2_fp8']} or later",
         )
-    if version > 1 and _own_digest(manifest) != manifest[SEAL]:
+    if (version > 1 or SEAL in manifest) and _own_digest(manifest) != manifest[SEAL]:
         raise unreadable(path, f"{MANIFEST} was changed after it was written: its own SHA-256 does not fit")
     step = manifest["global_step"]
     named = step_aside(path.name) if step_of(path.name) is None else step_of(path.name)

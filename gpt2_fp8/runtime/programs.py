@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import os
 import signal
 import sys
@@ -65,6 +66,7 @@ def begin() -> None:
     programs on two cores, and sampling 20 times; on an idle CPU, sleeping costs training 6 %.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    logging.raiseExceptions = False  # a line that a pipe or a disk does not take costs that line alone
 
 
 def end(code: int) -> int:

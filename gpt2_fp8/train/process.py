@@ -15,7 +15,6 @@ from gpt2_fp8.runtime import host_memory
 def quiet() -> None:
     """Leave the log to this run, on one rank, and the peak of memory to this run alone."""
     host_memory.reset_peak()
-    logging.raiseExceptions = False  # a line that a terminal or a disk does not take costs that line alone
     if rank():
         logging.getLogger("gpt2_fp8").setLevel(logging.WARNING)
     for name in ("lightning.pytorch", "lightning.fabric"):

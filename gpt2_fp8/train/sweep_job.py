@@ -24,7 +24,7 @@ from typing import Any
 from gpt2_fp8.config import json_file, parsing
 from gpt2_fp8.config.errors import JobError, RunError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import gpu_locks, process_end, signals, slurm
+from gpt2_fp8.runtime import gpu_locks, process_end, programs, signals, slurm
 from gpt2_fp8.train import loading, summary
 
 log = logging.getLogger(__name__)
@@ -112,6 +112,7 @@ def _ended(request: str, gpu: str, log_file: Path, stop: Path, parent: int) -> i
 
 def main() -> int:
     """Run the job that the standard input describes, and return the exit code."""
+    programs.begin()
     asked = json.load(sys.stdin)
     slurm.leave_the_queue()
     with signals.handled() as handlers:

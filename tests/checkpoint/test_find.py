@@ -5,9 +5,9 @@ import os
 
 import pytest
 import torch
+from gpt2_fp8.checkpoint.digest import digests
 
 from gpt2_fp8.checkpoint import files, pointers, verify
-from gpt2_fp8.checkpoint.digest import digests
 from gpt2_fp8.checkpoint.files import CheckpointError
 from gpt2_fp8.checkpoint.find import resolve
 
