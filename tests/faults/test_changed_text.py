@@ -66,7 +66,8 @@ def test_changed_text_is_refused_by_the_run_that_goes_on(tmp_path: Path) -> None
     text = tmp_path / "text.txt"
     text.write_text("".join(lines))
     words = [
-        "model=tiny", "trainer=cpu", "logger=none", "run_name=a", "data=text_files", f"data.train_files=[{text}]", "data.tokenizer=bytes",
+        "model=tiny", "trainer=cpu", "logger=none", "run_name=a", "data=text_files", f"data.train_files=[{text}]",
+        "data.tokenizer=bytes",
         "data.num_workers=0", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.n_positions=32",
         "global_batch_size=8", "micro_batch_size=8", "optim.warmup_steps=0", "data.val_sequences=2",
         "data.val_fraction=0.1",
