@@ -16,7 +16,7 @@ import textwrap
 
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import Problem
-from gpt2_fp8.runtime import output, programs, ranks
+from gpt2_fp8.runtime import programs, ranks
 
 HELP = """\
 {version}: train GPT-2 and its relatives in FP8, from one command.
@@ -107,10 +107,8 @@ def _complete(names: list[str]) -> int:
 
 def entry() -> None:
     """Run the command `gpt2-fp8`."""
-    output.begin(pipe_ends=False)
-    code = main(sys.argv[1:])
-    output.end()
-    sys.exit(code)
+    programs.begin()
+    sys.exit(programs.end(main(sys.argv[1:])))
 
 
 if __name__ == "__main__":

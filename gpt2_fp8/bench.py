@@ -22,11 +22,11 @@ from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.keys import meanings, show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.measure import memory_bound, table
+from gpt2_fp8.measure import table
 from gpt2_fp8.measure.case import Case, Result, measure
 from gpt2_fp8.measure.record import Record
 from gpt2_fp8.measure.table import Measured, Row
-from gpt2_fp8.runtime import one_process, output, process_end, programs, torch_faults
+from gpt2_fp8.runtime import process_end, programs
 
 FOLDER = Path("outputs/bench")
 ELSEWHERE = "start the benchmark in a folder that can be written"
@@ -81,11 +81,9 @@ class _Handlers:
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
     try:
-        code = _main(argv)
-        sys.stdout.flush()
-        return code
+        return programs.end(_main(argv))
     except BrokenPipeError:  # the reader has ended
-        return output.without_reader()
+        return programs.without_reader()
 
 
 def _main(argv: list[str]) -> int:
@@ -105,11 +103,10 @@ def _main(argv: list[str]) -> int:
         if handlers.code is not None or isinstance(error, KeyboardInterrupt):
             print("stopped", file=sys.stderr)
             return handlers.code or (143 if isinstance(error, _Terminated) else 130)
-        known = error if isinstance(error, RunError) else torch_faults.explained(error)
-        if known is None:
+        if not isinstance(error, RunError):
             raise
-        print(harmless(str(known)), file=sys.stderr)
-        return known.exit_code
+        print(harmless(str(error)), file=sys.stderr)
+        return error.exit_code
     finally:
         handlers.put_back()
     if record.unwritten:
@@ -171,17 +168,10 @@ def _measure_cases(record: Record, configs: list[RunConfig], device: str) -> Non
         words = f"{named}{config.model.name}, micro-batch {config.micro_batch_size}, {config.precision.name}{recipe}"
         print(f"[{number}/{len(configs)}] {words}{optimizer} ... ", end="", flush=True)
         log = record.folder / "logs" / f"case-{number}.log"
-        result = _measure(case, device, bench.timeout, log)
+        result = measure(case, bench.timeout, log)
         record.cases.append(Measured(case, result))
         record.keep()
         print(_outcome(result) + (f" ({log})" if result.status == "failed" else ""), flush=True)
-
-
-def _measure(case: Case, device: str, timeout_s: float, log: Path) -> Result:
-    """Measure a case, unless it cannot fit this machine."""
-    if reason := memory_bound.too_large(case.config, device, case.warmup + case.steps + case.profile):
-        return Result(status="out of memory", message=reason)
-    return measure(case, timeout_s, log)
 
 
 def _outcome(result: Result) -> str:
@@ -206,4 +196,4 @@ def _end(record: Record) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(one_process.main("bench", main, pipe_ends=True))
+    sys.exit(programs.main("bench", main))

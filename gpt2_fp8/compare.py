@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2_fp8.config.errors import Problem, UserError
-from gpt2_fp8.runtime import one_process, programs
-from gpt2_fp8.runtime.arguments import Parser
-from gpt2_fp8.runtime.file_program import exit_code
+from gpt2_fp8.runtime import programs
 
 if TYPE_CHECKING:
     from gpt2_fp8.reports.runs import Condition
@@ -29,7 +27,7 @@ _EXAMPLE = "python -m gpt2_fp8.compare outputs/RUN_NAME, or runs=[outputs/A,outp
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    return exit_code(lambda: _compare(argv), "the comparison", "name a folder of yours: --out FOLDER")
+    return programs.exit_code(lambda: _compare(argv))
 
 
 def _compare(argv: list[str]) -> None:
@@ -69,7 +67,7 @@ def _named(name: str, each: Sequence[Condition]) -> Condition:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m gpt2_fp8.compare",
         description="Compares the runs of sweeps, and single runs: losses at equal tokens, time to equal loss, "
         "throughput, memory, and a verdict on FP8. Writes compare.md, compare.html and compare.png.",
@@ -84,4 +82,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(one_process.main("compare", main))
+    sys.exit(programs.main("compare", main))

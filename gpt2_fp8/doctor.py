@@ -19,8 +19,7 @@ from gpt2_fp8.config.errors import RunError
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.diagnose import facts, probe, rules
 from gpt2_fp8.diagnose.facts import Facts, Finding
-from gpt2_fp8.runtime import one_process, programs
-from gpt2_fp8.runtime.arguments import Parser
+from gpt2_fp8.runtime import programs
 
 NO_FP8 = 5  # the exit code if FP8 cannot run
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
@@ -71,7 +70,7 @@ def _say(what: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m gpt2_fp8.doctor",
         description="Says whether FP8 works on this machine, how fast a step is, and if not, which command mends it.",
         epilog="Exit codes: 0 FP8 works here, 5 it cannot, 2 your input, 130 stopped.",
@@ -83,4 +82,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(one_process.main("doctor", main, once_a_node=True))
+    sys.exit(programs.main("doctor", main, once_a_node=True))

@@ -17,8 +17,7 @@ from typing import Any
 from gpt2_fp8.compose import evaluation, own_keys
 from gpt2_fp8.config.evaluate_schema import GROUPS, KEYS, EvaluateConfig
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.runtime import one_process, programs
-from gpt2_fp8.runtime.file_program import exit_code, to_write
+from gpt2_fp8.runtime import programs
 
 HELP = """\
 Evaluates a trained model on the text that it was validated with, or on any other: loss, perplexity, bits per byte.
@@ -51,7 +50,7 @@ def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
     if programs.answered(argv, help_text):
         return 0
-    return exit_code(lambda: _evaluate(argv), "the file of out", "name another file: out=FILE.json")
+    return programs.exit_code(lambda: _evaluate(argv))
 
 
 def help_text() -> str:
@@ -70,7 +69,7 @@ def _evaluate(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     results = evaluate(found, config, request.own)
     if request.own.out is not None:
-        to_write(request.own.out).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        programs.to_write(request.own.out).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     for text in _told(results):
         print(line(text))
 
@@ -96,4 +95,4 @@ def _told(results: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(one_process.main("evaluate", main, pipe_ends=True))
+    sys.exit(programs.main("evaluate", main))

@@ -20,9 +20,7 @@ from pathlib import Path
 from gpt2_fp8.config import output_folder, trained_folder
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.runtime import one_process, programs
-from gpt2_fp8.runtime.arguments import Parser, plain_words
-from gpt2_fp8.runtime.file_program import exit_code
+from gpt2_fp8.runtime import programs
 
 PROGRAM = "python -m gpt2_fp8.export"
 EPILOG = (
@@ -35,13 +33,11 @@ _SOURCE = "give a run's folder, outputs/RUN, or a checkpoint's: outputs/RUN/chec
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    return exit_code(lambda: _export(argv), "the folder", "name another folder")
+    return programs.exit_code(lambda: _export(argv))
 
 
 def _export(argv: list[str]) -> None:
     asked = _parser().parse_args(argv)
-    if keyed := plain_words(PROGRAM, [asked.source, asked.folder]):
-        raise UserError([keyed])
     source, folder = asked.source.expanduser(), asked.folder.expanduser().resolve()
     if problems := [*_problems(source, folder), *_no_license(asked.license)]:
         raise UserError(problems)
@@ -70,7 +66,7 @@ def _problems(source: Path, folder: Path) -> Iterator[Problem]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Writes a checkpoint for transformers: weights, config.json, the tokenizer and a model card.",
         epilog=EPILOG,
@@ -86,4 +82,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(one_process.main("export", main))
+    sys.exit(programs.main("export", main))

@@ -18,8 +18,7 @@ from typing import IO, TYPE_CHECKING
 from gpt2_fp8.compose import generation, own_keys
 from gpt2_fp8.config.generate_schema import GenerateConfig
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import one_process, programs
-from gpt2_fp8.runtime.file_program import exit_code, to_write
+from gpt2_fp8.runtime import programs
 
 if TYPE_CHECKING:
     from gpt2_fp8.train.generation import Generation, Written
@@ -43,7 +42,7 @@ def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
     if programs.answered(argv, help_text):
         return 0
-    return exit_code(lambda: _generate(argv), "the file of out", "name another file: out=FILE.jsonl")
+    return programs.exit_code(lambda: _generate(argv))
 
 
 def help_text() -> str:
@@ -57,7 +56,7 @@ def _generate(argv: list[str]) -> None:
 
     ready = Generation(config)
     print(f"{ready.path}, {str(ready.dtype).removeprefix('torch.')} on the {ready.device}", file=sys.stderr)
-    with to_write(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as file:
+    with programs.to_write(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as file:
         _write(ready, len(ready.prompts) * config.samples, file)
 
 
@@ -102,4 +101,4 @@ def _silent(_: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(one_process.main("generate", main, pipe_ends=True))
+    sys.exit(programs.main("generate", main))

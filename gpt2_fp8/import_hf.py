@@ -22,22 +22,18 @@ from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.config.typed import setting
-from gpt2_fp8.runtime import one_process, programs
-from gpt2_fp8.runtime.arguments import Parser, plain_words
-from gpt2_fp8.runtime.file_program import exit_code
+from gpt2_fp8.runtime import programs
 
 PROGRAM = "python -m gpt2_fp8.import_hf"
 
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    return exit_code(lambda: _import(argv), "the folder", "name another folder")
+    return programs.exit_code(lambda: _import(argv))
 
 
 def _import(argv: list[str]) -> None:
     asked = _parser().parse_args(argv)
-    if keyed := plain_words(PROGRAM, [asked.source, asked.folder]):
-        raise UserError([keyed])
     source, folder = (path.expanduser().absolute() for path in (asked.source, asked.folder))
     if problems := list(_problems(source, folder)):
         raise UserError(problems)
@@ -92,7 +88,7 @@ def _problems(source: Path, folder: Path) -> Iterator[Problem]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Writes a Hugging Face folder's weights as a checkpoint: for generate, evaluate, init_from.",
         epilog="The other way round: python -m gpt2_fp8.export (docs/huggingface.md). "
@@ -106,4 +102,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(one_process.main("import_hf", main))
+    sys.exit(programs.main("import_hf", main))

@@ -24,9 +24,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.own_words import RUN
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line
-from gpt2_fp8.runtime import one_process, output, programs, registry, signals, spool
-from gpt2_fp8.runtime.arguments import Parser
-from gpt2_fp8.runtime.file_program import exit_code
+from gpt2_fp8.runtime import programs, registry, signals, spool
 
 if TYPE_CHECKING:
     from gpt2_fp8.data.preparation import Job, Kept, Preparation
@@ -40,7 +38,7 @@ def main(argv: list[str]) -> int:
     with signals.handled() as handlers:
         try:
             with handlers.at_once():
-                return exit_code(lambda: _prepare(argv), "data.cache_dir", "name another folder: data.cache_dir=FOLDER")
+                return programs.exit_code(lambda: _prepare(argv))
         except BaseException:
             if not handlers.thrown:
                 raise
@@ -155,12 +153,11 @@ def _begin_log() -> None:
     """Send this program's log to stderr, and no library's but its warnings."""
     logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("gpt2_fp8").setLevel(logging.INFO)
-    output.forgive_outputs()
     spool.clear()
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m gpt2_fp8.prepare",
         usage="%(prog)s [--steps N | --all] [words of a run]",
         description="Tokenises what the run of the same words will read, into its data.cache_dir. The run then reads "
@@ -177,4 +174,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(one_process.main("prepare", main, pipe_ends=True, once_a_node=True))
+    sys.exit(programs.main("prepare", main, once_a_node=True))

@@ -12,18 +12,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2_fp8.config import own_words
-from gpt2_fp8.config.errors import RunError, Stopped, UserError
+from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.runtime import (
-    foreign_variables,
     last_say,
-    output,
-    packages,
     process_end,
     programs,
     ranks,
@@ -77,12 +73,10 @@ def _job(cfg: DictConfig) -> float | None:
         if ranks.turns_before() and config.ckpt_path == "last" != cfg.ckpt_path and ranks.is_first_rank():
             log.info("SLURM has started this job again: it continues as by ckpt_path=last")
         if HydraConfig.get().mode == RunMode.MULTIRUN and parallel.is_chosen(HydraConfig.get()):
-            output.forgive_outputs()
             return sweep_job.run(config, folder, here, words, here / HydraConfig.get().sweep.dir / parallel.STOP)
         if (count := several.processes(config)) > 1:
             return several.job(count, compose.of_job(sys.argv[1:], words, str(folder)), folder)
         if "torch" not in sys.modules and ranks.is_first_rank():
-            output.forgive_outputs()
             log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
         typed = (
             own_words.Typed(tuple(word.removeprefix("++") for word in sys.argv[1:]), here)
@@ -110,6 +104,8 @@ def main(argv: list[str]) -> int:
             if handlers.thrown:  # its exception was lost in a section that blocks signals
                 handlers.throw()
         except BaseException as caught:
+            if isinstance(caught, BrokenPipeError) and "torch" not in sys.modules:
+                return programs.without_reader()  # of a help text, or of what is said before a run
             error = _run_error(caught, handlers)
             if error is None and not isinstance(caught, Exception):
                 raise  # SystemExit, of Hydra's own answers
@@ -120,11 +116,10 @@ def main(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     """Run a command line; returns the exit code, or raises an error."""
-    with packages.needed():
-        import hydra
+    import hydra
 
-        from gpt2_fp8 import compose
-        from gpt2_fp8.compose import checked_line, commandline, slurm_sweep, sweep_start
+    from gpt2_fp8 import compose
+    from gpt2_fp8.compose import checked_line, commandline, slurm_sweep, sweep_start
 
     if compose.is_help(argv):
         if not ranks.is_first_rank():
@@ -191,33 +186,16 @@ def _run_error(caught: BaseException, handlers: Signals) -> RunError | None:
         return caught
     from gpt2_fp8.compose import slurm_sweep
 
-    return (slurm_sweep.lost(caught) or _unwritable(caught)) if isinstance(caught, Exception) else None
-
-
-def _unwritable(error: Exception) -> UserError | None:
-    """Return the error of what Hydra could not write before a job began: its settings, or the log file.
-
-    Returns None for any other error.
-    """
-    cause = error.__cause__ if isinstance(error, ValueError) else error  # `logging` has it in a ValueError
-    ours = any(frame.f_code is _job.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
-    if ours or not isinstance(cause, OSError) or isinstance(cause, BrokenPipeError):  # the terminal's
-        return None
-    return UserError.of(
-        f"{cause.filename or 'the settings in the folder of the run'} cannot be written: {cause.strerror or cause}",
-        "free space there, lift a limit (ulimit -f), or choose another folder: hydra.run.dir=FOLDER",
-    )
+    return slurm_sweep.lost(caught) if isinstance(caught, Exception) else None
 
 
 def entry() -> None:
     """Run the `gpt2-fp8` command."""
-    output.begin()
-    foreign_variables.settle()
+    programs.begin()
     process_end.ignore_at_the_end()
     code = main(sys.argv[1:])
     process_end.leave_with(code)
-    output.end()
-    sys.exit(code)
+    sys.exit(programs.end(code))
 
 
 if __name__ == "__main__":

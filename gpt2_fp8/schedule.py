@@ -19,9 +19,7 @@ from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
 from gpt2_fp8.config.shown import harmless, line
-from gpt2_fp8.runtime import one_process, programs
-from gpt2_fp8.runtime.arguments import Parser
-from gpt2_fp8.runtime.file_program import exit_code
+from gpt2_fp8.runtime import programs
 
 LONG_WARMUP = 0.2  # of a run; GPT-3 (Brown et al. 2020) had 0.1 %, the models here 1 to 5 %
 _TENTHS = 10
@@ -30,7 +28,7 @@ DEFAULT = Path("outputs/schedule.png")
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    return exit_code(lambda: _show(argv), "the picture", "name another file with --picture FILE")
+    return programs.exit_code(lambda: _show(argv))
 
 
 def _show(argv: list[str]) -> None:
@@ -118,7 +116,7 @@ def _marks(config: RunConfig) -> dict[int, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m gpt2_fp8.schedule",
         usage="%(prog)s [--picture FILE] [words of a run]",
         description="Shows the learning rate of each step of the run that the same words would start.",
@@ -132,4 +130,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(one_process.main("schedule", main))
+    sys.exit(programs.main("schedule", main))

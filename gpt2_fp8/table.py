@@ -13,14 +13,12 @@ from pathlib import Path
 
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import one_process, programs
-from gpt2_fp8.runtime.arguments import Parser
-from gpt2_fp8.runtime.file_program import exit_code
+from gpt2_fp8.runtime import programs
 
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
-    return exit_code(lambda: _show(argv), "the table", "copy the sweep's folder to one of yours")
+    return programs.exit_code(lambda: _show(argv))
 
 
 def _show(argv: list[str]) -> None:
@@ -37,7 +35,7 @@ def _show(argv: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m gpt2_fp8.table",
         description="Shows the jobs of a sweep, best first, and writes sweep.csv, sweep.md and sweep.png.",
         epilog="Exit codes: 0 done; 1 the files could not be written; 2 your input; 130 stopped.",
@@ -48,4 +46,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(one_process.main("table", main))
+    sys.exit(programs.main("table", main))

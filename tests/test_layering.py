@@ -131,17 +131,11 @@ BEFORE_TORCH = [
     ),
     *(
         "runtime.last_say",
-        "runtime.one_process",
         "runtime.ranks",
-        "runtime.memory_limits",
         "runtime.signal_handlers",
         "runtime.signals",
         "runtime.gpu_locks",
         "runtime.slurm",
-        "runtime.output",
-        "runtime.standard_streams",
-        "runtime.file_program",
-        "runtime.terminal",
         "runtime.programs",
     ),
 ]

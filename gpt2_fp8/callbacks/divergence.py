@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 
 from gpt2_fp8.checkpoint import pointers
-from gpt2_fp8.checkpoint.manifest import seal_of
 from gpt2_fp8.config.schema import CallbacksConfig
 from gpt2_fp8.engine.divergence import DivergencePolicy, advice
 from gpt2_fp8.engine.step import StepResult
@@ -42,13 +41,13 @@ class DivergenceGuard(pl.Callback):
         self._save = save
         self._says = True
         self._save_next = False
-        self._left: dict[Path, str | None] = {}  # the checkpoints of a branch left behind, with their digests
+        self._left: dict[Path, int] = {}  # the checkpoints of a branch left behind, with their inodes
 
     def start_again(self, step: int) -> None:
         """Reset the policy between two `fit`s, after a rollback to the checkpoint of `step`; 0: to the start."""
         self.policy.start_again()
         self._save_next = True
-        self._left = {path: seal_of(path) for later, path in pointers.steps(self._folder).items() if later > step}
+        self._left = {path: path.stat().st_ino for later, path in pointers.steps(self._folder).items() if later > step}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Choose the rank that logs: all ranks decide alike, so one of them is enough."""
@@ -81,7 +80,7 @@ class DivergenceGuard(pl.Callback):
         One of a branch left behind is not named, unless its step was written again since.
         """
         found = [path for step, path in pointers.steps(self._folder).items() if step <= before]
-        found = [path for path in found if path not in self._left or self._left[path] != seal_of(path)]
+        found = [path for path in found if path not in self._left or self._left[path] != path.stat().st_ino]
         return advice(self._penalties, found[-1] if found else None)
 
     def _say(self, line: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,14 +21,14 @@ from rich.text import Text
 
 from gpt2_fp8.config.amounts import duration
 from gpt2_fp8.engine.pace import Pace
-from gpt2_fp8.runtime import terminal
+from gpt2_fp8.runtime import process_end
 
 _EVERY = 0.5  # seconds between two drawings
 _WIDEST, _NARROWEST = 30, 8  # columns of the bar itself
 
 
 class ProgressBar(LightningBar):
-    """Draws the bar on standard output, on rank 0, if that is a terminal which can redraw a line (`terminal.redraws`).
+    """Draws the bar on standard output, on rank 0, if that is a terminal which can redraw a line.
 
     It is drawn between two steps or batches, with what the host knows: no number is read from the GPU for it, and no
     thread draws. What the log and others print meanwhile stands above it, without the log's lines of intervals, whose
@@ -62,7 +63,7 @@ class ProgressBar(LightningBar):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Begin to draw."""
         self.line.step = trainer.global_step
-        if self._enabled and self._live is None and terminal.redraws(sys.stdout):
+        if self._enabled and self._live is None and _redraws():
             self._begin()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -96,7 +97,7 @@ class ProgressBar(LightningBar):
         self._live = Live(self.line, console=console, auto_refresh=False)
         self._live.start()
         console.show_cursor(True)  # so that a process that is killed leaves no terminal without a cursor
-        terminal.redrawn = True
+        process_end.redrawn = True
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
                 self._handlers.append((handler, handler.stream))
@@ -111,7 +112,7 @@ class ProgressBar(LightningBar):
         live, self._live = self._live, None
         self._erase_wrapped(live.console)
         live.stop()
-        terminal.redrawn = False
+        process_end.redrawn = False
         for handler, stream in self._handlers:
             handler.setStream(stream)
             handler.removeFilter(_no_interval)
@@ -183,6 +184,11 @@ class BarLine:
         row = Table.grid(padding=(0, 1, 0, 0))
         row.add_row(Bar(total=self.total, completed=self.step, width=bar), Text(text, no_wrap=True))
         yield row
+
+
+def _redraws() -> bool:
+    """Return whether a line can be redrawn: on a terminal that is not dumb, unless NO_COLOR asks for plain text."""
+    return sys.stdout.isatty() and not Console().is_dumb_terminal and not os.environ.get("NO_COLOR")
 
 
 def _no_interval(record: logging.LogRecord) -> bool:

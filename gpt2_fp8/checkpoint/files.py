@@ -24,7 +24,6 @@ from gpt2_fp8.checkpoint import durable, tree
 from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.checkpoint.load import read, read_weights
 from gpt2_fp8.checkpoint.manifest import MANIFEST, MODEL, SKELETON, describe, is_checkpoint, place, read_manifest
-from gpt2_fp8.config import bounded
 
 __all__ = ["CheckpointError", "is_checkpoint", "read", "read_manifest", "read_weights", "remove", "sweep", "write"]
 
@@ -42,7 +41,6 @@ def write(path: Path | str, checkpoint: dict[str, Any]) -> None:
     Raises:
         OSError: the disk does not take it.
         TypeError: a value cannot be kept.
-        ValueError: it has more values, not counting the tensors, than `bounded` reads.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +72,7 @@ def remove(path: Path | str) -> None:
     A folder without a manifest is not ours, and is not deleted.
     """
     path = Path(path)
-    if (path / MANIFEST).is_file() and not path.is_symlink():
+    if (path / MANIFEST).is_file():
         temporary = _temporary(path)
         shutil.rmtree(temporary, ignore_errors=True)
         os.rename(path, temporary)
@@ -84,12 +82,11 @@ def remove(path: Path | str) -> None:
 def sweep(folder: Path) -> None:
     """Clear what a killed writer left in `folder`; a checkpoint that it had moved aside goes back to its place.
 
-    If something unreadable is in that place, the checkpoint stays aside, where `find` sees it. Links are not followed:
-    a link is deleted, but not what it leads to.
+    If something unreadable is in that place, the checkpoint stays aside, where `find` sees it.
     """
     for left in [*folder.glob(".*.tmp"), *folder.glob(".*.old")]:
         home = left.with_name(left.stem.removeprefix("."))
-        if left.is_symlink() or not left.is_dir():
+        if not left.is_dir():
             left.unlink(missing_ok=True)
         elif left.suffix == ".old" and is_checkpoint(left) and not is_checkpoint(home):
             if not os.path.lexists(home):
@@ -115,7 +112,6 @@ def _fill(folder: Path, checkpoint: dict[str, Any]) -> None:
         os.chmod(folder / file, folder.stat().st_mode & 0o666)  # safetensors 0.8 lets only its owner read it
         durable.fsync(folder / file)
     durable.write_json(folder / SKELETON, skeleton)
-    bounded.check((folder / SKELETON).read_bytes())  # otherwise nobody could read it
     precision = (checkpoint.get("precision") or {}).get("ran")
     manifest = describe(folder, (*parts, SKELETON), checkpoint.get("global_step", 0), precision)
     durable.write_json(folder / MANIFEST, manifest)

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpt2_fp8.checkpoint import names, pointers
-from gpt2_fp8.checkpoint.errors import CheckpointError, escaped, unreadable
+from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.verify import verified
-from gpt2_fp8.config.errors import Problem
 
 Check = Callable[[Path], object]
 
@@ -47,17 +46,17 @@ def _last(folder: Path, check: Check) -> Path | None:
     if not candidates and not os.path.lexists(folder / "last.json"):
         return None
     if problem:
-        log.warning("%s is skipped: %s", escaped(str(folder / "last.json")), problem)
+        log.warning("%s is skipped: %s", folder / "last.json", problem)
     reasons = []
     for path in candidates:
         try:
-            _check_here(path, check)
+            check(path)
         except CheckpointError as error:
             reasons.append(error.problems[0].cause)
             log.warning("skipped: %s", reasons[-1])
             continue
         if problem or reasons:
-            log.warning("%s is the newest checkpoint that is whole", escaped(str(path)))
+            log.warning("%s is the newest checkpoint that is whole", path)
         if pointer and _step(path) <= pointer.step:
             for later in (other.name for other in candidates if _step(other) > pointer.step):
                 log.info("skipped: %s, of a branch left behind, as last.json names step %d", later, pointer.step)
@@ -80,11 +79,7 @@ def _best(folder: Path, check: Check) -> Path:
         raise CheckpointError.of(
             f"{folder / 'best.json'} cannot be used: {error}", "use ckpt_path=last, or the path of a checkpoint"
         ) from None
-    try:
-        _check_here(folder / pointer.checkpoint, check)
-    except CheckpointError as error:
-        told = [Problem(cause, f"use ckpt_path=last; or {fix}") for cause, fix in error.problems]
-        raise CheckpointError(told) from None
+    check(folder / pointer.checkpoint)
     return folder / pointer.checkpoint
 
 
@@ -95,7 +90,7 @@ def _pointer(folder: Path) -> tuple[Pointer | None, str | None]:
     except FileNotFoundError:
         return None, "there is no such file"
     except (OSError, ValueError) as error:
-        return None, escaped(str(error))
+        return None, str(error)
     gone = not os.path.lexists(folder / pointer.checkpoint)
     return pointer, f"{pointer.checkpoint}, which it names, is gone" if gone else None
 
@@ -116,10 +111,3 @@ def _step(path: Path) -> int:
     step = names.step_of(path.name)
     step = names.step_aside(path.name) if step is None else step
     return -1 if step is None else step
-
-
-def _check_here(path: Path, check: Check) -> None:
-    """Check a checkpoint of a run's own folder, which a link could lead out of. Raises CheckpointError."""
-    if path.is_symlink():
-        raise unreadable(path, "it is a link; to use what it leads to, give that path")
-    check(path)

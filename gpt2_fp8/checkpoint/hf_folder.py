@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.config import json_file
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.hf_check import CONFIG, INDEX, WEIGHTS
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # each value of them is one of float32
-_LARGEST_INDEX_BYTES = 32 << 20
 EMPTY: Mapping[str, bytes] = MappingProxyType({})
 _REMEDY = "give a whole folder, as save_pretrained of transformers writes it"
 
@@ -94,8 +93,7 @@ def _files(path: Path) -> list[str]:
     """Return the names of a folder's files of weights."""
     if (path / WEIGHTS).is_file():
         return [WEIGHTS]
-    found = _read_index(path)
-    names = sorted(set(found.values())) if isinstance(found, dict) else []
+    names = sorted(_read_index(path))
     if odd := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
         raise unfit(path, [f"{INDEX} names {odd[0]!a:.100}, which is no file of safetensors in the folder"])
     if missing := [name for name in names if not (path / name).is_file()]:
@@ -105,13 +103,8 @@ def _files(path: Path) -> list[str]:
     return names
 
 
-def _read_index(path: Path) -> Any:
+def _read_index(path: Path) -> set[str]:
     try:
-        if (path / INDEX).stat().st_size > _LARGEST_INDEX_BYTES:
-            raise ValueError("it is too large")
-        found = json.loads((path / INDEX).read_bytes())["weight_map"]
-        if not all(isinstance(name, str) for name in found.values()):
-            raise TypeError("it names a file by something else than text")
-        return found
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return set(json_file.read(path / INDEX)["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise unfit(path, [f"{INDEX} cannot be read ({error})"]) from None

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,7 +54,6 @@ class RunLock:
         from filelock import FileLock, Timeout  # slow to import, and `--help` needs no lock
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(durable.open_regular(self.path, os.O_RDWR | os.O_CREAT))  # filelock would open a pipe too
         # A marker file instead of a lock would outlive its process.
         lock = FileLock(
             self.path, _RETRY_SECONDS, poll_interval=_PAUSE_SECONDS, thread_local=False, fallback_to_soft=False
@@ -97,19 +95,14 @@ def _write_holder(path: Path) -> os.stat_result:
     """Write into the file who holds it, and return its `fstat`. Raises OSError."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}) + "\n"
-    descriptor = durable.open_regular(path, os.O_WRONLY | os.O_CREAT)
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, text.encode(), 0)
-        return os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
+    path.write_text(text, encoding="utf-8")
+    return path.stat()
 
 
 def _holder(path: Path) -> str:
-    """Return who holds the lock according to the file, which a stranger may have written."""
+    """Return who holds the lock according to the file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {int(found['pid'])} on {found['host']!a}, since {found['since']!a}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return f"process {found['pid']} on {found['host']!a}, since {found['since']!a}"
+    except (OSError, ValueError, KeyError, TypeError):
         return f"{path} does not say which"

@@ -1,32 +1,20 @@
-"""`last.json` and `best.json`, which name two of a run's checkpoints, and the `validation.json` of a checkpoint.
-
-Each has a digest of itself and one of its checkpoint's manifest. Without them, a flipped bit or an exchanged folder
-would silently select another checkpoint, or a best that nothing beats. Files of earlier versions have neither.
-"""
+"""`last.json` and `best.json`, which name two of a run's checkpoints, and the `validation.json` of a checkpoint."""
 
 from __future__ import annotations
 
-import logging
 import math
-import reprlib
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.checkpoint.manifest import SEAL, seal_of, sealed
 from gpt2_fp8.checkpoint.names import folder_name, step_of
-from gpt2_fp8.config import bounded
+from gpt2_fp8.config import json_file
 
 __all__ = ["Kind", "Pointer", "folder_name", "follow", "note", "noted", "read", "remove", "step_of", "steps", "write"]
 
 Kind = Literal["last", "best"]
 VALIDATION = "validation.json"  # in a checkpoint's folder: the validation of its step is done, with this result
-_OF = "manifest_sha256"  # of the checkpoint that is named
-
-log = logging.getLogger(__name__)
-_warned: set[Path] = set()  # files without a digest
 
 
 @dataclass(frozen=True)
@@ -46,25 +34,25 @@ def steps(folder: Path) -> dict[int, Path]:
 
 
 def follow(folder: Path, kind: Kind) -> Pointer:
-    """Return the pointer of that kind. It names only a folder beside it, and no link is followed.
+    """Return the pointer of that kind.
 
     Raises:
         FileNotFoundError: there is none.
-        OSError, ValueError: its file holds anything else, was changed, or names a checkpoint that was changed.
+        OSError, ValueError: its file is damaged.
     """
-    path = folder / f"{kind}.json"
-    value = bounded.read_json(path)
-    if not isinstance(value, dict) or not {"checkpoint", "step", "val_loss"} <= value.keys():
-        raise ValueError("it lacks what it should hold (checkpoint, step, val_loss)")
-    name, step = value["checkpoint"], value["step"]
-    if not isinstance(name, str) or type(step) is not int or step_of(name) != step:
-        raise ValueError(f"it names {reprlib.repr(name)}, which is not the folder of a step")
-    _check_digests(path, value, {"checkpoint", "step", "val_loss"}, folder / name)
-    return Pointer(name, step, _loss(value["val_loss"]))
+    value = json_file.read(folder / f"{kind}.json")
+    try:
+        pointer = Pointer(value["checkpoint"], value["step"], _loss(value["val_loss"]))
+        fits = step_of(pointer.checkpoint) == pointer.step
+    except (KeyError, TypeError):
+        fits = False
+    if not fits:
+        raise ValueError("it does not name the folder of a step (checkpoint, step, val_loss)")
+    return pointer
 
 
 def read(folder: Path, kind: Kind) -> Pointer | None:
-    """Return the pointer of that kind; None if there is none, or if its file holds anything else."""
+    """Return the pointer of that kind; None if there is none, or if its file is damaged."""
     try:
         return follow(folder, kind)
     except (OSError, ValueError):
@@ -73,7 +61,7 @@ def read(folder: Path, kind: Kind) -> Pointer | None:
 
 def write(folder: Path, kind: Kind, pointer: Pointer) -> None:
     """Move the pointer, atomically. Call it after the checkpoint is durable. Raises OSError."""
-    _write(folder / f"{kind}.json", asdict(pointer), folder / pointer.checkpoint)
+    durable.write_json(folder / f"{kind}.json", asdict(pointer) | {"val_loss": _loss(pointer.val_loss)})
 
 
 def remove(folder: Path, kind: Kind) -> None:
@@ -84,48 +72,18 @@ def remove(folder: Path, kind: Kind) -> None:
 
 def note(folder: Path, pointer: Pointer) -> None:
     """Write the validation of a checkpoint into its folder. Raises OSError."""
-    path = folder / pointer.checkpoint
-    _write(path / VALIDATION, {"step": pointer.step, "val_loss": pointer.val_loss}, path)
+    noted = {"step": pointer.step, "val_loss": _loss(pointer.val_loss)}
+    durable.write_json(folder / pointer.checkpoint / VALIDATION, noted)
 
 
 def noted(path: Path) -> Pointer | None:
-    """Return what `note` wrote into the checkpoint `path`; None if it wrote nothing.
-
-    Raises OSError or ValueError if the file holds anything else, or was changed after it was written.
-    """
+    """Return what `note` wrote into the checkpoint `path`; None if there is nothing, or it is damaged."""
     try:
-        value = bounded.read_json(path / VALIDATION)
-    except FileNotFoundError:
+        value = json_file.read(path / VALIDATION)
+        return Pointer(path.name, value["step"], _loss(value["val_loss"]))
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not isinstance(value, dict) or not {"step", "val_loss"} <= value.keys():
-        raise ValueError("it lacks what it should hold (step, val_loss)")
-    step = value["step"]
-    if type(step) is not int or step_of(path.name) not in (step, None):
-        raise ValueError(f"it is of step {reprlib.repr(step)}")
-    _check_digests(path / VALIDATION, value, {"step", "val_loss"}, path)
-    return Pointer(path.name, step, _loss(value["val_loss"]))
 
 
 def _loss(value: Any) -> float | None:
-    finite = type(value) in (int, float) and abs(value) <= sys.float_info.max
-    return float(value) if finite else None
-
-
-def _write(path: Path, value: dict[str, Any], checkpoint: Path) -> None:
-    if value["val_loss"] is not None and not math.isfinite(value["val_loss"]):
-        value["val_loss"] = None
-    durable.write_json(path, sealed({**value, _OF: seal_of(checkpoint)}))
-
-
-def _check_digests(path: Path, value: dict[str, Any], keys: set[str], checkpoint: Path) -> None:
-    """Raise ValueError if one of the two digests does not fit. Log, once a file, that there is none."""
-    if value.keys() == keys:
-        if path not in _warned:
-            _warned.add(path)
-            log.warning("%s is of an earlier version, without digest: whether it changed cannot be checked", path.name)
-        return
-    if value.keys() != keys | {_OF, SEAL} or sealed(value)[SEAL] != value[SEAL]:
-        raise ValueError("it was changed after it was written: its own SHA-256 does not fit")
-    there = seal_of(checkpoint)
-    if value[_OF] is not None and there not in (value[_OF], None):
-        raise ValueError(f"it means another {checkpoint.name} than is there, by the SHA-256 of their manifests")
+    return float(value) if value is not None and math.isfinite(value) else None

@@ -6,18 +6,14 @@ note is written into the folder. Without the note, a run that continues from the
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gpt2_fp8.checkpoint import pointers
-from gpt2_fp8.checkpoint.errors import escaped
 from gpt2_fp8.checkpoint.ledger import Ledger
 from gpt2_fp8.checkpoint.pointers import Pointer
-
-log = logging.getLogger(__name__)
 
 
 class Validations:
@@ -71,17 +67,7 @@ def still_due(state: dict[str, Any], path: Path, step: int) -> bool:
     """
     if not state["validation_due"]:
         return False
-    if not _is_noted(path):
+    if pointers.noted(path) is None:
         return True
     state["validated_step"] = step
     return False
-
-
-def _is_noted(path: Path) -> bool:
-    """Return whether the validation of the checkpoint `path` is noted. A changed note does not count."""
-    try:
-        return pointers.noted(path) is not None
-    except (OSError, ValueError) as error:
-        log.warning("%s of %s is not used, and the step is validated once more: %s",
-                    pointers.VALIDATION, path.name, escaped(str(error)))  # fmt: skip
-        return False

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_fp8.checkpoint import files, pointers
-from gpt2_fp8.checkpoint.best import reconciled
 from gpt2_fp8.checkpoint.intervals import KeptSteps
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.snapshot import Snapshots
@@ -69,13 +68,31 @@ class Writer:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             files.sweep(self.folder)
-            self.outcome = Outcome(saved_step, None, reconciled(self.folder, best))
+            self.outcome = Outcome(saved_step, None, self._reconciled(best))
         except OSError as error:
             raise UserError.of(
                 f"{self.folder} cannot be made ready for checkpoints: {error.strerror or error}",
                 "free space there and make it writable, or give another folder: hydra.run.dir=FOLDER",
             ) from None
         self._failures = 0
+
+    def _reconciled(self, best: Pointer | None) -> Pointer | None:
+        """Return what `best.json` names, or else the best of `best` and the notes beside the checkpoints.
+
+        In the latter case the file is written again. None: no whole checkpoint is left of them. Raises OSError.
+        """
+        found = pointers.read(self.folder, "best")
+        if found and files.is_checkpoint(self.folder / found.checkpoint):
+            return found
+        noted = (
+            map(pointers.noted, pointers.steps(self.folder).values()) if (self.folder / "best.json").exists() else ()
+        )
+        known = [one for one in (best, *noted) if one is not None and one.val_loss is not None]
+        found = min(known, key=lambda one: one.val_loss or 0.0, default=None)
+        if found is None or not files.is_checkpoint(self.folder / found.checkpoint):
+            return None  # this folder's run has no best yet: the state may be another run's
+        pointers.write(self.folder, "best", found)
+        return found
 
     def prepare(self, state: Any) -> None:
         """Have host memory locked for copies of what is on a GPU; returns at once. `state` is nearly all of that.

@@ -52,16 +52,6 @@ def start_compile_workers() -> None:
     AsyncCompile.warm_pool()
 
 
-def cpp_compiler() -> str:
-    """Return the C++ compiler that Inductor would use for a CPU. Raises Inductor's InvalidCxxCompiler if none works.
-
-    Inductor itself looks for it in the middle of the first compilation.
-    """
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    return get_cpp_compiler()
-
-
 def skip_where(optimizer: Optimizer, found_inf: Tensor) -> None:
     """Have a fused optimizer skip its next steps if `found_inf`, float32 with one element on its device, is 1.
 

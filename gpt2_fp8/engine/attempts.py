@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -40,7 +38,6 @@ class Attempts:
 
     Attributes:
         steps_in_fp8: after so many steps of the run, an FP8 run computes in bf16 (`precision.bf16_last_steps`).
-        restoring: a context for restoring a checkpoint's state, which explains what goes wrong.
         ahead: whether a step may be attempted before the one before it is settled. What runs within a backward, and
             reads the last step, does not allow it.
         computing: whether an attempt is being made.
@@ -53,7 +50,6 @@ class Attempts:
         self.plan, self.scaling = plan, gradients.scaling
         self._gradients, self._batching = gradients, batching
         self.steps_in_fp8 = self.last_in_bf16 = 0
-        self.restoring: Callable[[], AbstractContextManager] = nullcontext
         self.ahead, self.computing, self.computing_again = True, False, False
         self.gaps = GapClock()
 
@@ -103,9 +99,7 @@ class Attempts:
         """Find the scales that delayed scaling needs before the first forward: the checkpoint's, or by calibration."""
         if self.scaling.ready:
             return
-        with self.restoring():
-            found = self.scaling.take()
-        if not found:
+        if not self.scaling.take():
             self._batching.calibrate(ids)
             self.scaling.ready = True
 

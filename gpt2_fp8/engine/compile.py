@@ -10,9 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from gpt2_fp8.backends.base import Backend, LossOf
+from gpt2_fp8.backends.base import LossOf
 from gpt2_fp8.compat import torch_private
-from gpt2_fp8.runtime import torch_faults
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -24,25 +23,6 @@ def compiled(function: Callable[P, R], options: dict[str, Any] | None = None) ->
     if torch.cuda.is_available():
         start_workers()
     return torch.compile(function, options=options) if options else torch.compile(function)
-
-
-def require_compiler(backend: Backend) -> None:
-    """Raise UserError if a compiled run lacks a compiler for a CPU's code, or a place for what is built.
-
-    Whether Triton has a C compiler shows when it builds its first kernel: it may have kept what it needs.
-    """
-    if not (backend.compiled or (backend.bf16_last_steps and backend.compiles_plain)):
-        return
-    torch_faults.check_folders(backend.device == "cuda")
-    if backend.device == "cuda":
-        return
-    try:
-        torch_private.cpp_compiler()
-    # what another version of torch raises; its first compilation says it again
-    except Exception as error:
-        if (known := torch_faults.explained(error)) is not None:
-            raise known from error
-        log.debug("the C++ compiler was not looked for ahead: %s", error)
 
 
 def recorded(loss_of: LossOf) -> LossOf:

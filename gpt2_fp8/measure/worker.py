@@ -32,17 +32,16 @@ from gpt2_fp8.config.mixture import without_validation
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
-from gpt2_fp8.engine.compile import require_compiler
 from gpt2_fp8.engine.out_of_memory import is_out_of_memory
 from gpt2_fp8.engine.step import StepResult
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.kernels import libraries
-from gpt2_fp8.measure import memory_bound, profile
+from gpt2_fp8.measure import profile
 from gpt2_fp8.measure.case import Case, Result
 from gpt2_fp8.measure.subprocesses import one_line
 from gpt2_fp8.model.flops import flops_per_token, peak_bf16_flops
 from gpt2_fp8.model.gpt2 import padded_vocabulary
-from gpt2_fp8.runtime import devices, registry, torch_faults
+from gpt2_fp8.runtime import devices, registry
 
 
 def versions() -> dict[str, str]:
@@ -90,8 +89,6 @@ def run(case: Case) -> Result:
         return _refused(error, known)
     except Exception as error:
         traceback.print_exc()
-        if (fault := torch_faults.explained(error)) is not None:
-            return _refused(fault, known)
         if is_out_of_memory(error):
             return Result(status="out of memory", message=_wanted(error), **known)
         return Result(status="failed", message=one_line(f"{type(error).__name__}: {error}"), **known)
@@ -108,7 +105,6 @@ def _measure(case: Case, known: dict[str, Any]) -> None:
     device = devices.device(config)
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
     plan = resolve(config, device)
-    require_compiler(plan.backend)
     known.update(
         device=name,
         ran=plan.ran,
@@ -185,7 +181,7 @@ def timed(step: TrainingStep, batches: list[Tensor], device: str) -> list[float]
 
 def _wanted(error: Exception) -> str:
     """Say how much memory was asked for, in one line."""
-    text = memory_bound.wanted(error)
+    text = one_line(error) or "memory ran out"
     if not (isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_initialized()):
         return text
     used, whole = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]

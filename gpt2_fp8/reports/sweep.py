@@ -15,7 +15,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.config import bounded, sweep_plan
+from gpt2_fp8.config import json_file, sweep_plan
 from gpt2_fp8.config.amounts import as_typed
 from gpt2_fp8.config.typed import meant
 from gpt2_fp8.reports import render, runs
@@ -64,7 +64,7 @@ def read(folder: Path) -> list[Job]:
     ran = {frozenset(job.words) for job in jobs}
     plan: Any = None
     with suppress(OSError, ValueError):
-        plan = bounded.read_json(folder / sweep_plan.NAME)
+        plan = json_file.read(folder / sweep_plan.NAME)
     missing = [words for words in sweep_plan.jobs_of(plan) if frozenset(words) not in ran]
     return sorted([*jobs, *(Job("", tuple(words), NOT_RUN) for words in missing)], key=lambda job: job.order)
 

@@ -7,8 +7,8 @@ import os
 import signal
 from contextlib import suppress
 
-from gpt2_fp8.runtime import terminal
-
+redrawn = False  # whether a progress bar is on the terminal: what is written past it must erase it first
+_ERASE = "\r\x1b[2K"
 LIKE_SIGTERM = (signal.SIGHUP, signal.SIGQUIT)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *LIKE_SIGTERM)
 
@@ -29,8 +29,8 @@ def say(text: str) -> None:
     On a terminal with a progress bar, the text takes the place of the bar, which is drawn again below it.
     """
     with suppress(OSError):
-        if terminal.redrawn and os.isatty(2):
-            text = terminal.ERASE + text.lstrip("\n")
+        if redrawn and os.isatty(2):
+            text = _ERASE + text.lstrip("\n")
         os.write(2, text.encode())
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import random
-import struct
 import zlib
 from typing import Any
 
@@ -13,9 +11,6 @@ import torch
 from torch import Tensor
 
 from gpt2_fp8.runtime import collectives
-
-_WORDS = 624  # state words of a Mersenne Twister
-_TORCH = struct.Struct(f"<QiiQ{_WORDS}Qdddi4xfB3x")  # seed, left, seeded, next, words, and leftover normal numbers
 
 
 def capture() -> dict[str, Any]:
@@ -60,46 +55,6 @@ def restore_torch(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
-
-
-def check(states: list[dict[str, Any]]) -> None:
-    """Raise ValueError if any rank's state is impossible for its generator.
-
-    Neither numpy nor torch checks the position from which it reads its next number. `checkpoint.run_state` checks the
-    values that are not in tensors.
-    """
-    for rank, state in enumerate(states):
-        zeros = not any(state["python"][1][:-1]), not state["numpy"]["keys"].any()
-        for name, silent in zip(("Python's", "numpy's"), zeros, strict=True):
-            if silent:
-                raise ValueError(f"{name} random numbers of rank {rank} would be zeros for ever")
-        if reason := _why_not_torch(bytes(state["torch"].cpu().numpy())):
-            raise ValueError(f"torch's random numbers of rank {rank}: {reason}")
-        if (cuda := state.get("cuda")) is not None:
-            words = struct.unpack("<QQ", bytes(cuda.cpu().numpy())) if cuda.shape == (16,) else None
-            if words is None or words[1] % 4:  # seed, offset
-                raise ValueError(f"CUDA's random numbers of rank {rank} are at no place of theirs")
-
-
-def _why_not_torch(state: bytes) -> str | None:
-    """Return why `state` is impossible for torch's CPU generator; None if it is possible.
-
-    That generator is a Mersenne Twister (`CPUGeneratorImplState`).
-    """
-    if len(state) != (size := len(torch.get_rng_state())):
-        return f"a state has {size} bytes, and this one {len(state)}"
-    if size != _TORCH.size:  # another torch version must check it itself
-        return None
-    _, left, seeded, after, *words = _TORCH.unpack(state)
-    words, cached = words[:_WORDS], words[_WORDS:]
-    if seeded != 1 or not 1 <= left <= _WORDS or ((left, after) != (1, 0) and left + after != _WORDS + 1):
-        return f"they are at no place of theirs ({left} of {_WORDS} left, {after} taken)"
-    if not any(words) or max(words) >= 2**32:
-        return "they are not of 32 bits, or zeros for ever"
-    x, y, rho, normal, single, is_single = cached
-    if not all(map(math.isfinite, (x, y, rho, single))) or normal not in (0, 1) or is_single not in (0, 1):
-        return "the normal ones that are left over are no numbers"
-    return None
 
 
 def gather() -> list[dict[str, Any]]:

@@ -28,8 +28,6 @@ from gpt2_fp8.callbacks.same_run import SameRun
 from gpt2_fp8.callbacks.samples import Samples
 from gpt2_fp8.callbacks.throughput import Throughput
 from gpt2_fp8.callbacks.time_limit import TimeLimit
-from gpt2_fp8.checkpoint.run_state import restoring
-from gpt2_fp8.compat.lightning_checkpoint import restore_within
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.run_length import last_step, steps_to_run
 from gpt2_fp8.config.schema import RunConfig
@@ -158,7 +156,7 @@ def build_trainer(
 ) -> pl.Trainer:
     """Lightning's Trainer. A run is one Lightning epoch of `max_steps` batches, whatever the corpus' epochs are."""
     options = config.trainer
-    trainer = pl.Trainer(
+    return pl.Trainer(
         accelerator=plan.device,
         devices=strategy.devices(config, plan.device),
         num_nodes=options.num_nodes,
@@ -184,5 +182,3 @@ def build_trainer(
         use_distributed_sampler=False,
         default_root_dir=folder,
     )
-    restore_within(trainer, restoring)
-    return trainer

@@ -23,7 +23,6 @@ from gpt2_fp8.config.evaluate_schema import EvaluateConfig, in_own_words
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.tokenizer import text_bytes
-from gpt2_fp8.engine.compile import require_compiler
 from gpt2_fp8.runtime import devices, host_memory, registry, spool
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.precision_plugin import FP8Precision
@@ -56,7 +55,6 @@ def evaluate(trained: Trained, config: RunConfig, own: EvaluateConfig) -> dict[s
     registry.load(config.plugins, Path.cwd())
     device = devices.device(config)
     plan = as_before(resolve(config, device), config, read_plain(trained.path, "precision"))
-    require_compiler(plan.backend)
     data = TokenDataModule.from_config(config)
     module = GPT2Module.unbuilt(config, trained.weights, trained.step, vocabulary(trained.config))
     memory, clock = PeakMemory(), _Clock()

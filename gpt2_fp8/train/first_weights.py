@@ -7,7 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gpt2_fp8.checkpoint import finite, hf_folder
+from gpt2_fp8.checkpoint import hf_folder
+from gpt2_fp8.checkpoint.load import read_weights
 from gpt2_fp8.config import hf_check
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.model import hf_names
@@ -19,19 +20,17 @@ _SHOWN = 5  # tensors that differ; a list of all of them helps nobody
 def read(path: Path, model: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
     """Return the weights of `path`, float32, by our names.
 
-    Raises CheckpointError for weights that are damaged, not finite, or no weights of the model.
+    Raises CheckpointError for weights that are damaged, or no weights of the model.
     """
     if not hf_check.is_folder(path):
-        return finite.finite_weights(path)
+        return read_weights(path)
     architecture, _ = hf_check.read(path)
     where = hf_names.places(model, architecture, vocab_size)
     with hf_folder.opened(path) as tensors:
         stored = hf_names.under_their_names(set(tensors.shapes), where, architecture)
         if differences := list(_differences(where, {name: tensors.shapes[key] for name, key in stored.items()})):
             raise hf_folder.unfit(path, differences[:_SHOWN])
-        weights = {place.name: hf_names.from_hf(place, lambda name: tensors.load(stored[name])) for place in where}
-    finite.refuse(path, {name: finite.is_finite(weight) for name, weight in weights.items()})
-    return weights
+        return {place.name: hf_names.from_hf(place, lambda name: tensors.load(stored[name])) for place in where}
 
 
 def _differences(where: list[Place], given: dict[str, tuple[int, ...]]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
@@ -16,20 +17,18 @@ from gpt2_fp8.callbacks.checkpointing import Checkpointing
 from gpt2_fp8.callbacks.graceful_stop import GracefulStop
 from gpt2_fp8.callbacks.progress import ProgressBar
 from gpt2_fp8.checkpoint import files, pointers
-from gpt2_fp8.checkpoint.finite import is_finite
 from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.lock import RunLock
 from gpt2_fp8.compat.lightning_logging import detach_logging
 from gpt2_fp8.compat.lightning_process import rank
 from gpt2_fp8.config import output_folder, own_words, rank_share
 from gpt2_fp8.config.checks import check_batch
-from gpt2_fp8.config.errors import RunError, UserError
+from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.own_words import Typed
 from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.engine.compile import require_compiler
 from gpt2_fp8.engine.divergence import RollBack
-from gpt2_fp8.runtime import devices, ranks, rendezvous, spool, torch_faults
+from gpt2_fp8.runtime import devices, ranks, rendezvous, spool
 from gpt2_fp8.train import setup
 from gpt2_fp8.train.build import Parts, build
 from gpt2_fp8.train.context import RunContext, last_val_loss, validation_missing
@@ -55,6 +54,11 @@ def checkpoint_before(back: RollBack, folder: Path, saved: Collection[int], orig
     where = f"to {path}" if path else "to the start, since no sound checkpoint is older than the trouble"
     log.warning("step %d: going back %s", back.step, where)
     return path
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether each number of the tensor is finite."""
+    return bool(torch.isfinite(tensor.float() if tensor.is_floating_point() else tensor).all())  # FP8 has no isfinite
 
 
 def is_sound(path: Path) -> bool:
@@ -118,8 +122,6 @@ def _run(config: RunConfig, folder: Path, words: Sequence[str], line: Typed | No
     except BaseException as caught:
         met = rendezvous.joined()
         error = caught if met is None else met.explain(caught)
-        if not isinstance(error, RunError):
-            error = torch_faults.explained(error) or error
         if error is not caught:
             raise error from None
         raise
@@ -152,7 +154,6 @@ def _prepare(config: RunConfig, folder: Path, context: RunContext, typed: Contai
     if rank() == 0:
         setup.check_room(config, context.checkpointing.folder, len(epoch_ends))
     plan = _plan(config, device, checkpoint)
-    require_compiler(plan.backend)
     context.chosen(config)
     return _Start(config, plan, checkpoint, world_size, limit)
 

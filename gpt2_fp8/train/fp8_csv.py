@@ -42,7 +42,7 @@ class FP8File(Lossy):
     def _begin(self) -> None:
         """Keep the rows up to the step that the run continues from, or start a new file. Raises OSError."""
         last = 0 if self._resume_step is None else self._resume_step
-        if self._resume_step is None and not self._path.is_dir():
+        if self._resume_step is None:
             self._path.unlink(missing_ok=True)
         columns = renew(self._path, COLUMNS, last, TABLE).columns
         if columns != list(COLUMNS):  # of another version

@@ -84,10 +84,7 @@ def _tokenizer(config: RunConfig, data: Any) -> dict[str, bytes]:
 
 def _card(found: Trained, parameters: int, architecture: str, license_id: str | None) -> str:
     manifest, precision = read_manifest(found.path), found.parts.get("precision")
-    try:
-        validation = pointers.noted(found.path)
-    except (OSError, ValueError):  # it holds something else: then it is not shown
-        validation = None
+    validation = pointers.noted(found.path)
     versions = manifest.get("written_by")
     step = int(manifest["global_step"])
     about = model_card.About(

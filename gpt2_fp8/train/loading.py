@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,14 +11,12 @@ from pathlib import Path
 from types import ModuleType
 
 from gpt2_fp8.checkpoint import pointers
-from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.own_words import Typed, going_on
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import memory_limits, packages, registry, signals, slurm, torch_faults
+from gpt2_fp8.runtime import registry, signals, slurm
 from gpt2_fp8.train import summary
 
 Train = Callable[[RunConfig, Path, Sequence[str], Typed | None], float | None]
-LEAST_DATA_BYTES = 128 << 20  # with a smaller limit, a library that torch loads ends the process
 
 
 def training(config: RunConfig, folder: Path, here: Path, words: Sequence[str] = (), in_sweep: bool = False) -> Train:
@@ -27,8 +24,7 @@ def training(config: RunConfig, folder: Path, here: Path, words: Sequence[str] =
 
     `here`: the folder where plugins are searched for. `words`: the run's overrides, for the summary of one that ends
     here. `in_sweep`: it is a sweep's job. On return signals are held: `GracefulStop` releases them. Raises UserError if
-    the process may not have the memory for torch, or if a plugin cannot be imported, NotInstalled if a package is
-    missing, and Stopped for a signal.
+    a plugin cannot be imported, and Stopped for a signal.
     """
     with signals.handled() as handlers:
         try:
@@ -48,10 +44,7 @@ def training(config: RunConfig, folder: Path, here: Path, words: Sequence[str] =
 
 
 def rendezvous() -> ModuleType:
-    """Import torch and return `runtime.rendezvous`, for the processes that a launcher has started to meet.
-
-    Raises UserError and NotInstalled as `training` does.
-    """
+    """Import torch and return `runtime.rendezvous`, for the processes that a launcher has started to meet."""
     with signals.handled():
         _imported()
         from gpt2_fp8.runtime import rendezvous
@@ -60,23 +53,10 @@ def rendezvous() -> ModuleType:
 
 
 def _imported() -> Train:
-    try:
-        if 0 <= resource.getrlimit(resource.RLIMIT_DATA)[0] < LEAST_DATA_BYTES:
-            raise MemoryError("it takes more")
-        # When a process is gone, torch warns of each connection to it by a page of its own stack.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        with packages.needed(), _collected_never():
-            from gpt2_fp8.train.fit import run
-    except (ImportError, MemoryError, OSError, ValueError) as error:
-        for kind, what in memory_limits.SHELL.items():
-            if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
-                raise UserError.of(
-                    f"torch cannot be loaded into the {limit >> 20:,} MiB that `{what}` leaves: {_reason(error)}",
-                    f"type `{what} unlimited` before the command; a limit of a container's memory does no harm",
-                ) from error
-        if (known := torch_faults.explained(error)) is not None:
-            raise known from error
-        raise
+    # When a process is gone, torch warns of each connection to it by a page of its own stack.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with _collected_never():
+        from gpt2_fp8.train.fit import run
     return run
 
 
@@ -95,10 +75,3 @@ def _collected_never() -> Iterator[None]:
         gc.freeze()
     finally:
         gc.enable()
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first cause of an error in one line. numpy's message is a page of advice, which is of no use here."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

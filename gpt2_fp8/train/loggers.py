@@ -111,8 +111,6 @@ class _Writer(KeepingWriter):
         kept = None if self._resume_step is None else renew(self._path, last=self._resume_step)
         if kept and kept.rows:
             self.metrics_keys, self._there = kept.columns, kept.at_last
-        elif self._path.is_dir() and not self._path.is_symlink():
-            durable.put_aside(self._path)
         else:
             self._path.unlink(missing_ok=True)
         self._begun = True
@@ -143,7 +141,7 @@ class _Writer(KeepingWriter):
         if not self._begun:
             self._begin()
         columns = set().union(*self.metrics) - set(self.metrics_keys)
-        if columns or not self._path.is_file() or self._path.is_symlink():
+        if columns or not self._path.is_file():
             self.metrics_keys = renew(self._path, [*self.metrics_keys, *sorted(columns)]).columns
         text = io.StringIO(newline="")
         csv.DictWriter(text, self.metrics_keys).writerows(self.metrics)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gpt2_fp8.backends.resolve import Plan, unaccelerated
 from gpt2_fp8.callbacks.log_line import LogLine
-from gpt2_fp8.checkpoint.run_state import restoring
 from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
@@ -135,7 +134,6 @@ class GPT2Module(pl.LightningModule):
             no_sync=lambda: getattr(self.trainer.strategy, "block_backward_sync", ExitStack)(),
         )
         self.step.on_given_up = lambda: loops.uncount_step(self.trainer)
-        self.step.attempts.restoring = lambda: restoring(self._restored.path)
         self.model = self.step.model
         if self._weights is None:
             self.step.initialise()

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gpt2_fp8.checkpoint import files
 from gpt2_fp8.checkpoint.errors import CheckpointError
-from gpt2_fp8.checkpoint.run_state import check_state, restoring
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.training_step import TrainingStep
@@ -32,13 +31,11 @@ class Restored:
     """What a checkpoint holds for later: it cannot be restored at the moment the checkpoint is read.
 
     Attributes:
-        path: the checkpoint that the run continues from; None without one.
         random: the generators' states of every rank that was there. They wait until nothing else draws numbers before
             training.
         step: what the training step begins with, if there is no step yet.
     """
 
-    path: Any = None
     random: list[Any] = field(default_factory=list)
     step: Mapping[str, Any] = field(default_factory=dict)
 
@@ -47,8 +44,7 @@ class Restored:
 
         `step`: how many of the run are done; `seed` and `step` are for a rank that the checkpoint does not know.
         """
-        with restoring(self.path):
-            rng.begin_rank(self.random, seed, step)
+        rng.begin_rank(self.random, seed, step)
         self.step, self.random = {}, []
 
 
@@ -105,21 +101,20 @@ def take(checkpoint: dict[str, Any], trainer: pl.Trainer, step: TrainingStep) ->
         step.load_state_dict(own)
         return Restored()
     path = Path(str(trainer.ckpt_path))
-    check_state(path, checkpoint)
+    resume.refuse_parts(path, checkpoint.keys())
     resume.refuse_longer(path, checkpoint["global_step"], config)
     resume.refuse_other_optimizer(path, checkpoint.get("optimizer"), config)
     datamodule = trainer.datamodule  # type: ignore[attr-defined]  # whose tokenizer gives the weights' shapes
     others += datamodule.other_settings(checkpoint["TokenDataModule"])
     others += resume.other_seed(config, checkpoint.get(saved_config.KEY))
     resume.refuse(list(dict.fromkeys(others)))  # the text's seed is the run's, unless it has its own
-    rng.check(checkpoint["rng"])
     step.load_state_dict(own)
     changes = (
-        resume.keep_own_settings(checkpoint, step.model, config),
+        resume.keep_own_settings(path, checkpoint, step.model, config),
         resume.other_validation(checkpoint, step.plan.backend),
         resume.fp8_again(checkpoint["global_step"], step),
     )
     for told in changes if trainer.is_global_zero else ():
         if told is not None:
             log.warning("%s", told)
-    return Restored(trainer.ckpt_path, checkpoint["rng"])
+    return Restored(checkpoint["rng"])

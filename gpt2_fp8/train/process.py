@@ -9,13 +9,12 @@ import torch
 
 from gpt2_fp8.compat import transformer_engine
 from gpt2_fp8.compat.lightning_process import ignore_warnings, rank
-from gpt2_fp8.runtime import host_memory, output
+from gpt2_fp8.runtime import host_memory
 
 
 def quiet() -> None:
     """Leave the log to this run, on one rank, and the peak of memory to this run alone."""
     host_memory.reset_peak()
-    output.forgive_outputs()
     if rank():
         logging.getLogger("gpt2_fp8").setLevel(logging.WARNING)
     for name in ("lightning.pytorch", "lightning.fabric"):

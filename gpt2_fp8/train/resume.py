@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.training_step import TrainingStep
 from gpt2_fp8.train import saved_config
 
+_PARTS = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "rng", "TokenDataModule"}
 _SHOWN = 5  # weights that differ; a list of all of them helps nobody
 
 
@@ -79,6 +80,13 @@ def fp8_again(done: int, step: TrainingStep) -> str | None:
     )
 
 
+def refuse_parts(path: Path, keys: Collection[str]) -> None:
+    """Raise CheckpointError if the checkpoint `path` lacks a part of a run's state, as one with weights alone does."""
+    if missing := sorted(_PARTS - set(keys)):
+        cause = f"{path} cannot be continued from: it has no {', '.join(missing)}"
+        raise CheckpointError.of(cause, "name a run's checkpoint; or init_from=PATH, which takes only the weights")
+
+
 def refuse(differences: list[Problem]) -> None:
     """Raise CheckpointError with every difference, if there are any."""
     if differences:
@@ -129,17 +137,20 @@ def refuse_other_optimizer(path: Path, given: object, config: RunConfig) -> None
         raise UserError.of(cause, f"begin anew from its weights: {anew}")
 
 
-def keep_own_settings(checkpoint: dict[str, Any], model: nn.Module, config: RunConfig) -> str | None:
+def keep_own_settings(path: Path, checkpoint: dict[str, Any], model: nn.Module, config: RunConfig) -> str | None:
     """Replace the settings in the saved optimizer and schedule states by the configuration's, in place.
 
     The moments and the step stay. Returns in words how the next step's learning rate changes by that; None: it does
-    not. Raises ValueError for moments that are not the model's.
+    not. Raises CheckpointError for moments that are not the model's.
     """
     optimizer = build_optimizer(model, config.optim, config.optimizer)
     schedule = build_schedule(optimizer, config.optim, last_step(config))
     step = checkpoint["lr_schedulers"][0]["last_epoch"]
     rates = [rate * schedule.lr_lambdas[0](step) for rate in schedule.base_lrs]
-    check_moments(optimizer, checkpoint["optimizer_states"][0], step)
+    try:
+        check_moments(optimizer, checkpoint["optimizer_states"][0])
+    except ValueError as error:
+        raise CheckpointError.of(f"{path} cannot be continued from: {error}", "use the model that it is of") from None
     groups = checkpoint["optimizer_states"][0]["param_groups"]
     before, now = groups[0].get("lr"), f"{rates[0]:.1e}"
     for saved, fresh, lr in zip(groups, optimizer.param_groups, rates, strict=True):

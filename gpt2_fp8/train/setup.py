@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -12,11 +12,9 @@ import torch
 
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.callbacks.kernels_in_use import tell
-from gpt2_fp8.checkpoint import run_state, space
+from gpt2_fp8.checkpoint import load, space
 from gpt2_fp8.checkpoint.find import resolve as find_checkpoint
-from gpt2_fp8.checkpoint.load import read_plain
 from gpt2_fp8.checkpoint.manifest import read_manifest
-from gpt2_fp8.config import mixture
 from gpt2_fp8.config.amounts import counted
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import UserError
@@ -27,7 +25,7 @@ from gpt2_fp8.model.flops import flops_per_token, parameter_count, peak_bf16_flo
 from gpt2_fp8.model.gpt2 import padded_vocabulary
 from gpt2_fp8.model.optimizer_bytes import optimizer_bytes
 from gpt2_fp8.runtime import ranks, rendezvous, slurm
-from gpt2_fp8.train.resume import refuse_longer, refuse_other_optimizer
+from gpt2_fp8.train.resume import refuse_longer, refuse_other_optimizer, refuse_parts
 
 log = logging.getLogger(__name__)
 MOST_ON_CPU = 8  # sequences of a micro-batch that `auto` chooses
@@ -56,13 +54,10 @@ def check_room(config: RunConfig, checkpoints: Path, epochs: int) -> None:
     """Raise UserError if the run's checkpoints, with those of `epochs`, cannot be written, or will not have room."""
     if config.trainer.fast_dev_run:
         return
-    space.require_writable(checkpoints)
-    space.require_inodes(checkpoints)
     parameters = parameter_count(config.model, padded_vocabulary(vocabulary(config)))
     state = optimizer_bytes(config.optimizer, config.model, padded_vocabulary(vocabulary(config)))
-    space.require_large_files(parameters, state)
     one = space.checkpoint_bytes(parameters, state)
-    space.require(checkpoints, one * _at_once(config, epochs), {words: one * n for words, n in _fewer(config, epochs)})
+    space.require(checkpoints, one * _at_once(config, epochs))
 
 
 def _at_once(config: RunConfig, epochs: int) -> int:
@@ -72,37 +67,25 @@ def _at_once(config: RunConfig, epochs: int) -> int:
     return space.at_once(saved.keep_checkpoints, permanent, config.data.val_sequences > 0, between)
 
 
-def _fewer(config: RunConfig, epochs: int) -> Iterator[tuple[str, int]]:
-    """Yield settings that keep fewer checkpoints, and how many these are at once."""
-    best = config.data.val_sequences > 0
-    yield "callbacks.keep_checkpoints=1 callbacks.keep_every_n_steps=0", space.at_once(1, epochs, best)
-    if not epochs:
-        words = "callbacks=none callbacks.checkpoint_every_n_steps=0 callbacks.checkpoint_every_minutes=0"
-        words += " callbacks.keep_every_n_steps=0 callbacks.keep_checkpoints=1"
-        for name, source in mixture.sources_of(config.data):
-            if source.val_sequences:
-                words += f" data.{f'sources.{name}.' if name else ''}val_sequences=0"
-        yield words, space.at_once(1, best=False, between=False)
-
-
 def checkpoint(config: RunConfig, folder: Path) -> Path | None:
     """Return the checkpoint to continue from, or None for a fresh start. The log says so if `last` found nothing.
 
-    Its files' digests are checked, and whether it holds a run's state. Raises UserError if none is whole, or if it does
-    not fit the run.
+    Its files' digests are checked, and whether it has all parts of a run's state. Raises UserError if none is whole, or
+    if it does not fit the run.
     """
     own = folder / "checkpoints"
     asked = config.ckpt_path
     if asked is None:
         return None
-    found = find_checkpoint(asked, own, run_state.check)
+    found = find_checkpoint(asked, own)
     if found and found.resolve().parent != own.resolve() and any(own.glob("*/manifest.json")):
         raise UserError.of(
             f"ckpt_path={found} is of another run, and {folder} has checkpoints of its own", "give a new run_name"
         )
     if found:
+        refuse_parts(found, load.keys(found))
         refuse_longer(found, int(read_manifest(found)["global_step"]), config)
-        refuse_other_optimizer(found, read_plain(found, "optimizer"), config)
+        refuse_other_optimizer(found, load.read_plain(found, "optimizer"), config)
     if found is None:
         log.info("ckpt_path=%s: no checkpoint in %s yet, so this is a fresh start", asked, folder)
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gpt2_fp8.config.errors import JobError, Stopped
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import packages, ranks, signals
+from gpt2_fp8.runtime import ranks, signals
 from gpt2_fp8.train import summary
 
 
@@ -20,14 +20,14 @@ def processes(config: RunConfig) -> int:
     options = config.trainer
     if ranks.current().launcher or options.devices == 1 or (options.devices, options.accelerator) == ("auto", "cpu"):
         return 1
-    with packages.needed():
-        from gpt2_fp8.runtime import devices
+    from gpt2_fp8.runtime import devices
+
     return devices.devices(config, devices.device(config))
 
 
 def launch(count: int, words: Sequence[str]) -> int:
     """Run a command line as `count` processes; returns the exit code."""
-    with packages.needed(), signals.handled():
+    with signals.handled():
         from gpt2_fp8.runtime.launch import launch
 
     return launch(count, words)

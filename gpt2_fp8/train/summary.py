@@ -17,7 +17,7 @@ from typing import Any, Literal
 from gpt2_fp8 import __version__
 from gpt2_fp8.checkpoint import durable
 from gpt2_fp8.checkpoint.lock import RunLock
-from gpt2_fp8.config import bounded
+from gpt2_fp8.config import json_file
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.precision_schema import PlainPrecisionConfig
 from gpt2_fp8.config.schema import RunConfig
@@ -119,7 +119,7 @@ class Summary:
         if self.tokens_per_second is not None:
             return
         with suppress(OSError, ValueError):
-            found = bounded.read_json(Path(folder) / NAME)
+            found = json_file.read(Path(folder) / NAME)
             before = {key: value for key, value in found.items() if type(value) is float} if type(found) is dict else {}
             self.tokens_per_second = before.get("tokens_per_second")
             self.checkpoint_stall_seconds = self.checkpoint_stall_seconds or before.get("checkpoint_stall_seconds")

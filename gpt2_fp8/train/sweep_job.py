@@ -21,10 +21,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gpt2_fp8.config import bounded, parsing
+from gpt2_fp8.config import json_file, parsing
 from gpt2_fp8.config.errors import JobError, RunError
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.runtime import gpu_locks, process_end, signals, slurm
+from gpt2_fp8.runtime import gpu_locks, process_end, programs, signals, slurm
 from gpt2_fp8.train import loading, summary
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def run(config: RunConfig, folder: Path, here: Path, words: list[str], stop: Pat
             os._exit(1)
     found: Any = {}
     with suppress(OSError, ValueError):
-        found = bounded.read_json(folder / summary.NAME)
+        found = json_file.read(folder / summary.NAME)
     if code == 0:
         return found.get("last_val_loss")
     ended = JobError(_STATUS.get(code, "failed"), code, found.get("message") or f"ended with exit code {code}")
@@ -112,6 +112,7 @@ def _ended(request: str, gpu: str, log_file: Path, stop: Path, parent: int) -> i
 
 def main() -> int:
     """Run the job that the standard input describes, and return the exit code."""
+    programs.begin()
     asked = json.load(sys.stdin)
     slurm.leave_the_queue()
     with signals.handled() as handlers:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gpt2_fp8.checkpoint import files, find, finite
+from gpt2_fp8.checkpoint import files, find
 from gpt2_fp8.checkpoint.errors import CheckpointError, unreadable
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.errors import Problem, UserError
@@ -78,11 +78,10 @@ def read(path: Path, *parts: str) -> Trained:
 
 
 def check(found: Trained) -> None:
-    """Raise CheckpointError for weights that are not finite, or not of the model of the configuration."""
+    """Raise CheckpointError for weights that are not of the model of the configuration."""
     path, config, weights, *_ = found
     try:
         block_spec(config.model)
     except ValueError as error:
         raise unreadable(path, f"its model does not fit together: {error}") from None
     saved_config.check_size(config, dict(weights), path)
-    finite.refuse(path, {name: finite.is_finite(weight) for name, weight in weights.items()})

@@ -14,9 +14,6 @@ from safetensors.torch import load_file
 
 from gpt2_fp8.checkpoint import durable, files, find, pointers
 from gpt2_fp8.checkpoint.files import CheckpointError
-from gpt2_fp8.checkpoint.manifest import sealed
-from gpt2_fp8.config import bounded
-from gpt2_fp8.config.errors import UserError
 
 
 def checkpoint(step=3):
@@ -76,15 +73,6 @@ def test_round_trip_and_layout(saved):
 def test_the_manifest_says_what_it_was_trained_in(tmp_path):
     files.write(tmp_path / "c", checkpoint() | {"precision": {"asked": "auto", "ran": "fp8_hybrid"}})
     assert files.read_manifest(tmp_path / "c")["precision"] == "fp8_hybrid"
-
-
-def test_a_state_too_large_to_be_read_is_not_written(saved, monkeypatch):
-    monkeypatch.setattr(bounded, "LARGEST_BYTES", 1000)
-    with pytest.raises(ValueError, match="at most 1,000 are read"):
-        files.write(saved, checkpoint(4))
-    monkeypatch.undo()
-    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
-    assert files.read(saved)["global_step"] == 3
 
 
 def test_the_weights_are_plain_safetensors_under_their_own_names(saved):
@@ -212,67 +200,6 @@ def test_a_rename_that_fails_puts_the_old_one_back(saved, monkeypatch):
     assert files.read(saved)["global_step"] == 3
 
 
-def edit(path, **changes):
-    """Change the manifest, its own digest too."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(sealed(manifest | changes)))
-
-
-def unsealed(path):
-    """Change the manifest, and leave its own digest as it was."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"global_step": 4}))
-
-
-def no_file(path):
-    path.rename(path.with_name("kept"))
-    path.write_bytes(b"")
-
-
-def cut(name, keep):
-    def damage(path):
-        data = (path / name).read_bytes()
-        (path / name).write_bytes(data[: int(len(data) * keep)])
-
-    return damage
-
-
-NAMES = ["model.safetensors", "state.json"]
-DAMAGES = {
-    "no folder": (shutil.rmtree, "there is no such folder"),
-    "a file": (no_file, "it is a file, and checkpoints are folders"),
-    "no manifest": (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
-    "no weights": (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is missing"),
-    "no skeleton": (lambda path: (path / "state.json").unlink(), "state.json is missing"),
-    "cut weights": (cut("model.safetensors", 0.5), "model.safetensors has"),
-    "empty moments": (cut("optimizer.safetensors", 0), "optimizer.safetensors has 0 bytes"),
-    "cut manifest": (cut("manifest.json", 0.5), "manifest.json cannot be read"),
-    "empty manifest": (cut("manifest.json", 0), "manifest.json cannot be read"),
-    "binary manifest": (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe\x00"), "cannot be read"),
-    "list manifest": (lambda path: (path / "manifest.json").write_text("[]"), "is not one of"),
-    "changed manifest": (unsealed, "manifest.json was changed after it was written"),
-    "version no number": (lambda path: edit(path, version="2"), "has no version"),
-    "version 0": (lambda path: edit(path, version=0), "has no version"),
-    "no sizes": (lambda path: edit(path, files=dict.fromkeys(NAMES, 5)), "does not give the size"),
-    "no digests": (lambda path: edit(path, files={n: {"size": 5} for n in NAMES}), "does not give the size and the"),
-    "other format": (lambda path: edit(path, format="other"), "is not one of a gpt2_fp8 checkpoint"),
-    "newer version": (lambda path: edit(path, version=4), "is of checkpoint format 4; this gpt2_fp8"),
-    "a path for a file": (lambda path: edit(path, files={"../x": {"size": 1}}), "does not list"),
-    "step no number": (lambda path: edit(path, global_step="3"), "lacks what it should hold"),
-}
-
-
-@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_damage_is_told_with_a_remedy(saved, damage, message):
-    damage(saved)
-    with pytest.raises(CheckpointError, match=message) as error:
-        files.read(saved)
-    assert isinstance(error.value, UserError)
-    assert error.value.exit_code == 2
-    assert all(problem.remedy for problem in error.value.problems)
-    assert not files.is_checkpoint(saved)
-
-
 def test_no_bit_of_the_manifest_changes_unnoticed(saved):
     file = saved / "manifest.json"
     whole = file.read_bytes()
@@ -284,34 +211,7 @@ def test_no_bit_of_the_manifest_changes_unnoticed(saved):
             files.read_manifest(saved)
 
 
-def test_a_manifest_cannot_name_files_elsewhere(saved):
-    manifest = json.loads((saved / "manifest.json").read_text())
-    edit(saved, files=manifest["files"] | {"../x": {"size": 1}})
-    with pytest.raises(CheckpointError, match=r"lists '\.\./x'"):
-        files.read(saved)
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"state_dict": {"$tensor": "nowhere"}}', '{"$exec": 1}', "nonsense"])
-def test_a_forged_skeleton_is_told(saved, text):
-    (saved / "state.json").write_text(text)
-    manifest = json.loads((saved / "manifest.json").read_text())
-    forged = {"size": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    edit(saved, files=manifest["files"] | {"state.json": forged})
-    with pytest.raises(CheckpointError, match=r"do not fit together|cannot be read"):
-        files.read(saved)
-
-
-def test_garbage_of_the_right_size_is_told(saved):
-    size = (saved / "model.safetensors").stat().st_size
-    (saved / "model.safetensors").write_bytes(b"\xff" * size)
-    for read in (files.read, files.read_weights):
-        with pytest.raises(CheckpointError, match=r"changed after it was written: by SHA-256, model\.safetensors has"):
-            read(saved)
-
-
-def test_sweep_follows_no_link_and_keeps_what_stands_in_for_a_damaged_one(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    files.write(tmp_path / "elsewhere" / "c", checkpoint(1))
+def test_sweep_keeps_what_stands_in_for_a_damaged_one(tmp_path):
     folder = tmp_path / "checkpoints"
     for step in (1, 2, 3):
         files.write(folder / pointers.folder_name(step), checkpoint(step))
@@ -320,15 +220,10 @@ def test_sweep_follows_no_link_and_keeps_what_stands_in_for_a_damaged_one(tmp_pa
     shutil.copytree(folder / "step-00000003", folder / ".step-00000003.old")
     (folder / "step-00000002" / "manifest.json").unlink()
     (folder / ".last.json.tmp").touch()
-    for name in (".step-00000004.old", ".step-00000005.tmp"):
-        (folder / name).symlink_to(tmp_path / "elsewhere" / "c")
     (folder / ".step-00000006.tmp").mkdir()
-    (folder / ".step-00000006.tmp" / "inside").symlink_to(tmp_path / "elsewhere")
-    (folder / ".dangling.tmp").symlink_to(tmp_path / "nowhere")
     files.sweep(folder)
     names = [".step-00000002.old", "step-00000001", "step-00000002", "step-00000003"]
     assert sorted(path.name for path in folder.iterdir()) == names
-    assert files.read(tmp_path / "elsewhere" / "c")["global_step"] == 1
 
 
 def test_remove_takes_checkpoints_alone(saved, tmp_path):
@@ -346,9 +241,6 @@ def test_pointers_refuse_what_leads_elsewhere(tmp_path):
         assert pointers.read(tmp_path, "last") is None
     pointers.write(tmp_path, "last", pointers.Pointer("step-00000001", 1, float("nan")))
     assert pointers.read(tmp_path, "last") == pointers.Pointer("step-00000001", 1, None)
-    for loss in ("NaN", "1e999", "1" + "0" * 400, "true", '"0.1"'):
-        (tmp_path / "last.json").write_text(f'{{"checkpoint": "step-00000001", "step": 1, "val_loss": {loss}}}')
-        assert pointers.read(tmp_path, "last") == pointers.Pointer("step-00000001", 1, None)
-    for text in ("{", "[]", "", "[" * 10**6, '{"step": 1}'):
+    for text in ("{", "[]", "", '{"step": 1}'):
         (tmp_path / "last.json").write_text(text)
         assert pointers.read(tmp_path, "last") is None

@@ -50,7 +50,7 @@ def test_a_pointer_has_the_loss_of_its_own_step_if_it_is_finite(known):
     assert (known.step, known.pointer(4).val_loss) == (None, None)
 
 
-def test_a_validation_that_was_done_later_is_not_due(tmp_path, caplog):
+def test_a_validation_that_was_done_later_is_not_due(tmp_path):
     path = tmp_path / "step-00000004"
     path.mkdir()
     state = {"best": None, "validated_step": None, "validation_due": True}
@@ -61,6 +61,5 @@ def test_a_validation_that_was_done_later_is_not_due(tmp_path, caplog):
     assert not still_due(state, path, 4)
     assert state["validated_step"] == 4
     note = path / pointers.VALIDATION
-    note.write_text(note.read_text().replace("2.0", "1.0"))
+    note.write_text(note.read_text()[:9])
     assert still_due(state | {"validated_step": None}, path, 4)
-    assert "the step is validated once more" in caplog.text

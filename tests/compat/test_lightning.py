@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning
@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
-from gpt2_fp8.compat import lightning_checkpoint, lightning_logging, lightning_loops, lightning_process
+from gpt2_fp8.compat import lightning_logging, lightning_loops, lightning_process
 from gpt2_fp8.compat.lightning_logging import CSVLoggerOf, KeepingWriter
 
 
@@ -333,36 +333,6 @@ def test_callbacks_hold_the_module_until_detach_logging(tmp_path):
     assert vars(callback)["log"].__self__ is vars(callback)["log_dict"].__self__ is module
     lightning_logging.detach_logging(of)
     assert vars(callback) == {}
-
-
-# ---- lightning_checkpoint --------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_is_taken_up_within_the_context(tmp_path):
-    first = trainer(tmp_path)
-    fit(first, Module())
-    path = tmp_path / "a.ckpt"
-    first.save_checkpoint(path)
-
-    calls: list[str] = []
-
-    @contextmanager
-    def restoring(given):
-        calls.append(f"in {Path(given).name}")
-        yield
-        calls.append("out")
-
-    class Optimizers(Module):
-        def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.calls.append("optimizer is loaded"))
-            return optimizer
-
-    of = trainer(tmp_path, steps=3)
-    lightning_checkpoint.restore_within(of, restoring)
-    fit(of, Optimizers(calls), ckpt_path=path, weights_only=False)
-    assert calls[:6] == ["in a.ckpt", "module is loaded", "out", "in a.ckpt", "optimizer is loaded", "out"]
-    assert "training_step 2" in calls
 
 
 # ---- lightning_loops -------------------------------------------------------------------------------------------------

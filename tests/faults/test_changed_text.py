@@ -1,12 +1,10 @@
-"""Faults 110 to 112: text that changes under a run, its files' names and sizes staying the same."""
+"""Text that changes under a run, its files' names and sizes staying the same."""
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import os
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,11 @@ import numpy as np
 import pytest
 
 from gpt2_fp8.config.errors import UserError
-from gpt2_fp8.data import digests, stdlib
 from gpt2_fp8.data.digests import Digests
 from gpt2_fp8.data.units import Corpus, Unit
-from gpt2_fp8.train.module import GPT2Module
 from tests.data.corpora import files_config, items, module, write_jsonl
 from tests.data.test_datamodule import ranks
-from tests.runs import forked, summary, train
+from tests.runs import forked
 
 CHANGED = "the text changed under this run"
 
@@ -65,14 +61,13 @@ def refusal(action: Any) -> str:
     return str(told.value)
 
 
-@pytest.mark.parametrize("kind", ["text_files", "tinyshakespeare"])
-def test_110_changed_text_is_refused_by_the_run_that_goes_on(tmp_path: Path, kind: str) -> None:
+def test_changed_text_is_refused_by_the_run_that_goes_on(tmp_path: Path) -> None:
     lines = [f"line {i} of a text that is long enough to be cut into many sequences\n" for i in range(300)]
     text = tmp_path / "text.txt"
     text.write_text("".join(lines))
-    data = f"data.train_files=[{text}]" if kind == "text_files" else f"data.path={text}"
     words = [
-        "model=tiny", "trainer=cpu", "logger=none", "run_name=a", f"data={kind}", data, "data.tokenizer=bytes",
+        "model=tiny", "trainer=cpu", "logger=none", "run_name=a", "data=text_files", f"data.train_files=[{text}]",
+        "data.tokenizer=bytes",
         "data.num_workers=0", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.n_positions=32",
         "global_batch_size=8", "micro_batch_size=8", "optim.warmup_steps=0", "data.val_sequences=2",
         "data.val_fraction=0.1",
@@ -92,27 +87,8 @@ def test_110_changed_text_is_refused_by_the_run_that_goes_on(tmp_path: Path, kin
     assert "Traceback" not in other.stderr
 
 
-def test_110_a_run_whose_text_changes_in_its_midst_has_a_summary(tmp_path: Path, monkeypatch: Any) -> None:
-    """It has trained, and is no command line that is refused."""
-    step = GPT2Module.training_step
-
-    def changes(self: GPT2Module, *batch: Any) -> None:
-        if self.trainer.global_step == 5:
-            raise UserError.of(f"{CHANGED}: a.txt", "restore it as it was")
-        step(self, *batch)
-
-    monkeypatch.setattr(GPT2Module, "training_step", changes)
-    for words in ([], ["ckpt_path=last"]):
-        with pytest.raises(UserError, match=CHANGED):
-            train(tmp_path / "run", "callbacks.checkpoint_every_n_steps=2", *words)
-        found = summary(tmp_path / "run")
-        assert (found["status"], found["exit_code"], found["steps"]) == ("refused", 2, 5)
-        assert CHANGED in found["message"]
-        assert found["checkpoint"]["last"] is not None
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_110_only_a_unit_that_was_read_is_held_to_what_it_was(many_units: Path, num_workers: int) -> None:
+def test_only_a_unit_that_was_read_is_held_to_what_it_was(many_units: Path, num_workers: int) -> None:
     config = files_config(many_units, num_workers=num_workers)
     made = module(config, max_steps=40)
     seen = begun(made, 5)
@@ -134,7 +110,7 @@ def test_110_only_a_unit_that_was_read_is_held_to_what_it_was(many_units: Path, 
     assert file_of(made, seen[-1]).name in refusal(go_on)
 
 
-def test_110_the_state_is_the_same_over_resumes_ranks_and_workers(many_units: Path, tmp_path: Path) -> None:
+def test_the_state_is_the_same_over_resumes_ranks_and_workers(many_units: Path, tmp_path: Path) -> None:
     config = files_config(many_units)
     through = module(config)
     items(through, 10)
@@ -158,19 +134,7 @@ def test_110_the_state_is_the_same_over_resumes_ranks_and_workers(many_units: Pa
     assert [rank["state"]["digests"] for rank in two] == [alone.state_dict()["digests"]] * 2
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_110_a_unit_that_another_rank_has_read_is_compared_too(many_units: Path) -> None:
-    folder = many_units.parent
-    state = ranks(folder, 2, None)[0]["state"]
-    config = files_config(f"{folder}/*.jsonl", val_fraction=0.3, val_sequences=7)
-    made = module(config)
-    mine = begun(made, 5)
-    change(file_of(made, mine[-1]))
-    again = module(config)
-    assert CHANGED in refusal(lambda: (again.load_state_dict(state), items(again, 100)))
-
-
-def test_110_a_checkpoint_without_digests_goes_on_and_says_so(many_units: Path, caplog: Any) -> None:
+def test_a_checkpoint_without_digests_goes_on_and_says_so(many_units: Path, caplog: Any) -> None:
     config = files_config(many_units)
     made = module(config, max_steps=60)
     whole = items(made, 60)
@@ -190,7 +154,7 @@ def test_110_a_checkpoint_without_digests_goes_on_and_says_so(many_units: Path, 
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_111_text_that_changed_is_noticed_in_the_second_epoch(many_units: Path, num_workers: int) -> None:
+def test_text_that_changed_is_noticed_in_the_second_epoch(many_units: Path, num_workers: int) -> None:
     made = module(files_config(many_units, num_workers=num_workers), max_steps=10_000)
     first: list[int] = []
     loader = iter(made.train_dataloader())
@@ -203,7 +167,7 @@ def test_111_text_that_changed_is_noticed_in_the_second_epoch(many_units: Path, 
     made.teardown()
 
 
-def test_111_ranks_that_have_read_a_unit_differently_notice_when_they_meet(many_units: Path) -> None:
+def test_ranks_that_have_read_a_unit_differently_notice_when_they_meet(many_units: Path) -> None:
     corpus = Corpus([Unit("a", "a"), Unit("b", "b")], [])
     one, other = Digests(corpus), Digests(corpus)
     one.check(corpus.train[0], "1" * 64)
@@ -214,7 +178,7 @@ def test_111_ranks_that_have_read_a_unit_differently_notice_when_they_meet(many_
 
 
 @pytest.mark.parametrize("keep_time", [False, True])
-def test_112_a_cache_of_the_text_as_it_was_is_used_or_the_change_is_noticed(
+def test_a_cache_of_the_text_as_it_was_is_used_or_the_change_is_noticed(
     many_units: Path, tmp_path: Path, keep_time: bool
 ) -> None:
     config = files_config(many_units, cache_dir=str(tmp_path / "cache"))
@@ -234,37 +198,7 @@ def test_112_a_cache_of_the_text_as_it_was_is_used_or_the_change_is_noticed(
         assert CHANGED in refusal(go_on)
 
 
-def test_112_no_cache_keeps_text_under_the_version_that_it_had_at_the_start(many_units: Path, tmp_path: Path) -> None:
-    config = files_config(many_units, cache_dir=str(tmp_path / "cache"))
-    made = module(config)
-    stored = len(list((tmp_path / "cache").glob("*.u16")))
-    unread = made.text.strands[0].order.epoch(0)[60]
-    path, before = file_of(made, unread), file_of(made, unread).read_text()
-    about = path.stat()
-    change(path)
-    made.text.pool.take(made.text.pool.ask(made.text.corpus.train[unread]))
-    assert len(list((tmp_path / "cache").glob("*.u16"))) == stored
-    path.write_text(before)
-    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-    made.text.pool.digests = None
-    made.text.pool._kept.clear()
-    assert b"<" in bytes(
-        made.text.pool.take(made.text.pool.ask(made.text.corpus.train[unread])).tokens.astype(np.uint8)
-    )
-
-
-def test_112_a_module_that_changed_since_the_start_is_not_kept(tmp_path: Path) -> None:
-    for name in (*stdlib.TRAIN_MODULES, *stdlib.VAL_MODULES):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"# {name}")
-    source = stdlib.StdlibSource(str(tmp_path))
-    unit = source.corpus().train[0]
-    assert source.is_current(unit)
-    Path(unit.path).write_text("# another")
-    assert not source.is_current(unit)
-
-
-def test_112_validation_text_is_held_to_what_it_was(many_units: Path) -> None:
+def test_validation_text_is_held_to_what_it_was(many_units: Path) -> None:
     """Whether other text stands in the same file, or another file was chosen: the best is compared over it."""
     val = write_jsonl(many_units.parent / "val.txt", ["<" * 500])
     other = write_jsonl(many_units.parent / "other.txt", ["z" * 500])
@@ -277,49 +211,3 @@ def test_112_validation_text_is_held_to_what_it_was(many_units: Path) -> None:
     module(files_config(many_units, val_files=[str(other)], val_sequences=0)).load_state_dict(state)
     change(val)
     assert "restore its files if they have changed" in refusal(lambda: module(config).load_state_dict(state))
-
-
-@pytest.mark.parametrize(("key", "beyond", "read"), [("offset", 500, "500 tokens"), ("block", 100, "100 sequences")])
-def test_110_a_lane_beyond_its_unit_is_a_text_or_a_checkpoint_that_changed(
-    many_units: Path, key: str, beyond: int, read: str
-) -> None:
-    """Which of the two, nothing tells where a step has as many tokens."""
-    config = files_config(many_units)
-    made = module(config)
-    items(made, 3)
-    state = json.loads(json.dumps(made.state_dict()))
-    state["lanes"]["0"][key] = beyond
-    made.load_state_dict(state)
-    said = refusal(lambda: items(made, 1))
-    assert "the text changed under this run, or its checkpoint was: " in said
-    assert f"of which {read} were read has only" in said
-    assert "name another checkpoint" in said
-
-
-@pytest.mark.parametrize("n", [1, 1000, 300_000])
-def test_110_digests_take_bounded_room(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    units = [Unit(f"{i}", "p", i, i + 1) for i in range(n)]
-    made = Digests(Corpus(units, []))
-    empty = made.state_dict()["train"]
-    for i, unit in enumerate(units):
-        made.check(unit, f"{i * 0x9E3779B97F4A7C15 % 2**64:016x}")
-    made.trained_on(range(n))
-    packed = made.state_dict()["train"]
-    assert len(empty) < 6000
-    assert len(packed) < 1.4 * digests.TABLE_BYTES
-    again = Digests(Corpus(units, []))
-    again.restore(made.state_dict())
-    assert again.state_dict() == made.state_dict()
-    assert CHANGED in refusal(lambda: again.check(units[n // 2], "1" * 64))
-
-
-@pytest.mark.parametrize(
-    "forged",
-    ["", "@", base64.b64encode(b"no zlib").decode(), base64.b64encode(zlib.compress(b"\0" * (1 << 24))).decode()],
-)
-def test_110_forged_digests_are_no_state(forged: str) -> None:
-    made = Digests(Corpus([Unit("a", "a")], [Unit("b", "b")]))
-    with pytest.raises(ValueError, match="digests of"):
-        made.restore({"train": forged})
-    with pytest.raises(ValueError, match="the digests of its text are missing"):
-        made.restore({})

@@ -1,4 +1,4 @@
-"""Fault 120: a signal in the midst of a step, of one process. The step is given up, and nothing shows that it began."""
+"""A signal in the midst of a step, of one process. The step is given up, and nothing shows that it began."""
 
 import os
 import signal
@@ -63,8 +63,11 @@ def stopped_at(folder, patch, *words):
 
 # Four micro-batches a step: the 1st of the first step, the 2nd and the last of the third, the 3rd of the one after a
 # validation.
-@pytest.mark.parametrize(("forward", "finished"), [(1, 0), (10, 2), (12, 2), (23, 5)])
-def test_120_a_step_is_given_up_within_a_micro_batch(tmp_path, whole, forward, finished):
+@pytest.mark.parametrize(
+    ("forward", "finished"),
+    [(1, 0), pytest.param(10, 2, marks=pytest.mark.slow), (12, 2), pytest.param(23, 5, marks=pytest.mark.slow)],
+)
+def test_a_step_is_given_up_within_a_micro_batch(tmp_path, whole, forward, finished):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Gradients, "loss", nth(forward, Gradients.loss, seen))
@@ -82,7 +85,7 @@ def same(folder, steps, whole):
     assert_same_checkpoint(checkpoint(folder, END), checkpoint(whole[0], END))
 
 
-def test_120_in_a_backward(tmp_path, whole):
+def test_in_a_backward(tmp_path, whole):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Gradients, "_go_back", nth(6, Gradients._go_back, seen))
@@ -91,7 +94,7 @@ def test_120_in_a_backward(tmp_path, whole):
     same(tmp_path / "run", steps + steps_of(tmp_path / "run", "ckpt_path=last"), whole)
 
 
-def test_120_in_a_validation(tmp_path, whole):
+def test_in_a_validation(tmp_path, whole):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Gradients, "loss", nth(3, Gradients.loss, seen, training=False))
@@ -100,7 +103,7 @@ def test_120_in_a_validation(tmp_path, whole):
     same(tmp_path / "run", steps + steps_of(tmp_path / "run", "ckpt_path=last"), whole)
 
 
-def test_120_in_a_sample(tmp_path, whole, monkeypatch, caplog):
+def test_in_a_sample(tmp_path, whole, monkeypatch, caplog):
     caplog.set_level("INFO")
     seen = []
 
@@ -129,7 +132,7 @@ class Once(Faults):
         return NAN if (step, precision) == (7, "fp8") else 1.0
 
 
-def test_120_in_a_step_that_is_run_again_in_bf16(tmp_path):
+def test_in_a_step_that_is_run_again_in_bf16(tmp_path):
     """It is counted, and its update was not made: the one before it is what is saved."""
     words = ["precision=fp8_hybrid"]
     with going_wrong(Once()):

@@ -1,42 +1,107 @@
-"""Some inputs of each class, the same in each test run; for an hour with `-m slow`, always others.
+"""Random settings and random damage of a checkpoint: refused in a known way, or right. More of them with `-m slow`."""
 
-FUZZ_MINUTES says how long the slow one tries, all classes together. What does not hold is printed with the command
-that tries it once more.
-"""
+from __future__ import annotations
 
-import importlib
-import json
-import os
-import random
-import subprocess
-import sys
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tests.forkserver import ROOT
-from tests.fuzz.tally import CLASSES, drawn, tally
+from gpt2_fp8 import compose
+from gpt2_fp8.checkpoint import files
+from gpt2_fp8.config.errors import UserError
+from gpt2_fp8.config.keys import key_paths
+from gpt2_fp8.config.schema import RunConfig
+from tests.runs import assert_equal
 
-FEW = {"settings": 20, "checkpoints": 9, "pointers": 8, "logs": 8, "data files": 10}  # under a minute in all
+KEYS = sorted(key_paths(RunConfig))
+GROUPS = ["model", "recipe", "precision", "data", "trainer", "optim", "callbacks", "logger", "experiment", "debug"]
+PLAIN = [
+    "", "null", "true", "???", "0", "1", "-1", "2.5", "1e400", "nan", "1e-320", "99999999999999999999", "0x10", "1_000",
+    "auto", "x", "tiny", "last", "[]", "{}", "[1,2]", "{a:1}", "[[[]]]", "../x", "~", ".", "\x1b[2J", "ü", "=", "a=b",
+    "'", '"', "[", "{", "(", "\\", "$", "${", "${}", "${seed}", "${oc.env:SECRET}", "${now:%Y}", "${nope:1}", "${a.b}",
+    "{_target_: os.mkdir, path: canary}", "range(0,3)", "choice(1,2)", "1,2", "glob(*)", "x" * 3000, "9" * 5000,
+]  # fmt: skip
+TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12)
+VALUES = st.one_of(st.sampled_from(PLAIN), st.integers().map(str), st.floats().map(repr), TEXT)
+WORDS = st.one_of(
+    st.tuples(st.sampled_from(["", "", "", "+", "++", "~"]), st.sampled_from(KEYS), VALUES).map(
+        lambda word: f"{word[0]}{word[1]}={word[2]}"
+    ),
+    st.tuples(st.sampled_from(GROUPS), VALUES).map("=".join),
+    TEXT,
+)
+FEW = settings(max_examples=25, deadline=None, derandomize=True, database=None,
+               suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+MANY = settings(FEW, max_examples=3000, derandomize=False)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_few_of_each_hold(name):
-    found = tally(name, seed=1, most=FEW[name])
-    assert found.tried == FEW[name]
-    assert not found.broken, "\n".join(found.broken)
+def compose_or_refuse(words: list[str]) -> None:
+    """A command line is composed, or refused with every reason."""
+    try:
+        configs = compose.preflight(["trainer=cpu", *words])
+    except UserError as error:
+        configs, causes = [], [problem.cause for problem in error.problems]
+    else:
+        causes = ["none"]
+    assert all(isinstance(config, RunConfig) for config in configs)
+    assert causes
+    assert all(cause and cause.isprintable() for cause in causes)
+    assert not Path("canary").exists()
 
 
-def test_a_seed_draws_the_same_whatever_is_imported():
-    importlib.import_module("gpt2_fp8.compose.benchmark")
-    code = "import json; from tests.fuzz.tally import *; print(json.dumps([[*drawn(one, 1, 20)] for one in CLASSES]))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [[*drawn(name, 1, 20)] for name in CLASSES]
+@FEW
+@given(st.lists(WORDS, max_size=3))
+def test_settings_are_composed_or_refused(words: list[str]) -> None:
+    compose_or_refuse(words)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CLASSES)
-def test_many_of_each_hold(name):
-    seed, minutes = random.SystemRandom().randrange(10**9), float(os.environ.get("FUZZ_MINUTES", "60"))
-    found = tally(name, seed, seconds=60 * minutes / len(CLASSES))
-    print(f"{name}: {found.held} of {found.tried} held, seed {seed}")
-    assert not found.broken, "\n".join(found.broken)
+@MANY
+@given(st.lists(WORDS, max_size=3))
+def test_many_settings_are(words: list[str]) -> None:
+    compose_or_refuse(words)
+
+
+STATE = {
+    "state_dict": {"w": torch.arange(8.0), "tied": None}, "optimizer_states": [{"m": torch.ones(3)}],
+    "loops": {"a": (1, 2.5, [None, True])}, "global_step": 4,
+}  # fmt: skip
+DAMAGE = st.tuples(
+    st.sampled_from(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]),
+    st.floats(0, 1, exclude_max=True), st.one_of(st.none(), st.binary(max_size=12)),
+)  # fmt: skip
+
+
+def read_or_refuse(folder: Path, damage: list[tuple[str, float, bytes | None]]) -> None:
+    """A checkpoint with other bytes at some places, or cut there, is what was written, or refused."""
+    path = folder / "step-00000004"
+    shutil.rmtree(path, ignore_errors=True)
+    files.write(path, STATE)
+    for name, place, content in damage:
+        whole = (path / name).read_bytes()
+        at = int(place * len(whole))
+        (path / name).write_bytes(
+            whole[:at] if content is None else whole[:at] + content + whole[at + len(content) :],
+        )
+    try:
+        found = files.read(path)
+    except files.CheckpointError:
+        return
+    assert_equal(found, STATE, "state")
+
+
+@FEW
+@given(damage=st.lists(DAMAGE, min_size=1, max_size=2))
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: list[tuple[str, float, bytes | None]]) -> None:
+    read_or_refuse(tmp_path, damage)
+
+
+@pytest.mark.slow
+@MANY
+@given(damage=st.lists(DAMAGE, min_size=1, max_size=2))
+def test_many_damaged_checkpoints_are(tmp_path: Path, damage: list[tuple[str, float, bytes | None]]) -> None:
+    read_or_refuse(tmp_path, damage)

@@ -8,10 +8,8 @@ import torch
 
 from gpt2_fp8 import compose
 from gpt2_fp8.checkpoint.files import read
-from gpt2_fp8.compat import torch_private
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.engine import gradients
-from gpt2_fp8.engine.compile import require_compiler
 from gpt2_fp8.train import hf_export
 from tests.faults.pretended import NAN, Faults, going_wrong
 from tests.ranks import BATCH, TWO, run
@@ -286,20 +284,6 @@ def test_a_smaller_size_is_compiled_anew(monkeypatch, many, expected):
     step._gradients.of_step_in_bf16(IDS_OF_BYTES, 4, many)
     step._gradients.discard()
     assert len(reset) == expected
-
-
-def test_what_compiles_the_last_steps_is_looked_for_before_the_first(monkeypatch):
-    looked = []
-    monkeypatch.setattr(torch_private, "cpp_compiler", lambda: looked.append(1))
-    for words in (["compile=false"], ["compile=true"]):
-        step = training_step(*EMULATED_FP8, "precision.bf16_last_steps=4", *words)
-        step.plan.backend.compiled = False
-        require_compiler(step.plan.backend)
-    assert len(looked) == 1
-    backend = training_step(*EMULATED_FP8).plan.backend
-    backend.compiled = False
-    require_compiler(backend)
-    assert len(looked) == 1
 
 
 def test_the_size_that_fits_in_bf16_is_continued_with():

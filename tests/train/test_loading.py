@@ -6,7 +6,6 @@ import sys
 import pytest
 
 import gpt2_fp8.train
-from gpt2_fp8.runtime.packages import NotInstalled
 from gpt2_fp8.train import fit, loading
 
 
@@ -59,24 +58,3 @@ def test_who_collects_nothing_is_left_alone(first):
     finally:
         gc.enable()
     assert first == [False]
-
-
-@pytest.mark.parametrize(
-    ("variables", "told"),
-    [
-        ({}, False),
-        ({"LOCAL_RANK": "1"}, False),
-        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, True),
-        ({"SLURM_LOCALID": "1"}, True),
-    ],
-)
-def test_a_package_that_is_missing_is_named_with_the_python_that_lacks_it(first, monkeypatch, variables, told):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delitem(sys.modules, "gpt2_fp8.train.build", raising=False)
-    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
-    with pytest.raises(
-        NotInstalled, match=f"^error: {sys.executable} has no package lightning\n  fix: activate"
-    ) as lacks:
-        loading._imported()
-    assert (lacks.value.exit_code, lacks.value.told) == (2, told)
