@@ -19,11 +19,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +92,6 @@ class Popen(subprocess.Popen[Any]):
     Raises ValueError for another program, and for a variable that a forked process would read too late.
     """
 
-    peak = 0  # MiB of memory, once it has ended
-
     def __init__(self, args: Any, *, ranks: bool = False, seconds: float | None = None, **options: Any) -> None:
         self._asked = {"ranks": ranks, "seconds": seconds}
         super().__init__(args, **options)
@@ -124,14 +119,6 @@ class Popen(subprocess.Popen[Any]):
     def _seen(self, environment: Mapping[str, str]) -> dict[str, str]:
         given = environment.items() - os.environ.items()  # what a test asks for, whatever its name
         return ours(environment) | _FIXED | dict(given)
-
-    def _try_wait(self, flags: int) -> tuple[int, int]:
-        try:
-            pid, status, used = os.wait4(self.pid, flags)
-        except ChildProcessError:  # as `subprocess` does: somebody else has waited for it
-            return self.pid, 0
-        self.peak = used.ru_maxrss >> 10
-        return pid, status
 
 
 class PopenOfRanks(Popen):
@@ -197,66 +184,6 @@ def _adopts_orphans() -> Iterator[None]:
         prctl(_SET_CHILD_SUBREAPER, 0)
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a program ended: exit code (negative: the signal), output, seconds, peak of its own memory in MiB."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-    seconds: float
-    mib: int
-    killed: str  # why it was ended from outside; empty if it ended itself
-
-
-def watched(
-    words: list[str],
-    cwd: Path,
-    environment: Mapping[str, str],
-    seconds: float,
-    mib: int,
-    given: str = "",
-    ranks: bool = False,
-) -> Ended:
-    """Run `python WORDS` in `cwd` with `given` on standard input, for at most `seconds`, with at most `mib` MiB."""
-    with tempfile.TemporaryDirectory(prefix="forked-") as folder:
-        stdin, stdout, stderr = (Path(folder, name) for name in ("stdin", "stdout", "stderr"))
-        stdin.write_text(given)
-        with stdin.open() as read, stdout.open("a") as out, stderr.open("a") as err:
-            process = Popen(
-                [sys.executable, *words], cwd=cwd, env=environment, stdin=read, stdout=out, stderr=err,
-                start_new_session=True, ranks=ranks, seconds=max(seconds - 1, 1),
-            )  # fmt: skip
-            start = time.monotonic()
-            killed = _end_in_time(process, seconds, mib)
-        took = time.monotonic() - start
-        # Universal newlines, as `subprocess.run(text=True)` reads a pipe.
-        said, complained = (path.read_text(errors="surrogateescape") for path in (stdout, stderr))
-    return Ended(process.returncode, said, complained, took, process.peak, killed)
-
-
-def _end_in_time(process: Popen, seconds: float, mib: int) -> str:
-    """Wait for the process; kill its group where it takes too long, or too much memory. Returns why."""
-    end, killed = time.monotonic() + seconds, ""
-    while process.poll() is None:
-        if not killed and time.monotonic() > end:
-            killed = f"it was at work for more than {seconds} s"
-        if not killed and _memory(process.pid) > mib:
-            killed = f"it took more than {mib} MiB of memory"
-        if killed:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        time.sleep(0.01)
-    return killed
-
-
-def _memory(process: int) -> int:
-    try:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
-    except (OSError, IndexError):
-        return 0
-
-
 def run(
     args: list[Any], *, timeout: float | None = None, capture_output: bool = False, check: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[Any]:
@@ -284,7 +211,15 @@ def python(
     that it starts are forked too. Raises `subprocess.TimeoutExpired` after `timeout` seconds, as `subprocess.run` does.
     """
     command = [str(word) for word in words]
-    ended = watched(command, cwd, os.environ | environment, timeout, 8 << 10, given, ranks)
-    if ended.killed:
-        raise subprocess.TimeoutExpired(command, timeout, ended.stdout, f"{ended.killed}\n{ended.stderr}")
-    return subprocess.CompletedProcess(command, ended.returncode, ended.stdout, ended.stderr)
+    process = Popen(
+        [sys.executable, *command], cwd=cwd, env=os.environ | environment, text=True, errors="surrogateescape",
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True, ranks=ranks, seconds=max(timeout - 1, 1),
+    )  # fmt: skip
+    with process:
+        try:
+            said = process.communicate(given, timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(command, timeout, *process.communicate()) from None
+    return subprocess.CompletedProcess(command, process.returncode, *said)

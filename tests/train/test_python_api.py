@@ -1,13 +1,11 @@
 """A script of one's own: `load_config`, the module, the text and the precision, under a Trainer of Lightning's."""
 
 import inspect
-import json
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from datetime import timedelta
-from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -311,7 +309,7 @@ def test_the_program_goes_on_from_it_and_it_from_the_program(config, whole, tmp_
 
 def test_a_checkpoint_without_a_runs_state_is_refused(config, whole, tmp_path):
     whole.trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
-    with pytest.raises(UserError, match="cannot be continued from: optimizer_states is missing"):
+    with pytest.raises(UserError, match="cannot be continued from: it has no .*optimizer_states"):
         fit(config, tmp_path, tmp_path / "weights")
     shorter = load_config(*WORDS, "trainer.max_steps=6")
     with pytest.raises(UserError, match="max_steps=6 ends before"):
@@ -522,14 +520,10 @@ def test_a_module_of_another_evaluation_is_validated_in_it(whole, tmp_path):
 
 
 def change(folder, edit):
-    """Have `edit` change a checkpoint's state, and make the manifest fit."""
-    state = json.loads((folder / "state.json").read_text())
+    """Have `edit` change a checkpoint's state."""
+    state = files.read(folder)
     edit(state)
-    (folder / "state.json").write_text(json.dumps(state))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    path = folder / "state.json"
-    manifest["files"]["state.json"] = {"size": path.stat().st_size, "sha256": sha256(path.read_bytes()).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    files.write(folder, state)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""The tools of the tests: forked programs, what is composed once, and the fast ring."""
+
+import signal
+import subprocess
+import sys
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from gpt2_fp8.compose import composition, conf_dir
+from tests import once
+from tests.fast_ring import PLACES, alone, pytest_collection_modifyitems
+from tests.forkserver import ROOT, python
+
+# ---- a forked program is to its author what `python WORDS` is ------------------------------------------------------
+
+SAYS = "import os, sys; print(__name__, sys.argv, os.getcwd(), sys.stdin.read(), 'torch' in sys.modules)"
+
+
+@pytest.mark.parametrize(
+    ("words", "argv0"), [(["-c", SAYS], "-c"), (["program.py"], "{}/program.py"), (["-m", "program"], "{}/program.py")]
+)
+def test_it_has_its_name_words_folder_and_streams(tmp_path, words, argv0):
+    (tmp_path / "program.py").write_text(SAYS)
+    done = python(*words, "one", cwd=tmp_path, given="two")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"__main__ {[argv0.format(tmp_path), 'one']} {tmp_path} two True\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "ended", "said"),
+    [
+        ("raise SystemExit(3)", 3, ""),
+        ("raise SystemExit('no')", 1, "no\n"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("import atexit, os; atexit.register(os.write, 2, b'bye')", 0, "bye"),
+    ],
+)
+def test_it_ends_as_an_interpreter_does(tmp_path, code, ended, said):
+    done = python("-c", code, cwd=tmp_path)
+    assert done.returncode == ended
+    assert done.stderr.endswith(said)
+
+
+def test_variables_that_a_library_has_read_already_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="PYTHONUTF8"):
+        python("-c", "pass", cwd=tmp_path, PYTHONUTF8="1")
+
+
+def test_one_that_hangs_is_ended_and_says_where(tmp_path):
+    code = "import time\ndef hang():\n    time.sleep(60)\nhang()"
+    with pytest.raises(subprocess.TimeoutExpired) as ended:
+        python("-c", code, cwd=tmp_path, timeout=2)
+    assert "in hang" in str(ended.value.stderr)
+
+
+# ---- what is composed once is what Hydra composes ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choices", [[], ["model=gpt2", "~experiment", "trainer=ddp"]], ids=" ".join)
+def test_it_is_what_hydra_composes(choices):
+    with composition.open_catalog(conf_dir(), "config"):
+        once.compose("config", choices).seed = 7  # what is done to one is not done to the next
+        composed = once.compose("config", choices, return_hydra_config=True)
+        expected = hydra.compose("config", choices, return_hydra_config=True)
+    assert OmegaConf.to_yaml(composed) == OmegaConf.to_yaml(expected)
+
+
+def test_a_users_files_are_composed_each_time(tmp_path):
+    for seed in (5, 6):
+        (tmp_path / "mine.yaml").write_text(f"seed: {seed}\n")
+        with composition.open_catalog(tmp_path, "mine"):
+            assert once.compose("mine", []).seed == seed
+
+
+# ---- the fast ring refuses what would make it slow ---------------------------------------------------------------
+
+
+def test_a_fast_test_that_starts_something_fails():
+    with alone(), pytest.raises(pytest.fail.Exception, match="mark it `whole`"):
+        subprocess.run([sys.executable, "-c", ""])
+
+
+class Item:
+    """What the ring asks of a test."""
+
+    def __init__(self, place, *marks):
+        self.path, self.marks, self.added = ROOT / "tests" / place, marks, []
+
+    def get_closest_marker(self, name):
+        return name in self.marks
+
+    def add_marker(self, mark):
+        self.added.append(mark)
+
+
+@pytest.mark.parametrize(
+    ("item", "fast"),
+    [(Item("data/x.py"), True), (Item("data/x.py", "whole"), False), (Item("faults/x.py"), False)],
+    ids=["a module", "a whole run", "a fault"],
+)
+def test_which_tests_are_fast(item, fast):
+    pytest_collection_modifyitems([item])
+    assert ("fast" in item.added) is fast
+    assert all((ROOT / "tests" / place).exists() for place in PLACES)
