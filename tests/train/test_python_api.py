@@ -309,7 +309,7 @@ def test_the_program_goes_on_from_it_and_it_from_the_program(config, whole, tmp_
 
 def test_a_checkpoint_without_a_runs_state_is_refused(config, whole, tmp_path):
     whole.trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
-    with pytest.raises(UserError, match="cannot be continued from: it has no .*optimizer_states"):
+    with pytest.raises(UserError, match=r"cannot be continued from: it has no .*optimizer_states"):
         fit(config, tmp_path, tmp_path / "weights")
     shorter = load_config(*WORDS, "trainer.max_steps=6")
     with pytest.raises(UserError, match="max_steps=6 ends before"):
