@@ -1,8 +1,8 @@
-"""The two pictures of the README: the losses of FP8 over bf16's, and the speed beside other programs.
+"""The pictures of the README and of docs/results.md: losses of FP8 over bf16's, and the speed beside other programs.
 
     python benchmarks/readme_pictures.py docs/pictures --bf16 b1.csv b2.csv --fp8 f1.csv f2.csv f3.csv f4.csv
 
-The losses are the `metrics.csv` of runs. The speeds are those of the table in docs/performance.md.
+The losses are the `metrics.csv` of runs. The speeds are those of the table in docs/results.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from words import Parser
 
 from gpt2_fp8.train import metrics_csv
 
-PERFORMANCE = Path(__file__).resolve().parents[1] / "docs/performance.md"
+RESULTS = Path(__file__).resolve().parents[1] / "docs/results.md"
 BLUE, GREY = "#2a6fbb", "#9a9a9a"
 SMOOTH = 5  # rows of a log; each is a mean over its own steps
 STOPS = 0.05  # of a run's rows: at most so many may be of its stops
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     asked.folder.mkdir(parents=True, exist_ok=True)
     losses(asked.bf16, asked.fp8).savefig(asked.folder / "loss.png", dpi=110)
-    speeds(PERFORMANCE.read_text()).savefig(asked.folder / "speed.png", dpi=110)
+    speeds(RESULTS.read_text()).savefig(asked.folder / "speed.png", dpi=110)
     return 0
 
 

@@ -1,9 +1,4 @@
-"""The table of every key in docs/settings.md, made from the schema: its type, its default, its meaning.
-
-    python -m tests.settings_page
-
-writes it anew; `tests/test_readme.py` holds the page to it.
-"""
+"""Writes the table of every key in docs/settings.md from the schema: `python -m tests.settings_page`."""
 
 from __future__ import annotations
 
@@ -67,12 +62,10 @@ def comments(cls: type) -> dict[str, str]:
             name = line.strip().partition(":")[0]
             if line.strip().startswith("#"):
                 above += here
-            elif name.isidentifier() and name in hints_of(base):
-                text = " ".join([*above, *here])
-                found[name] = text or found.get(name, "")
-                above = []
-            else:
-                above = []
+                continue
+            if name.isidentifier() and name in hints_of(base):
+                found[name] = " ".join([*above, *here]) or found.get(name, "")
+            above = []
     return {name: text.replace("|", r"\|") for name, text in found.items()}
 
 
@@ -101,9 +94,8 @@ def value(held: dict[str, Any], group: str, key: str) -> str:
 
 def page() -> str:
     """The page with the table as it should be."""
-    text = PAGE.read_text()
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    return before + BEGIN + "\n" + table() + "\n" + END + after
+    before, _, after = PAGE.read_text().partition(BEGIN)
+    return before + BEGIN + "\n" + table() + "\n" + END + after.partition(END)[2]
 
 
 if __name__ == "__main__":

@@ -57,17 +57,13 @@ def test_what_fp8_costs(script, capsys):
     assert (found["steps"], found["precision"]["ran"]) == (5, "fp8_hybrid")
 
 
-def test_pictures_of_health(script, tmp_path):
+def test_pictures(script, tmp_path):
     pytest.importorskip("matplotlib")
     train(tmp_path / "run", *FP8, "callbacks.fp8_health=true", "callbacks.fp8_health_every_n_steps=2")
     assert script("health_pictures").main(["run", "run", "made"]) == 0
-    assert {path.name for path in Path("made").iterdir()} == {"health_summaries.png", "health_layers.png"}
-
-
-def test_pictures_of_the_readme(script):
-    pytest.importorskip("matplotlib")
     for name in ("a", "b"):
         rows = "".join(f"{step},{step * 65536},{11 - step / 100}\n" for step in range(1, 60))
         Path(f"{name}.csv").write_text(f"step,tokens,train_loss\n{rows}")
     assert script("readme_pictures").main(["made", "--bf16", "a.csv", "--fp8", "b.csv"]) == 0
-    assert {path.name for path in Path("made").iterdir()} == {"loss.png", "speed.png"}
+    pictures = {"health_summaries.png", "health_layers.png", "loss.png", "speed.png"}
+    assert {path.name for path in Path("made").iterdir()} == pictures

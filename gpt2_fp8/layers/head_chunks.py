@@ -31,7 +31,7 @@ from gpt2_fp8.kernels.target_rows import add_target_rows, target_rows
 from gpt2_fp8.layers.head_gradients import HeadGradients, Share
 from gpt2_fp8.layers.head_layer import HeadLayer
 
-ROOM = 64  # rows of a chunk that can be set aside; 17 at most were, in 3,128 chunks of three runs (docs/quality.md)
+ROOM = 64  # rows of a chunk that can be set aside; 17 at most were, in 3,128 chunks of three runs
 
 
 class Chunk(NamedTuple):

@@ -1,1 +1,1 @@
-"""The faults that a run is to survive, by the numbers of docs/reliability.md: `test_NN_what`."""
+"""Faults that a run survives. `test_NN_what`: the number of a row in docs/reliability.md, where it has one."""
