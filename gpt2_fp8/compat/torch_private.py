@@ -33,6 +33,20 @@ def all_reduce_together(tensors: Sequence[Tensor], op: Any) -> None:
     work.wait()
 
 
+def agent_waits(seconds: int) -> dict[str, Any]:
+    """Return the arguments of a LaunchConfig with which torch's agent waits for its ranks to save after a signal.
+
+    torch 2.11 and 2.12 have no such argument: their agent kills a rank after the default of `PContext.close`, 30 s.
+    """
+    from torch.distributed.elastic.multiprocessing import PContext
+    from torch.distributed.launcher.api import LaunchConfig
+
+    if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
+        return {"shutdown_timeout": seconds}
+    PContext.close.__defaults__ = (None, seconds)
+    return {}
+
+
 def _public_stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 

@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
+from gpt2_fp8.compat.torch_private import agent_waits
 from gpt2_fp8.runtime import last_say, process_end, ranks, slurm
 
 SAVE_SECONDS = 600  # that the ranks have to save and end after a signal
@@ -30,7 +31,7 @@ def launch(count: int, words: Sequence[str]) -> int:
         min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=ranks.OWN_ID, max_restarts=0,
         rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1",
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle=",".join(handled), shutdown_timeout=SAVE_SECONDS,
+        signals_to_handle=",".join(handled), **agent_waits(SAVE_SECONDS),
     )  # fmt: skip
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     try:

@@ -5,6 +5,8 @@ import inspect
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.launcher.api import LaunchConfig
 from torch.nn.attention import SDPBackend
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -109,3 +111,16 @@ def test_chosen_attention_is_what_runs(dropout, expected):
     assert SDPBackend(torch_private.chosen_attention(q, k, v, dropout, False)) == expected
     y = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     assert ("Flash" in type(y.grad_fn).__name__) == (expected == SDPBackend.FLASH_ATTENTION)
+
+
+def test_the_agent_gives_its_ranks_time_to_save(monkeypatch):
+    close = PContext.close
+    assert list(inspect.signature(close).parameters) == ["self", "death_sig", "timeout"]
+    assert torch_private.agent_waits(600) == {"shutdown_timeout": 600}
+    monkeypatch.delitem(LaunchConfig.__dataclass_fields__, "shutdown_timeout")
+    kept = close.__defaults__
+    try:
+        assert torch_private.agent_waits(600) == {}
+        assert close.__defaults__ == (None, 600)
+    finally:
+        close.__defaults__ = kept
