@@ -35,6 +35,7 @@ from gpt2_fp8.runtime import process_end, ranks, slurm
 from gpt2_fp8.runtime.process_end import LIKE_SIGTERM, SIGNALS
 
 # Ctrl-C reaches the whole process group, and launchers (torchrun, srun) pass it on: one request, two signals.
+NATIVE_SECONDS = 30.0  # that a rank of torch's agent may be in one native call after a signal
 ECHO_SECONDS = 0.5
 IMPORT_SECONDS = 3.0  # the longest that a signal waits for an import, or a library's cleanup, to finish
 # Our own thread sends it to make the main thread look again; without a handler it has no effect.
@@ -168,6 +169,8 @@ class Signals:
                     signal.pthread_kill(main, _AGAIN)
                 elif self.received is None:  # the main thread has not come to its handler
                     self._tell(first)
+                    if "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - first_at > NATIVE_SECONDS:
+                        os._exit(128 + _meaning(first))  # it waits in NCCL for a rank that is gone
                 continue
             if not (read := os.read(reader, 1)):
                 os.close(reader)
