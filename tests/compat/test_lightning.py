@@ -408,17 +408,6 @@ def test_between_two_steps_set_back_to_last_step_says_what_the_last_hook_would_h
     assert left[0] == left[1] == [f"training_step {step}" for step in range(at, 4)]
 
 
-def test_a_checkpoint_names_its_counters_as_checkpoint_run_state_has_them(tmp_path):
-    fit(of := trainer(tmp_path), Module())
-    of.save_checkpoint(tmp_path / "a.ckpt")
-    loop = torch.load(tmp_path / "a.ckpt", weights_only=False)["loops"]["fit_loop"]
-    assert loop["epoch_loop.state_dict"] == {"_batches_that_stepped": 2}
-    counts = {"ready", "started", "processed", "completed"}
-    for name in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
-        assert loop[name]["total"].keys() == loop[name]["current"].keys() == counts
-    assert loop["epoch_loop.manual_optimization.optim_step_progress"]["total"] == {"ready": 2, "completed": 2}
-
-
 @pytest.mark.parametrize("alone", [False, True])
 def test_several_ranks_ask_for_a_sigterm_before_each_step_but_where_leave_signals_alone_says_no(
     tmp_path, monkeypatch, alone
