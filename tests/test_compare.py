@@ -100,7 +100,7 @@ def test_a_base_by_its_name_or_its_beginning(tmp_path, capsys):
 
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     (pair(tmp_path) / "file").write_text("")
-    assert "--out FOLDER" in told(capsys, tmp_path, "--out", tmp_path / "file/below", code=1)
+    assert "file/below" in told(capsys, tmp_path, "--out", tmp_path / "file/below", code=1)
 
 
 def test_without_matplotlib_the_rest_is_written(tmp_path, monkeypatch, capsys):

@@ -359,10 +359,3 @@ def test_a_sweep_in_a_folder_of_ones_own_with_another_current_folder(tmp_path):
     done = forked("-m", *SMALL, "trainer.max_steps=2", "optim.warmup_steps=1", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(row["job"] for row in rows_of(tmp_path / "mine")) == ["a/1", "a/2"]
-
-
-def test_another_rank_of_a_sweep_writes_no_table(tmp_path):
-    done = forked("-m", *SMALL, "trainer.max_steps=2", "optim.warmup_steps=1", "run_name=sweep", "seed=1,2",
-                  cwd=tmp_path, LOCAL_RANK="1")  # fmt: skip
-    assert "Sweep of" not in done.stdout
-    assert not (tmp_path / "outputs/sweep/sweep.csv").exists()

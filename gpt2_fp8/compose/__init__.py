@@ -57,7 +57,8 @@ def look_only(argv: list[str]) -> list[str]:
     line, problems = commandline.read(argv)
     shown, found = commandline.shown(argv)
     problems += found
-    if not (line.words or shown or problems or line.config_dir):
+    completes = {"-sc", "--shell-completion"} & set(argv)  # whose words are Hydra's
+    if completes or not (line.words or shown or problems or line.config_dir):
         return argv
     with open_catalog(conf_dir(), line.config_name) as catalog:
         if shown:

@@ -51,7 +51,7 @@ def test_faults_in_compressed_lines(client: Client) -> None:
 def test_a_hub_that_stays_dead_is_said_so(hub: Hub, client: Client, tmp_path: Path) -> None:
     answer = client.ask(WEB, ["500"] * 10_000, steps=200)
     assert answer["error"] == "DataSourceLost"
-    assert "after 8 attempts" in answer["message"]
+    assert "after 7 attempts" in answer["message"]
     assert "without a network: data=stdlib" in answer["message"]
     unnamed = Client(hub, tmp_path, "http://no-such-host.invalid")
     answer = unnamed.ask(WEB)

