@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING
 from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.config.shown import harmless
-from gpt2_fp8.runtime import (
-    last_say,
-    process_end,
-    programs,
-    ranks,
-    signals,
-    slurm,
-)
+from gpt2_fp8.runtime import last_say, process_end, programs, ranks, signals, slurm
 from gpt2_fp8.runtime.signal_handlers import Interrupted, Signals
 from gpt2_fp8.train import loading, several, sweep_job
 
@@ -62,11 +55,12 @@ def _job(cfg: DictConfig) -> float | None:
 
     from gpt2_fp8 import compose
     from gpt2_fp8.compose import parallel
+    from gpt2_fp8.compose.commandline import unforced
 
     try:
         folder = Path(HydraConfig.get().runtime.output_dir)
         here = Path(HydraConfig.get().runtime.cwd)  # where the command was typed; `hydra.job.chdir` leaves it
-        words = [str(word).removeprefix("++") for word in HydraConfig.get().overrides.task]  # as they were typed
+        words = unforced(map(str, HydraConfig.get().overrides.task))
         base = here if HydraConfig.get().job.chdir else None
         again = ranks.turns_before() > 0 or ((met := _met()) is not None and met.again)
         config = compose.to_run_config(cfg, base, own_words.keys(words), folder if again else None)
@@ -78,11 +72,8 @@ def _job(cfg: DictConfig) -> float | None:
             return several.job(count, compose.of_job(sys.argv[1:], words, str(folder)), folder)
         if "torch" not in sys.modules and ranks.is_first_rank():
             log.info("%s: loading torch, some seconds", programs.VERSION)  # a screen that stays empty looks like a hang
-        typed = (
-            own_words.Typed(tuple(word.removeprefix("++") for word in sys.argv[1:]), here)
-            if HydraConfig.get().mode == RunMode.RUN
-            else None
-        )
+        alone = HydraConfig.get().mode == RunMode.RUN
+        typed = own_words.Typed(tuple(unforced(sys.argv[1:])), here) if alone else None
         return loading.training(config, folder, here, words, typed is None)(config, folder, words, typed)
     except RunError as error:
         if isinstance(error, Stopped) or HydraConfig.get().mode == RunMode.RUN:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-MOST_STEPS = 10**15  # a step has fewer than 16 digits
 _NAME = re.compile(r"step-([0-9]{8,15})")
 
 

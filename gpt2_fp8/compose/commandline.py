@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, NoReturn
@@ -89,6 +90,11 @@ def for_hydra(argv: list[str], words: list[str]) -> list[str]:
         option = flag.partition("/")[0]
         flags += [] if name == "overrides" else [option] if value is True else [f"{option}={value}"]
     return [*flags, *words]
+
+
+def unforced(words: Iterable[str]) -> list[str]:
+    """Return words of Hydra's line as they were typed: it forces some values (`++key=value`)."""
+    return [word.removeprefix("++") for word in words]
 
 
 def shown(argv: list[str]) -> tuple[str | None, list[Problem]]:

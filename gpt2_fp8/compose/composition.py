@@ -55,7 +55,7 @@ class Catalog:
 
     def __init__(self, loader: ConfigLoader, config_name: str):
         self._loader, self.config_name = loader, config_name
-        self._compose = lru_cache(_REMEMBERED)(lambda *words: compose(self.config_name, list(words), True))
+        self._remembered = lru_cache(_REMEMBERED)(self._compose)
         self.ours = [group for group in self.get_group_options("", ObjectType.GROUP) if group != "hydra"]
         self.groups = self.ours
 
@@ -102,8 +102,11 @@ class Catalog:
 
         Raises UserError if Hydra does not take the words, or if a file names code for Hydra to call.
         """
+        return self._remembered(*words)
+
+    def _compose(self, *words: str) -> DictConfig:
         try:
-            cfg: DictConfig = self._compose(*words)
+            cfg = compose(self.config_name, list(words), return_hydra_config=True)
         except Exception as error:  # of Hydra, OmegaConf and YAML; OmegaConf raises AttributeError for some values
             told = " ".join(f"{error} {error.__cause__ or ''}".split())
             named = next((word for word in words if word.lstrip("+") in told), None)
@@ -150,7 +153,8 @@ def refuse(override: Override, catalog: Catalog, multirun: bool) -> Iterator[Pro
     key, word, value = override.key_or_group, str(override.input_line), override.value()
     swept = override.is_sweep_override()
     if swept and not multirun:
-        yield Problem(f"{word} is several values, and this is a single run", f"{_one_value(override)}-m runs each")
+        one = "choose one; " if override.is_discrete_sweep() else ""
+        yield Problem(f"{word} is several values, and this is a single run", f"{one}-m runs each")
         return
     values: list[Any] = [value]
     if swept and override.is_discrete_sweep():
@@ -166,10 +170,6 @@ def refuse(override: Override, catalog: Catalog, multirun: bool) -> Iterator[Pro
     elif key in _CHOSEN_BY_GROUP:
         choice = hints.KINDS.get(show(value), (show(value),))[0] if key == "data.kind" else show(value)
         yield Problem(f"{word}: this is chosen with the whole group", f"{_CHOSEN_BY_GROUP[key]}={choice}")
-
-
-def _one_value(override: Override) -> str:
-    return "choose one; " if override.is_discrete_sweep() else ""
 
 
 def _of_hydra(override: Override, values: list[Any], catalog: Catalog) -> Iterator[Problem]:

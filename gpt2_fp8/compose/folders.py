@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt2_fp8.config import output_folder, run_length, sweep_plan
+from gpt2_fp8.config import json_file, output_folder, run_length, sweep_plan
 from gpt2_fp8.config.errors import Finding, Problem
 from gpt2_fp8.config.keys import key_paths, show, value_of
 from gpt2_fp8.config.schema import RunConfig
@@ -75,7 +74,7 @@ def _complete(folder: Path, config: RunConfig) -> Iterator[Finding]:
     """Find what a complete run is continued with that no step would be trained with."""
     found: Any = None
     with suppress(OSError, ValueError):
-        found = json.loads((folder / "summary.json").read_text())
+        found = json_file.read(folder / "summary.json")
     if not isinstance(found, dict) or found.get("status") != "completed" or config.trainer.fast_dev_run:
         return
     was, limits = found.get("config"), run_length.limits(config)
@@ -132,7 +131,7 @@ def of_jobs(own: str | None, jobs: Sequence[tuple[str, str, Sequence[Override]]]
 def _exchanged(folder: Path, jobs: list[list[str]]) -> Iterator[Problem]:
     """Find jobs that would go on with what another job has begun: the values stand in another order."""
     with suppress(OSError, ValueError):
-        begun = [_telling(words) for words in sweep_plan.jobs_of(json.loads((folder / sweep_plan.NAME).read_text()))]
+        begun = [_telling(words) for words in sweep_plan.jobs_of(json_file.read(folder / sweep_plan.NAME))]
         for number, (was, now) in enumerate(zip(begun, map(_telling, jobs), strict=False)):
             if was != now and now in begun:
                 yield Problem(f"ckpt_path: job {number} was {' '.join(sorted(was))}, and would go on as another",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
@@ -16,7 +16,7 @@ from gpt2_fp8.compose.commandline import CommandLine, overrides_of, parsed
 from gpt2_fp8.compose.composition import Catalog
 from gpt2_fp8.config import checks, parsing, run_length
 from gpt2_fp8.config.errors import Finding, Problem, UserError
-from gpt2_fp8.config.keys import key_paths
+from gpt2_fp8.config.keys import key_paths, value_of
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.runtime import ranks
 
@@ -178,7 +178,8 @@ class _Job:
             across = [finding for finding in across if finding not in allowed]
         if not self.purpose.shown:
             across += self._around(cfg, config, {key for finding in across for key in finding.keys})
-        found = [finding for finding in found if not self._is_of_a_refused_choice(finding.keys[0])]
+        alone = key_paths(RunConfig)  # a key that some choices alone have may be the refused one's
+        found = [f for f in found if not (alone.get(f.keys[0]) and self._may_be_refused(f.keys[0]))]
         return config, [*found, *(finding for finding in across if not self._follows(finding, wrong))]
 
     def _built(self, words: Sequence[Override]) -> tuple[DictConfig, RunConfig | None, list[Finding]]:
@@ -205,20 +206,16 @@ class _Job:
             found += parallel.check_job(config)
         return found
 
-    def _is_of_a_refused_choice(self, key: str) -> bool:
-        """Return whether a key is of some choices alone, and the choice that may have it was refused."""
-        return bool(key_paths(RunConfig).get(key)) and bool(self.request.refused & {*_WIDE, key.partition(".")[0]})
+    def _may_be_refused(self, key: str) -> bool:
+        """Return whether a choice that was refused may have set a key."""
+        return bool(self.request.refused & {*_WIDE, key.partition(".")[0]})
 
     def _follows(self, finding: Finding, wrong: set[str]) -> bool:
         """Return whether a finding may only follow from a wrong value, or from a choice that was refused."""
-        refused = self.request.refused
-        doubted = {key for key in finding.keys if key not in self.typed and refused & {*_WIDE, key.partition(".")[0]}}
-        return bool(wrong & set(finding.keys)) or bool(doubted)
+        doubted = (key not in self.typed and self._may_be_refused(key) for key in finding.keys)
+        return bool(wrong & set(finding.keys)) or any(doubted)
 
 
 def _value(cfg: DictConfig, key: str) -> str:
     """Return the value of a key as it is written."""
-    node: Any = OmegaConf.to_container(cfg, resolve=False)
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    return str(node)
+    return str(value_of(OmegaConf.to_container(cfg, resolve=False), key))

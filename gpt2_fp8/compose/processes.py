@@ -17,9 +17,7 @@ def fitted(config: RunConfig, place: Ranks, typed: Container[str]) -> RunConfig:
     """Return the configuration with the launcher's number of processes, and a micro-batch that fits its ranks."""
     if place.launcher:
         strategy = "ddp" if place.several else config.trainer.strategy
-        options = replace(
-            config.trainer, devices=place.local_world_size, num_nodes=place.nodes, strategy=strategy
-        )  # fmt: skip
+        options = replace(config.trainer, devices=place.local_world_size, num_nodes=place.nodes, strategy=strategy)
         config = replace(config, trainer=options)
     known = 1 if config.trainer.devices == "auto" else config.trainer.devices * config.trainer.num_nodes
     return rank_share.fitted(config, known, typed, alone=place.launcher is None)

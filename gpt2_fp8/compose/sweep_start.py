@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpt2_fp8.compat import hydra_private
 from gpt2_fp8.compose import parallel, sweeps
-from gpt2_fp8.compose.commandline import parsed
+from gpt2_fp8.compose.commandline import parsed, unforced
 from gpt2_fp8.config import sweep_plan
 from gpt2_fp8.config.shown import line
 
@@ -58,4 +58,4 @@ def _words(config: DictConfig) -> list[list[str]] | None:
     overrides = [parsed(word) for word in [*words, *typed]]
     if any(isinstance(override.value(), Glob) for override in overrides):  # only Hydra knows what it matches
         return None
-    return [[word.removeprefix("++") for word in job] for job in hydra_private.job_words(overrides)]
+    return list(map(unforced, hydra_private.job_words(overrides)))

@@ -64,11 +64,6 @@ def paired(values: Sequence[float], base: Sequence[float]) -> Difference:
     return _bounded(float(np.mean(each)), float(np.std(each, ddof=1)) / math.sqrt(len(each)), len(each) - 1.0)
 
 
-def percent(share: float, digits: int = 2, sign: bool = False) -> str:
-    """Return a share of 1 as text: `0.28 %`, with a sign `+0.28 %`."""
-    return f"{100 * share:{'+' if sign else ''}.{digits}f} %"
-
-
 @functools.cache
 def student(probability: float, freedom: float) -> float:
     """Return the quantile of Student's t: `student(0.95, 5)` is 2.015. `probability` is in (0, 1), `freedom` >= 1."""
