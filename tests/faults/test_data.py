@@ -425,13 +425,12 @@ def test_hostile_links_in_circles(tmp_path: Path, canary: Path) -> None:
     (tmp_path / "self.txt").symlink_to("self.txt")
     with pytest.raises(UserError, match="is no regular file"):
         preflight(arguments(tmp_path / "self.txt"))
-    for name in ("a", "b", "c"):
-        (tmp_path / name).symlink_to(".")  # 3^40 ways to each file
+    (tmp_path / "latest").symlink_to(".")  # 40 ways to each file
     (tmp_path / "real").mkdir()
     write_jsonl(tmp_path / "real/x.jsonl", [TEXT * 20])
     preflight(arguments(f"{tmp_path}/**/x.jsonl"))
-    corpus = FilesSource([f"{tmp_path}/**/**/*.jsonl"], [], 0.0).corpus()
-    assert [Path(unit.path).relative_to(tmp_path) for unit in corpus.train] == [Path("real/x.jsonl")]
+    corpus = FilesSource([f"{tmp_path}/**/*.jsonl"], [], 0.0).corpus()
+    assert [Path(unit.path).resolve() for unit in corpus.train] == [tmp_path / "real/x.jsonl"]
 
 
 def test_hostile_a_column_of_a_files_own_naming(tmp_path: Path, canary: Path) -> None:
