@@ -5,7 +5,7 @@
 Both trees train the same small runs on the CPU, side by side: three legs in one process each for every precision that
 runs there, two ranks, and a run of the earlier tree that this one continues. Steps' token hashes and losses, logged
 values, and all saved tensors must be equal to the last bit. So must the saved state, once its keys have the present
-names (`checkpoint/upgrade.py`), and models their options.
+names (`checkpoint/load.py`), and models their options.
 Ends with 1 and the first differences if they are not.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from gpt2_fp8.checkpoint.upgrade import upgraded
+from gpt2_fp8.checkpoint.load import upgraded
 from gpt2_fp8.train.saved_config import with_model_options
 
 HERE = Path(__file__).resolve().parents[1]

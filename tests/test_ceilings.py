@@ -10,7 +10,7 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/*.py": (1479, 13),
     "gpt2_fp8/backends/**/*.py": (967, 11),
     "gpt2_fp8/callbacks/**/*.py": (1566, 15),
-    "gpt2_fp8/checkpoint/**/*.py": (1881, 22),
+    "gpt2_fp8/checkpoint/**/*.py": (1831, 15),
     "gpt2_fp8/compat/**/*.py": (731, 12),
     "gpt2_fp8/compose/**/*.py": (2003, 17),
     "gpt2_fp8/config/**/*.py": (3905, 40),

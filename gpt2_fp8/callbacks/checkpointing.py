@@ -15,11 +15,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from gpt2_fp8.checkpoint.intervals import Intervals, KeptSteps
-from gpt2_fp8.checkpoint.ledger import Ledger
+from gpt2_fp8.checkpoint.intervals import Intervals, KeptSteps, Stall
+from gpt2_fp8.checkpoint.ledger import Ledger, Validations, still_due
 from gpt2_fp8.checkpoint.pointers import Pointer
-from gpt2_fp8.checkpoint.stall import Stall
-from gpt2_fp8.checkpoint.validations import Validations, still_due
 from gpt2_fp8.checkpoint.writer import Writer
 from gpt2_fp8.compat import lightning_loops as loops
 from gpt2_fp8.compat.lightning_logging import flush

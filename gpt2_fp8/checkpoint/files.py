@@ -21,9 +21,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import durable, tree
-from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.checkpoint.load import read, read_weights
-from gpt2_fp8.checkpoint.manifest import MANIFEST, MODEL, SKELETON, describe, is_checkpoint, place, read_manifest
+from gpt2_fp8.checkpoint.manifest import (
+    MANIFEST,
+    MODEL,
+    SKELETON,
+    CheckpointError,
+    describe,
+    is_checkpoint,
+    place,
+    read_manifest,
+)
 
 __all__ = ["CheckpointError", "is_checkpoint", "read", "read_manifest", "read_weights", "remove", "sweep", "write"]
 

@@ -7,10 +7,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from gpt2_fp8.checkpoint import names, pointers
-from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.checkpoint import pointers
+from gpt2_fp8.checkpoint.manifest import CheckpointError, verified
 from gpt2_fp8.checkpoint.pointers import Pointer
-from gpt2_fp8.checkpoint.verify import verified
 
 Check = Callable[[Path], object]
 
@@ -108,6 +107,6 @@ def _candidates(folder: Path, pointer: Pointer | None) -> list[Path]:
 
 def _step(path: Path) -> int:
     """Return the step of `step-00000004` and of `.step-00000004.old`; -1 for any other name."""
-    step = names.step_of(path.name)
-    step = names.step_aside(path.name) if step is None else step
+    step = pointers.step_of(path.name)
+    step = pointers.step_aside(path.name) if step is None else step
     return -1 if step is None else step

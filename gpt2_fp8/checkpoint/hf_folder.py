@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import json_file
 from gpt2_fp8.config.errors import Problem
 from gpt2_fp8.config.hf_check import CONFIG, INDEX, WEIGHTS

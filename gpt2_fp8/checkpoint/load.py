@@ -12,10 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import tree
-from gpt2_fp8.checkpoint.errors import unreadable
-from gpt2_fp8.checkpoint.manifest import MANIFEST, SKELETON, place, read_json
-from gpt2_fp8.checkpoint.upgrade import upgraded
-from gpt2_fp8.checkpoint.verify import verified
+from gpt2_fp8.checkpoint.manifest import MANIFEST, SKELETON, place, read_json, unreadable, verified
 
 
 def read(path: Path | str, map_location: Any = None, only: Collection[str] | None = None) -> dict[str, Any]:
@@ -82,3 +79,32 @@ def _tensors(path: Path, files: Collection[str], device: str) -> Iterator[Callab
 def _device(map_location: Any) -> str:
     """Return the device as safetensors wants it. A function or a dict, which Lightning may pass, means the CPU."""
     return str(map_location) if isinstance(map_location, (str, torch.device)) else "cpu"
+
+
+_CALLBACKS = {"Tiers": "Checkpointing", "Fallback": "DivergenceGuard"}
+
+
+def upgraded(skeleton: dict[str, Any]) -> dict[str, Any]:
+    """Return a state's skeleton with the keys of the present format. One that has them already stays as it is.
+
+    Format 3 put the state of a training step under one key, and renamed two callbacks:
+
+        FP8Precision.scaling      training_step.scaling.settings
+        FP8Precision.*            training_step.scaling.*
+        micro_batch_size          training_step.micro_batch_size
+        callbacks.Tiers           callbacks.Checkpointing
+        callbacks.Fallback        callbacks.DivergenceGuard
+    """
+    state, step = dict(skeleton), {}
+    if "micro_batch_size" in state:
+        step["micro_batch_size"] = state.pop("micro_batch_size")
+    if "FP8Precision" in state:
+        scaling = state.pop("FP8Precision")
+        if isinstance(scaling, dict) and "scaling" in scaling:
+            scaling = {"settings" if key == "scaling" else key: value for key, value in scaling.items()}
+        step["scaling"] = scaling
+    if step and "training_step" not in state:
+        state["training_step"] = step
+    if isinstance(callbacks := state.get("callbacks"), dict):
+        state["callbacks"] = {_CALLBACKS.get(name, name): value for name, value in callbacks.items()}
+    return state

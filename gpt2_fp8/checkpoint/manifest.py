@@ -1,14 +1,17 @@
 """What a checkpoint's folder says about itself, and whether it is complete.
 
 Version 1 gave each file's size. Version 2 adds the SHA-256 of each file, and that of the manifest itself, so that no
-changed bit goes unnoticed. `verify` compares the files with it. Version 3 renames keys of the state (`upgrade`).
+changed bit goes unnoticed: `verified` compares the files with them. Version 3 renames keys of the state
+(`load.upgraded`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -16,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_fp8 import __version__
-from gpt2_fp8.checkpoint.errors import CheckpointError, unreadable
-from gpt2_fp8.checkpoint.names import step_aside, step_of
+from gpt2_fp8.checkpoint.pointers import step_aside, step_of
 from gpt2_fp8.config import json_file
+from gpt2_fp8.config.errors import Problem, UserError
+
+log = logging.getLogger(__name__)
 
 FORMAT = "gpt2_fp8 checkpoint"
 VERSION = 3
@@ -26,6 +31,19 @@ MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.s
 SKELETON, MANIFEST = "state.json", "manifest.json"
 SEAL = "sha256"  # the key of the manifest's own digest
 _PLACES = {"state_dict.": MODEL, "optimizer_states.": OPTIMIZER, "": STATE}  # by the beginning of a tensor's path
+# A file that was written again within the resolution of its time stamp would look unchanged.
+_SETTLED_SECONDS = 2.0
+_seen: set[tuple[int | str, ...]] = set()  # `_identity` of a file, and its digest
+
+
+class CheckpointError(UserError):
+    """A folder that was named as a checkpoint cannot be read as one, or does not fit the run."""
+
+
+def unreadable(path: Path, why: str) -> CheckpointError:
+    """Return the error that says why the folder `path` is not a readable checkpoint."""
+    remedy = "name the folder of a whole checkpoint: RUN/checkpoints/step-NNNNNNNN"
+    return CheckpointError([Problem(f"{path} cannot be read as a checkpoint: {why}", remedy)])
 
 
 def place(name: str) -> tuple[str, str]:
@@ -76,7 +94,7 @@ def _own_digest(manifest: dict[str, Any]) -> str:
 def read_manifest(path: Path | str) -> dict[str, Any]:
     """Return the manifest. It is unchanged, of a known format, and of the step in the folder's name.
 
-    Every file that it lists is there at full length. Their content is not checked here, but in `verify.verified`.
+    Every file that it lists is there at full length. Their content is not checked here, but in `verified`.
     Raises CheckpointError.
     """
     path = Path(path)
@@ -135,3 +153,37 @@ def _check(path: Path, manifest: dict[str, Any]) -> None:
         raise unreadable(path, f"{MANIFEST} does not list {name}")
     for name in sorted(manifest["files"].keys() - {MODEL, OPTIMIZER, STATE, SKELETON}):
         raise unreadable(path, f"{MANIFEST} lists {name!r}, which is not part of a checkpoint")
+
+
+def verified(path: Path | str) -> dict[str, Any]:
+    """Return the manifest of the checkpoint `path`, after comparing every file with its listed size and SHA-256.
+
+    A file that this process has already read, and that has not changed since, is not read again. A checkpoint of
+    version 1 has no digests: only its sizes are compared, and the log says so. Raises CheckpointError naming the files
+    that differ.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    if manifest["version"] == 1:
+        log.warning("%s is of checkpoint format 1, without digests: its bytes cannot be checked", path)
+        return manifest
+    listed = {name: entry["sha256"] for name, entry in manifest["files"].items()}
+    try:
+        before = {name: _identity(path / name) for name in listed}
+        unseen = [name for name in listed if (*before[name], listed[name]) not in _seen]
+        found, now = digests(path, unseen), time.time()
+        after = {name: _identity(path / name) for name in unseen}
+    except OSError as error:
+        raise unreadable(path, f"a file of it cannot be read ({error})") from None
+    if wrong := [name for name in unseen if found[name] != listed[name]]:
+        raise unreadable(path, f"{', '.join(wrong)} was changed after it was written: its SHA-256 does not fit")
+    for name in unseen:
+        if before[name] == after[name] and now - max(before[name][-2:]) / 1e9 > _SETTLED_SECONDS:
+            _seen.add((*before[name], listed[name]))
+    return manifest
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """Return device, inode, size and the times of the last change (of bytes, of anything) in ns."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

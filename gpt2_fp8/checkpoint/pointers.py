@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from gpt2_fp8.checkpoint import durable
-from gpt2_fp8.checkpoint.names import folder_name, step_of
 from gpt2_fp8.config import json_file
+
+_NAME = re.compile(r"step-([0-9]{8,15})")
+
+
+def folder_name(step: int) -> str:
+    """Return `step-00000100` for step 100."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step in a checkpoint folder's name; None for any other name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def step_aside(name: str) -> int | None:
+    """Return the step of a folder that a killed writer moved aside, `.step-00000004.old`; None for any other name."""
+    return step_of(name[1:-4]) if name.startswith(".") and name.endswith(".old") else None
+
 
 __all__ = ["Kind", "Pointer", "folder_name", "follow", "note", "noted", "read", "remove", "step_of", "steps", "write"]
 

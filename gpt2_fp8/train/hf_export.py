@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_fp8.checkpoint import hf_folder, pointers
-from gpt2_fp8.checkpoint.errors import unreadable
-from gpt2_fp8.checkpoint.manifest import read_manifest
+from gpt2_fp8.checkpoint.manifest import read_manifest, unreadable
 from gpt2_fp8.config import hf_config, tokenizer_file
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.checks import vocabulary

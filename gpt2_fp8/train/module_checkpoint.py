@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import files
-from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.training_step import TrainingStep

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpt2_fp8.backends.base import Backend
-from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.compat.torch_private import scheduler_counts
 from gpt2_fp8.config.amounts import counted
 from gpt2_fp8.config.errors import Problem, UserError

@@ -10,8 +10,8 @@ from typing import Any, get_args, get_type_hints
 
 from torch import Tensor
 
-from gpt2_fp8.checkpoint.errors import CheckpointError
 from gpt2_fp8.checkpoint.load import read_plain
+from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import parsing, tokenizer_file
 from gpt2_fp8.config.checks import vocabulary
 from gpt2_fp8.config.errors import Problem

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gpt2_fp8.checkpoint import files, find
-from gpt2_fp8.checkpoint.errors import CheckpointError, unreadable
+from gpt2_fp8.checkpoint.manifest import CheckpointError, unreadable
 from gpt2_fp8.config.block_spec import block_spec
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.schema import RunConfig

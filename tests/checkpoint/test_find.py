@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from gpt2_fp8.checkpoint import files, pointers, verify
+from gpt2_fp8.checkpoint import files, manifest, pointers
 from gpt2_fp8.checkpoint.files import CheckpointError
 from gpt2_fp8.checkpoint.find import resolve
 from gpt2_fp8.checkpoint.manifest import digests
@@ -71,9 +71,9 @@ def test_each_file_is_hashed_once(tmp_path, monkeypatch):
         hashed.extend(names)
         return digests(folder, names)
 
-    monkeypatch.setattr(verify, "digests", counted)
-    monkeypatch.setattr(verify, "_SETTLED_SECONDS", -1)
     save(tmp_path, 2)
+    monkeypatch.setattr(manifest, "digests", counted)
+    monkeypatch.setattr(manifest, "_SETTLED_SECONDS", -1)
     path = resolve("last", tmp_path)
     assert sorted(hashed) == ["model.safetensors", "state.json"]
     files.read(path)
@@ -91,10 +91,10 @@ def test_each_file_is_hashed_once(tmp_path, monkeypatch):
 
 def test_what_was_just_written_is_not_taken_for_unchanged(tmp_path, monkeypatch):
     """Two writes within a time stamp's resolution look like one."""
-    monkeypatch.setattr(verify, "_SETTLED_SECONDS", 3600)
+    monkeypatch.setattr(manifest, "_SETTLED_SECONDS", 3600)
     save(tmp_path, 2)
     path = resolve("last", tmp_path)
-    assert not [seen for seen in verify._seen if seen[1] == (path / "model.safetensors").stat().st_ino]
+    assert not [seen for seen in manifest._seen if seen[1] == (path / "model.safetensors").stat().st_ino]
 
 
 def test_checkpoints_of_which_none_is_good_are_an_error(tmp_path):

@@ -8,7 +8,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from gpt2_fp8.checkpoint import files, pinned, tree
+from gpt2_fp8.checkpoint import files, snapshot, tree
 from gpt2_fp8.checkpoint.pointers import Pointer
 from gpt2_fp8.checkpoint.snapshot import Snapshots
 from gpt2_fp8.checkpoint.writer import Writer
@@ -86,8 +86,8 @@ def gpu(monkeypatch):
                                                      and self.untyped_storage().data_ptr() in gpu.storages)),
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu)
-    monkeypatch.setattr(pinned, "register", gpu.register)
-    monkeypatch.setattr(pinned, "unregister", gpu.unregister)
+    monkeypatch.setattr(snapshot, "register", gpu.register)
+    monkeypatch.setattr(snapshot, "unregister", gpu.unregister)
     return gpu
 
 
@@ -182,7 +182,7 @@ def test_a_snapshot_waits_for_the_memory(gpu, state, monkeypatch):
         assert gate.wait(30)
         gpu.register(memory, device)
 
-    monkeypatch.setattr(pinned, "register", slow)
+    monkeypatch.setattr(snapshot, "register", slow)
     snapshots = Snapshots()
     snapshots.prepare(state)  # returns, though nothing is locked
     assert gpu.locked == []
@@ -197,7 +197,7 @@ def test_where_no_pages_can_be_locked_one_line_says_so(gpu, state, monkeypatch, 
         tried.append(device)
         raise RuntimeError("out of memory (cudaError.???)\nand more")
 
-    monkeypatch.setattr(pinned, "register", refuse)
+    monkeypatch.setattr(snapshot, "register", refuse)
     snapshots = Snapshots()
     with caplog.at_level(logging.WARNING, "gpt2_fp8"):
         for _ in range(2):  # two fits of a run

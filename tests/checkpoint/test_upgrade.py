@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from gpt2_fp8.checkpoint import files
-from gpt2_fp8.checkpoint.load import keys, read_plain
-from gpt2_fp8.checkpoint.upgrade import upgraded
+from gpt2_fp8.checkpoint.load import keys, read_plain, upgraded
 from gpt2_fp8.train.resume import refuse_parts
 
 VERSION_2 = Path(__file__).parent / "fixtures" / "version_2" / "step-00000003"  # of a run in pretended FP8

@@ -5,9 +5,8 @@ import math
 import pytest
 
 from gpt2_fp8.checkpoint import pointers
-from gpt2_fp8.checkpoint.ledger import Ledger
+from gpt2_fp8.checkpoint.ledger import Ledger, Validations, still_due
 from gpt2_fp8.checkpoint.pointers import Pointer
-from gpt2_fp8.checkpoint.validations import Validations, still_due
 from gpt2_fp8.checkpoint.writer import Writer
 
 

@@ -99,18 +99,18 @@ def test_the_memory_is_unlocked_in_the_end_and_can_be_locked_again(snapshots, st
 
 def test_memory_that_cannot_be_locked_leaves_no_error_behind(snapshots, state, monkeypatch, caplog):
     """The same pages a second time: CUDA itself refuses, in the thread."""
-    from gpt2_fp8.checkpoint import pinned
+    from gpt2_fp8.checkpoint import snapshot
 
-    register = pinned.register
+    register = snapshot.register
 
     def twice(memory, device):
         register(memory, device)
         try:
             register(memory, device)
         finally:
-            pinned.unregister(memory)
+            snapshot.unregister(memory)
 
-    monkeypatch.setattr(pinned, "register", twice)
+    monkeypatch.setattr(snapshot, "register", twice)
     snapshots.prepare(state)
     copied = snapshots.take(state)
     assert "ordinary memory, which is slower: " in caplog.text

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from gpt2_fp8 import compose, export, generate, import_hf
 from gpt2_fp8.checkpoint import files
-from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config import hf_check
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.schema import ModelConfig

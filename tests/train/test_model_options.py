@@ -5,7 +5,7 @@ import torch
 
 from gpt2_fp8 import compose, generate
 from gpt2_fp8.checkpoint import files
-from gpt2_fp8.checkpoint.errors import CheckpointError
+from gpt2_fp8.checkpoint.manifest import CheckpointError
 from gpt2_fp8.config.schema import ModelConfig
 from gpt2_fp8.train.module import GPT2Module
 from gpt2_fp8.train.saved_config import from_checkpoint, to_plain, with_model_options
