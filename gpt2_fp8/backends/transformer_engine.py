@@ -16,7 +16,7 @@ from gpt2_fp8.config.schema import AttentionKernel, RunConfig
 from gpt2_fp8.layers import Family, te, te_split
 from gpt2_fp8.layers.block import Composed
 from gpt2_fp8.model.gpt2 import GPT2
-from gpt2_fp8.precision.recipes import build_recipe
+from gpt2_fp8.precision.recipes import build_recipe, region
 from gpt2_fp8.precision.scaling import FP8Scaling, Scaling
 from gpt2_fp8.precision.support import why_no_transformer_engine
 
@@ -46,11 +46,7 @@ class TransformerEngine(Backend):
 
     @override
     def fp8_region(self) -> AbstractContextManager:
-        if not self.fp8:
-            return nullcontext()
-        import transformer_engine.pytorch
-
-        return transformer_engine.pytorch.autocast(enabled=True, recipe=self._recipe)
+        return region(self._recipe) if self.fp8 else nullcontext()
 
     @cached_property
     def _recipe(self) -> Any:

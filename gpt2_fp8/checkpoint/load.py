@@ -25,7 +25,8 @@ def read(path: Path | str, map_location: Any = None, only: Collection[str] | Non
     manifest = verified(path)
     skeleton = read_json(path, SKELETON)
     try:
-        skeleton = upgraded(skeleton)
+        if manifest["version"] < 3:
+            skeleton = upgraded(skeleton)
         if skeleton.get("global_step", 0) != manifest["global_step"]:
             raise ValueError(f"{SKELETON} is of another step than {MANIFEST}")
         with _tensors(path, manifest["files"].keys(), _device(map_location)) as load:

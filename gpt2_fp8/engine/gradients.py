@@ -16,7 +16,7 @@ from gpt2_fp8.engine.cuda_graphs import GraphedGradients
 from gpt2_fp8.engine.step import accumulate
 from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import GPT2
-from gpt2_fp8.precision.scaling import Scaling, Undo
+from gpt2_fp8.precision.scaling import Context, Scaling, Undo
 from gpt2_fp8.runtime import signals
 
 Backward = Callable[[Tensor], None]
@@ -33,10 +33,20 @@ class Gradients:
         model: the backend's.
         scaling: the owner of the model's FP8 scales.
         backward: called with each micro-batch's loss, inside `no_sync`. CUDA graphs do not call it.
+        forward_context: the precision that each forward enters; None: the backend's.
     """
 
-    def __init__(self, plan: Plan, model: GPT2, scaling: Scaling, backward: Backward, no_sync: NoSync = nullcontext):
+    def __init__(
+        self,
+        plan: Plan,
+        model: GPT2,
+        scaling: Scaling,
+        backward: Backward,
+        no_sync: NoSync = nullcontext,
+        forward_context: Context | None = None,
+    ):
         self.plan, self.model, self.scaling = plan, model, scaling
+        self._forward_context = forward_context or plan.backend.forward_context
         self.parameters = list(model.parameters())
         self._backward, self._no_sync = backward, no_sync
         backend, own = plan.backend, self._own_loss
@@ -74,7 +84,7 @@ class Gradients:
                 return accumulate(ids, micro_batch_size, self.loss, self._forward, self._go_back)
             # no `signals.look` here: a recording must not stop half-way, and replays are short
             if self._graphed is None:
-                self._graphed = GraphedGradients(self.model, self.loss, self.plan.backend.forward_context)
+                self._graphed = GraphedGradients(self.model, self.loss, self._forward_context)
             return self._graphed(ids.split(micro_batch_size))
 
     def of_step_in_bf16(self, ids: Tensor, micro_batch_size: int, many: bool = False) -> Tensor:
@@ -119,7 +129,7 @@ class Gradients:
         """Enter the precision of forwards outside of training, without gradients, and return the model for them."""
         backend = self.plan.backend
         in_bf16 = backend.evaluates_in_bf16
-        with torch.no_grad(), backend.bf16_context() if in_bf16 else backend.forward_context():
+        with torch.no_grad(), backend.bf16_context() if in_bf16 else self._forward_context():
             yield self._in_bf16() if in_bf16 else self.model
 
     def calibrate(self, ids: Tensor, micro_batch_size: int) -> None:
@@ -169,7 +179,7 @@ class Gradients:
     @contextmanager
     def _forward(self) -> Iterator[None]:
         signals.look()
-        with self.plan.backend.forward_context():
+        with self._forward_context():
             yield
 
     @contextmanager

@@ -27,6 +27,7 @@ from gpt2_fp8.engine.optim import build_optimizer, state_like
 from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.step import StepResult, Verdict, update
 from gpt2_fp8.model.gpt2 import initialise
+from gpt2_fp8.precision.scaling import Context
 from gpt2_fp8.runtime import collectives, rng
 from gpt2_fp8.runtime.signal_handlers import Interrupted
 
@@ -56,7 +57,7 @@ class TrainingStep:
         config: the run's; its micro-batch is a number.
         plan: what computes.
         vocab_size: the tokenizer's.
-        backward, no_sync: see `Gradients`.
+        backward, no_sync, forward_context: see `Gradients`.
 
     Attributes:
         model: built on torch's default device. Build inside `with torch.device("cuda")` for a GPU, as Lightning does.
@@ -76,11 +77,12 @@ class TrainingStep:
         *,
         backward: Backward = Tensor.backward,
         no_sync: NoSync = nullcontext,
+        forward_context: Context | None = None,
     ):
         self.config, self.plan = config, plan
         self.model = plan.backend.build(vocab_size)
         self.scaling = plan.backend.scaling(self.model)
-        self._gradients = Gradients(plan, self.model, self.scaling, backward, no_sync)
+        self._gradients = Gradients(plan, self.model, self.scaling, backward, no_sync, forward_context)
         self.share = config.global_batch_size // collectives.rank_and_world()[1]
         self._batching = MicroBatching(self._gradients, self.share, config.micro_batch, self._optimizer_state_to_come)
         self.attempts = Attempts(plan, self._gradients, self._batching)

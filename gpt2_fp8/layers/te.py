@@ -123,6 +123,14 @@ def linear(in_features: int, out_features: int, bias: bool, fp8: bool) -> nn.Mod
     return _variant("Linear", _region(fp8))(in_features, out_features, **_options(bias))
 
 
+def normalisation(layer: nn.LayerNorm | nn.RMSNorm) -> nn.Module | None:
+    """Build Transformer Engine's for a normalisation of torch, without values; None where it has no such one."""
+    if layer.weight is None or layer.eps is None or (isinstance(layer, nn.LayerNorm) and layer.bias is None):
+        return None
+    kind = "LayerNorm" if isinstance(layer, nn.LayerNorm) else "RMSNorm"
+    return _variant(kind)(layer.normalized_shape, eps=layer.eps, device="meta", dtype=layer.weight.dtype)
+
+
 def layer_norm_mlp(n_embd: int, mlp: MLP, norm: Norm, bias: bool, fp8: Set[Part], recompute: bool) -> nn.Module:
     """Build what the package describes."""
     options = _normalisation(norm) | _options(bias)

@@ -6,9 +6,11 @@ with fp8_e4m3, and `rowwise_with_gw_hp` is that with `backward=bf16_wgrad`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch import nn
 
 from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
 from gpt2_fp8.precision.recipes import formats
@@ -52,3 +54,10 @@ def weight_dtype(precision: FP8PrecisionConfig) -> torch.dtype | None:
     A backward in bfloat16 multiplies with the weight itself.
     """
     return torch.bfloat16 if precision.backward == "bf16" else None
+
+
+def convert_linears(module: nn.Module, config: Any, names: Collection[str]) -> None:
+    """Put torchao's float8 layers in the place of the `nn.Linear` of these names. They hold the same parameters."""
+    from torchao.float8 import convert_to_float8_training
+
+    convert_to_float8_training(module, config=config, module_filter_fn=lambda _, name: name in names)

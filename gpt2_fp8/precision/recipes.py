@@ -5,6 +5,7 @@ The conversion is strict, because Transformer Engine's constructors ignore unkno
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,6 +32,13 @@ def build_recipe(precision: FP8PrecisionConfig, recipe: DelayedRecipe | Stateles
     # Its "high_precision" multiplies the weights as they are, and cuBLAS has no float32 x bfloat16 (seen with 2.20.2).
     override = "dequantized" if precision.backward == "bf16" else None
     return classes[recipe.name](fp8_format=fp8_format, backward_override=override)
+
+
+def region(recipe: Any) -> AbstractContextManager[None]:
+    """Return the region in which Transformer Engine's layers compute in FP8 by one of its recipes."""
+    import transformer_engine.pytorch
+
+    return transformer_engine.pytorch.autocast(enabled=True, recipe=recipe)
 
 
 def delayed_scaling(precision: FP8PrecisionConfig, recipe: DelayedRecipe) -> DelayedScaling:

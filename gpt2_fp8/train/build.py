@@ -40,7 +40,7 @@ from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO
 from gpt2_fp8.train.fp8_csv import FP8File
 from gpt2_fp8.train.loggers import build_loggers, build_services
 from gpt2_fp8.train.module import GPT2Module
-from gpt2_fp8.train.precision_plugin import FP8Precision
+from gpt2_fp8.train.precision_plugin import RunPrecision
 from gpt2_fp8.train.services import Identity
 
 log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ def build_trainer(
         deterministic=options.deterministic,
         fast_dev_run=options.fast_dev_run,
         profiler=options.profiler,
-        plugins=[FP8Precision(plan), FolderCheckpointIO(), strategy.environment(config, plan.device)],
+        plugins=[RunPrecision(plan), FolderCheckpointIO(), strategy.environment(config, plan.device)],
         callbacks=callbacks,
         logger=False if options.fast_dev_run else _loggers(config, folder, checkpoint, identity),
         enable_checkpointing=not options.fast_dev_run,

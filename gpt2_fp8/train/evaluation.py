@@ -25,7 +25,7 @@ from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.data.tokenizer import text_bytes
 from gpt2_fp8.runtime import devices, host_memory, registry, spool
 from gpt2_fp8.train.module import GPT2Module
-from gpt2_fp8.train.precision_plugin import FP8Precision
+from gpt2_fp8.train.precision_plugin import RunPrecision
 from gpt2_fp8.train.process import quiet
 from gpt2_fp8.train.ranking import rank
 from gpt2_fp8.train.trained import Trained
@@ -83,7 +83,7 @@ def _trainer(config: RunConfig, plan: Plan, callbacks: list[pl.Callback]) -> pl.
     return pl.Trainer(
         accelerator=plan.device,
         devices=1,
-        plugins=[FP8Precision(plan)],
+        plugins=[RunPrecision(plan)],
         callbacks=[*callbacks, *bar],
         logger=False,
         deterministic=config.trainer.deterministic,

@@ -22,8 +22,10 @@ from gpt2_fp8.config.run_length import last_step
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.engine.logits import logits
 from gpt2_fp8.engine.training_step import TrainingStep
+from gpt2_fp8.precision.scaling import Context
 from gpt2_fp8.train import checkpoint_io, first_weights, module_checkpoint, own_trainer, resume, saved_config
 from gpt2_fp8.train.module_checkpoint import Restored
+from gpt2_fp8.train.precision_plugin import RunPrecision
 from gpt2_fp8.train.validation import MetricLog, Validation
 
 
@@ -70,7 +72,7 @@ class GPT2Module(pl.LightningModule):
     ) -> GPT2Module:
         """Build the module of a checkpoint's folder, with its weights. Its layers compute in float32, in plain torch.
 
-        They do so until a Trainer's FP8Precision says otherwise.
+        They do so until a Trainer's precision plugin says otherwise.
 
         Args:
             checkpoint_path: the folder.
@@ -115,16 +117,17 @@ class GPT2Module(pl.LightningModule):
 
     def configure_model(self) -> None:
         """Build the layers on the device that will run them, and fill them; layers that are there already stay."""
-        plan: Plan = self.trainer.precision_plugin.plan  # type: ignore[attr-defined]  # FP8Precision
+        precision = cast(RunPrecision, self.trainer.precision_plugin)
+        plan = precision.plan
         if hasattr(self, "model"):
             if self.step.plan.computes_as(plan):
                 self.step.on_settled.clear()  # of an earlier `fit`
                 return
             self._weights = self.state_dict()
             self._restored.step = self._restored.step or self.step.state_dict()
-        self._build(plan)
+        self._build(plan, precision.forward_context)
 
-    def _build(self, plan: Plan) -> None:
+    def _build(self, plan: Plan, forward_context: Context | None = None) -> None:
         """Build the training step, and fill its model."""
         self.step = TrainingStep(
             self.config,
@@ -132,6 +135,7 @@ class GPT2Module(pl.LightningModule):
             self.vocab_size,
             backward=self.manual_backward,
             no_sync=lambda: getattr(self.trainer.strategy, "block_backward_sync", ExitStack)(),
+            forward_context=forward_context,
         )
         self.step.on_given_up = lambda: loops.uncount_step(self.trainer)
         self.model = self.step.model

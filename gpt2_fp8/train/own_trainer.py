@@ -22,7 +22,7 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.data.datamodule import TokenDataModule
 from gpt2_fp8.runtime import devices
 from gpt2_fp8.train import checkpoint_io, strategy
-from gpt2_fp8.train.precision_plugin import FP8Precision
+from gpt2_fp8.train.precision_plugin import FP8Precision, RunPrecision
 
 _LIGHTNINGS_OWN = 1000  # epochs, where a Trainer is told of neither epochs nor steps
 
@@ -40,8 +40,9 @@ def check(trainer: pl.Trainer, config: RunConfig) -> None:
 
 def _plugin(trainer: pl.Trainer, config: RunConfig) -> Iterator[Problem]:
     plugin = trainer.precision_plugin
-    if not isinstance(plugin, FP8Precision):
-        cause = f"the Trainer's precision is {plugin.precision!r}, and the configuration's {config.precision.name}"
+    if not isinstance(plugin, RunPrecision):
+        name = type(plugin).__name__ if isinstance(plugin, FP8Precision) else repr(plugin.precision)
+        cause = f"the Trainer's precision is {name}, and the configuration's {config.precision.name}"
         yield Problem(cause, "Trainer(plugins=[FP8Precision.from_config(config), ...]), without precision=")
         return
     of = plugin.plan.backend.config

@@ -35,6 +35,7 @@ from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.precision.scaling import FP8Scaling
 from gpt2_fp8.runtime import devices, ranks
 from gpt2_fp8.runtime.ranks import SRUN, Ranks
+from gpt2_fp8.train.precision_plugin import RunPrecision
 from tests.faults.pretended import Pretended
 from tests.runs import SMALL, train
 
@@ -391,7 +392,7 @@ def test_a_sanity_check_leaves_the_scales_to_training(config, saved):
 
     plan = Plan("cpu", "fp8_hybrid", "fp8_hybrid", None, Backend(config))
     module = GPT2Module(config)
-    module._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(plan=plan), sanity_checking=True, strategy=None)
+    module._trainer = SimpleNamespace(precision_plugin=RunPrecision(plan), sanity_checking=True, strategy=None)
     module.configure_model()
     module.step.scaling.load_state_dict({"settings": "settings"} if saved else {})
     module.on_validation_epoch_start()
@@ -482,7 +483,7 @@ def test_a_module_in_fp8_computes_logits_once_it_has_scales(config, whole):
 
     module = GPT2Module(config, weights=whole.module.state_dict())
     plan = Plan("cpu", "fp8_hybrid", "fp8_hybrid", None, Backend(config))
-    module._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(plan=plan), strategy=None)
+    module._trainer = SimpleNamespace(precision_plugin=RunPrecision(plan), strategy=None)
     module.configure_model()
     ids = torch.arange(20).reshape(2, 10)
     with pytest.raises(UserError, match="no scales yet"):
@@ -556,7 +557,7 @@ def test_hyper_parameters_are_plain_and_written_by_a_logger(config, tmp_path):
 def test_the_code_of_the_document_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names: dict = {}
     for block in blocks[:3]:
         exec(compile(block, str(DOCUMENT), "exec"), names)
@@ -565,3 +566,4 @@ def test_the_code_of_the_document_runs(tmp_path, monkeypatch):
         exec(compile(block, str(DOCUMENT), "exec"), names)
     assert names["metrics"]["val_loss"] == pytest.approx(float(names["checkpoints"].best_model_score))
     assert names["logits"].shape == (1, 2, 257)
+    assert names["trainer"].global_step == 8
