@@ -45,6 +45,7 @@ def test_the_error_of_gradients(script, tmp_path, capsys):
     assert 0 < float(fp8.splitlines()[2].split()[1]) < 0.3
 
 
+@pytest.mark.slow
 def test_what_fp8_costs(script, capsys):
     """One run, which changes its precision after step 3; the same command trains nothing more."""
     Path("rows.txt").write_text(f"fp32: precision=fp32 @3 {' '.join(FP8)}\n")

@@ -170,7 +170,9 @@ def processes(of):
     return found
 
 
-@pytest.mark.parametrize("how", ["interrupted", "killed", "at SLURM's time limit"])
+@pytest.mark.parametrize(
+    "how", ["killed", *(pytest.param(how, marks=pytest.mark.slow) for how in ("interrupted", "at SLURM's time limit"))]
+)
 def test_jobs_save_when_the_sweep_is_stopped_or_killed(tmp_path, monkeypatch, how):
     folder, killed, in_slurm, variables = tmp_path / "outputs/sweep", how == "killed", "SLURM" in how, {}
     if in_slurm:

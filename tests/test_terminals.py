@@ -120,7 +120,9 @@ def test_a_terminal_has_one_bar_and_whole_lines_above_it(tmp_path):
     assert "\x1b" not in kept
 
 
-@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=str)
+@pytest.mark.parametrize(
+    "environment", [{"TERM": "dumb"}, pytest.param({"NO_COLOR": "1"}, marks=pytest.mark.slow)], ids=str
+)
 def test_a_terminal_that_is_to_have_plain_text(environment, tmp_path):
     terminal = Terminal(*RUN, *WORDS, "run_name=x", cwd=tmp_path, columns=WIDE, environment=environment)
     assert terminal.end() == 0
@@ -132,6 +134,7 @@ def test_a_terminal_that_is_to_have_plain_text(environment, tmp_path):
 LONG = [*WORDS, "trainer.max_steps=100000", "run_name=x", "data.val_sequences=0", "trainer.log_every_n_steps=5"]
 
 
+@pytest.mark.slow
 def test_a_terminal_of_another_width(tmp_path):
     """Wide, narrow, and wide again: there is one bar, on one row, at every moment that it is drawn."""
     terminal = Terminal(*RUN, *LONG, cwd=tmp_path, columns=150)

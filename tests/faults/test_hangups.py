@@ -238,6 +238,7 @@ def drain(terminal):
         pass
 
 
+@pytest.mark.slow
 def test_nohup_stays_nohup(tmp_path):
     process = started(tmp_path, "nohup", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for_steps(process, tmp_path / "outputs/run")
