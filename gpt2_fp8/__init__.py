@@ -13,11 +13,20 @@ if TYPE_CHECKING:
     from gpt2_fp8.compose.load import load_config as load_config
     from gpt2_fp8.data.datamodule import TokenDataModule as TokenDataModule
     from gpt2_fp8.train.checkpoint_io import FolderCheckpointIO as FolderCheckpointIO
+    from gpt2_fp8.train.language_model import LanguageModel as LanguageModel
     from gpt2_fp8.train.module import GPT2Module as GPT2Module
     from gpt2_fp8.train.precision_plugin import FP8Precision as FP8Precision
 
 __version__ = "0.1.0"
-__all__ = ["FP8Precision", "FolderCheckpointIO", "GPT2Module", "TokenDataModule", "load_config"]
+__all__ = [
+    "FP8Precision",
+    "FolderCheckpointIO",
+    "GPT2Module",
+    "LanguageModel",
+    "TokenDataModule",
+    "build",
+    "load_config",
+]
 
 _PLACES = {
     "load_config": "compose.load",
@@ -25,7 +34,21 @@ _PLACES = {
     "TokenDataModule": "data.datamodule",
     "FP8Precision": "train.precision_plugin",
     "FolderCheckpointIO": "train.checkpoint_io",
+    "LanguageModel": "train.language_model",
 }
+
+
+def build(*words: str, **choices: str) -> LanguageModel:
+    """Build a model for a training loop of one's own: `build(model="gpt2", precision="fp8_hybrid")`.
+
+    `choices` are keys without a dot, and `words` any keys, as the command line takes them: "model.n_layer=6".
+    See `LanguageModel`. Raises UserError with every problem.
+    """
+    from gpt2_fp8.compose.load import load_config
+    from gpt2_fp8.train.language_model import LanguageModel
+
+    own = [f"{key}={value}" for key, value in ({"micro_batch_size": "1"} | choices).items()]  # a loop has its batches
+    return LanguageModel.from_config(load_config(*words, *own))
 
 
 def __getattr__(name: str) -> Any:

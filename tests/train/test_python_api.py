@@ -557,13 +557,16 @@ def test_hyper_parameters_are_plain_and_written_by_a_logger(config, tmp_path):
 def test_the_code_of_the_document_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     names: dict = {}
     for block in blocks[:3]:
         exec(compile(block, str(DOCUMENT), "exec"), names)
     assert names["trainer"].global_step == 12
-    for block in blocks[3:]:
+    for block in blocks[3:5]:
         exec(compile(block, str(DOCUMENT), "exec"), names)
     assert names["metrics"]["val_loss"] == pytest.approx(float(names["checkpoints"].best_model_score))
     assert names["logits"].shape == (1, 2, 257)
+    for block in blocks[5:]:
+        exec(compile(block, str(DOCUMENT), "exec"), names)
+    assert names["logits"].shape == (8, 128, 257)
     assert names["trainer"].global_step == 8
