@@ -14,9 +14,9 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/compat/**/*.py": (731, 12),
     "gpt2_fp8/compose/**/*.py": (2003, 17),
     "gpt2_fp8/config/**/*.py": (3905, 40),
-    "gpt2_fp8/data/**/*.py": (4998, 42),
+    "gpt2_fp8/data/**/*.py": (5000, 42),
     "gpt2_fp8/diagnose/**/*.py": (514, 5),
-    "gpt2_fp8/engine/**/*.py": (2532, 25),
+    "gpt2_fp8/engine/**/*.py": (2537, 25),
     "gpt2_fp8/kernels/**/*.py": (3065, 28),
     "gpt2_fp8/layers/**/*.py": (2309, 26),
     "gpt2_fp8/measure/**/*.py": (896, 8),
@@ -24,9 +24,9 @@ PACKAGES = {  # lines, modules
     "gpt2_fp8/precision/**/*.py": (1034, 10),
     "gpt2_fp8/reports/**/*.py": (957, 8),
     "gpt2_fp8/runtime/**/*.py": (1863, 21),
-    "gpt2_fp8/train/**/*.py": (4554, 38),
+    "gpt2_fp8/train/**/*.py": (4573, 38),
 }
-OTHERS = {"tests/**/*.py": 42779, "docs/*.md": 2181, "README.md": 150, "ARCHITECTURE.md": 250, "CHANGELOG.md": 30}
+OTHERS = {"tests/**/*.py": 42804, "docs/*.md": 2181, "README.md": 150, "ARCHITECTURE.md": 250, "CHANGELOG.md": 30}
 
 
 def lines(pattern: str) -> list[int]:

@@ -127,6 +127,8 @@ class TokenDataModule(LightningDataModule):
             rows, batch_size=None, num_workers=0, pin_memory=torch.cuda.is_available(), generator=torch.Generator("cpu")
         )
 
+    test_dataloader = predict_dataloader = val_dataloader  # the held-out text
+
     @property
     def val_sources(self) -> list[str]:
         """The sources of a mixture that are validated, by name; empty if the text has one source."""

@@ -26,6 +26,7 @@ from gpt2_fp8.engine.micro_batching import MicroBatching
 from gpt2_fp8.engine.optim import build_optimizer, state_like
 from gpt2_fp8.engine.schedule import build_schedule
 from gpt2_fp8.engine.step import StepResult, Verdict, update
+from gpt2_fp8.model import penalty as penalties
 from gpt2_fp8.model.gpt2 import initialise
 from gpt2_fp8.precision.scaling import Context
 from gpt2_fp8.runtime import collectives, rng
@@ -113,8 +114,11 @@ class TrainingStep:
 
     def __call__(
         self, ids: Tensor, apply: Callable[[], object] | None = None, done: Callable[[], object] | None = None
-    ) -> None:
+    ) -> Tensor:
         """Compute one optimizer step. Collective.
+
+        Returns this rank's mean loss, a float32 scalar on the device. A step that is run again in bf16 once its verdict
+        is known has another in `last`.
 
         Args:
             ids: int32 [sequences, n_positions + 1], this rank's share of the step; -1 is padding.
@@ -126,6 +130,7 @@ class TrainingStep:
         attempt = self._next(ids)
         result = self._update(attempt, attempt.loss, apply or self.optimizer.step, attempt.absurd)
         self._unsettled = _Unsettled(attempt, result, done or _nothing)
+        return penalties.parts(attempt.loss)[0]
 
     def _next(self, ids: Tensor) -> Attempt:
         """Settle the last step, and return the attempt at the next one: made ahead, if the verdict lets it stand."""

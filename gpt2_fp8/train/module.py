@@ -175,12 +175,13 @@ class GPT2Module(pl.LightningModule):
         self._restored.begin_training(self.config.seed, self.trainer.global_step)
         self.step.attempts.ahead = not loops.hooks_into_backward(self.trainer, LogLine)
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Compute one optimizer step."""
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Compute one optimizer step, and return this rank's loss on the device: see `TrainingStep.__call__`."""
         optimizer = cast(LightningOptimizer, self.optimizers())
         advance = self.trainer.datamodule.advance  # type: ignore[attr-defined]  # Lightning sets it in `fit`
-        self.step(batch["ids"], optimizer.step, partial(advance, batch["cursor"]))
+        loss = self.step(batch["ids"], optimizer.step, partial(advance, batch["cursor"]))
         self._metrics.step_ended(self.step)
+        return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Make Lightning validate after the last step, whatever the interval."""
@@ -200,6 +201,22 @@ class GPT2Module(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log `val_loss`, and of a mixture `val_loss/NAME`: see `Validation.end`."""
         self._validation.end()
+
+    # Test and predict
+
+    def on_test_epoch_start(self) -> None:
+        """Start the sums."""
+        self._validation = Validation(self, "test_loss")
+
+    test_step = validation_step
+
+    def on_test_epoch_end(self) -> None:
+        """Log `test_loss` as a validation logs `val_loss`."""
+        self._validation.end()
+
+    def predict_step(self, batch: Tensor | dict[str, Any], batch_idx: int) -> Tensor:
+        """Compute logits [sequences, tokens, vocab_size] of ids [sequences, tokens], or of a validation's batch."""
+        return self(batch if isinstance(batch, Tensor) else batch["ids"][:, :-1].clamp_min(0))
 
     # Checkpoints
 

@@ -61,10 +61,11 @@ class Validation:
 
     Args:
         module: a `GPT2Module` in a Trainer, whose validation begins.
+        metric: the name of the loss in the log.
     """
 
-    def __init__(self, module: Any):
-        self.module, self.trainer = module, module.trainer
+    def __init__(self, module: Any, metric: str = "val_loss"):
+        self.module, self.trainer, self.metric = module, module.trainer, metric
         # Sources of a mixture whose losses are told apart; the data module may be anyone's.
         self._names: list[str] = getattr(getattr(self.trainer, "datamodule", None), "val_sources", [])
         sources = max(1, len(self._names))
@@ -79,13 +80,14 @@ class Validation:
             self._sums[source] = self._sums[source] + self.module.step.evaluation.sums(ids)
 
     def end(self) -> None:
-        """Log `val_loss`: the mean over every scored token of every rank, and of a mixture `val_loss/NAME` likewise."""
+        """Log the mean over every scored token of every rank, and of a mixture each source's, as `val_loss/NAME`."""
         if self.trainer.sanity_checking:
             self._undo_scales()
             return
         sums = self.trainer.strategy.reduce(torch.stack(self._sums), reduce_op="sum")
         # In float32, as Lightning keeps it beside the checkpoints.
         overall, *own = [(total / count).float().item() for total, count in (sums.sum(0), *sums)]
-        self.module.val_loss = overall
-        losses = {f"val_loss/{name}": loss for name, loss in zip(self._names, own, strict=False)}
-        MetricLog(self.module).log_row({"val_loss": overall} | losses)
+        if self.metric == "val_loss":
+            self.module.val_loss = overall
+        losses = {f"{self.metric}/{name}": loss for name, loss in zip(self._names, own, strict=False)}
+        MetricLog(self.module).log_row({self.metric: overall} | losses)

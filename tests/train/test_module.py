@@ -9,6 +9,7 @@ from gpt2_fp8 import compose
 from gpt2_fp8.backends.resolve import Plan
 from gpt2_fp8.precision.scaling import FP8Scaling
 from gpt2_fp8.train.module import GPT2Module
+from gpt2_fp8.train.precision_plugin import RunPrecision
 from tests.faults.pretended import Pretended
 
 IDS = torch.ones(2, 129, dtype=torch.int32)
@@ -49,9 +50,7 @@ def test_a_validation_that_comes_first_has_its_scales(in_checkpoint, found):
     plan = Plan("cpu", "fp8_hybrid", "fp8_hybrid", None, Backend(config, events, in_checkpoint))
     module = GPT2Module(config, 257)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    module._trainer = SimpleNamespace(
-        precision_plugin=SimpleNamespace(plan=plan), strategy=strategy, sanity_checking=False
-    )
+    module._trainer = SimpleNamespace(precision_plugin=RunPrecision(plan), strategy=strategy, sanity_checking=False)
     module.configure_model()
     with torch.no_grad():
         module.on_validation_epoch_start()

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -99,6 +100,31 @@ def whole(config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     module, made = fit(config, folder, logger=rows, log_every_n_steps=1, val_check_interval=4, callbacks=[every])
     return SimpleNamespace(module=module, trainer=made, rows=rows, checkpoints=Path(every.dirpath))
+
+
+def test_a_training_step_returns_its_loss(config, tmp_path):
+    losses = {}
+
+    class Outputs(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            losses[trainer.global_step] = outputs["loss"]
+
+    rows = Rows()
+    fit(config, tmp_path, logger=rows, log_every_n_steps=1, limit_val_batches=0, max_steps=3, callbacks=[Outputs()])
+    assert {step: float(loss) for step, loss in losses.items()} == rows.of("train_loss")
+
+
+def test_the_held_out_text_is_tested_and_predicted(config, whole, tmp_path):
+    module, data = (
+        GPT2Module.load_from_checkpoint(whole.checkpoints / "epoch=0-step=12.ckpt"),
+        TokenDataModule.from_config(config),
+    )
+    (tested,) = trainer(config, tmp_path).test(module, datamodule=data, verbose=False)
+    assert tested == {"test_loss": pytest.approx(whole.rows.of("val_loss")[12])}
+    logits = torch.cat(trainer(config, tmp_path).predict(module, datamodule=data))
+    ids = torch.cat([batch["ids"] for batch in data.val_dataloader()]).long()
+    losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+    assert losses.item() == pytest.approx(tested["test_loss"], rel=1e-4)
 
 
 def same(one, other):
