@@ -16,10 +16,10 @@ from datetime import datetime
 from pathlib import Path
 
 from gpt2_fp8.compose import benchmark
-from gpt2_fp8.config import output_folder
-from gpt2_fp8.config.bench_schema import BenchConfig
+from gpt2_fp8.config import disk
 from gpt2_fp8.config.errors import RunError, UserError
 from gpt2_fp8.config.keys import meanings, show
+from gpt2_fp8.config.programs import BenchConfig
 from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import harmless
 from gpt2_fp8.measure import table
@@ -127,7 +127,7 @@ def help_text() -> str:
 
 def _request(argv: list[str]) -> tuple[BenchConfig, list[RunConfig], str]:
     """Return the settings, the cases and the device. Raises UserError."""
-    if found := output_folder.check(FOLDER, "outputs/bench"):
+    if found := disk.check_folder(FOLDER, "outputs/bench"):
         raise UserError.of(found[0].problem.cause, ELSEWHERE)
     likely = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
     bench, configs = benchmark.preflight(argv, likely)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2_fp8.config import output_folder, trained_folder
+from gpt2_fp8.config import disk, paths
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.shown import line
 from gpt2_fp8.runtime import programs
@@ -54,12 +54,9 @@ def _no_license(name: str | None) -> Iterator[Problem]:
 
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:
     """Find what is wrong with the paths."""
-    if not os.path.isdir(source):
-        what = "is a file" if os.path.exists(source) else "does not exist"
-        yield Problem(f"{source} {what} (looked in {Path.cwd()})", _SOURCE)
-    elif why := trained_folder.why_not(source):
+    if why := paths.why_no_model(source):
         yield Problem(f"{source}: {why}", _SOURCE)
-    if wrong := output_folder.check(folder, "FOLDER"):
+    if wrong := disk.check_folder(folder, "FOLDER"):
         yield from (finding.problem for finding in wrong)
     elif os.path.isdir(folder) and os.listdir(folder):
         yield Problem(f"{folder} is there already, and not empty", "name a folder that is not there yet")

@@ -16,12 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config import hf_check, output_folder, tokenizer_file
+from gpt2_fp8.config import disk, hf_config, tokenizer_file
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.schema import RunConfig
-from gpt2_fp8.config.shown import line
-from gpt2_fp8.config.typed import setting
+from gpt2_fp8.config.shown import line, setting
 from gpt2_fp8.runtime import programs
 
 PROGRAM = "python -m gpt2_fp8.import_hf"
@@ -45,7 +44,7 @@ def _import(argv: list[str]) -> None:
 
 def _config(source: Path, words: list[str]) -> RunConfig:
     """Return the settings of a run of the folder's model: its keys, its own tokenizer if it has one, and `words`."""
-    architecture, keys = hf_check.read(source)
+    architecture, keys = hf_config.read_folder(source)
     own = [f"model.{key}={show(value)}" for key, value in keys.items()]
     if any((source / file).is_file() for file in tokenizer_file.FILES):
         own.append(setting("data.tokenizer", str(source)))
@@ -76,12 +75,12 @@ def _config(source: Path, words: list[str]) -> RunConfig:
 
 def _problems(source: Path, folder: Path) -> Iterator[Problem]:
     """Find what is wrong with the paths."""
-    if not hf_check.is_folder(source):
-        what = f"has no {hf_check.CONFIG}" if os.path.isdir(source) else "is no folder"
+    if not hf_config.is_folder(source):
+        what = f"has no {hf_config.CONFIG}" if os.path.isdir(source) else "is no folder"
         yield Problem(
             f"{source} {what} (looked in {Path.cwd()})", "give a folder as save_pretrained of transformers writes it"
         )
-    if wrong := output_folder.check(folder, "FOLDER"):
+    if wrong := disk.check_folder(folder, "FOLDER"):
         yield from (finding.problem for finding in wrong)
     elif os.path.lexists(folder):
         yield Problem(f"{folder} is there already", "name a folder that is not there yet")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2_fp8 import compose
-from gpt2_fp8.config import output_folder, own_words, run_length
+from gpt2_fp8.config import disk, own_words, run_length
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.run_length import tokens_a_step
 from gpt2_fp8.config.schema import OptimConfig, RunConfig
@@ -42,7 +42,7 @@ def _show(argv: list[str]) -> None:
 
     runs = []
     for before in configs:
-        config = resolve_length(run_length.fitted(before, typed), 0, typed, drawn=True).config
+        config = resolve_length(run_length.fit_schedule(before, typed), 0, typed, drawn=True).config
         print(harmless("\n".join(lines(config, before.optim))), end="\n\n")
         runs.append(config)
     try:
@@ -57,7 +57,7 @@ def _no_picture(picture: Path) -> Iterator[Problem]:
     """Find why no file of that name can be written."""
     if picture.is_dir():
         yield Problem(f"--picture {picture} is a folder", f"name a file in it: --picture {picture / DEFAULT.name}")
-    for finding in output_folder.check(picture.absolute().parent, "--picture"):
+    for finding in disk.check_folder(picture.absolute().parent, "--picture"):
         why = finding.problem.cause.partition(": ")[2]
         yield Problem(f"--picture {picture}: {why}", "choose a file in a folder that can be written: --picture FILE")
 
@@ -80,7 +80,7 @@ def lines(config: RunConfig, before: OptimConfig | None = None) -> Iterator[str]
         row = f"{step:11,}  {step * tokens:19,}  {optim.lr * part:9.2e}  {100 * part:9.1f} %"
         yield f"{row}  {marks[step]}" if step in marks else row
     before = before or optim
-    yield from run_length.said(before, config)
+    yield from run_length.describe_schedule(before, config)
     for reason, remedy in warnings(config, fitted=before.warmup_steps != optim.warmup_steps):
         yield f"warning: {reason}"
         yield f"  fix: {remedy}"

@@ -8,7 +8,7 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from gpt2_fp8.compose import composition, conf_dir
+from gpt2_fp8.compose import composition
 from tests import once
 from tests.fast_ring import PLACES, alone, pytest_collection_modifyitems
 from tests.forkserver import ROOT, python
@@ -61,7 +61,7 @@ def test_one_that_hangs_is_ended_and_says_where(tmp_path):
 
 @pytest.mark.parametrize("choices", [[], ["model=gpt2", "~experiment", "trainer=ddp"]], ids=" ".join)
 def test_it_is_what_hydra_composes(choices):
-    with composition.open_catalog(conf_dir(), "config"):
+    with composition.open_catalog():
         once.compose("config", choices).seed = 7  # what is done to one is not done to the next
         composed = once.compose("config", choices, return_hydra_config=True)
         expected = hydra.compose("config", choices, return_hydra_config=True)
@@ -71,7 +71,7 @@ def test_it_is_what_hydra_composes(choices):
 def test_a_users_files_are_composed_each_time(tmp_path):
     for seed in (5, 6):
         (tmp_path / "mine.yaml").write_text(f"seed: {seed}\n")
-        with composition.open_catalog(tmp_path, "mine"):
+        with composition.open_catalog("mine", tmp_path):
             assert once.compose("mine", []).seed == seed
 
 

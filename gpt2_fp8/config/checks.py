@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -11,12 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gpt2_fp8.config import (
-    attention_support,
     backend_support,
-    document_borders,
-    hf_check,
+    hf_config,
     kept_layers,
-    logger_checks,
     mixture,
     model_checks,
     paths,
@@ -29,28 +27,28 @@ from gpt2_fp8.config.keys import finding, value_of
 from gpt2_fp8.config.model_checks import largest_divisor, products, width_multiple
 from gpt2_fp8.config.schema import RunConfig
 
+_NOT_IN_A_PROJECT = re.compile(r"[/\\#?%:]")  # W&B's own rule
+_LONGEST_PROJECT = 128  # likewise
+_STORES = ("http://", "https://", "sqlite:///", "file:", "postgresql", "mysql", "mssql", "databricks")
+_SQL = ("sqlite", "postgresql", "mysql", "mssql")
+
 
 def vocabulary(config: RunConfig) -> int:
     """Return how many ids a model has: its own number, or its tokenizer's if it has none."""
     return config.model.vocab_size or tokenizer_file.number_of_ids(config.data.tokenizer)
 
 
-def check(config: RunConfig) -> list[Finding]:
-    """List what is wrong with a configuration whose types and ranges are right. Reads the disk, writes nothing."""
-    if _is_empty(config):
+def check(config: RunConfig, but_paths: bool = False) -> list[Finding]:
+    """List what is wrong with a configuration whose types and ranges are right. Reads the disk, writes nothing.
+
+    `but_paths`: it may be for another machine.
+    """
+    if isinstance(config.data, MixtureData) and not config.data.sources:  # no tokenizer, which other checks ask for
         return list(mixture.check(config))
-    return [*_names(config), *paths.check(config), *(finding for across in _ACROSS for finding in across(config))]
-
-
-def check_but_paths(config: RunConfig) -> list[Finding]:
-    """List what is wrong with a configuration that may be for another machine: all of `check`'s but its paths."""
-    found = [] if _is_empty(config) else paths.check(config)
-    return [finding for finding in check(config) if finding not in found]
-
-
-def _is_empty(config: RunConfig) -> bool:
-    """Return whether a mixture has no source yet, and so no tokenizer, which other checks would ask for."""
-    return isinstance(config.data, MixtureData) and not config.data.sources
+    found = [*_names(config), *([] if but_paths else paths.check(config))]
+    for across in _ACROSS:
+        found += across(config)
+    return found
 
 
 def check_batch(config: RunConfig, world_size: int) -> None:
@@ -96,8 +94,8 @@ def _vocabulary(config: RunConfig) -> Iterator[Finding]:
     tokens, vocab_size = None, config.model.vocab_size
     with suppress(UserError):  # `paths` says it
         tokens = tokenizer_file.number_of_ids(config.data.tokenizer)
-    if config.init_from and hf_check.is_folder(config.init_from):
-        yield from hf_check.check(config.model, tokens, Path(config.init_from).expanduser())
+    if config.init_from and hf_config.is_folder(config.init_from):
+        yield from hf_config.check_model(config.model, tokens, Path(config.init_from).expanduser())
     elif vocab_size is not None and tokens is not None and vocab_size < tokens:
         yield finding(config, "model.vocab_size data.tokenizer", f"the tokenizer has {tokens} tokens")
 
@@ -164,6 +162,44 @@ def _tokens(config: RunConfig) -> Iterator[Finding]:
         yield finding(config, "model.n_positions", reason)
 
 
+def check_logger(config: RunConfig) -> Iterator[Finding]:
+    """Find what is wrong with `logger`. Libraries are looked for, not imported."""
+    logger = config.logger
+    if logger.histograms_every_n_steps and not (logger.tensorboard or logger.wandb):
+        reason = "only TensorBoard and W&B show histograms"
+        yield finding(config, "logger.histograms_every_n_steps", reason, "leave it out, or logger=default")
+    if logger.wandb is not None:
+        yield from _missing("wandb", ["wandb"])
+        yield from _project(config, logger.wandb.project)
+        for key in ("logger.wandb.entity", "logger.wandb.group"):
+            if getattr(logger.wandb, key.rpartition(".")[2]) == "":
+                yield finding(config, key, "is empty", f"leave {key} out, or give it a value")
+    if logger.mlflow is not None:
+        uri = logger.mlflow.tracking_uri
+        yield from _missing("mlflow", ["mlflow", *(["sqlalchemy"] if uri is None or uri.startswith(_SQL) else [])])
+        if not logger.mlflow.experiment.strip():
+            yield finding(config, "logger.mlflow.experiment", "is empty", "logger.mlflow.experiment=NAME")
+        if uri is not None and not uri.startswith(_STORES):
+            remedy = "logger.mlflow.tracking_uri=http://HOST:5000, or sqlite:///FILE"
+            yield finding(config, "logger.mlflow.tracking_uri", "is no address that MLflow knows", remedy)
+
+
+def _missing(name: str, libraries: list[str]) -> Iterator[Finding]:
+    if absent := [library for library in libraries if find_spec(library) is None]:
+        cause = f"logger={name}: the library {absent[0]}, which it needs, is not installed"
+        yield Finding((f"logger.{name}",), Problem(cause, f'pip install -e ".[{name}]"'))
+
+
+def _project(config: RunConfig, project: str) -> Iterator[Finding]:
+    key = "logger.wandb.project"
+    if not project.strip() or len(project) > _LONGEST_PROJECT:
+        reason = f"W&B's names of projects have 1 to {_LONGEST_PROJECT} characters"
+        yield finding(config, key, reason, f"{key}=gpt2-fp8")
+    elif _NOT_IN_A_PROJECT.search(project):
+        remedy = f"{key}={_NOT_IN_A_PROJECT.sub('-', project)}; an account or team is logger.wandb.entity=NAME"
+        yield finding(config, key, "W&B refuses / \\ # ? % : in names of projects", remedy)
+
+
 _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
     *(
         mixture.check,
@@ -175,9 +211,8 @@ _ACROSS: list[Callable[[RunConfig], Iterator[Finding]]] = [
         _known_batch,
         _format,
         backend_support.check,
-        attention_support.check,
-        document_borders.check,
+        mixture.check_borders,
         _tokens,
-        logger_checks.check,
+        check_logger,
     )
 ]

@@ -38,8 +38,11 @@ class Range:
         high = value >= self.most if self.open_most else value > self.most
         if low or high:
             return self.said
-        if not _representable(value):
-            return _FLOAT32 if isinstance(value, float) else _COUNTED
+        if isinstance(value, float):
+            if value and not 1e-38 <= abs(value) <= 1e38:
+                return _FLOAT32
+        elif value > _COUNTED_MOST:
+            return _COUNTED
         if self.limit is not None and value > self.limit:
             return Refusal(f"is beyond {self.limit:,} {self.unit}", f"{{key}}={self.limit} or less")
         return None
@@ -48,12 +51,6 @@ class Range:
 _COUNTED_MOST = 10**12  # nothing here is counted beyond; below, what torch and the logs count in does not overflow
 _COUNTED = Refusal("is beyond 1,000,000,000,000", "choose a number that can be reached")
 _FLOAT32 = Refusal("is beyond what float32 can hold", "choose from 1e-38 to 1e38")
-
-
-def _representable(value: float) -> bool:
-    if isinstance(value, float):
-        return value == 0 or 1e-38 <= abs(value) <= 1e38
-    return value <= _COUNTED_MOST
 
 
 def at_least(least: int, limit: int | None = None, unit: str = "", said: Refusal | None = None) -> Range:

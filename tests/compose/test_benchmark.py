@@ -8,9 +8,9 @@ import pytest
 
 from gpt2_fp8 import compose
 from gpt2_fp8.compose.benchmark import defaults, preflight
-from gpt2_fp8.config.bench_schema import BenchConfig
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.keys import meanings
+from gpt2_fp8.config.programs import BenchConfig
 from gpt2_fp8.measure.case import Case, Result
 from gpt2_fp8.measure.table import Measured, case_rows, text
 

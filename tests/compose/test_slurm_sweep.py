@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from gpt2_fp8.compose import Purpose, conf_dir, preflight, slurm_sweep
+from gpt2_fp8.compose import Purpose, launchers, preflight
 from gpt2_fp8.compose.composition import open_catalog
 from gpt2_fp8.config import errors
 
@@ -21,7 +21,7 @@ def here(tmp_path, monkeypatch):
 
 def launcher(*words):
     """The launcher's parameters, as Hydra gives them to its class."""
-    with open_catalog(conf_dir(), "config") as catalog:
+    with open_catalog() as catalog:
         return OmegaConf.to_container(catalog.compose(["hydra/launcher=slurm", *words]).hydra.launcher, resolve=True)
 
 
@@ -123,27 +123,27 @@ def submitted(folder: Path, *names, done=()):
 
 
 def test_what_goes_on_is_named(tmp_path):
-    assert slurm_sweep.still_there(tmp_path) is None
+    assert launchers.describe_left(tmp_path) is None
     submitted(tmp_path, "7_0", "7_1", "8", done=("7_0",))
-    told = slurm_sweep.still_there(tmp_path)
+    told = launchers.describe_left(tmp_path)
     assert told is not None
     assert "`scancel 7 8` ends them" in told
     submitted(tmp_path / "b", "9_0", done=("9_0",))
-    assert slurm_sweep.still_there(tmp_path / "b") is None
+    assert launchers.describe_left(tmp_path / "b") is None
 
 
 def test_a_sweep_elsewhere_is_not_waited_for(tmp_path):
-    slurm_sweep.wait(tmp_path)
+    launchers.wait_for_jobs(tmp_path)
 
 
 def test_only_submitits_errors_are_a_lost_job():
     from submitit.core.utils import UncompletedJobError
 
-    end = slurm_sweep.lost(UncompletedJobError("Job 3 has not produced any output\n\nmore\n"))
+    end = launchers.as_run_error(UncompletedJobError("Job 3 has not produced any output\n\nmore\n"))
     assert end is not None
     assert end.exit_code == 1
     assert str(end).splitlines()[0] == "error: Job 3 has not produced any output more"
-    assert slurm_sweep.lost(ValueError("x")) is None
+    assert launchers.as_run_error(ValueError("x")) is None
 
 
 def test_a_cluster_that_is_not_there_is_said(tmp_path):

@@ -7,8 +7,8 @@ import shlex
 import pytest
 import yaml
 
-from gpt2_fp8.compose import planned, preflight
-from gpt2_fp8.config import sweep_plan
+from gpt2_fp8.compose import plan, preflight, read
+from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.train.metrics_csv import COLUMNS
 from tests.runs import SMALL, command, forked
@@ -77,7 +77,7 @@ def test_jobs_have_one_folder_above_them_and_one_each(line, tmp_path, monkeypatc
         (tmp_path / "mine/experiment").mkdir(parents=True, exist_ok=True)
         (tmp_path / f"mine/experiment/{name}.yaml").write_text(f"# @package _global_\nrun_name: of_{name}\n")
     with pytest.raises(UserError, match=r"hydra\.sweep\.(sub)?dir"):
-        planned(["-m", *shlex.split(line)])
+        plan(read(["-m", *shlex.split(line)]))
 
 
 def test_the_sweep_of_a_file_is_run_and_its_values_may_be_typed(tmp_path, monkeypatch):
@@ -93,7 +93,7 @@ def test_the_sweep_of_a_file_is_run_and_its_values_may_be_typed(tmp_path, monkey
 
 @pytest.mark.parametrize("line", ["run_name='a${data.seed}' seed=1,2 data.seed=3", "run_name='a${now:%f}' seed=1,2"])
 def test_a_name_that_is_made_of_others_and_the_same_for_all_jobs_is_taken(line):
-    (above,) = {folder.rpartition("/")[0] for _, folder in planned(["-m", *shlex.split(line)])}
+    (above,) = {folder.rpartition("/")[0] for _, folder in plan(read(["-m", *shlex.split(line)])).jobs}
     assert above.startswith("outputs/a")
 
 
@@ -127,7 +127,7 @@ BEGUN = "optim.lr=1e-3,2e-3 precision=bf16,fp8_hybrid"
 def test_a_sweep_goes_on_in_the_order_in_which_it_began(line, goes_on, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rates = [(rate, precision) for rate in ("0.001", "0.002") for precision in ("bf16", "fp8_hybrid")]
-    sweep_plan.write(tmp_path / "outputs/s", [[f"optim.lr={r}", f"precision={p}", "model=tiny"] for r, p in rates])
+    own_words.write_plan(tmp_path / "outputs/s", [[f"optim.lr={r}", f"precision={p}", "model=tiny"] for r, p in rates])
     words = ["-m", "run_name=s", "model=tiny", "ckpt_path=last", *line.split()]
     if goes_on:
         assert preflight(words)

@@ -10,8 +10,7 @@ from gpt2_fp8.compose import conf_dir, preflight
 from gpt2_fp8.config import hints
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.keys import key_paths
-from gpt2_fp8.config.precision_schema import FP8PrecisionConfig
-from gpt2_fp8.config.schema import RunConfig
+from gpt2_fp8.config.schema import FP8PrecisionConfig, RunConfig
 from tests.config.conf_files import bases, inherited, merged, own
 
 pytestmark = pytest.mark.whole  # each composes many times

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_fp8.compose import preflight
-from gpt2_fp8.config import own_words, sweep_plan
+from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import RunError, Stopped
 from gpt2_fp8.config.own_words import RUN, Typed, continued, twice_as_long
 from gpt2_fp8.config.run_length import limits
@@ -82,7 +82,7 @@ def test_twice_as_long_goes_on(line, ended_by, steps, words):
     ],
 )
 def test_how_a_run_that_has_ended_early_goes_on(tmp_path, folder, saved, in_sweep, said):
-    sweep_plan.write(tmp_path / "outputs/planned", [["seed=3"]])
+    own_words.write_plan(tmp_path / "outputs/planned", [["seed=3"]])
     assert own_words.going_on(tmp_path / folder, tmp_path, saved, in_sweep) == said
 
 
