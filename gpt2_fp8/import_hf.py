@@ -23,8 +23,6 @@ from gpt2_fp8.config.schema import RunConfig
 from gpt2_fp8.config.shown import line, setting
 from gpt2_fp8.runtime import programs
 
-PROGRAM = "python -m gpt2_fp8.import_hf"
-
 
 def main(argv: list[str]) -> int:
     """Run the command line `argv` (without the program's name); returns the exit code."""
@@ -45,31 +43,23 @@ def _import(argv: list[str]) -> None:
 def _config(source: Path, words: list[str]) -> RunConfig:
     """Return the settings of a run of the folder's model: its keys, its own tokenizer if it has one, and `words`."""
     architecture, keys = hf_config.read_folder(source)
-    own = [f"model.{key}={show(value)}" for key, value in keys.items()]
+    own = {f"model.{key}": f"model.{key}={show(value)}" for key, value in keys.items()}
     if any((source / file).is_file() for file in tokenizer_file.FILES):
-        own.append(setting("data.tokenizer", str(source)))
+        own["data.tokenizer"] = setting("data.tokenizer", str(source))
     elif keys["vocab_size"] == tokenizer_file.NAMES["gpt2"]:
-        own.append("data.tokenizer=gpt2")
+        own["data.tokenizer"] = "data.tokenizer=gpt2"
     typed = {word.partition("=")[0] for word in words}
-    if "data.tokenizer" not in {word.partition("=")[0] for word in [*own, *words]}:
+    if "data.tokenizer" not in {*own, *typed}:
         files = " and no ".join(tokenizer_file.FILES[:2])
-        remedy = (
-            "add the one that it was trained with: data.tokenizer=gpt2, data.tokenizer=bytes or data.tokenizer=FOLDER"
-        )
-        raise UserError.of(f"{source} has no {files}, so its tokenizer is not known", remedy)
-    own = [word for word in own if word.partition("=")[0] not in typed]
-    fixed = [
-        "run_name=imported",
-        "model=gpt2",
-        f"model.name={architecture.model_type}",
-        setting("init_from", str(source)),
-    ]
+        raise UserError.of(f"{source} has no {files}, so its tokenizer is not known", "add data.tokenizer=FOLDER")
+    fixed = ["run_name=imported", "model=gpt2", f"model.name={architecture.model_type}"]
+    fixed += [setting("init_from", str(source)), *(word for key, word in own.items() if key not in typed)]
     try:
-        (config,) = compose.preflight([*fixed, *own, *words])
+        (config,) = compose.preflight([*fixed, *words])
     except UserError:  # a width that FP8 cannot divide is no hindrance to a checkpoint
         if "precision" in typed:
             raise
-        (config,) = compose.preflight([*fixed, "precision=bf16", *own, *words])
+        (config,) = compose.preflight([*fixed, "precision=bf16", *words])
     return config
 
 
@@ -87,13 +77,11 @@ def _problems(source: Path, folder: Path) -> Iterator[Problem]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description="Writes a Hugging Face folder's weights as a checkpoint: for generate, evaluate, init_from.",
-        epilog="The other way round: python -m gpt2_fp8.export (docs/huggingface.md). "
-        "Exit codes: 0 done; 1 the checkpoint could not be written; 2 your input; 130 stopped.",
+    parser = programs.parser(
+        "import_hf",
+        "Writes a Hugging Face folder's weights as a checkpoint: for generate, evaluate, init_from.",
+        epilog="The other way round: python -m gpt2_fp8.export (docs/huggingface.md).",
     )
-    parser.add_argument("--version", action="version", version=programs.VERSION)
     parser.add_argument("source", type=Path, help="a folder of GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM")
     parser.add_argument("folder", type=Path, help="the checkpoint to write; it is not there yet")
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="as in a run, such as data.tokenizer=gpt2")

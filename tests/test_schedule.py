@@ -52,7 +52,6 @@ def test_the_table_of_seed_001_is_drawn_and_warned_of(tmp_path, monkeypatch, cap
         compose.preflight(typed)
     (problem,) = refused.value.problems
     assert warning == f"warning: {problem.cause}; a run refuses it"
-    assert f"  fix: {problem.remedy}" in text
     assert (tmp_path / "outputs/schedule.png").exists()
 
 
@@ -76,8 +75,6 @@ def test_a_long_warm_up_is_told(tmp_path, monkeypatch, capsys):
     assert "cosine: peak 0.003 after 500 steps, 0.0003 at the end" in text
     assert rows(text)[501] == (3e-3, "the peak")
     assert "warning: the warm-up takes 28 % of the run" in text
-    fixed = said(capsys, *LONG, *[line[7:] for line in text.splitlines() if line.startswith("  fix: ")])
-    assert "warning" not in fixed
 
 
 @pytest.mark.parametrize(
@@ -99,7 +96,7 @@ def test_a_long_warm_up_is_told(tmp_path, monkeypatch, capsys):
 )
 def test_warnings(words, warning):
     (config,) = compose.preflight([*LONG, "run_name=r", *words])
-    reasons = [reason for reason, _ in schedule.warnings(config)]
+    reasons = list(schedule.warnings(config))
     assert (len(reasons) == 0) if warning is None else (warning in reasons[0])
 
 
@@ -144,7 +141,7 @@ def test_ends(tmp_path, monkeypatch, capsys):
     err = said(capsys, *LONG, "--picture", "file/a.png", code=2)
     assert "--picture" in err
     (tmp_path / "folder").mkdir()
-    assert "--picture folder/schedule.png" in said(capsys, *LONG, "--picture", "folder", code=2)
+    assert "--picture folder" in said(capsys, *LONG, "--picture", "folder", code=2)
     with pytest.raises(SystemExit) as ended:
         schedule.main(["--help"])
     assert ended.value.code == 0

@@ -37,12 +37,6 @@ _CHOSEN_BY_GROUP = {
     "precision.name": "precision", "recipe.name": "recipe", "data.kind": "data", "optimizer.name": "optimizer",
 }  # fmt: skip
 _SOURCE = re.compile(r"data\.sources\.\w+")  # where a choice of `data` may be placed too
-# Plug-ins that are not installed with this program, and the packages that have them.
-_PACKAGES = {
-    "hydra/launcher=joblib": "hydra-joblib-launcher",
-    "hydra/launcher=slurm": "hydra-submitit-launcher",
-    "hydra/sweeper=optuna": "hydra-optuna-sweeper",
-}
 # What Hydra itself instantiates: its plug-ins, and this program's own callback.
 _TARGETS = re.compile(r"hydra_plugins\.|hydra\._internal\.core_plugins\.|gpt2_fp8\.compose\.sweeps\.SweepStart$")
 
@@ -184,13 +178,11 @@ def _check_hydra(override: Override, values: list[Any], catalog: Catalog) -> Ite
     key, word = override.key_or_group, str(override.input_line)
     if "_target_" in word:
         yield Problem(f"{word}: what Hydra calls is not set by a word")
-    options = catalog.get_group_options(key) if "/" in key else []
-    for value in values if "/" in key else ():
-        package = _PACKAGES.get(f"{key}={value}")
-        if package and ("submitit_slurm" if value == "slurm" else value) not in options:
-            yield Problem(f"{key}={value}: its package is not installed", f"pip install {package}")
-        elif value not in options:
-            yield Problem(*hints.unknown_choice(key, show(value), options))
+    if "/" in key:
+        options = catalog.get_group_options(key)
+        yield from (
+            Problem(*hints.unknown_choice(key, show(value), options)) for value in values if value not in options
+        )
 
 
 def _check_group(override: Override, values: list[Any], catalog: Catalog) -> Iterator[Problem]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -102,8 +101,6 @@ class Request:
         self._take_params(whole, problems)
         task = [word for word in self.words if word not in own]
         jobs = list(enumerate(sweeps.expand(task, whole.hydra.sweeper)))
-        if len(jobs) > sweeps.ANNOUNCED:
-            print(f"checking {len(jobs):,} jobs, before the first of them begins", file=sys.stderr, flush=True)
         above = folders.of_sweep(whole)  # first, so that `now` says the same for all jobs
         checked = [_Job(self, [*own, *words], number, whole, purpose).check(problems) for number, words in jobs]
         places = [(job.folder, str(job.above), job.words) for job in checked if job.folder]

@@ -6,12 +6,11 @@ came. So the program writes the table itself, from what is noted here.
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -23,19 +22,7 @@ from gpt2_fp8.config import own_words
 from gpt2_fp8.config.errors import UserError
 from gpt2_fp8.config.shown import line
 
-MOST = 1000  # jobs; this program and Hydra compose each of them before the first begins
-ANNOUNCED = 50  # more jobs than these are announced before they are checked
 _begun: list[Path] = []  # the folder of each sweep of this process that has not been taken
-
-
-def length(override: Override) -> float:
-    """Return how many values an override goes through; of a range without making them."""
-    sweep = override.value()
-    if isinstance(sweep, RangeSweep):
-        start, stop, step = (float(number or 0) for number in (sweep.start, sweep.stop, sweep.step))
-        endless = step == 0 or not math.isfinite(start) or not math.isfinite(stop)
-        return math.inf if endless else max(0, math.ceil((stop - start) / step))
-    return sum(1 for _ in override.sweep_iterator()) if override.is_discrete_sweep() else 1
 
 
 def _is_basic(sweeper: DictConfig) -> bool:
@@ -51,9 +38,6 @@ def expand(overrides: list[Override], sweeper: DictConfig) -> list[list[Override
     last = {(override.key_or_group, override.package): override for override in overrides}
     same = [override for override in last.values() if not override.is_sweep_override()]
     swept = [override for override in last.values() if override.is_sweep_override()]
-    if (jobs := math.prod(map(length, swept))) > MOST:
-        several = " x ".join(str(word.key_or_group) for word in swept if length(word) > 1)
-        raise UserError.of(f"{several}: {jobs:,.0f} jobs, and a sweep has at most {MOST:,}", "sweep in parts")
     if not _is_basic(sweeper):
         swept = [_start(override) for override in swept]
     try:

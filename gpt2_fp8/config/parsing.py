@@ -67,8 +67,8 @@ class _Builder:
     def _in_range(self, range_: Range, value: Any, path: str) -> Any:
         """Return a value of the right type if it, or each item of a list, is in range."""
         for item in value if isinstance(value, list) else (value,):
-            if refusal := range_.refusal(item):
-                return self._bad(path, f"{path}={show(value)}: {refusal.reason}", refusal.remedy.replace("{key}", path))
+            if reason := range_.why_not(item):
+                return self._bad(path, f"{path}={show(value)}: {reason}")
         return value
 
     def _instance(self, classes: tuple[Any, ...], data: object, path: str) -> Any:

@@ -16,12 +16,10 @@ from gpt2_fp8.config import disk, paths, tokenizer_file
 from gpt2_fp8.config.errors import Problem, UserError
 from gpt2_fp8.config.keys import show
 from gpt2_fp8.config.paths import Which
-from gpt2_fp8.config.ranges import Amount, Count, Refusal, Seed, above_zero, above_zero_to_one, at_least
+from gpt2_fp8.config.ranges import Amount, Count, Seed, Share, above_zero, at_least
 from gpt2_fp8.config.schema import RunConfig
 
 T = TypeVar("T")
-TopP = Annotated[float, above_zero_to_one("0.9")]
-TopK = Annotated[int, at_least(1, said=Refusal("must be at least 1", "{key}=null draws from all ids"))]
 Texts = Annotated[int, at_least(1, 10**5, "texts")]
 TextTokens = Annotated[int, at_least(1, 10**6, "tokens")]
 _LONGEST = 10**8  # seconds: three years, and within what a clock takes
@@ -38,8 +36,8 @@ class GenerateConfig:
     samples: Annotated[Texts, "texts of each beginning"] = 1
     tokens: Annotated[TextTokens | None, "tokens of each text at most; null: 200, or what fits"] = None
     temperature: Annotated[Amount, "logits are divided by it; 0: always the likeliest token"] = 1.0
-    top_k: Annotated[TopK | None, "draw from so many of the likeliest tokens; null: from all"] = 50
-    top_p: Annotated[TopP, "of these, the fewest whose probabilities sum to it"] = 1.0
+    top_k: Annotated[Count | None, "draw from so many of the likeliest tokens; null: from all"] = 50
+    top_p: Annotated[Share, "of these, the fewest whose probabilities sum to it"] = 1.0
     seed: Annotated[Seed, "of what is drawn"] = 1337
     stop: Annotated[bool, "end a text where the model ends a document"] = True
     slide: Annotated[bool, "go on past the model's context, with its newest half"] = False

@@ -153,19 +153,26 @@ def check(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Findi
     if min(known.values()) < 1:
         yield finding(config, "trainer.max_tokens", f"a step has {tokens_a_step(config):,} tokens")
         return
-    limit = shortest(config, tokens_a_pass)
-    yield from _schedule(config, limit, known[limit])
-    yield from _in_bf16(config, limit, known[limit])
+    yield from misfits(config, tokens_a_pass)
+    if config.optim.schedule == "warmup_stable_decay" and config.optim.decay_steps is None:
+        reason = "the steps at the end in which the rate falls are not given"
+        yield finding(config, "optim.schedule optim.decay_steps", reason)
 
 
 def misfits(config: RunConfig, tokens_a_pass: int | None = None) -> Iterator[Finding]:
     """Find steps of one kind that do not fit a run. `check` finds them too; its rates can be drawn all the same."""
     known = limits(config, tokens_a_pass)
-    known_shape = config.optim.schedule != "warmup_stable_decay" or config.optim.decay_steps is not None
-    if known_shape and min(known.values(), default=0) >= 1:
-        limit = shortest(config, tokens_a_pass)
-        yield from _schedule(config, limit, known[limit])
-        yield from _in_bf16(config, limit, known[limit])
+    steps, warmup, decay = min(known.values(), default=0), config.optim.warmup_steps, config.optim.decay_steps
+    if steps < 1:
+        return
+    limit = shortest(config, tokens_a_pass)
+    if warmup > steps:
+        yield finding(config, f"{limit} optim.warmup_steps", "the warm-up is longer than the run")
+    elif decay is not None and decay > steps - warmup:
+        keys = f"optim.decay_steps {limit} optim.warmup_steps"
+        yield finding(config, keys, "the decay is longer than what follows the warm-up")
+    if bf16_last_steps(config) >= steps:
+        yield finding(config, f"precision.bf16_last_steps {limit}", "no step would compute in FP8")
 
 
 def _time(config: RunConfig) -> Iterator[Finding]:
@@ -188,29 +195,3 @@ def _epochs(config: RunConfig) -> Iterator[Finding]:
     if isinstance(data, HubData) and not here:
         reason = "a hub's text is streamed, and its tokens are not counted before the first pass is over"
         yield finding(config, "trainer.max_epochs data.repo", reason)
-
-
-def _in_bf16(config: RunConfig, limit: str, steps: int) -> Iterator[Finding]:
-    """Find last steps in bf16 that leave none for FP8."""
-    if bf16_last_steps(config) >= steps:
-        reason = "no step would compute in FP8"
-        remedy = f"precision.bf16_last_steps={max(1, steps // 20) if steps > 1 else 0}"
-        yield finding(config, f"precision.bf16_last_steps {limit}", reason, remedy)
-
-
-def _schedule(config: RunConfig, limit: str, steps: int) -> Iterator[Finding]:
-    """Find a warm-up that is longer than the run, and a decay that is longer than what follows the warm-up."""
-    warmup, decay = config.optim.warmup_steps, config.optim.decay_steps
-    if warmup > steps:
-        enough = {"trainer.max_steps": warmup, "trainer.max_tokens": warmup * tokens_a_step(config)}
-        longer = f"{limit}={enough[limit]} or more" if limit in enough else f"a larger {limit}"
-        remedy = f"add optim.warmup_steps={steps // 10}, or {longer}"
-        yield finding(config, f"{limit} optim.warmup_steps", "the warm-up is longer than the run", remedy)
-    elif config.optim.schedule == "warmup_stable_decay" and decay is None:
-        reason = "the steps at the end in which the rate falls are not given"
-        remedy = f"add optim.decay_steps={max(1, (steps - warmup) // 5)}"
-        yield finding(config, "optim.schedule optim.decay_steps", reason, remedy)
-    elif decay is not None and decay > steps - warmup:
-        remedy = f"optim.decay_steps={steps - warmup} or less" if steps > warmup else "a longer run, or less warm-up"
-        keys = f"optim.decay_steps {limit} optim.warmup_steps"
-        yield finding(config, keys, "the decay is longer than what follows the warm-up", remedy)

@@ -24,19 +24,18 @@ from gpt2_fp8.config.ranges import (
     Count,
     Devices,
     Epochs,
-    Epsilon,
-    KeptPart,
     Part,
     Positive,
+    Range,
     Repeated,
     ScalingFactor,
     Seed,
     Sequences,
+    Share,
     Steps,
     StepSequences,
     Tokens,
     at_least,
-    from_to,
 )
 
 Recompute = Literal["none", "mlp", "full"]
@@ -59,7 +58,7 @@ class ModelConfig:
     head_size: Count | None = None  # channels of a head; null: n_embd / n_head
     qk_norm: bool = False  # RMSNorm of queries and keys, head by head, before positions
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
-    norm_epsilon: Epsilon = 1e-5  # of every normalisation
+    norm_epsilon: Share = 1e-5  # of every normalisation
     mlp: Literal["gelu", "swiglu"] = "gelu"
     mlp_width: Count | None = None  # channels of the hidden layer; null: 4 n_embd
     positions: Literal["learned", "rope"] = "learned"  # a table that is added to the embedding, or rotary positions
@@ -135,12 +134,12 @@ class OptimConfig:
 
     lr: Positive  # the peak
     schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"  # from the warm-up to the end
-    min_lr_ratio: Annotated[float, from_to(0, 1)]  # where the schedule ends, as a part of the peak; constant: 1
+    min_lr_ratio: Annotated[float, Range(0, 1)]  # where the schedule ends, as a part of the peak; constant: 1
     warmup_steps: Steps
     decay_steps: Count | None = None  # the last steps, in which warmup_stable_decay falls; null for the others
     weight_decay: Amount  # on matrices alone; biases and normalisation are never decayed
-    beta1: KeptPart
-    beta2: KeptPart
+    beta1: Part
+    beta2: Part
     eps: Positive
     max_grad_norm: Positive  # gradients are clipped to this global L2 norm
 
@@ -158,8 +157,8 @@ class MuonOptimizer:
 
     name: Literal["muon"]
     matrix_lr: Positive | None  # the peak for them; null: optim.lr, since their updates are scaled to AdamW's size
-    momentum: KeptPart
-    ns_steps: Annotated[int, from_to(1, 99, "choose 5, as its authors do")]  # Newton-Schulz iterations of an update
+    momentum: Part
+    ns_steps: Annotated[int, Range(1, 99)]  # Newton-Schulz iterations of an update
 
 
 OptimizerConfig = AdamWOptimizer | MuonOptimizer

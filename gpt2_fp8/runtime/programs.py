@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import logging
 import os
@@ -9,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpt2_fp8 import __version__
 from gpt2_fp8.config.errors import RunError, UserError
@@ -57,6 +58,16 @@ def answered(argv: list[str], help_text: Callable[[], str]) -> bool:
     else:
         return False
     return True
+
+
+def parser(name: str, description: str, exits: str = "", epilog: str = "", **options: Any) -> argparse.ArgumentParser:
+    """Return the parser of a program, with what all have: `--version`, and the exit codes below the help."""
+    exits = exits or "1 the files could not be written; "
+    epilog = f"{epilog} Exit codes: 0 done; {exits}2 your input; 130 stopped.".strip()
+    prog = f"python -m gpt2_fp8.{name}"
+    made = argparse.ArgumentParser(prog=prog, description=description, epilog=epilog, **options)
+    made.add_argument("--version", action="version", version=VERSION)
+    return made
 
 
 def begin() -> None:

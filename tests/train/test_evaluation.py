@@ -306,7 +306,7 @@ def test_what_is_wrong_is_refused_by_its_key(run: Path, capsys: Any, words: str)
     assert out == ""
     assert re.fullmatch(r"(?:data: .*\n)*error: .*\n(  fix: .*\n)?", said), said
     keys = [word.partition("=")[0] for word in words.split() if word != "RUN"] or ["ckpt_path"]
-    assert any(key in said for key in keys) or "evaluate" in said
+    assert any(key in said for key in keys) or "evaluate" in said or "text is too short" in said
 
 
 @pytest.mark.parametrize(

@@ -351,7 +351,7 @@ def test_paths_are_checked_all_at_once(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "full" / "a").touch()
     assert export.main([str(tmp_path / "gone"), str(tmp_path / "full")]) == 2
     said = capsys.readouterr().err
-    assert f"{tmp_path / 'gone'} does not exist" in said
+    assert f"{tmp_path / 'gone'}: does not exist" in said
     assert f"{tmp_path / 'full'} is there already, and not empty" in said
     assert said.count("error: ") == 2
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
