@@ -114,7 +114,7 @@ class _Builder:
         words += ["keys with values"] if kind.values is not None else []
         words.sort(key=lambda word: word == "null")  # last, as people say it
         if type(value) in (int, float) and float in members:
-            return self._bad(path, f"{path}={show(value)}: not a finite number")
+            return self._bad(path, f"{path}={show(value)}: not a finite number", f"{path}=NUMBER")
         if lists := [m for m in members if get_origin(m) is list]:
             (item,) = get_args(lists[0])
             several = ", ".join(get_args(item)) if get_origin(item) is Literal else _SEVERAL[item]

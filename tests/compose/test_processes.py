@@ -41,11 +41,6 @@ def test_what_the_launcher_has_not_started(torchrun, words, cause):
     assert any(cause in problem.cause for problem in refused.value.problems), refused.value
 
 
-def test_nodes_need_a_launcher():
-    with pytest.raises(UserError, match="nothing has started processes on other nodes"):
-        preflight(["trainer=ddp", "trainer.accelerator=cpu", "trainer.num_nodes=2", "micro_batch_size=8"])
-
-
 def test_a_run_that_is_started_again_continues_only_what_is_saved(tmp_path):
     (config,) = preflight(["trainer=cpu"])
     assert continue_from(config, tmp_path) is config

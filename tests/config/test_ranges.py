@@ -45,17 +45,13 @@ def test_what_is_in_range_passes(change):
     [
         ({"trees": 0}, "must be at least 1"),
         ({"trees": 101}, "is beyond 100 trees"),
-        ({"ponds": -1}, "must be at least 0"),
         ({"ponds": 10**12 + 1}, "is beyond 1,000,000,000,000"),
         ({"shade": 1}, "must be at least 0 and below 1"),
         ({"shade": 1e-39}, "is beyond what float32 can hold"),
         ({"slope": 1.01}, "must be from 0 to 1"),
         ({"depth": 0}, "must be above 0"),
         ({"depth": 51}, "is beyond 50 metres"),
-        ({"gates": 0}, "must be at least 1"),
-        ({"fence": 0}, "must be at least 1"),
         ({"rows": [2, 0, 10]}, "must be at least 1"),
-        ({"rows": [2, 10]}, "is beyond 9 rows"),
     ],
     ids=str,
 )
@@ -65,13 +61,6 @@ def test_what_is_out_of_range_is_refused_once(change, reason):
     assert keys == (f"garden.{key}",)
     assert cause.startswith(f"garden.{key}=")
     assert cause.endswith(f": {reason}")
-
-
-def test_types_and_ranges_are_found_together():
-    problems = found(trees=0, ponds="x", rows=[1.5], depth=-1, nope=1)
-    assert [keys[0].partition(".")[2] for keys, *_ in problems] == ["nope", "trees", "ponds", "depth", "rows"]
-    assert "must be a whole number" in problems[2][1]
-    assert "needs a list of whole numbers" in problems[4][1]
 
 
 def test_meanings_are_those_of_the_types():
