@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
@@ -28,19 +29,11 @@ __all__ = ["Plan", "Planned", "Purpose", "conf_dir", "help_text", "load_config",
            "plan_run", "preflight", "quoted", "read", "to_run_config"]  # fmt: skip
 
 log = logging.getLogger(__name__)
-# Keys that only `python -m gpt2_fp8.run` reads, and the Trainer's argument that means the same.
-_SAID_BY_TRAINER = {
-    "run_name": "Trainer(default_root_dir=FOLDER)",
-    "hydra": "Trainer(default_root_dir=FOLDER)",
-    "ckpt_path": "Trainer.fit(..., ckpt_path=FOLDER)",
-    "callbacks": "Trainer(callbacks=[...])",
-    "logger": "Trainer(logger=...)",
-    **{
-        f"trainer.{key}": f"Trainer({key}=...)"
-        for key in ("strategy", "val_check_interval", "log_every_n_steps", "deterministic", "fast_dev_run", "profiler",
-                    "max_time")
-    },
-}  # fmt: skip
+# What only `python -m gpt2_fp8.run` reads: a Trainer of one's own has arguments for it.
+_READ_BY_RUN = re.compile(
+    r"(run_name|hydra|ckpt_path|callbacks|logger|trainer\.(strategy|val_check_interval|log_every_n_steps|deterministic"
+    r"|fast_dev_run|profiler|max_time))\b"
+)
 
 
 class Plan(NamedTuple):
@@ -168,7 +161,8 @@ def load_config(*words: str) -> RunConfig:
     only the program decides. Plugins are imported last; one that cannot be imported is a UserError too.
     """
     line = read(list(words))
-    problems = [problem for override in line.overrides for problem in _read_by_run(override.key_or_group, override)]
+    unread = [override for override in line.overrides if _READ_BY_RUN.match(override.key_or_group)]
+    problems = [_not_read(str(override.input_line)) for override in unread]
     if line.multirun:
         problems.append(Problem("-m: load_config gives one configuration", "call it once for each"))
     elif line.shows:
@@ -186,11 +180,8 @@ def load_config(*words: str) -> RunConfig:
     return configs[0]
 
 
-def _read_by_run(key: str, word: object) -> Iterator[Problem]:
-    """Report a word that would do nothing."""
-    for own, said in _SAID_BY_TRAINER.items():
-        if key == own or key.startswith((f"{own}.", f"{own}/")):
-            yield Problem(f"{getattr(word, 'input_line', word)}: only python -m gpt2_fp8.run reads it", said)
+def _not_read(word: str) -> Problem:
+    return Problem(f"{word}: only python -m gpt2_fp8.run reads it", "leave it out, and give it to your Trainer")
 
 
 def _decided_by_run(config: RunConfig) -> Iterator[Problem]:
@@ -206,4 +197,4 @@ def _decided_by_run(config: RunConfig) -> Iterator[Problem]:
         )
     for key in ("fast_dev_run", "profiler", "max_time"):
         if value := getattr(config.trainer, key):
-            yield from _read_by_run(f"trainer.{key}", f"trainer.{key}={str(value).lower()}")
+            yield _not_read(f"trainer.{key}={str(value).lower()}")

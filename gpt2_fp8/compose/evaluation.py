@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import asdict, fields, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from gpt2_fp8.compose import composition
 from gpt2_fp8.compose.commandline import Program, read, settings, values_of
 from gpt2_fp8.compose.composition import Catalog, open_catalog
 from gpt2_fp8.config import checks, hints, mixture, parsing, tokenizer_file
@@ -110,25 +109,12 @@ def _choose(words: list[Override], catalog: Catalog, plain: dict[str, Any], prob
             problems.append(Problem(f"{line}: an evaluation is of one device"))
         else:
             taken.append(word)
-    if taken:
-        cfg = catalog.compose([str(word.input_line) for word in taken])
-        composed = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=False))
-        for group in {word.key_or_group for word in taken} & composed.keys():
-            _replace(plain, group, _resolved(group, composed[group], plain["seed"], problems))
+    if taken:  # what the checkpoint itself holds, which may be a stranger's, is never resolved
+        cfg = catalog.compose([*(str(word.input_line) for word in taken), f"seed={plain['seed']}"])
+        composed = composition.resolved(cfg)
+        for group in {word.key_or_group for word in taken}:
+            _replace(plain, group, composed[group])
     return values_of([word for word in words if word not in choices], problems)
-
-
-def _resolved(group: str, composed: dict[str, Any], seed: int, problems: list[Problem]) -> dict[str, Any]:
-    """Return a group with the values that its `${...}` stand for. The seed is the checkpoint's.
-
-    What the checkpoint itself holds, which may be a stranger's, is never resolved.
-    """
-    try:
-        found = OmegaConf.to_container(OmegaConf.create({"seed": seed, group: composed}), resolve=True)
-    except OmegaConfBaseException as error:
-        problems.append(Problem(f"{error.full_key}: {str(error).splitlines()[0]}", "correct the ${...}"))
-        return composed
-    return cast("dict[str, dict[str, Any]]", found)[group]
 
 
 def _replace(plain: dict[str, Any], group: str, composed: dict[str, Any]) -> None:
