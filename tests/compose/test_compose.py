@@ -115,19 +115,6 @@ def test_code_that_a_file_names_is_not_called(header, tmp_path):
     assert "os.system" in causes(f"hydra.searchpath=[file://{tmp_path}/evil]", "experiment=evil")[0]
 
 
-def test_a_sweep_over_gpus_that_something_else_starts(monkeypatch):
-    assert len(preflight(["-m", "trainer=ddp", "seed=1,2"])) == 2
-    torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (torchrun | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}).items():
-        monkeypatch.setenv(name, value)
-    assert "each would run the whole sweep" in causes("-m", "seed=1,2")[0]
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
-    assert len(preflight(["-m", "trainer=ddp", "seed=1,2"])) == 2
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "-m in each of 2 processes" in causes("-m", "trainer=ddp", "seed=1,2")[0]
-
-
 @pytest.mark.parametrize(
     "line", ["--help", "-h", "seed=x --hydra-help", "--cfg job", "-c all seed=1", "--info", "-i plugins",
              "--shell-completion install=bash", "-sc query=bash"]

@@ -29,9 +29,7 @@ COMPOSED = [
     (("trainer=ddp", "trainer.devices=8", "trainer.num_nodes=2"),
      {"nodes": 2, "tasks_per_node": 8, "gpus_per_node": 8}),
     (("data.num_workers=5",), {"cpus_per_task": 6}),
-    (("hydra.launcher.partition=gpu", "hydra.launcher.account=us"), {"partition": "gpu", "account": "us"}),
     (("hydra.launcher.timeout_min=60", "hydra.launcher.mem_gb=64"), {"timeout_min": 60, "mem_gb": 64}),
-    (("hydra.launcher.cpus_per_task=16",), {"cpus_per_task": 16}),
     (("+hydra.launcher.additional_parameters.exclusive=true",),
      {"additional_parameters": {"requeue": True, "exclusive": True}}),
 ]  # fmt: skip
@@ -60,12 +58,10 @@ def test_submitit_takes_each_key():
 
 KEY = "hydra.launcher."
 REFUSED = [
-    ([f"{KEY}timeout_min=long"], f"{KEY}timeout_min"),
     ([f"{KEY}partitoin=gpu"], "partitoin"),
     ([f"{KEY}_target_=os.system"], "_target_"),
     (["trainer=ddp", "micro_batch_size=1"], "trainer.devices=auto"),
     (["trainer.devices=1,2", "micro_batch_size=1"], "trainer.devices"),
-    (["trainer=cpu,gpu", "micro_batch_size=1"], "trainer.accelerator"),
 ]
 
 

@@ -82,20 +82,6 @@ def test_a_name_that_is_made_of_others_and_the_same_for_all_jobs_is_taken(line):
     assert above.startswith("outputs/a")
 
 
-@pytest.mark.whole
-def test_jobs_in_folders_by_their_names_are_in_the_table_and_are_continued(tmp_path):
-    line = ["-m", *SMALL, "run_name=z1,z2", "hydra.sweep.dir=outputs/two", "hydra.sweep.subdir=${run_name}"]
-    for more in (["trainer.max_steps=2"], ["trainer.max_steps=3", "ckpt_path=last"]):
-        done = forked(*line, "optim.warmup_steps=1", *more, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    with (tmp_path / "outputs/two/sweep.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["job"], row["steps"], row["status"]) for row in rows] == [
-        ("z1", "3", "completed"),
-        ("z2", "3", "completed"),
-    ]
-
-
 BEGUN = "optim.lr=1e-3,2e-3 precision=bf16,fp8_hybrid"
 
 
@@ -120,25 +106,26 @@ def test_a_sweep_goes_on_in_the_order_in_which_it_began(line, goes_on, tmp_path,
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("word", ["notes=${seed}", pytest.param("run_name=${hydra:job.num}_x", marks=pytest.mark.slow)])
-def test_a_word_that_is_made_of_others_is_in_the_table_as_each_job_has_it(tmp_path, word):
-    """It was noted with the values that the sweep has without its jobs, and jobs of these words were "not run"."""
-    short = [*SMALL, "trainer.max_steps=2", "optim.warmup_steps=1", "hydra.sweep.dir=outputs/s"]
-    done = forked("-m", *short, "seed=1,2", word, cwd=tmp_path)
+def test_a_sweep_is_in_its_table_refuses_other_values_once_complete_and_goes_on(tmp_path):
+    """Its jobs' folders are by their names, and a word of each job is made of another key."""
+    line = ["-m", *SMALL, "optim.warmup_steps=1", "run_name=z1,z2", "notes=${seed}"]
+    line += ["hydra.sweep.dir=outputs/two", "hydra.sweep.subdir=${run_name}"]
+    done = forked(*line, "trainer.max_steps=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Sweep of 2 jobs: 2 completed\n" in done.stdout
     assert "warn" not in done.stderr.lower()
-
-
-@pytest.mark.whole
-def test_a_sweep_whose_jobs_are_complete_is_refused_other_values_and_left_as_it_was(tmp_path):
-    line = ["-m", *SMALL, "trainer.max_steps=2", "optim.warmup_steps=1", "run_name=s", "ckpt_path=last"]
-    assert forked(*line, "precision=fp32,bf16", cwd=tmp_path).returncode == 0
-    before = _contents(tmp_path / "outputs/s")
-    done = forked(*line, "precision=fp32,fp8_hybrid", cwd=tmp_path)
+    before = _contents(tmp_path / "outputs/two")
+    done = forked(*line, "trainer.max_steps=2", "ckpt_path=last", "seed=5", cwd=tmp_path)
     assert done.returncode == 2
-    assert "precision.name was bf16" in done.stderr
-    assert _contents(tmp_path / "outputs/s") == before
+    assert "seed was 1337" in done.stderr
+    assert _contents(tmp_path / "outputs/two") == before
+    assert forked(*line, "trainer.max_steps=3", "ckpt_path=last", cwd=tmp_path).returncode == 0
+    with (tmp_path / "outputs/two/sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["job"], row["steps"], row["status"]) for row in rows] == [
+        ("z1", "3", "completed"),
+        ("z2", "3", "completed"),
+    ]
 
 
 def _contents(folder):
@@ -151,12 +138,6 @@ OPTUNA = shlex.split((ROOT / "docs/sweeps/optuna.txt").read_text())
 @pytest.fixture
 def optuna():
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="pip install hydra-optuna-sweeper")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("optuna")
-def test_the_sweep_of_optuna_composes():
-    assert preflight(OPTUNA)
 
 
 @pytest.mark.slow

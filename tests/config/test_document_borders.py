@@ -40,12 +40,6 @@ def test_the_header_tells(files, name, begins):
     assert begin_with_separator(config("data=token_files", *words(files[name])).data) == begins
 
 
-def test_text_that_is_tokenised_here_ends_with_it(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    for line in (["data=stdlib"], ["data=text_files", f"data.train_files=[{tmp_path}/a.txt]"], ["data=fineweb"]):
-        assert not begin_with_separator(config(*line).data)
-
-
 def test_files_of_two_kinds_are_refused_and_named(files):
     found = problem("data=token_files", *words(files["llm_c"], files["nano"]))
     assert f"begin with the separator in {files['llm_c']}, end with it in {files['nano']}" in found.cause
