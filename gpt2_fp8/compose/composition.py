@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
@@ -209,8 +209,12 @@ def _check_group(override: Override, values: list[Any], catalog: Catalog) -> Ite
 
 def resolved(cfg: DictConfig) -> dict[str, Any]:
     """Return a configuration without Hydra's own node, every `${...}` resolved. Raises UserError."""
-    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    plain: dict[str, Any] = {}
     try:
-        return cast("dict[str, Any]", OmegaConf.to_container(own, resolve=True))
+        for key in map(str, cfg):
+            if key != "hydra":
+                value = cfg[key]
+                plain[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
         raise UserError.of(f"{error.full_key}: {str(error).splitlines()[0]}", "correct the ${...}") from None
+    return plain

@@ -27,9 +27,9 @@ _MAY_CHANGE = ("ckpt_path=", "run_name=", "trainer.max_")  # words of a sweep th
 
 def is_named_by_time(cfg: DictConfig, in_sweep: bool) -> bool:
     """Return whether the folder of a run, or of a sweep, is by its name, and the name by the time."""
-    plain: Any = OmegaConf.to_container(cfg, resolve=False)
-    folder = plain["hydra"]["sweep" if in_sweep else "run"]["dir"]
-    return "${run_name}" in str(folder) and "${now:" in str(plain["run_name"])
+    folders: Any = OmegaConf.to_container(cfg.hydra.sweep if in_sweep else cfg.hydra.run, resolve=False)
+    name: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, "run_name"), resolve=False)
+    return "${run_name}" in str(folders["dir"]) and "${now:" in str(name["run_name"])
 
 
 def of_job(cfg: DictConfig, number: int | None) -> tuple[str, str]:
