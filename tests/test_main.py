@@ -21,8 +21,8 @@ def test_the_programs_are_listed(arguments, capsys):
     assert __main__.main(list(arguments)) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert re.findall(r"gpt2-fp8 (\w+) ", said)[: len(NAMES)] == NAMES
-    for program in programs.table():
-        assert f"gpt2-fp8 {program.name} {program.about}" in said
+    for name, about in programs.table().items():
+        assert f"gpt2-fp8 {name} {about}" in said
     assert NAMES[0] == "run"
 
 

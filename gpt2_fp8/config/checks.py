@@ -138,7 +138,7 @@ def _widths(config: RunConfig) -> Iterator[Finding]:
         yield finding(config, "model.n_positions", reason)
 
 
-def _logger(config: RunConfig) -> Iterator[Finding]:
+def check_logger(config: RunConfig) -> Iterator[Finding]:
     """Find what is wrong with `logger`. Libraries are looked for, not imported."""
     logger = config.logger
     if logger.histograms_every_n_steps and not (logger.tensorboard or logger.wandb):
@@ -178,5 +178,5 @@ _ACROSS: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     _widths,
     backend_support.check,
     mixture.check_borders,
-    _logger,
+    check_logger,
 )
